@@ -1,0 +1,63 @@
+"""Ray Train on fractions of a GPU: workers that share a CUDA device start, are verified, and train.
+
+from ray_fracbackend import FracTorchConfig
+TorchTrainer(train_func, scaling_config=..., torch_config=FracTorchConfig())
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray_fracbackend.config import FracTorchConfig
+    from ray_fracbackend.errors import (
+        BackendUnavailableError,
+        FracBackendError,
+        IncompatibleWorkersError,
+        MissingDeviceError,
+        RendezvousError,
+        SharedDeviceError,
+        StartTimeoutError,
+        VerificationError,
+    )
+    from ray_fracbackend.report import StartReport, get_start_report
+    from ray_fracbackend.verify import VerificationResult, verify_process_group
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendUnavailableError",
+    "FracBackendError",
+    "FracTorchConfig",
+    "IncompatibleWorkersError",
+    "MissingDeviceError",
+    "RendezvousError",
+    "SharedDeviceError",
+    "StartReport",
+    "StartTimeoutError",
+    "VerificationError",
+    "VerificationResult",
+    "get_start_report",
+    "verify_process_group",
+]
+
+_MODULE_OF = {
+    "FracTorchConfig": "config",
+    "StartReport": "report",
+    "VerificationResult": "verify",
+    "get_start_report": "report",
+    "verify_process_group": "verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use only, so that verification and the ipc backend work in processes without Ray.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}")
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,157 @@
+"""The Ray Train backend: probe every worker, decide, start and verify. Runs where Ray calls it, driver or controller.
+
+Two remote rounds on the good path. Ray keeps one instance of a backend a process and calls ``on_start`` once a worker
+group, again after every restart and for several groups side by side: nothing of a run is kept on the instance.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.train.torch import TorchConfig
+
+from ray_fracbackend import ray_compat
+from ray_fracbackend.errors import VerificationError
+from ray_fracbackend.facts import WorkerFacts
+from ray_fracbackend.gather import Deadline, gather
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.plan import left_to_ray, plan_start
+from ray_fracbackend.probe import probe_worker
+from ray_fracbackend.process_group import StartInstruction, start_worker
+from ray_fracbackend.ray_compat import logger
+from ray_fracbackend.report import StartReport
+from ray_fracbackend.start_plan import StartPlan
+from ray_fracbackend.verify import VerificationResult, slow_ranks
+
+# Workers keep the same deadline as the driver; this is for their answer to arrive.
+_ANSWER_S = 3.0
+
+
+class FracTorchBackend(ray_compat.TorchBackend):  # type: ignore[misc]
+    """Starts torch process groups for workers that may share CUDA devices. Chosen by FracTorchConfig."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Starts the process group of one worker group or replica group.
+
+        Raises:
+            FracBackendError: The start failed; the message names rank, node and step.
+        """
+        options = StartOptions.from_config(backend_config)
+        reason = left_to_ray(options.backend, {})
+        if reason is None:
+            start = _Start(worker_group, options)
+            reason = left_to_ray(options.backend, start.workers[0].resources)
+            if reason is None:
+                _log(start.run())
+                return
+        logger.info("%s", reason)
+        name = None if options.backend == "auto" else options.backend
+        stock = TorchConfig(backend=name, init_method=options.init_method, timeout_s=backend_config.timeout_s)
+        super().on_start(worker_group, stock)
+
+
+class _Start:
+    """One start of one worker group."""
+
+    def __init__(self, worker_group: Any, options: StartOptions) -> None:
+        self._group = worker_group
+        self._options = options
+        self._deadline = Deadline(options.start_timeout_s)
+        self._addresses = ray_compat.worker_addresses(worker_group)
+        self._seconds: dict[str, float] = {}
+        self.workers = self._probe()
+
+    def run(self) -> StartReport:
+        plan = plan_start(self.workers, self._options)
+        while True:
+            try:
+                return self._start(plan)
+            except VerificationError as error:
+                if plan.fallback is None:
+                    raise
+                logger.warning("%s", error)
+                plan = plan.after_failure(str(error))
+                self.workers = self._probe()  # the old port may still be in use
+
+    def _probe(self) -> tuple[WorkerFacts, ...]:
+        started = time.monotonic()
+        refs = [
+            self._group.execute_single_async(rank, probe_worker, rank, needs_port=rank == 0)
+            for rank in range(len(self._addresses))
+        ]
+        facts = gather(refs, self._addresses, self._deadline, "probing the workers")
+        self._seconds["probe"] = time.monotonic() - started
+        return tuple(facts)
+
+    def _start(self, plan: StartPlan) -> StartReport:
+        started = time.monotonic()
+        report = self._report(plan)
+        source = ray.put(report)
+        refs = [
+            self._group.execute_single_async(worker.rank, start_worker, self._instruction(worker, report, source))
+            for worker in self.workers
+        ]
+        step = f"starting {plan.backend} at {report.master_addr}:{report.master_port}"
+        results: list[VerificationResult | None] = gather(
+            refs, self._addresses, self._deadline, step, slack_s=_ANSWER_S
+        )
+        self._seconds["start"] = time.monotonic() - started
+        return self._finish(replace(report, verification=results[0], seconds=self._seconds))
+
+    def _report(self, plan: StartPlan) -> StartReport:
+        port = self._options.master_port or self.workers[0].free_port
+        if isinstance(port, tuple):
+            port = port[0]
+        return StartReport(
+            plan=plan,
+            workers=self.workers,
+            init_method=self._options.init_method,
+            master_addr=self._options.master_addr or self.workers[0].node_ip,
+            master_port=port or 0,
+        )
+
+    def _instruction(self, worker: WorkerFacts, report: StartReport, source: Any) -> StartInstruction:
+        options, plan = self._options, report.plan
+        # A plan with a way out keeps time for it.
+        budget_s = self._deadline.left_s * (0.5 if plan.fallback else 1.0)
+        on_cuda = plan.device_type == "cuda"
+        return StartInstruction(
+            rank=worker.rank,
+            world_size=len(self.workers),
+            backend=plan.backend,
+            device=plan.device_of(worker),
+            init_method=options.init_method,
+            master_addr=report.master_addr,
+            master_port=report.master_port,
+            timeout_s=options.timeout_s,
+            budget_s=max(budget_s, 0.001),
+            verify=options.verify,
+            train_on_cpu=not on_cuda and worker.gpu_fraction > 0,
+            set_distributed_env=ray_compat.sets_env_before_init(self._group),
+            memory_fraction=min(1.0, worker.gpu_fraction) if options.limit_gpu_memory and on_cuda else None,
+            env_defaults=plan.env_defaults,
+            report=source,
+        )
+
+    def _finish(self, report: StartReport) -> StartReport:
+        if report.verification is None:
+            return report
+        sharers = {rank: len(group.ranks) for group in report.plan.share_groups for rank in group.ranks}
+        names = [worker.device.name if worker.device else "cpu" for worker in self.workers]
+        slow = slow_ranks(report.verification.rank_seconds, lambda rank: (names[rank], sharers.get(rank, 1)))
+        if not slow:
+            return report
+        listed = ", ".join(self.workers[rank].where for rank in slow[:8])
+        warning = f"slow in the verification, over twice the median of their peers: {listed}"
+        return replace(report, plan=replace(report.plan, warnings=(*report.plan.warnings, warning)))
+
+
+def _log(report: StartReport) -> None:
+    logger.info("%s", report.log_line())
+    for warning in report.plan.warnings:
+        logger.warning("%s", warning)
+    for hint in report.plan.hints:
+        logger.info("hint: %s", hint)

@@ -1,0 +1,92 @@
+"""Every error this package raises. Standard library only: any module, driver or worker, may import it.
+
+Each error carries the whole story in its message (what was found, the rule, what to do next), a short machine-readable
+``reason`` and the global ranks at fault, and survives pickling, because it usually crosses a process boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class FracBackendError(RuntimeError):
+    """Base of all errors of ray_fracbackend.
+
+    Args:
+        message: What was found, the rule that it breaks, and the next step.
+        ranks: Global ranks at fault, empty where no single rank is.
+
+    Attributes:
+        reason: Short, stable, machine-readable name of the failure.
+        ranks: As given, sorted.
+    """
+
+    reason = "error"
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks: tuple[int, ...] = tuple(sorted(ranks))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), str(self), self.ranks)
+
+
+def _rebuild(cls: type[FracBackendError], message: str, ranks: tuple[int, ...]) -> FracBackendError:
+    return cls(message, ranks=ranks)
+
+
+class SharedDeviceError(FracBackendError):
+    """Ranks share a CUDA device and the configuration forbids it or leaves no backend that can work.
+
+    Example scenario: ``on_shared_device="error"`` and Ray packed two half-GPU workers onto one device.
+    """
+
+    reason = "shared_device"
+
+
+class MissingDeviceError(FracBackendError):
+    """Ray gave a worker GPUs that its torch cannot use.
+
+    Example scenario: ``ray.init(num_gpus=1)`` on a machine without a GPU, or a CPU-only build of torch.
+    """
+
+    reason = "missing_device"
+
+
+class IncompatibleWorkersError(FracBackendError):
+    """The workers cannot form one process group.
+
+    Example scenario: two nodes with different NCCL versions, or Windows and Linux workers in one job.
+    """
+
+    reason = "incompatible_workers"
+
+
+class BackendUnavailableError(FracBackendError):
+    """The backend that was asked for cannot run here.
+
+    Example scenario: ``on_shared_device="nccl"`` with an NCCL older than 2.30.
+    """
+
+    reason = "backend_unavailable"
+
+
+class RendezvousError(FracBackendError):
+    """The workers did not come together into a process group.
+
+    Example scenario: a firewall between two nodes, or a worker that never answers.
+    """
+
+    reason = "rendezvous"
+
+
+class StartTimeoutError(RendezvousError):
+    """Start-up did not finish within ``start_timeout_s``; the message names the ranks that did not answer."""
+
+    reason = "start_timeout"
+
+
+class VerificationError(FracBackendError):
+    """A collective of the new process group failed, stalled or computed a wrong answer."""
+
+    reason = "verification"

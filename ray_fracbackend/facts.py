@@ -1,0 +1,127 @@
+"""What a worker sits on, as plain frozen values. Standard library only, so that planning needs neither torch nor Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+NcclVersion = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """One CUDA device as one worker sees it.
+
+    Attributes:
+        uuid: CUDA's own identity of the device: ``GPU-...``, or ``MIG-...`` for a MIG slice. Equal UUIDs are one device.
+        index: torch's index of the device in the worker's process.
+        name: Product name, such as ``NVIDIA H200``.
+        total_memory_bytes: Memory of the device or slice.
+        pci_bus_id: PCI bus id of the physical GPU, lower case; MIG slices of one GPU have the same. None if unknown.
+        parent_uuid: UUID of the physical GPU where the device is a MIG slice, else None.
+        compute_mode: ``default``, ``exclusive_process``, ``prohibited``, or ``unknown`` without NVML.
+    """
+
+    uuid: str
+    index: int = 0
+    name: str = "GPU"
+    total_memory_bytes: int = 0
+    pci_bus_id: str | None = None
+    parent_uuid: str | None = None
+    compute_mode: str = "default"
+
+    @property
+    def is_mig(self) -> bool:
+        """True for a slice of a GPU in MIG mode."""
+        return self.parent_uuid is not None or self.uuid.startswith("MIG-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFacts:
+    """One worker of the job, as it found itself before any process group existed.
+
+    Attributes:
+        rank: Rank within the worker group that is being started.
+        node_id: Ray's id of the worker's node.
+        node_ip: Ray's address of the worker's node, a literal IP.
+        hostname: Host name as NCCL sees it; containers on one host may differ.
+        boot_id: Kernel boot id, equal for all containers of one host; empty where the platform has none.
+        pid: Process id of the worker.
+        platform: ``sys.platform``.
+        torch_version: ``torch.__version__``.
+        ray_version: ``ray.__version__``.
+        resources: What Ray reserved for the worker, such as ``{"CPU": 1.0, "GPU": 0.5}``.
+        gpu_ids: Ray's ids of the worker's GPUs; for messages only, never an identity.
+        cuda_visible_devices: The variable as the worker has it, None where unset.
+        devices: The worker's own CUDA devices; the first is the one its collectives run on.
+        num_visible_devices: Devices that torch sees in the worker's process, its neighbours' included.
+        num_node_devices: Physical GPUs of the node by NVML, None if unknown.
+        cuda_missing: Why torch has no CUDA device for this worker, None where it has one.
+        nccl_available: torch was built with NCCL.
+        nccl_version: Version of the NCCL library that is loaded into the process, None if unknown or absent.
+        gloo_available: torch was built with Gloo.
+        mps_reachable: A CUDA MPS control daemon answers on this node.
+        ipc_host_memory_missing: Why the ipc backend cannot use host memory here, None where it can.
+        ipc_device_memory_missing: Why the ipc backend cannot use device memory here, None where it can.
+        env: The worker's ``NCCL_*``, ``GLOO_*`` and ``CUDA_MPS*`` variables.
+        free_port: A TCP port that was free on the worker's node, asked of rank 0 only.
+    """
+
+    rank: int
+    node_id: str
+    node_ip: str
+    hostname: str
+    boot_id: str = ""
+    pid: int = 0
+    platform: str = "linux"
+    torch_version: str = ""
+    ray_version: str = ""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    gpu_ids: tuple[str, ...] = ()
+    cuda_visible_devices: str | None = None
+    devices: tuple[DeviceFacts, ...] = ()
+    num_visible_devices: int = 0
+    num_node_devices: int | None = None
+    cuda_missing: str | None = None
+    nccl_available: bool = False
+    nccl_version: NcclVersion | None = None
+    gloo_available: bool = True
+    mps_reachable: bool = False
+    ipc_host_memory_missing: str | None = "not probed"
+    ipc_device_memory_missing: str | None = "not probed"
+    env: Mapping[str, str] = field(default_factory=dict)
+    free_port: int | None = None
+
+    @property
+    def gpu_fraction(self) -> float:
+        """GPUs that Ray reserved for the worker: 0 for a CPU worker, 0.5 for half a device."""
+        return self.resources.get("GPU", 0.0)
+
+    @property
+    def device(self) -> DeviceFacts | None:
+        """The device that the worker's collectives run on, as ``ray.train.torch.get_device()`` picks it."""
+        return self.devices[0] if self.devices else None
+
+    @property
+    def nccl_host(self) -> str:
+        """The host identity that NCCL compares: ``NCCL_HOSTID``, else host name and boot id (NCCL utils.cc)."""
+        return self.env.get("NCCL_HOSTID") or f"{self.hostname}/{self.boot_id}"
+
+    @property
+    def where(self) -> str:
+        """The worker in an error message: ``rank 3 (node 10.0.0.3, pid 4711)``."""
+        return f"rank {self.rank} (node {self.node_ip}, pid {self.pid})"
+
+
+def version_text(version: NcclVersion | None) -> str:
+    """``2.28.9``, or ``of unknown version``."""
+    return ".".join(map(str, version)) if version else "of unknown version"
+
+
+def ranks_text(ranks: tuple[int, ...] | list[int], limit: int = 8) -> str:
+    """``rank 3``, ``ranks 0,1`` or ``ranks 0,1,2,... (64 in all)``; consecutive ranks are not merged, so grep finds them."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= limit:
+        return "ranks " + ",".join(map(str, ranks))
+    return "ranks " + ",".join(map(str, ranks[:limit])) + f",... ({len(ranks)} in all)"

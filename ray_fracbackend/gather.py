@@ -1,0 +1,173 @@
+"""Bounded waits for all workers of a group. Runs on the driver or controller; a rank that hangs or dies gets a name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from ray_fracbackend.errors import FracBackendError, RendezvousError, StartTimeoutError, VerificationError
+from ray_fracbackend.facts import ranks_text
+from ray_fracbackend.ray_compat import WorkerAddress
+
+# How often a running wait looks for failures, and how long it goes on after the first so that all can be named.
+_POLL_S = 1.0
+_GRACE_S = 3.0
+_NUM_NAMED = 4
+# The most telling failure names the error.
+_ORDER = (VerificationError, RendezvousError, FracBackendError)
+
+
+class WorkerDiedError(RendezvousError, RayActorError):  # type: ignore[misc]
+    """A worker process died during start-up. Also a RayActorError, so that Ray Train restarts the workers.
+
+    Example scenario: the kernel's out-of-memory killer, or a preempted node.
+    """
+
+    reason = "worker_died"
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        RayActorError.__init__(self, error_msg=message)
+        RendezvousError.__init__(self, message, ranks=ranks)
+
+
+class Deadline:
+    """A point in time that several waits share.
+
+    Args:
+        budget_s: Seconds from now, as the user set them.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        self.budget_s = budget_s
+        self._end = time.monotonic() + budget_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, 0 when it is over."""
+        return max(0.0, self._end - time.monotonic())
+
+
+def gather(
+    refs: Sequence[ray.ObjectRef[Any]],
+    addresses: Sequence[WorkerAddress],
+    deadline: Deadline,
+    step: str,
+    slack_s: float = 0,
+) -> list[Any]:
+    """Results of one call on every worker, by rank.
+
+    Args:
+        refs: One reference a rank.
+        addresses: Where the ranks run.
+        deadline: When to stop waiting.
+        step: What the workers are doing, for messages.
+        slack_s: Seconds past the deadline for workers that keep the same deadline themselves, so that theirs is heard.
+
+    Raises:
+        WorkerDiedError: A worker process ended.
+        StartTimeoutError: Ranks did not answer in time.
+        FracBackendError: What a worker raised, with rank and node.
+    """
+    wait = _Wait(refs, addresses, deadline, step)
+    wait.run(slack_s)
+    return wait.results
+
+
+class _Wait:
+    def __init__(
+        self, refs: Sequence[ray.ObjectRef[Any]], addresses: Sequence[WorkerAddress], deadline: Deadline, step: str
+    ) -> None:
+        self._pending = list(refs)
+        self._rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        self._addresses = addresses
+        self._deadline = deadline
+        self._step = step
+        self._failures: dict[int, BaseException] = {}
+        self.results: list[Any] = [None] * len(refs)
+
+    def run(self, slack_s: float) -> None:
+        left_s = self._deadline.left_s + slack_s
+        end = time.monotonic() + left_s
+        while self._pending and left_s > 0:
+            done, self._pending = ray.wait(
+                self._pending, num_returns=len(self._pending), timeout=min(left_s, _POLL_S), fetch_local=True
+            )
+            had_failures = bool(self._failures)
+            self._collect(done)
+            if self._failures and not had_failures:
+                end = min(end, time.monotonic() + _GRACE_S)
+            left_s = end - time.monotonic()
+        if self._failures or self._pending:
+            raise self._error() from next(iter(self._failures.values()), None)
+
+    def _collect(self, done: list[ray.ObjectRef[Any]]) -> None:
+        try:
+            values = ray.get(done)
+        except Exception:  # one of them failed: find out which
+            for ref in done:
+                try:
+                    self.results[self._rank_of[ref]] = ray.get(ref)
+                except Exception as error:
+                    self._failures[self._rank_of[ref]] = _cause(error)
+        else:
+            for ref, value in zip(done, values, strict=True):
+                self.results[self._rank_of[ref]] = value
+
+    def _error(self) -> FracBackendError:
+        silent = [self._rank_of[ref] for ref in self._pending]
+        dead = [rank for rank, error in self._failures.items() if isinstance(error, RayActorError)]
+        if dead:
+            first = str(self._failures[dead[0]]).strip().splitlines()[0]
+            return WorkerDiedError(
+                f"{self._where(dead)} died during start-up ({self._step}): {first} Look for it in that node's logs; the "
+                "usual causes are too little memory and a preempted node.",
+                ranks=dead,
+            )
+        parts = []
+        if silent:
+            parts.append(
+                f"{self._where(silent)} did not answer ({self._step}, start_timeout_s={self._deadline.budget_s:g})"
+            )
+        told: dict[str, list[int]] = {}
+        for rank, error in self._failures.items():
+            told.setdefault(_text(error), []).append(rank)
+        parts += [f"{self._where(ranks)}: {text}" for text, ranks in list(told.items())[:_NUM_NAMED]]
+        if not self._failures:
+            advice = "Look at those workers' logs and nodes, or raise start_timeout_s if they are only slow."
+            return StartTimeoutError(f"{parts[0]}. {advice}", ranks=silent)
+        message = "; ".join(parts)
+        for kind in _ORDER:
+            for error in self._failures.values():
+                if isinstance(error, kind):
+                    return type(error)(message, ranks=silent or _blamed(self._failures))
+        return RendezvousError(f"{self._step} failed: {message}", ranks=silent or self._failures)
+
+    def _where(self, ranks: list[int]) -> str:
+        if len(ranks) > _NUM_NAMED:
+            nodes = sorted({self._addresses[rank].node_ip for rank in ranks})
+            return f"{ranks_text(ranks)} (nodes {', '.join(nodes[:_NUM_NAMED])})"
+        return ", ".join(self._addresses[rank].text for rank in ranks)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the worker raised, without Ray's wrapping."""
+    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, FracBackendError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}".strip()
+    if isinstance(error, ModuleNotFoundError) and "ray_fracbackend" in str(error):
+        text += ". Install ray_fracbackend on every node, or name it in runtime_env={'pip': ['ray-fracbackend']}"
+    return text
+
+
+def _blamed(failures: dict[int, BaseException]) -> list[int]:
+    """Ranks that the failing workers themselves blame, else the failing workers."""
+    blamed = {rank for error in failures.values() if isinstance(error, FracBackendError) for rank in error.ranks}
+    return sorted(blamed or failures)

@@ -1,0 +1,238 @@
+"""What this worker sits on. Runs on the worker; no process group, no sockets, and no CUDA context is created.
+
+Device identity is the UUID that CUDA itself reports: Ray's GPU ids and ``CUDA_VISIBLE_DEVICES`` are names that two
+workers can use for one device, or one name for two. NVML adds what CUDA does not tell without a context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from ray_fracbackend import ray_compat
+from ray_fracbackend.facts import DeviceFacts, NcclVersion, WorkerFacts
+
+_ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS")
+_NO_IPC = "this version of ray_fracbackend has no ipc backend"
+
+
+def probe_worker(rank: int, needs_port: bool = False) -> WorkerFacts:
+    """Collects the facts of the calling worker.
+
+    Args:
+        rank: Its rank in the worker group.
+        needs_port: Also look for a free TCP port on its node; asked of rank 0 only.
+    """
+    node_id, node_ip = ray_compat.node_ids()
+    resources = ray_compat.assigned_resources()
+    devices, cuda_missing = _devices(resources.get("GPU", 0) > 0)
+    with _nvml() as nvml:
+        described = tuple(_describe(device.index or 0, nvml) for device in devices)
+        num_node_devices = nvml.nvmlDeviceGetCount() if nvml else None
+    return WorkerFacts(
+        rank=rank,
+        node_id=node_id,
+        node_ip=node_ip,
+        hostname=socket.gethostname(),
+        boot_id=boot_id(),
+        pid=os.getpid(),
+        platform=sys.platform,
+        torch_version=torch.__version__,
+        ray_version=ray.__version__,
+        resources=dict(resources),
+        gpu_ids=tuple(map(str, ray_compat.accelerator_ids().get("GPU", []))),
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        devices=described,
+        num_visible_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        num_node_devices=num_node_devices,
+        cuda_missing=cuda_missing,
+        nccl_available=dist.is_nccl_available(),
+        nccl_version=loaded_nccl_version(),
+        gloo_available=dist.is_gloo_available(),
+        mps_reachable=mps_reachable(),
+        ipc_host_memory_missing=_NO_IPC,
+        ipc_device_memory_missing=_NO_IPC,
+        env={name: value for name, value in os.environ.items() if name.startswith(_ENV_PREFIXES)},
+        free_port=ray_compat.free_port() if needs_port else None,
+    )
+
+
+def boot_id() -> str:
+    """The kernel's boot id, the same in all containers of one host; empty where the platform has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
+    """The worker's CUDA devices, or why there are none although Ray reserved some."""
+    if not wants_gpu:
+        return [], None
+    if not torch.cuda.is_available():
+        return [], _why_no_cuda()
+    try:
+        devices = [device for device in ray_compat.worker_devices() if device.type == "cuda"]
+    except (RuntimeError, ValueError) as error:
+        return (
+            [],
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} does not fit Ray's GPU ids: {error}",
+        )
+    count = torch.cuda.device_count()
+    beyond = [device.index for device in devices if (device.index or 0) >= count]
+    if beyond:
+        return (
+            [],
+            f"Ray was told of more GPUs than there are: device {beyond[0]} of {count}; correct num_gpus of the node",
+        )
+    return devices, None
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
+        return f"torch {torch.__version__} is a CPU-only build"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with _nvml() as nvml:
+        if nvml is None:
+            return f"torch {torch.__version__} finds no NVIDIA driver on the node"
+        count = nvml.nvmlDeviceGetCount()
+    if count == 0:
+        return "the driver finds no GPU on the node"
+    return f"CUDA_VISIBLE_DEVICES={visible!r} leaves torch none of the node's {count} GPUs"
+
+
+def _describe(index: int, nvml: Any) -> DeviceFacts:
+    properties = torch.cuda.get_device_properties(index)
+    bare = str(properties.uuid).removeprefix("GPU-").removeprefix("MIG-")
+    uuid, parent, bus_id, mode = f"GPU-{bare}", None, _torch_bus_id(properties), "unknown"
+    handle, is_mig = _nvml_handle(nvml, bare)
+    if handle is not None:
+        if is_mig:
+            uuid = f"MIG-{bare}"
+            handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            parent = _text(nvml.nvmlDeviceGetUUID(handle))
+        bus_id = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()
+        mode = _compute_mode(nvml, handle)
+    return DeviceFacts(
+        uuid=uuid,
+        index=index,
+        name=properties.name,
+        total_memory_bytes=properties.total_memory,
+        pci_bus_id=bus_id,
+        parent_uuid=parent,
+        compute_mode=mode,
+    )
+
+
+def _torch_bus_id(properties: Any) -> str | None:
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    return f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
+def _nvml_handle(nvml: Any, bare_uuid: str) -> tuple[Any, bool]:
+    """NVML's handle of the device and whether it is a MIG slice; (None, False) where NVML does not know it."""
+    if nvml is None:
+        return None, False
+    for prefix in ("GPU", "MIG"):
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(f"{prefix}-{bare_uuid}".encode()), prefix == "MIG"
+        except nvml.NVMLError:
+            continue
+    return None, False
+
+
+def _compute_mode(nvml: Any, handle: Any) -> str:
+    names = {
+        nvml.NVML_COMPUTEMODE_DEFAULT: "default",
+        nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+        nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
+    }
+    try:
+        return names.get(nvml.nvmlDeviceGetComputeMode(handle), "unknown")
+    except nvml.NVMLError:
+        return "unknown"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """The NVML binding, initialised, or None where there is no NVIDIA driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def loaded_nccl_version() -> NcclVersion | None:
+    """Version of the NCCL library in this process, None where there is none.
+
+    ``torch.cuda.nccl.version()`` is the constant that torch was compiled with; a newer library by LD_PRELOAD or package
+    differs from it, so the loaded library itself is asked (ncclGetVersion).
+    """
+    if not dist.is_nccl_available():
+        return None
+    for path in _loaded_nccl_paths():
+        number = ctypes.c_int()
+        try:
+            failed = ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number))
+        except (OSError, AttributeError):
+            continue
+        if failed == 0:
+            return decode_nccl_version(number.value)
+    # Linked into torch itself: then the constant is the version.
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return (version[0], version[1], version[2]) if isinstance(version, tuple) and len(version) >= 3 else None
+
+
+def decode_nccl_version(number: int) -> NcclVersion:
+    """``21805`` is 2.18.5 and ``23007`` 2.30.7; below 2.9 the number had four digits (nccl.h, NCCL_VERSION)."""
+    if number < 10000:
+        return number // 1000, number % 1000 // 100, number % 100
+    return number // 10000, number % 10000 // 100, number % 100
+
+
+def _loaded_nccl_paths() -> list[str]:
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    paths = dict.fromkeys(re.findall(r"\s(/\S*lib[nr]ccl[^/\s]*\.so[^/\s]*)$", maps, flags=re.MULTILINE))
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    return sorted(paths, key=lambda path: path not in preloaded)
+
+
+def mps_reachable() -> bool:
+    """True where a CUDA MPS control daemon holds its pipe open; the directory alone survives a crash of the daemon."""
+    directory = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    control = os.path.join(directory, "control")
+    try:
+        if not stat.S_ISFIFO(os.stat(control).st_mode):
+            return False
+        # ENXIO where nobody reads the pipe; opening it writes nothing.
+        os.close(os.open(control, os.O_WRONLY | os.O_NONBLOCK))
+    except (OSError, AttributeError):
+        return False
+    return True

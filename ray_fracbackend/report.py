@@ -1,0 +1,177 @@
+"""What a start found, decided and measured: one log line, a table, JSON, a notebook table. Driver and workers."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ray_fracbackend.errors import FracBackendError
+from ray_fracbackend.facts import WorkerFacts, version_text
+from ray_fracbackend.sharing import short_uuid
+from ray_fracbackend.start_plan import StartPlan
+from ray_fracbackend.verify import VerificationResult
+
+_COLUMNS = ("rank", "node", "pid", "GPU", "device", "shared with", "NCCL", "ms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartReport:
+    """One start of a worker group.
+
+    Attributes:
+        plan: The decision, with its reason, hints and warnings.
+        workers: Facts of every rank, in rank order.
+        init_method: ``env`` or ``tcp``.
+        master_addr: Address of rank 0's store.
+        master_port: Port of rank 0's store.
+        verification: Figures of the collective check, None where it was switched off.
+        seconds: Seconds of each phase on the driver (``probe``, ``start``); empty in the workers' copy.
+    """
+
+    plan: StartPlan
+    workers: tuple[WorkerFacts, ...]
+    init_method: str
+    master_addr: str
+    master_port: int
+    verification: VerificationResult | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> str:
+        """The process group's backend."""
+        return self.plan.backend
+
+    @property
+    def reason(self) -> str:
+        """Why it was chosen, in one line."""
+        return self.plan.reason
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The reason, then every warning and hint."""
+        return (self.plan.reason, *self.plan.warnings, *self.plan.hints)
+
+    def log_line(self) -> str:
+        """The one line for the log: decision, size, verification."""
+        size = f"{len(self.workers)} worker{'s' if len(self.workers) != 1 else ''}"
+        checked = "not verified"
+        if (figures := self.verification) is not None:
+            checked = (
+                f"verified in {figures.total_s * 1e3:.0f} ms: all_reduce {figures.latency_s * 1e3:.2f} ms at 1 KiB, "
+                f"{figures.bandwidth_bytes_per_s / 1e6:.0f} MB/s at 1 MiB"
+            )
+        return f"{self.reason} [{size}, {checked}]"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values that ``json.dumps`` takes."""
+        plan = asdict(self.plan)
+        plan["share_groups"] = [
+            {
+                "ranks": list(group.ranks),
+                "device_uuid": group.device.uuid,
+                "nodes": list(group.nodes),
+                "text": group.text,
+            }
+            for group in self.plan.share_groups
+        ]
+        return {
+            "backend": self.backend,
+            "plan": plan,
+            "init_method": self.init_method,
+            "master_addr": self.master_addr,
+            "master_port": self.master_port,
+            "workers": [asdict(worker) for worker in self.workers],
+            "verification": asdict(self.verification) if self.verification else None,
+            "seconds": dict(self.seconds),
+        }
+
+    def to_json(self) -> str:
+        """The report as one JSON document."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_text(self) -> str:
+        """The share map as a plain table, then the reasons."""
+        rows = [_COLUMNS, *self._rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join(
+            [
+                *lines,
+                "",
+                self.log_line(),
+                *(f"warning: {w}" for w in self.plan.warnings),
+                *(f"hint: {hint}" for hint in self.plan.hints),
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        def line(cells: tuple[str, ...], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        body = "".join(line(row, "td") for row in self._rows())
+        reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in self.reasons)
+        return f"<table><thead>{line(_COLUMNS, 'th')}</thead><tbody>{body}</tbody></table><ul>{reasons}</ul>"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        sharing = {rank: group.ranks for group in self.plan.share_groups for rank in group.ranks}
+        seconds = self.verification.rank_seconds if self.verification else ()
+        return [
+            (
+                str(worker.rank),
+                worker.node_ip,
+                str(worker.pid),
+                f"{worker.gpu_fraction:g}",
+                _device_text(worker),
+                ",".join(str(other) for other in sharing.get(worker.rank, ()) if other != worker.rank) or "-",
+                version_text(worker.nccl_version) if worker.nccl_version else "-",
+                f"{seconds[worker.rank] * 1e3:.2f}" if worker.rank < len(seconds) else "-",
+            )
+            for worker in self.workers
+        ]
+
+
+def _device_text(worker: WorkerFacts) -> str:
+    if worker.device is not None:
+        return f"{short_uuid(worker.device.uuid)} {worker.device.name}"
+    return f"cpu ({worker.cuda_missing})" if worker.cuda_missing else "cpu"
+
+
+_load_current: Callable[[], StartReport] | None = None
+
+
+def publish(source: Any, verification: VerificationResult | None) -> None:
+    """Makes the report of this worker's start available to its train function.
+
+    Args:
+        source: The report without figures, or the Ray object that holds it: fetched only when somebody asks.
+        verification: The figures.
+    """
+    global _load_current
+
+    def load() -> StartReport:
+        if isinstance(source, StartReport):
+            return replace(source, verification=verification)
+        import ray
+
+        report: StartReport = ray.get(source)
+        return replace(report, verification=verification)
+
+    _load_current = load
+
+
+def get_start_report() -> StartReport:
+    """The report of the start of the calling train function's worker group.
+
+    Raises:
+        FracBackendError: Not called in a train function that was started with FracTorchConfig.
+    """
+    if _load_current is None:
+        raise FracBackendError(
+            "get_start_report() found no start in this process. Call it inside the train function of a TorchTrainer with "
+            "torch_config=FracTorchConfig(...)."
+        )
+    return _load_current()

@@ -1,0 +1,139 @@
+"""Rows 6 to 12 of the decision: what to do with ranks that share a device. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ray_fracbackend.errors import BackendUnavailableError, IncompatibleWorkersError, SharedDeviceError
+from ray_fracbackend.facts import WorkerFacts, ranks_text, version_text
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.sharing import NCCL_MULTI_RANK, ShareGroup
+from ray_fracbackend.start_plan import StartPlan, gloo_plan
+
+
+def plan_shared(workers: Sequence[WorkerFacts], options: StartOptions, groups: tuple[ShareGroup, ...]) -> StartPlan:
+    """Rows 6 to 11: devices are shared, the policy decides."""
+    policy, text = options.on_shared_device, share_text(groups)
+    ranks = sorted({rank for group in groups for rank in group.ranks})
+    if policy == "error":
+        raise SharedDeviceError(
+            f"{text}, and on_shared_device='error' forbids it. Ask for a whole GPU a worker or for fewer workers, or set "
+            "on_shared_device to 'auto' or 'gloo'.",
+            ranks=ranks,
+        )
+    if policy == "nccl":
+        plan = _nccl_multi_rank(workers, groups)
+    elif policy == "ipc" or (policy == "auto" and _ipc_obstacle(workers, groups) is None):
+        plan = ipc_device_plan(workers, groups, f"on_shared_device={policy!r}")
+        plan = replace(plan, fallback="gloo" if policy == "auto" else None)
+    else:
+        why = "as on_shared_device says" if policy == "gloo" else _why_not_nccl(workers, groups)
+        plan = gloo_plan(workers, f"{text}: using gloo ({why})", groups)
+    if options.backend != "auto":
+        override = (
+            f"backend={options.backend!r} cannot be used as it is: on_shared_device={policy!r} chose {plan.backend}"
+        )
+        plan = replace(plan, warnings=(*plan.warnings, override))
+    return plan
+
+
+def _why_not_nccl(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, ...]) -> str:
+    if not all(worker.nccl_available for worker in workers):
+        return "torch has no NCCL"
+    version = workers[0].nccl_version
+    if not groups[0].same_device:
+        return f"NCCL {version_text(version)} compares PCI bus ids and refuses them"
+    hosts = {workers[rank].nccl_host for rank in groups[0].ranks}
+    if len(hosts) > 1:
+        return f"NCCL {version_text(version)} does not see it across host names and can hang"
+    return f"NCCL {version_text(version)} refuses shared devices"
+
+
+def _nccl_multi_rank(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, ...]) -> StartPlan:
+    """Row 8: NCCL's own flags for several ranks on one GPU (NCCL env.rst, since 2.30, experimental)."""
+    old = [
+        w.rank for w in workers if not w.nccl_available or w.nccl_version is None or w.nccl_version < NCCL_MULTI_RANK
+    ]
+    if old:
+        raise BackendUnavailableError(
+            f"on_shared_device='nccl', but {ranks_text(old)} has NCCL {version_text(workers[old[0]].nccl_version)}. Several "
+            "ranks on one GPU need NCCL 2.30 or newer; install a newer nvidia-nccl package or use on_shared_device='auto'.",
+            ranks=old,
+        )
+    check_one_nccl(workers)
+    fullest = max(len(group.ranks) for group in groups)
+    env = {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MAX_CTAS": str(max(1, 8 // fullest)),
+    }
+    if len({worker.node_id for worker in workers}) > 1:
+        env["NCCL_NET_GDR_LEVEL"] = "LOC"
+    kept = sorted({f"{name}={w.env[name]}" for w in workers for name in env if w.env.get(name, env[name]) != env[name]})
+    warnings = tuple(f"{setting} was set by the user and is kept" for setting in kept)
+    reason = f"{share_text(groups)}: using nccl with several ranks a GPU (NCCL {version_text(workers[0].nccl_version)})"
+    return StartPlan(
+        backend="nccl", device_type="cuda", reason=reason, share_groups=groups, env_defaults=env, warnings=warnings
+    )
+
+
+def _ipc_obstacle(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, ...]) -> str | None:
+    """Why the ipc backend cannot serve these workers on device memory, None where it can (rows 9 and 10)."""
+    for group in groups:
+        if not group.same_device:
+            return f"{group.text}, and slices cannot map each other's memory"
+    for worker in workers:
+        if worker.ipc_device_memory_missing:
+            return f"{worker.where}: {worker.ipc_device_memory_missing}"
+    return None
+
+
+def ipc_device_plan(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, ...], asked: str) -> StartPlan:
+    """Row 9: the ipc backend on device memory, or an error that says what stands against it."""
+    obstacle = _ipc_obstacle(workers, groups)
+    if obstacle:
+        raise BackendUnavailableError(
+            f"{asked}, but the ipc backend cannot be used: {obstacle}. Mend that, or use on_shared_device='gloo'."
+        )
+    prefix = f"{share_text(groups)}: " if groups else ""
+    why = _why_not_nccl(workers, groups) if groups else "as asked for"
+    return StartPlan(backend="ipc", device_type="cuda", reason=f"{prefix}using ipc ({why})", share_groups=groups)
+
+
+def check_one_nccl(workers: Sequence[WorkerFacts]) -> None:
+    """Row 5: NCCL needs one version on all ranks."""
+    ranks_by_version: dict[str, list[int]] = {}
+    for worker in workers:
+        ranks_by_version.setdefault(version_text(worker.nccl_version), []).append(worker.rank)
+    if len(ranks_by_version) > 1:
+        listed = "; ".join(f"{ranks_text(ranks)}: {version}" for version, ranks in sorted(ranks_by_version.items()))
+        raise IncompatibleWorkersError(
+            f"the workers loaded different NCCL versions ({listed}). NCCL needs one version on all ranks; install the same "
+            "torch and nvidia-nccl packages on every node, or use backend='gloo'."
+        )
+
+
+def check_compute_modes(workers: Sequence[WorkerFacts], shared: tuple[ShareGroup, ...]) -> None:
+    """Row 12: say it before CUDA says "device busy or unavailable"."""
+    prohibited = [worker.rank for worker in workers if worker.device and worker.device.compute_mode == "prohibited"]
+    if prohibited:
+        raise SharedDeviceError(
+            f"the device of {ranks_text(prohibited)} is in compute mode PROHIBITED, which lets no process use it. "
+            "Run `nvidia-smi -c DEFAULT` on that node.",
+            ranks=prohibited,
+        )
+    for group in shared:
+        exclusive = group.device.compute_mode == "exclusive_process"
+        if exclusive and not all(workers[rank].mps_reachable for rank in group.ranks):
+            raise SharedDeviceError(
+                f"{group.text}, which is in compute mode EXCLUSIVE_PROCESS: one process at a time without MPS. Run "
+                "`nvidia-smi -c DEFAULT` on that node, or start the MPS daemon (`nvidia-cuda-mps-control -d`).",
+                ranks=group.ranks,
+            )
+
+
+def share_text(groups: tuple[ShareGroup, ...]) -> str:
+    """The share map in words, the first three groups of it."""
+    shown = ", ".join(group.text for group in groups[:3])
+    return shown if len(groups) <= 3 else f"{shown} and {len(groups) - 3} more such groups"

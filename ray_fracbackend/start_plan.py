@@ -1,0 +1,72 @@
+"""The outcome of the decision, as one frozen value, and the two ways to build it that all rows use. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ray_fracbackend.errors import BackendUnavailableError
+from ray_fracbackend.facts import WorkerFacts, ranks_text
+from ray_fracbackend.sharing import ShareGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPlan:
+    """What the start will do.
+
+    Attributes:
+        backend: Name for ``torch.distributed.init_process_group``.
+        device_type: ``cuda`` or ``cpu``: where the workers train and the group is verified.
+        reason: The decision in one line, as logged.
+        share_groups: Ranks that share a device, or that NCCL takes to share one.
+        env_defaults: Environment variables to set on every worker where the user did not.
+        fallback: Backend to try when verification of ``backend`` fails, None where a failure is final.
+        hints: What would be better, one line each.
+        warnings: Settings that were overridden and doubts, one line each.
+    """
+
+    backend: str
+    device_type: str
+    reason: str
+    share_groups: tuple[ShareGroup, ...] = ()
+    env_defaults: Mapping[str, str] = field(default_factory=dict)
+    fallback: str | None = None
+    hints: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def device_of(self, worker: WorkerFacts) -> str:
+        """torch device that the worker trains on, such as ``cuda:1``."""
+        device = worker.device
+        return f"cuda:{device.index}" if self.device_type == "cuda" and device is not None else "cpu"
+
+    def after_failure(self, cause: str) -> StartPlan:
+        """The plan one step down the ladder, or a ValueError where there is none."""
+        if self.fallback is None:
+            raise ValueError(f"no fallback from {self.backend}")
+        warning = f"{self.backend} failed its verification, fell back to {self.fallback}: {cause}"
+        return replace(self, backend=self.fallback, fallback=None, env_defaults={}, warnings=(*self.warnings, warning))
+
+
+def gloo_plan(
+    workers: Sequence[WorkerFacts], reason: str, groups: tuple[ShareGroup, ...] = (), device_type: str = "cuda"
+) -> StartPlan:
+    """Gloo on all workers, or an error where torch was built without it."""
+    without = [worker.rank for worker in workers if not worker.gloo_available]
+    if without:
+        raise BackendUnavailableError(
+            f"{reason}, but torch of {ranks_text(without)} was built without Gloo. Install a torch build with Gloo.",
+            ranks=without,
+        )
+    return StartPlan(backend="gloo", device_type=device_type, reason=reason, share_groups=groups)
+
+
+def ipc_host_plan(workers: Sequence[WorkerFacts], asked: str) -> StartPlan:
+    """The ipc backend on host memory, or an error that names the first worker that cannot."""
+    for worker in workers:
+        if worker.ipc_host_memory_missing:
+            raise BackendUnavailableError(
+                f"{asked}, but the ipc backend cannot be used: {worker.where}: {worker.ipc_host_memory_missing}. "
+                "Mend that, or use backend='gloo'.",
+                ranks=(worker.rank,),
+            )
+    return StartPlan(backend="ipc", device_type="cpu", reason=f"{asked}: using ipc on host memory")
