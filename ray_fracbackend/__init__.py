@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         StartTimeoutError,
         VerificationError,
     )
+    from ray_fracbackend.gather import WorkerDiedError
     from ray_fracbackend.report import StartReport, get_start_report
     from ray_fracbackend.verify import VerificationResult, verify_process_group
 
@@ -38,6 +39,7 @@ __all__ = [
     "StartTimeoutError",
     "VerificationError",
     "VerificationResult",
+    "WorkerDiedError",
     "get_start_report",
     "verify_process_group",
 ]
@@ -46,6 +48,7 @@ _MODULE_OF = {
     "FracTorchConfig": "config",
     "StartReport": "report",
     "VerificationResult": "verify",
+    "WorkerDiedError": "gather",
     "get_start_report": "report",
     "verify_process_group": "verify",
 }

@@ -40,13 +40,10 @@ class FracTorchBackend(ray_compat.TorchBackend):  # type: ignore[misc]
             FracBackendError: The start failed; the message names rank, node and step.
         """
         options = StartOptions.from_config(backend_config)
-        reason = left_to_ray(options.backend, {})
+        reason = left_to_ray(options.backend, ray_compat.resources_per_worker(worker_group))
         if reason is None:
-            start = _Start(worker_group, options)
-            reason = left_to_ray(options.backend, start.workers[0].resources)
-            if reason is None:
-                _log(start.run())
-                return
+            _log(_Start(worker_group, options).run())
+            return
         logger.info("%s", reason)
         name = None if options.backend == "auto" else options.backend
         stock = TorchConfig(backend=name, init_method=options.init_method, timeout_s=backend_config.timeout_s)

@@ -1,4 +1,4 @@
-"""Every error this package raises. Standard library only: any module, driver or worker, may import it.
+"""The errors that this package raises; gather.py adds the one that is also an error of Ray. Standard library only: any module, driver or worker, may import it.
 
 Each error carries the whole story in its message (what was found, the rule, what to do next), a short machine-readable
 ``reason`` and the global ranks at fault, and survives pickling, because it usually crosses a process boundary.

@@ -87,11 +87,12 @@ class _Wait:
         self._deadline = deadline
         self._step = step
         self._failures: dict[int, BaseException] = {}
+        self._overdue: list[int] = []
         self.results: list[Any] = [None] * len(refs)
 
     def run(self, slack_s: float) -> None:
         left_s = self._deadline.left_s + slack_s
-        end = time.monotonic() + left_s
+        last = end = time.monotonic() + left_s
         while self._pending and left_s > 0:
             done, self._pending = ray.wait(
                 self._pending, num_returns=len(self._pending), timeout=min(left_s, _POLL_S), fetch_local=True
@@ -101,6 +102,8 @@ class _Wait:
             if self._failures and not had_failures:
                 end = min(end, time.monotonic() + _GRACE_S)
             left_s = end - time.monotonic()
+        # Cut off in the grace after a failure, ranks without an answer are waiting for the failed one.
+        self._overdue = [self._rank_of[ref] for ref in self._pending] if time.monotonic() >= last else []
         if self._failures or self._pending:
             raise self._error() from next(iter(self._failures.values()), None)
 
@@ -118,7 +121,7 @@ class _Wait:
                 self.results[self._rank_of[ref]] = value
 
     def _error(self) -> FracBackendError:
-        silent = [self._rank_of[ref] for ref in self._pending]
+        silent = self._overdue
         dead = [rank for rank, error in self._failures.items() if isinstance(error, RayActorError)]
         if dead:
             first = str(self._failures[dead[0]]).strip().splitlines()[0]

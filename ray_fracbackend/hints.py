@@ -9,14 +9,15 @@ from ray_fracbackend.facts import WorkerFacts, ranks_text
 from ray_fracbackend.sharing import ShareGroup
 
 
-def hints_for(workers: Sequence[WorkerFacts], groups: Sequence[ShareGroup]) -> tuple[str, ...]:
+def hints_for(workers: Sequence[WorkerFacts], groups: Sequence[ShareGroup], backend: str) -> tuple[str, ...]:
     """Advice on placement, fractions and device indices, at most one line a subject.
 
     Args:
         workers: Facts of every rank, in rank order.
         groups: The ranks that share a device.
+        backend: The backend that was chosen.
     """
-    found = [_spread(workers, groups), _fraction(workers), _local_rank(workers)]
+    found = [_spread(workers, groups), _fraction(workers), _local_rank(workers), _multi_rank(workers, groups, backend)]
     return tuple(hint for hint in found if hint)
 
 
@@ -42,7 +43,8 @@ def _fraction(workers: Sequence[WorkerFacts]) -> str | None:
     fraction = workers[0].gpu_fraction
     if not 0 < fraction < 1 or abs(1 / fraction - round(1 / fraction)) < 1e-3:
         return None
-    return f"{fraction:g} GPU a worker is not 1/k of a device: Ray may leave workers waiting; use {1 / int(1 / fraction):g}"
+    count = int(1 / fraction)
+    return f"{fraction:g} GPU a worker is not 1/k of a device: Ray may leave workers waiting; use 1/{count} ({1 / count:.3g})"
 
 
 def _local_rank(workers: Sequence[WorkerFacts]) -> str | None:
@@ -55,4 +57,10 @@ def _local_rank(workers: Sequence[WorkerFacts]) -> str | None:
                 f"LOCAL_RANK {local_rank} is not a valid device index on node {worker.node_ip} "
                 f"({worker.num_visible_devices} visible); use ray.train.torch.get_device()"
             )
+    return None
+
+
+def _multi_rank(workers: Sequence[WorkerFacts], groups: Sequence[ShareGroup], backend: str) -> str | None:
+    if groups and "nccl" not in backend and workers[0].env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return f"NCCL_MULTI_RANK_GPU_ENABLE=1 has no effect on {backend}; use on_shared_device='nccl' to train with it"
     return None

@@ -17,7 +17,7 @@ from ray_fracbackend.facts import WorkerFacts, ranks_text, version_text
 from ray_fracbackend.hints import hints_for
 from ray_fracbackend.options import StartOptions
 from ray_fracbackend.shared_plan import check_compute_modes, check_one_nccl, ipc_device_plan, plan_shared, share_text
-from ray_fracbackend.sharing import ShareGroup, mig_siblings, nccl_refusals, shared_devices
+from ray_fracbackend.sharing import ShareGroup, mig_siblings, nccl_confusions, shared_devices
 from ray_fracbackend.start_plan import StartPlan, gloo_plan, ipc_host_plan
 
 _OURS = {"auto", "nccl", "gloo", "ipc"}
@@ -57,7 +57,7 @@ def plan_start(workers: Sequence[WorkerFacts], options: StartOptions) -> StartPl
     if any(worker.cuda_missing for worker in workers):
         return _plan_missing_cuda(workers, options)
     plan = _plan_on_devices(workers, options)
-    return replace(plan, hints=hints_for(workers, plan.share_groups))
+    return replace(plan, hints=hints_for(workers, plan.share_groups, plan.backend))
 
 
 def _is_ours(backend: str) -> bool:
@@ -75,7 +75,7 @@ def _check_platforms(workers: Sequence[WorkerFacts]) -> None:
     windows = [worker.rank for worker in workers if worker.platform == "win32"]
     if windows and len(windows) < len(workers):
         raise IncompatibleWorkersError(
-            f"{ranks_text(windows)} run on Windows and the others do not. Gloo cannot connect Windows with other systems "
+            f"Windows under {ranks_text(windows)}, another system under the others. Gloo cannot connect Windows with other systems "
             "(gloo#386); place all workers on nodes of one system.",
             ranks=windows,
         )
@@ -89,11 +89,11 @@ def _plan_without_gpus(workers: Sequence[WorkerFacts], options: StartOptions) ->
         without = [worker.rank for worker in workers if not worker.nccl_available or worker.num_visible_devices == 0]
         if without:
             raise MissingDeviceError(
-                f"backend={options.backend!r}, but {ranks_text(without)} has no GPU or a torch without NCCL. NCCL works "
+                f"backend={options.backend!r} for {ranks_text(without)} without a GPU, or with a torch without NCCL. NCCL works "
                 "on CUDA devices only; ask for GPUs in ScalingConfig(use_gpu=True), or use backend='auto' or 'gloo'.",
                 ranks=without,
             )
-        return StartPlan(backend=options.backend, device_type="cpu", reason=f"using {options.backend} as asked for")
+        return StartPlan(backend=options.backend, device_type="cuda", reason=f"using {options.backend} as asked for")
     if options.backend in ("auto", "gloo"):
         why = "no GPUs were asked for" if options.backend == "auto" else "as asked for"
         return gloo_plan(workers, f"using gloo ({why})", device_type="cpu")
@@ -127,14 +127,13 @@ def _plan_on_devices(workers: Sequence[WorkerFacts], options: StartOptions) -> S
     if not _wants_nccl(options.backend):
         return _explicit(workers, options, shared)
     without_nccl = [worker.rank for worker in workers if not worker.nccl_available]
-    refused = tuple(group for group in nccl_refusals(workers) if not group.same_device)
-    conflicts = shared if without_nccl else (*shared, *refused)
+    conflicts = shared if without_nccl else (*shared, *nccl_confusions(workers))
     if conflicts:
         return plan_shared(workers, options, conflicts)
     if without_nccl:  # row 5
         plan = gloo_plan(workers, f"using gloo ({ranks_text(without_nccl)}: torch has no NCCL)")
         if options.backend != "auto":
-            plan = replace(plan, warnings=(f"backend={options.backend!r} is not to be had: using gloo",))
+            plan = replace(plan, warnings=(f"backend={options.backend!r} is not available: using gloo",))
         return plan
     check_one_nccl(workers)
     backend = "nccl" if options.backend == "auto" else options.backend
@@ -153,7 +152,9 @@ def _plan_on_devices(workers: Sequence[WorkerFacts], options: StartOptions) -> S
 
 
 def _explicit(workers: Sequence[WorkerFacts], options: StartOptions, shared: tuple[ShareGroup, ...]) -> StartPlan:
-    """A backend that needs no NCCL was asked for by name."""
+    """A backend that needs no NCCL was asked for by name; sharing that the user forbade stays forbidden."""
+    if shared and options.on_shared_device == "error":
+        return plan_shared(workers, options, shared)
     if options.backend == "ipc":
         return ipc_device_plan(workers, shared, "backend='ipc'")
     prefix = f"{share_text(shared)}: " if shared else ""

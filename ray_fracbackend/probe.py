@@ -226,6 +226,8 @@ def _loaded_nccl_paths() -> list[str]:
 
 def mps_reachable() -> bool:
     """True where a CUDA MPS control daemon holds its pipe open; the directory alone survives a crash of the daemon."""
+    if sys.platform == "win32":
+        return False
     directory = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     control = os.path.join(directory, "control")
     try:
@@ -233,6 +235,6 @@ def mps_reachable() -> bool:
             return False
         # ENXIO where nobody reads the pipe; opening it writes nothing.
         os.close(os.open(control, os.O_WRONLY | os.O_NONBLOCK))
-    except (OSError, AttributeError):
+    except OSError:
         return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class StartInstruction:
 
 
 def start_worker(instruction: StartInstruction) -> VerificationResult | None:
-    """Carries out one instruction. When it fails, the group and the environment are as they were before.
+    """Carries out one instruction. When it fails, the group is gone and the environment variables are as before.
 
     Returns:
         The verification figures, None where verification was not asked for.
@@ -82,15 +83,23 @@ def start_worker(instruction: StartInstruction) -> VerificationResult | None:
         _set_group_timeout(instruction)
         report.publish(instruction.report, result)
         return result
-    except BaseException:
+    except BaseException as error:
+        _release_frames(error)
         stop_worker()
         os.environ.clear()
         os.environ.update(environment)
         raise
 
 
+def _release_frames(error: BaseException | None) -> None:
+    """Lets go of what the failed calls hold: a group that is still referenced keeps its peers waiting."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def stop_worker() -> None:
-    """Takes the default process group down, whatever state it is in."""
+    """Takes the default process group down, whatever state it is in; peers that wait in it get an error at once."""
     if not dist.is_initialized():
         return
     try:

@@ -57,10 +57,24 @@ class WorkerAddress:
         return f"rank {self.rank} (node {self.node_ip}, pid {self.pid})"
 
 
+def _workers(worker_group: Any) -> list[Any]:
+    return list(worker_group.workers if isinstance(worker_group, V1WorkerGroup) else worker_group.get_workers())
+
+
 def worker_addresses(worker_group: Any) -> list[WorkerAddress]:
     """Addresses of all workers of a V1 or V2 worker group or of a V2 replica group, by rank."""
-    workers = worker_group.workers if isinstance(worker_group, V1WorkerGroup) else worker_group.get_workers()
-    return [WorkerAddress(rank, w.metadata.node_ip, w.metadata.pid) for rank, w in enumerate(workers)]
+    workers = enumerate(_workers(worker_group))
+    return [WorkerAddress(rank, worker.metadata.node_ip, worker.metadata.pid) for rank, worker in workers]
+
+
+def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
+    """What every worker of the group has reserved, as far as the driver knows it without asking a worker."""
+    if hasattr(worker_group, "get_resources_per_worker"):
+        resources: Mapping[str, float] = worker_group.get_resources_per_worker()
+        return resources
+    if isinstance(worker_group, V1WorkerGroup):  # before Ray 2.49
+        return {"GPU": worker_group.num_gpus_per_worker}
+    return dict(_workers(worker_group)[0].resources)
 
 
 def sets_env_before_init(worker_group: Any) -> bool:

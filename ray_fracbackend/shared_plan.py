@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ray_fracbackend.errors import BackendUnavailableError, IncompatibleWorkersError, SharedDeviceError
+from ray_fracbackend.errors import (
+    BackendUnavailableError,
+    IncompatibleWorkersError,
+    MissingDeviceError,
+    SharedDeviceError,
+)
 from ray_fracbackend.facts import WorkerFacts, ranks_text, version_text
 from ray_fracbackend.options import StartOptions
 from ray_fracbackend.sharing import NCCL_MULTI_RANK, ShareGroup
@@ -30,12 +35,12 @@ def plan_shared(workers: Sequence[WorkerFacts], options: StartOptions, groups: t
     else:
         why = "as on_shared_device says" if policy == "gloo" else _why_not_nccl(workers, groups)
         plan = gloo_plan(workers, f"{text}: using gloo ({why})", groups)
-    if options.backend != "auto":
-        override = (
-            f"backend={options.backend!r} cannot be used as it is: on_shared_device={policy!r} chose {plan.backend}"
-        )
-        plan = replace(plan, warnings=(*plan.warnings, override))
-    return plan
+    if options.backend == "auto":
+        return plan
+    if plan.backend == "nccl":
+        return replace(plan, backend=options.backend)
+    override = f"backend={options.backend!r} cannot be used as it is: on_shared_device={policy!r} chose {plan.backend}"
+    return replace(plan, warnings=(*plan.warnings, override))
 
 
 def _why_not_nccl(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, ...]) -> str:
@@ -57,7 +62,7 @@ def _nccl_multi_rank(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, .
     ]
     if old:
         raise BackendUnavailableError(
-            f"on_shared_device='nccl', but {ranks_text(old)} has NCCL {version_text(workers[old[0]].nccl_version)}. Several "
+            f"on_shared_device='nccl' with NCCL {version_text(workers[old[0]].nccl_version)} ({ranks_text(old)}). Several "
             "ranks on one GPU need NCCL 2.30 or newer; install a newer nvidia-nccl package or use on_shared_device='auto'.",
             ranks=old,
         )
@@ -118,7 +123,7 @@ def check_compute_modes(workers: Sequence[WorkerFacts], shared: tuple[ShareGroup
     """Row 12: say it before CUDA says "device busy or unavailable"."""
     prohibited = [worker.rank for worker in workers if worker.device and worker.device.compute_mode == "prohibited"]
     if prohibited:
-        raise SharedDeviceError(
+        raise MissingDeviceError(
             f"the device of {ranks_text(prohibited)} is in compute mode PROHIBITED, which lets no process use it. "
             "Run `nvidia-smi -c DEFAULT` on that node.",
             ranks=prohibited,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ray_fracbackend.facts import DeviceFacts, NcclVersion, WorkerFacts, ranks_text
@@ -48,22 +47,23 @@ def short_uuid(uuid: str) -> str:
 
 def shared_devices(workers: Sequence[WorkerFacts]) -> tuple[ShareGroup, ...]:
     """Groups of ranks with the same device UUID over the whole job, containers of one host included."""
-    return _groups(workers, lambda _, device: device.uuid)
+    return tuple(_group(found, True) for found in _groups(workers, lambda _, device: device.uuid))
 
 
-def nccl_refusals(workers: Sequence[WorkerFacts]) -> tuple[ShareGroup, ...]:
-    """Groups of ranks that the loaded NCCL itself takes for duplicates.
+def nccl_confusions(workers: Sequence[WorkerFacts]) -> tuple[ShareGroup, ...]:
+    """Groups of ranks on different devices that the loaded NCCL takes for one and refuses.
 
     NCCL compares ranks of equal host hash only (utils.cc): below 2.30.7 by PCI bus id, so that MIG slices of one GPU
     collide, from 2.30.7 on by device UUID. A version that could not be read is taken to be old.
     """
-    return _groups(workers, lambda worker, device: (worker.nccl_host, _nccl_device(worker.nccl_version, device)))
+    return _different_devices(
+        _groups(workers, lambda worker, device: f"{worker.nccl_host}/{_nccl_device(worker.nccl_version, device)}")
+    )
 
 
 def mig_siblings(workers: Sequence[WorkerFacts]) -> tuple[ShareGroup, ...]:
     """Groups of ranks on different MIG slices of one GPU; users report that NCCL may refuse these at any version."""
-    groups = _groups(workers, lambda _, device: device.parent_uuid or device.uuid)
-    return tuple(group for group in groups if not group.same_device)
+    return _different_devices(_groups(workers, lambda _, device: device.parent_uuid or device.uuid))
 
 
 def _nccl_device(version: NcclVersion | None, device: DeviceFacts) -> str:
@@ -73,20 +73,31 @@ def _nccl_device(version: NcclVersion | None, device: DeviceFacts) -> str:
 
 
 def _groups(
-    workers: Sequence[WorkerFacts], key_of: Callable[[WorkerFacts, DeviceFacts], Hashable]
-) -> tuple[ShareGroup, ...]:
-    members: dict[Hashable, list[WorkerFacts]] = defaultdict(list)
+    workers: Sequence[WorkerFacts], key_of: Callable[[WorkerFacts, DeviceFacts], str]
+) -> list[list[WorkerFacts]]:
+    first: dict[str, WorkerFacts] = {}
+    # A list for shared devices only: a list each would cost more than all the rest on a job of 100,000 workers.
+    members: dict[str, list[WorkerFacts]] = {}
     for worker in workers:
-        if worker.device is not None:
-            members[key_of(worker, worker.device)].append(worker)
-    return tuple(_group(found) for found in members.values() if len(found) > 1)
+        if not worker.devices:
+            continue
+        key = key_of(worker, worker.devices[0])
+        earlier = first.setdefault(key, worker)
+        if earlier is not worker:
+            members.setdefault(key, [earlier]).append(worker)
+    return list(members.values())
 
 
-def _group(members: list[WorkerFacts]) -> ShareGroup:
-    devices = [worker.device for worker in members if worker.device is not None]
+def _different_devices(groups: list[list[WorkerFacts]]) -> tuple[ShareGroup, ...]:
+    return tuple(
+        _group(found, False) for found in groups if any(w.devices[0].uuid != found[0].devices[0].uuid for w in found)
+    )
+
+
+def _group(members: list[WorkerFacts], same_device: bool) -> ShareGroup:
     return ShareGroup(
-        ranks=tuple(sorted(worker.rank for worker in members)),
-        device=devices[0],
+        ranks=tuple(worker.rank for worker in members),
+        device=members[0].devices[0],
         nodes=tuple(dict.fromkeys(worker.node_ip for worker in members)),
-        same_device=len({device.uuid for device in devices}) == 1,
+        same_device=same_device,
     )

@@ -36,8 +36,10 @@ class StartPlan:
 
     def device_of(self, worker: WorkerFacts) -> str:
         """torch device that the worker trains on, such as ``cuda:1``."""
-        device = worker.device
-        return f"cuda:{device.index}" if self.device_type == "cuda" and device is not None else "cpu"
+        if self.device_type == "cpu":
+            return "cpu"
+        # Without a device of Ray's, the one that the user makes current.
+        return f"cuda:{worker.device.index}" if worker.device is not None else "cuda"
 
     def after_failure(self, cause: str) -> StartPlan:
         """The plan one step down the ladder, or a ValueError where there is none."""

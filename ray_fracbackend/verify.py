@@ -80,7 +80,12 @@ def verify_process_group(
         raise ValueError(
             "verify_process_group() needs a process group: call torch.distributed.init_process_group first."
         )
-    return _Verification(group or distributed_c10d._get_default_group(), device, timeout_s).run()
+    verification = _Verification(group or distributed_c10d._get_default_group(), device, timeout_s)
+    try:
+        return verification.run()
+    finally:
+        # The traceback of a failure must not keep the group alive: its peers would go on waiting for this rank.
+        del verification._group
 
 
 def slow_ranks(rank_seconds: Sequence[float], class_of: Callable[[int], Hashable] = lambda rank: 0) -> tuple[int, ...]:

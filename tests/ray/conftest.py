@@ -1,0 +1,58 @@
+"""A real local Ray for a module of tests, and small ways to run workers on it."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import pytest
+import ray
+from ray.train._internal.worker_group import WorkerGroup
+
+HALF_GPU = {"CPU": 1, "GPU": 0.5}
+ONE_CPU = {"CPU": 1}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A local Ray whose CPUs and GPUs are bare numbers."""
+    ray.init(num_cpus=32, num_gpus=2, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def make_group(cluster):
+    """Makes worker groups of real actors, and ends them with the test."""
+    groups = []
+
+    def make(num_workers=2, resources=None):
+        groups.append(WorkerGroup(num_workers=num_workers, resources_per_worker=resources or ONE_CPU))
+        # Importing torch in many processes at once on a small machine is not what these tests bound.
+        groups[-1].execute(import_package)
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.shutdown(patience_s=0)
+
+
+def import_package():
+    """Imports what a start needs, in a worker."""
+    import ray_fracbackend.process_group  # noqa: F401
+
+
+def train_worker_processes():
+    """Processes of Ray Train workers of this test's own Ray."""
+    processes = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in processes if "RayTrainWorker" in process.name() + " ".join(process.cmdline())]
+
+
+def wait_until(condition, timeout_s=20.0):
+    """Whether a condition comes true in time; for things that Ray does in the background."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False

@@ -1,0 +1,41 @@
+"""The demo as a user runs it."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "ray_fracbackend", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_demo():
+    """It prints share map, choice, figures and epochs, ends above 0.9, and loads rank 0's checkpoint back."""
+    done = run("demo")
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout + done.stderr
+    assert "shared with" in shown
+    assert "verified in" in shown
+    assert "epoch 10/10: loss" in shown
+    assert float(done.stdout.rsplit("accuracy ", 1)[1]) > 0.9
+
+
+def test_stock_demo_fails_without_gpus():
+    """--stock shows what Ray's own TorchConfig does on the same cluster."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: stock's failure on it is a test of the gpu suite")
+    done = run("demo", "--stock", "--epochs", "1")
+    assert done.returncode == 1
+    assert "training failed" in done.stderr
+    assert "NCCL" in done.stderr or "CUDA" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["demo", "--epochs", "0"], ["demo", "--epochs", "x"]])
+def test_wrong_usage(arguments):
+    """Wrong usage is exit code 2 and says what is wrong."""
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert "usage:" in done.stderr

@@ -1,0 +1,362 @@
+"""The backend on real workers: what a start does, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+from ray.train._internal.worker_group import WorkerGroup
+
+from ray_fracbackend import (
+    FracTorchConfig,
+    MissingDeviceError,
+    RendezvousError,
+    StartTimeoutError,
+    VerificationError,
+)
+from ray_fracbackend import backend as backend_module
+from ray_fracbackend.backend import FracTorchBackend
+from ray_fracbackend.gather import WorkerDiedError
+from ray_fracbackend.start_plan import StartPlan
+from tests.ray.conftest import HALF_GPU, ONE_CPU, import_package, wait_until
+
+START_S = 8.0
+# The design's bound: start_timeout_s + 10 s.
+BOUND_S = START_S + 10
+
+
+def start(group, **settings):
+    FracTorchBackend().on_start(group, FracTorchConfig(**settings))
+
+
+def stop(group):
+    FracTorchBackend().on_shutdown(group, FracTorchConfig())
+
+
+def group_state():
+    """What a train function would see of its group."""
+    import torch.distributed as dist
+
+    options = dist.group.WORLD._get_backend(__import__("torch").device("cpu")).options
+    return {
+        "backend": dist.get_backend(),
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "timeout_s": options._timeout.total_seconds(),
+        "addr": os.environ.get("MASTER_ADDR"),
+        "port": os.environ.get("MASTER_PORT"),
+    }
+
+
+def initialized():
+    import torch.distributed as dist
+
+    return dist.is_initialized()
+
+
+def replace_in_worker(module, name, action, times=1_000_000):
+    """Puts an action in place of a function of the package, in the worker that runs this, for so many calls."""
+    import importlib
+    import os
+    import signal
+    import time
+
+    owner = importlib.import_module(module)
+    original = getattr(owner, name)
+    left = times
+
+    def replaced(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return original(*args, **kwargs)
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if action == "raise":
+            raise OSError("the disk is on fire")
+        if action == "sleep":
+            time.sleep(3600)
+        result = original(*args, **kwargs)
+        if action == "corrupt":
+            result.wait()
+            args[0][3] += 1
+        return result
+
+    setattr(owner, name, replaced)
+
+
+@pytest.fixture(scope="module")
+def two_workers(cluster):
+    group = WorkerGroup(num_workers=2, resources_per_worker=ONE_CPU)
+    group.execute(import_package)
+    yield group
+    group.shutdown(patience_s=0)
+
+
+@pytest.fixture
+def pair(two_workers):
+    """Two workers that the module's tests share, without a group and without what a start sets."""
+    yield two_workers
+    stop(two_workers)
+    two_workers.execute(forget_address)
+
+
+def forget_address():
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
+class TestGoodPath:
+    """A start that works."""
+
+    @pytest.mark.parametrize("num_workers", [1, 3])
+    def test_world_sizes(self, make_group, num_workers):
+        """The group has every rank once, the backend of the plan, and the user's own timeout once it runs."""
+        group = make_group(num_workers)
+        start(group, timeout_s=1234)
+        found = group.execute(group_state)
+        assert [state["rank"] for state in found] == list(range(num_workers))
+        assert {(s["backend"], s["world_size"], s["timeout_s"]) for s in found} == {("gloo", num_workers, 1234.0)}
+        assert {(s["addr"], s["port"]) for s in found} == {(found[0]["addr"], found[0]["port"])}
+        stop(group)
+
+    def test_two_remote_rounds(self, pair, monkeypatch):
+        """Probe, then start and verify: no worker is called a third time."""
+        calls = []
+        original = pair.execute_single_async
+
+        def counted(rank, function, *args, **kwargs):
+            calls.append((rank, function.__name__))
+            return original(rank, function, *args, **kwargs)
+
+        monkeypatch.setattr(pair, "execute_single_async", counted)
+        for other in ("execute", "execute_async", "execute_single"):
+            monkeypatch.setattr(pair, other, None)
+        start(pair)
+        monkeypatch.undo()
+        assert calls == [(0, "probe_worker"), (1, "probe_worker"), (0, "start_worker"), (1, "start_worker")]
+
+    def test_instructions_do_not_grow_with_the_job(self, make_group):
+        """A worker is sent its own instruction, never the facts of all others."""
+        sizes = {}
+        for num_workers in (1, 4):
+            group = make_group(num_workers)
+            original = group.execute_single_async
+
+            def counted(rank, function, *args, _size=num_workers, _original=original, **kwargs):
+                sizes[_size] = len(ray.cloudpickle.dumps(args))
+                return _original(rank, function, *args, **kwargs)
+
+            group.execute_single_async = counted
+            start(group, verify=False)
+        assert sizes[4] < sizes[1] + 64
+
+    def test_tcp_needs_no_environment(self, pair):
+        """init_method='tcp' sets no MASTER_ADDR, as stock."""
+        start(pair, init_method="tcp")
+        assert {(s["backend"], s["addr"]) for s in pair.execute(group_state)} == {("gloo", None)}
+
+    def test_stop_and_start_again(self, pair):
+        """A group can be stopped and started on the same workers, as after a restart."""
+        for _ in range(2):
+            start(pair)
+            stop(pair)
+        assert pair.execute(initialized) == [False, False]
+
+    def test_start_over_a_running_group(self, pair):
+        """A start replaces what an earlier one left in the worker."""
+        start(pair)
+        start(pair, timeout_s=77)
+        assert {state["timeout_s"] for state in pair.execute(group_state)} == {77.0}
+
+    def test_several_groups_side_by_side(self, make_group):
+        """Two groups of one driver get ports of their own: nothing of a run is kept on the backend."""
+        one, two = make_group(2), make_group(2)
+        start(one)
+        start(two)
+        assert one.execute(group_state)[0]["port"] != two.execute(group_state)[0]["port"]
+
+    def test_workers_get_the_report(self, pair):
+        """get_start_report() in a worker has the plan, every worker's facts and the figures of the group."""
+        start(pair)
+
+        def fetch():
+            from ray_fracbackend import get_start_report
+
+            return get_start_report()
+
+        reports = pair.execute(fetch)
+        assert {report.backend for report in reports} == {"gloo"}
+        assert [worker.rank for worker in reports[1].workers] == [0, 1]
+        assert len({worker.pid for worker in reports[0].workers}) == 2
+        assert {report.verification.world_size for report in reports} == {2}
+        assert all(len(report.verification.rank_seconds) == 2 for report in reports)
+
+    def test_verification_can_be_left_out(self, pair):
+        """verify=False starts the group and has no figures."""
+        start(pair, verify=False)
+
+        def figures():
+            from ray_fracbackend import get_start_report
+
+            return get_start_report().verification
+
+        assert pair.execute(figures) == [None, None]
+
+    def test_other_backends_go_to_stock(self, pair):
+        """A backend that the user registered is started by Ray's own code, with the user's name."""
+
+        def register():
+            import torch.distributed as dist
+
+            dist.Backend.register_backend(
+                "mine", lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size), devices=["cpu"]
+            )
+
+        pair.execute(register)
+        start(pair, backend="mine")
+
+        def name():
+            import torch.distributed as dist
+
+            return dist.get_backend()
+
+        assert pair.execute(name) == ["mine", "mine"]
+
+
+class TestLogicalGpus:
+    """Workers whose GPU exists in Ray's books alone."""
+
+    def test_error_names_rank_node_and_cause(self, make_group):
+        """The default refuses with the cause and the setting that helps."""
+        group = make_group(2, HALF_GPU)
+        with pytest.raises(MissingDeviceError, match=r"ranks 0,1 GPUs .*node .*CPU.*on_missing_cuda='cpu'"):
+            start(group)
+        assert group.execute(initialized) == [False, False]
+
+    def test_cpu(self, make_group):
+        """on_missing_cuda='cpu' starts Gloo, and Ray's own device look-up says cpu in every worker."""
+        group = make_group(2, HALF_GPU)
+        start(group, on_missing_cuda="cpu")
+
+        def devices():
+            from ray.air._internal.torch_utils import get_devices
+
+            return [str(device) for device in get_devices()]
+
+        assert group.execute(devices) == [["cpu"], ["cpu"]]
+
+
+class TestFailures:
+    """Starts that cannot work: named, bounded, and nothing left behind."""
+
+    def failed_start(self, group, error, match, **settings):
+        started = time.monotonic()
+        with pytest.raises(error, match=match) as caught:
+            start(group, **{"start_timeout_s": START_S, **settings})
+        assert time.monotonic() - started < BOUND_S
+        return caught.value
+
+    def test_rank_that_never_answers(self, make_group):
+        """A worker stuck in something else is named with its node, while the others wait no longer than the bound."""
+        group = make_group(3)
+        group.execute_single_async(1, time.sleep, 3600)
+        error = self.failed_start(
+            group, StartTimeoutError, r"rank 1 \(node .*, pid \d+\) did not answer \(probing", start_timeout_s=3
+        )
+        assert error.ranks == (1,)
+
+    @pytest.mark.parametrize("step", ["_init_process_group", "verify_process_group"])
+    def test_rank_killed_during_start(self, make_group, step):
+        """A dead worker is named at once, as an error on which Ray restarts the workers."""
+        group = make_group(3)
+        group.execute_single(2, replace_in_worker, "ray_fracbackend.process_group", step, "kill")
+        error = self.failed_start(group, WorkerDiedError, r"rank 2 \(node .*\) died during start-up \(starting gloo at")
+        assert isinstance(error, RayActorError)
+        assert error.ranks == (2,)
+
+    @pytest.mark.parametrize("step", ["_init_process_group", "verify_process_group"])
+    def test_rank_that_hangs_during_start(self, make_group, step):
+        """A worker that stops in the middle is the one that is named, not those that wait for it."""
+        group = make_group(3)
+        group.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", step, "stop")
+        error = self.failed_start(group, (RendezvousError, VerificationError), r"rank 1 \(node .*did not answer")
+        assert error.ranks == (1,)
+
+    def test_rank_that_raises(self, pair):
+        """A worker's own exception is told with its rank, and the others are free again."""
+        pair.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", "_prepare", "raise", 1)
+        error = self.failed_start(pair, RendezvousError, r"rank 1 \(node .*the disk is on fire", start_timeout_s=4)
+        assert error.ranks == (1,)
+        assert wait_until(lambda: pair.execute(initialized) == [False, False])
+
+    def test_wrong_answer(self, pair):
+        """A collective that computes a wrong sum stops the start, with both numbers."""
+        pair.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
+        self.failed_start(
+            pair, VerificationError, r"all_reduce .* wrong answer on rank 1: element 3 is 13 and must be 12"
+        )
+        assert pair.execute(initialized) == [False, False]
+
+    def test_environment_is_restored(self, pair):
+        """A failed start leaves no variable behind."""
+        before = pair.execute(lambda: dict(os.environ))
+        pair.execute(replace_in_worker, "ray_fracbackend.process_group", "verify_process_group", "raise", 1)
+        self.failed_start(pair, RendezvousError, "the disk is on fire")
+        assert pair.execute(lambda: dict(os.environ)) == before
+
+    def test_nothing_is_left(self, make_group):
+        """After a failed start and Ray's shutdown: no process, no listening port."""
+        group = make_group(2)
+        pids = [worker.metadata.pid for worker in group.workers]
+        port = free_port()
+        group.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", "verify_process_group", "stop")
+        self.failed_start(group, VerificationError, "did not answer", master_port=port)
+        group.shutdown(patience_s=1)
+        assert wait_until(lambda: not any(alive(pid) for pid in pids))
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
+            listener.bind(("", port))
+            listener.listen()
+
+
+class TestFallback:
+    """The failure ladder, on a plan that has one."""
+
+    def test_second_choice_after_a_failed_verification(self, pair, monkeypatch):
+        """The first backend fails its verification, the second is started, verified and reported with the reason."""
+        plan = StartPlan(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
+        monkeypatch.setattr(backend_module, "plan_start", lambda workers, options: plan)
+        pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
+        start(pair)
+
+        def fetch():
+            from ray_fracbackend import get_start_report
+
+            return get_start_report()
+
+        report = pair.execute(fetch)[1]
+        assert report.backend == "gloo"
+        assert "cpu:gloo failed its verification, fell back to gloo" in report.plan.warnings[0]
+        assert report.verification is not None
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def alive(pid):
+    try:
+        os.kill(pid, signal.SIG_DFL)
+    except ProcessLookupError:
+        return False
+    return True

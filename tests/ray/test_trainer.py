@@ -1,0 +1,143 @@
+"""TorchTrainer end to end. Runs with the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import ray.train
+import ray.train.torch
+import torch
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from ray_fracbackend import FracTorchConfig
+from tests.ray import getting_started
+from tests.ray.conftest import HALF_GPU, train_worker_processes, wait_until
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+TWO_CPU = ScalingConfig(num_workers=2)
+TWO_HALF_GPUS = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU)
+# Ports, process ids and Ray's own bookkeeping of one run or worker.
+_OF_ONE_RUN = ("MASTER_PORT", "RAY_", "PYTEST_", "TUNE_", "TRAIN_", "__")
+
+
+def fit(train_function, tmp_path, torch_config, scaling_config=TWO_CPU, **settings):
+    run_config = RunConfig(name="run", storage_path=str(tmp_path), **settings)
+    return TorchTrainer(
+        train_function,
+        train_loop_config={"out": str(tmp_path)},
+        torch_config=torch_config,
+        scaling_config=scaling_config,
+        run_config=run_config,
+    ).fit()
+
+
+def answers(tmp_path):
+    return [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+
+
+def look_around(config):
+    """What a train function finds: environment, backend, device."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD._get_backend(torch.device("cpu"))
+    found = {
+        "env": dict(os.environ),
+        "backend": dist.get_backend(),
+        "timeout_s": group.options._timeout.total_seconds(),
+        "device": str(ray.train.torch.get_device()),
+        "module": type(ray.train.torch.prepare_model(torch.nn.Linear(2, 2))).__name__,
+    }
+    with open(os.path.join(config["out"], f"rank{dist.get_rank()}.json"), "w") as file:
+        json.dump(found, file)
+    ray.train.report({"done": 1})
+
+
+def test_same_as_stock_where_nothing_is_shared(tmp_path):
+    """A CPU job has the same environment, backend, timeout and model wrapping as under TorchConfig."""
+    found = {}
+    for name, config in {"stock": TorchConfig(timeout_s=600), "ours": FracTorchConfig(timeout_s=600)}.items():
+        (tmp_path / name).mkdir()
+        fit(look_around, tmp_path / name, config)
+        found[name] = answers(tmp_path / name)
+        for answer in found[name]:
+            answer["env"] = {k: v for k, v in answer["env"].items() if not k.startswith(_OF_ONE_RUN)}
+    assert len(found["ours"]) == 2
+    assert found["ours"] == found["stock"]
+    assert found["ours"][1]["env"]["RANK"] == "1"
+
+
+def test_getting_started_script(tmp_path):
+    """The script of Ray's documentation trains on logical half GPUs with our config swapped in, and its checkpoint loads."""
+    result = TorchTrainer(
+        getting_started.train_func,
+        torch_config=FracTorchConfig(on_missing_cuda="cpu"),
+        scaling_config=TWO_HALF_GPUS,
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    ).fit()
+    assert result.metrics["epoch"] == 2
+    with result.checkpoint.as_directory() as checkpoint_dir:
+        state = torch.load(os.path.join(checkpoint_dir, "model.pt"))
+    getting_started.small_resnet(num_classes=10).load_state_dict(state)
+
+
+def test_stock_fails_on_logical_gpus(tmp_path):
+    """What the script does under TorchConfig on the same cluster: the reason why this package exists."""
+    with pytest.raises(Exception, match=r"(?i)nccl|cuda"):
+        fit(look_around, tmp_path, TorchConfig(), TWO_HALF_GPUS)
+
+
+def test_gpu_script_on_the_cpu(tmp_path):
+    """get_device() says cpu in the train function, and the model is wrapped in DDP there."""
+    fit(look_around, tmp_path, FracTorchConfig(backend="gloo", on_missing_cuda="cpu"), TWO_HALF_GPUS)
+    assert [(a["device"], a["backend"], a["module"]) for a in answers(tmp_path)] == [
+        ("cpu", "gloo", "DistributedDataParallel")
+    ] * 2
+    assert {a["env"]["ACCELERATE_TORCH_DEVICE"] for a in answers(tmp_path)} == {"cpu"}
+
+
+def test_missing_cuda_is_an_error_by_default(tmp_path):
+    """The error reaches the user of fit() with its cause, in time, and no worker is left."""
+    started = time.monotonic()
+    with pytest.raises(Exception, match="on_missing_cuda='cpu'"):
+        fit(look_around, tmp_path, FracTorchConfig(start_timeout_s=30), TWO_HALF_GPUS)
+    assert time.monotonic() - started < 90
+    assert wait_until(lambda: not train_worker_processes())
+
+
+def fails_once(config):
+    from ray_fracbackend import get_start_report
+
+    marker = os.path.join(config["out"], "failed")
+    rank = ray.train.get_context().get_world_rank()
+    if rank == 0 and not os.path.exists(marker):
+        open(marker, "w").close()
+        raise RuntimeError("the first attempt fails")
+    report = get_start_report()
+    with open(os.path.join(config["out"], f"rank{rank}.json"), "w") as file:
+        json.dump({"pids": [worker.pid for worker in report.workers], "pid": os.getpid()}, file)
+    ray.train.report({"done": 1})
+
+
+def test_restart(tmp_path):
+    """After a failure Ray starts new workers, and they get a start and a report of their own."""
+    fit(fails_once, tmp_path, FracTorchConfig(), failure_config=FailureConfig(max_failures=1))
+    found = answers(tmp_path)
+    assert [answer["pid"] for answer in found] == found[0]["pids"]
+
+
+def test_one_worker(tmp_path):
+    """One worker is a group of one."""
+    fit(look_around, tmp_path, FracTorchConfig(), ScalingConfig(num_workers=1))
+    assert answers(tmp_path)[0]["module"] == "Linear"
+
+
+def test_config_is_not_replaced_by_the_trainer(tmp_path):
+    """TorchTrainer overwrites a backend of None before the start; ours survives it as auto."""
+    config = FracTorchConfig(backend=None)
+    TorchTrainer(look_around, torch_config=config, scaling_config=TWO_HALF_GPUS)
+    assert config.backend == "auto"

@@ -1,0 +1,52 @@
+"""Short ways to say what a job looks like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_fracbackend.facts import DeviceFacts, WorkerFacts
+
+H200 = "NVIDIA H200"
+
+
+def gpu(name: str = "a", **facts: Any) -> DeviceFacts:
+    """A whole GPU; devices of equal name are one device."""
+    return DeviceFacts(**{"uuid": f"GPU-{name}", "name": H200, "pci_bus_id": f"00000000:{name}:00.0", **facts})
+
+
+def mig(name: str, parent: str = "a", **facts: Any) -> DeviceFacts:
+    """A MIG slice of a GPU: a UUID of its own, the bus id of its parent."""
+    return DeviceFacts(
+        **{
+            "uuid": f"MIG-{name}",
+            "name": f"{H200} MIG 1g.18gb",
+            "parent_uuid": f"GPU-{parent}",
+            "pci_bus_id": f"00000000:{parent}:00.0",
+            **facts,
+        }
+    )
+
+
+def worker(rank: int, device: DeviceFacts | None = None, node: str = "1", **facts: Any) -> WorkerFacts:
+    """A worker that holds half of its device, or a CPU worker."""
+    defaults: dict[str, Any] = {
+        "rank": rank,
+        "node_id": f"node{node}",
+        "node_ip": f"10.0.0.{node}",
+        "hostname": f"host{node}",
+        "boot_id": f"boot{node}",
+        "resources": {"CPU": 1.0, "GPU": 0.5} if device else {"CPU": 1.0},
+        "devices": (device,) if device else (),
+        "num_visible_devices": 1 if device else 0,
+        "num_node_devices": 1 if device else 0,
+        "nccl_available": device is not None,
+        "nccl_version": (2, 28, 9) if device else None,
+        "ipc_device_memory_missing": "no ipc here",
+        "ipc_host_memory_missing": "no ipc here",
+    }
+    return WorkerFacts(**{**defaults, **facts})
+
+
+def job(*devices: DeviceFacts | None, **facts: Any) -> list[WorkerFacts]:
+    """One worker a device, in rank order, all on one node."""
+    return [worker(rank, device, **facts) for rank, device in enumerate(devices)]

@@ -1,0 +1,137 @@
+"""The public configuration: fields, validation, representations."""
+
+import dataclasses
+import pickle
+
+import pytest
+from ray.train.torch import TorchConfig
+
+from ray_fracbackend import FracTorchConfig
+from ray_fracbackend.backend import FracTorchBackend
+from ray_fracbackend.options import StartOptions
+
+_DEFAULTS = {
+    "backend": "auto",
+    "init_method": "env",
+    "timeout_s": 1800,
+    "on_shared_device": "auto",
+    "on_missing_cuda": "error",
+    "verify": True,
+    "start_timeout_s": 120.0,
+    "master_addr": None,
+    "master_port": None,
+    "limit_gpu_memory": False,
+}
+
+_BAD = [
+    ("backend", "", "must be 'auto'"),
+    ("backend", "NCCL", "in lower case"),
+    ("backend", "nccl,gloo", "a pair such as"),
+    ("backend", "cpu:", "a pair such as"),
+    ("backend", 3, "must be 'auto'"),
+    ("init_method", "file", "must be one of 'env', 'tcp'"),
+    ("init_method", None, "must be one of"),
+    ("timeout_s", 0, "above 0"),
+    ("timeout_s", -1, "above 0"),
+    ("timeout_s", float("nan"), "finite"),
+    ("timeout_s", "30", "number of seconds"),
+    ("timeout_s", True, "number of seconds"),
+    ("on_shared_device", "share", "must be one of 'auto', 'ipc', 'gloo', 'nccl', 'error'"),
+    ("on_shared_device", None, "must be one of"),
+    ("on_missing_cuda", "gpu", "must be one of 'error', 'cpu'"),
+    ("verify", "yes", "must be True or False"),
+    ("verify", 1, "must be True or False"),
+    ("start_timeout_s", float("inf"), "finite"),
+    ("start_timeout_s", None, "number of seconds"),
+    ("master_addr", "", "must be an IP address or a host name"),
+    ("master_addr", "tcp://10.0.0.1", "without scheme"),
+    ("master_addr", "10.0.0.1:29500", "without scheme, port"),
+    ("master_addr", "[fd00::1]", "brackets"),
+    ("master_addr", 10, "must be an IP address"),
+    ("master_port", 0, "from 1 to 65535"),
+    ("master_port", 65536, "from 1 to 65535"),
+    ("master_port", "29500", "from 1 to 65535"),
+    ("master_port", True, "from 1 to 65535"),
+    ("master_port", (29600, 29500), "inclusive range"),
+    ("master_port", (1, 2, 3), "inclusive range"),
+    ("master_port", (29500,), "inclusive range"),
+    ("limit_gpu_memory", 0.5, "must be True or False"),
+]
+
+
+def test_fields_and_defaults_are_the_agreed_ones():
+    """Names, order and defaults of the fields are public and frozen here."""
+    assert {field.name: field.default for field in dataclasses.fields(FracTorchConfig)} == _DEFAULTS
+    assert [field.name for field in dataclasses.fields(FracTorchConfig)] == list(_DEFAULTS)
+
+
+def test_stock_fields_stay_positional_and_ours_are_keyword_only():
+    """Code that passes TorchConfig's three fields by position keeps working; ours cannot be confused with them."""
+    config = FracTorchConfig("gloo", "tcp", 60)
+    assert (config.backend, config.init_method, config.timeout_s) == ("gloo", "tcp", 60)
+    with pytest.raises(TypeError):
+        FracTorchConfig("gloo", "tcp", 60, "gloo")
+
+
+def test_it_is_a_torch_config_with_its_own_backend():
+    """Ray sees a TorchConfig and finds our backend through it."""
+    config = FracTorchConfig()
+    assert isinstance(config, TorchConfig)
+    assert config.backend_cls is FracTorchBackend
+
+
+def test_none_becomes_auto():
+    """TorchTrainer replaces a falsy backend by nccl or gloo before the start, so None must not stay."""
+    assert FracTorchConfig(backend=None).backend == "auto"
+
+
+@pytest.mark.parametrize(("name", "value", "rule"), _BAD, ids=[f"{n}={v!r}" for n, v, _ in _BAD])
+def test_wrong_values(name, value, rule):
+    """Every wrong value is a ValueError at construction with the value and the rule."""
+    with pytest.raises(ValueError, match="must be") as caught:
+        FracTorchConfig(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+    assert rule in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backend": "cpu:gloo,cuda:nccl"},
+        {"backend": "my_backend"},
+        {"master_port": (29500, 29500)},
+        {"master_port": 29500, "master_addr": "node-1.example.com"},
+        {"master_addr": "fd00::3"},
+        {"timeout_s": 0.5, "start_timeout_s": 3},
+    ],
+)
+def test_right_values(settings):
+    """What the rules allow is kept as it is."""
+    config = FracTorchConfig(**settings)
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+def test_a_change_after_construction_is_checked_by_the_start():
+    """The start copies the settings into a validated frozen value, so a later wrong assignment is caught there."""
+    config = FracTorchConfig()
+    config.on_shared_device = "maybe"
+    with pytest.raises(ValueError, match="on_shared_device='maybe'"):
+        StartOptions.from_config(config)
+
+
+def test_to_dict_is_json_ready_and_whole():
+    """Ray Train's state export gets every setting as plain values."""
+    assert FracTorchConfig(master_port=(1, 2)).to_dict() == {**_DEFAULTS, "master_port": [1, 2]}
+
+
+def test_notebook_representation_shows_the_settings():
+    """Like stock's: a table with every field."""
+    html = FracTorchConfig(on_shared_device="gloo")._repr_html_()
+    assert "FracTorchConfig" in html
+    assert "on_shared_device" in html
+
+
+def test_it_pickles():
+    """The configuration travels to Ray's controller."""
+    config = FracTorchConfig(master_port=(1, 2), on_missing_cuda="cpu")
+    assert pickle.loads(pickle.dumps(config)) == config

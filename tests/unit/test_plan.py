@@ -1,0 +1,348 @@
+"""Every row of the decision table, on made-up workers."""
+
+import pytest
+
+from ray_fracbackend.errors import (
+    BackendUnavailableError,
+    IncompatibleWorkersError,
+    MissingDeviceError,
+    SharedDeviceError,
+)
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.plan import left_to_ray, plan_start
+from tests.unit.builders import gpu, job, mig, worker
+
+
+def plan(workers, **options):
+    return plan_start(workers, StartOptions(**options))
+
+
+class TestWithoutGpus:
+    """Row 1: no GPU asked for."""
+
+    def test_cpu_job_uses_gloo(self):
+        """A CPU job gets gloo on the CPU, as stock."""
+        found = plan(job(None, None))
+        assert (found.backend, found.device_type, dict(found.env_defaults)) == ("gloo", "cpu", {})
+
+    def test_explicit_nccl_needs_gpus(self):
+        """backend='nccl' for workers without GPUs is an error that names the ranks and the way out."""
+        with pytest.raises(MissingDeviceError, match=r"ranks 0,1 without a GPU.*use_gpu=True"):
+            plan(job(None, None), backend="nccl")
+
+    def test_explicit_nccl_with_devices_that_ray_does_not_count(self):
+        """GPUs that the user manages without Ray's GPU resource are the user's business: NCCL as asked for."""
+        found = plan([worker(0, nccl_available=True, num_visible_devices=1)], backend="nccl")
+        assert (found.backend, dict(found.env_defaults), found.device_of(worker(0))) == ("nccl", {}, "cuda")
+
+    def test_ipc_uses_host_memory_where_it_can(self):
+        """backend='ipc' on a CPU job runs on host memory."""
+        found = plan(job(None, None, ipc_host_memory_missing=None), backend="ipc")
+        assert (found.backend, found.device_type) == ("ipc", "cpu")
+
+    def test_ipc_that_cannot_run_is_an_error(self):
+        """backend='ipc' without the means for it names the worker and what is missing."""
+        with pytest.raises(BackendUnavailableError, match=r"rank 0 .*no ipc here.*backend='gloo'"):
+            plan(job(None, None), backend="ipc")
+
+    def test_torch_without_gloo_is_an_error(self):
+        """Gloo that torch was built without is said before c10d fails."""
+        with pytest.raises(BackendUnavailableError, match="built without Gloo"):
+            plan([worker(0), worker(1, gloo_available=False)])
+
+
+class TestLeftToRay:
+    """Row 2: backends and accelerators that are not ours to judge."""
+
+    @pytest.mark.parametrize("backend", ["tpu_dist", "hccl", "xla", "ucc", "mine", "cpu:gloo,xpu:ccl"])
+    def test_other_backends(self, backend):
+        """A backend that is neither NCCL, Gloo nor ipc goes to stock Ray Train."""
+        assert left_to_ray(backend, {})
+
+    @pytest.mark.parametrize("backend", ["auto", "nccl", "gloo", "ipc", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo"])
+    def test_our_backends(self, backend):
+        """The backends that the table speaks of are ours."""
+        assert left_to_ray(backend, {"CPU": 1, "GPU": 0.5}) is None
+
+    @pytest.mark.parametrize("resource", ["TPU", "HPU", "NPU", "neuron_cores"])
+    def test_other_accelerators(self, resource):
+        """Workers on an accelerator without CUDA go to stock Ray Train."""
+        assert left_to_ray("auto", {"CPU": 1, resource: 1})
+
+
+class TestMissingCuda:
+    """Row 3: Ray gave GPUs, torch sees none."""
+
+    workers = job(gpu("a"), None)
+    workers[1] = worker(
+        1, node="2", resources={"GPU": 0.5}, cuda_missing="torch 2.13.0+cpu is a CPU-only build", num_visible_devices=0
+    )
+
+    def test_error_names_rank_node_and_cause(self):
+        """The default is an error with rank, node, cause and the setting that trains on the CPU."""
+        with pytest.raises(
+            MissingDeviceError, match=r"rank 1 .*10\.0\.0\.2: .*CPU-only.*on_missing_cuda='cpu'"
+        ) as caught:
+            plan(self.workers)
+        assert caught.value.ranks == (1,)
+
+    @pytest.mark.parametrize("backend", ["auto", "gloo"])
+    def test_cpu_takes_every_worker_there(self, backend):
+        """on_missing_cuda='cpu' trains all ranks on the CPU, also those that have a device."""
+        found = plan(self.workers, on_missing_cuda="cpu", backend=backend)
+        assert (found.backend, found.device_type, found.warnings) == ("gloo", "cpu", ())
+        assert {found.device_of(w) for w in self.workers} == {"cpu"}
+
+    def test_cpu_overrides_nccl_with_a_warning(self):
+        """An explicit NCCL cannot be kept on the CPU, and the plan says so."""
+        found = plan(self.workers, on_missing_cuda="cpu", backend="nccl")
+        assert found.backend == "gloo"
+        assert "backend='nccl' needs CUDA devices" in found.warnings[0]
+
+
+class TestOwnDevices:
+    """Rows 4 and 5: nothing is shared."""
+
+    def test_nccl_untouched(self):
+        """Every worker on its own device: NCCL, with no environment at all."""
+        found = plan(job(gpu("a"), gpu("b"), num_visible_devices=2))
+        assert (found.backend, found.device_type, dict(found.env_defaults)) == ("nccl", "cuda", {})
+        assert (found.share_groups, found.warnings, found.fallback, found.hints) == ((), (), None, ())
+
+    def test_pair_of_backends_is_kept(self):
+        """A pair that names NCCL for CUDA stays as the user wrote it."""
+        assert plan(job(gpu("a"), gpu("b")), backend="cpu:gloo,cuda:nccl").backend == "cpu:gloo,cuda:nccl"
+
+    @pytest.mark.parametrize(("backend", "num_warnings"), [("auto", 0), ("nccl", 1), ("cpu:gloo,cuda:nccl", 1)])
+    def test_gloo_without_nccl(self, backend, num_warnings):
+        """torch without NCCL, as on Windows, uses Gloo on the devices, with a warning where NCCL was asked for."""
+        workers = job(gpu("a"), gpu("b"), platform="win32", nccl_available=False, nccl_version=None)
+        found = plan(workers, backend=backend)
+        assert (found.backend, found.device_type, len(found.warnings)) == ("gloo", "cuda", num_warnings)
+
+    def test_mixed_nccl_versions(self):
+        """NCCL refuses ranks of different versions; the error lists which rank has which."""
+        workers = [worker(0, gpu("a")), worker(1, gpu("b"), node="2", nccl_version=(2, 30, 7))]
+        with pytest.raises(IncompatibleWorkersError, match=r"rank 0: 2\.28\.9; rank 1: 2\.30\.7"):
+            plan(workers)
+        assert plan(workers, backend="gloo").backend == "gloo"
+
+    def test_windows_and_linux(self):
+        """Gloo cannot connect Windows and Linux, so no backend can: refused with the ranks on Windows."""
+        with pytest.raises(IncompatibleWorkersError, match="Windows under rank 1, another system"):
+            plan([worker(0), worker(1, node="2", platform="win32")])
+
+
+class TestShared:
+    """Rows 6 to 11: two ranks on one device."""
+
+    workers = job(gpu("ab12cd34-56"), gpu("ab12cd34-56"))
+
+    def test_auto_uses_gloo_and_says_why_in_one_line(self):
+        """The line of the design, word for word, while ipc cannot be used on device memory."""
+        found = plan(self.workers)
+        assert found.reason == (
+            "ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.1: using gloo (NCCL 2.28.9 refuses shared devices)"
+        )
+        assert (found.backend, found.device_type, found.device_of(self.workers[1])) == ("gloo", "cuda", "cuda:0")
+
+    def test_auto_uses_ipc_where_every_worker_can(self):
+        """With the capability in the facts auto takes ipc, and keeps Gloo to fall back on."""
+        found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None))
+        assert (found.backend, found.fallback) == ("ipc", "gloo")
+
+    def test_one_worker_without_ipc_is_enough_for_gloo(self):
+        """ipc needs all workers."""
+        workers = [worker(0, gpu(), ipc_device_memory_missing=None), worker(1, gpu())]
+        assert plan(workers).backend == "gloo"
+
+    def test_error_policy(self):
+        """on_shared_device='error' has the share map and the ways out, and the ranks."""
+        with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share GPU-.*whole GPU a worker") as caught:
+            plan(self.workers, on_shared_device="error")
+        assert caught.value.ranks == (0, 1)
+
+    @pytest.mark.parametrize("backend", ["gloo", "ipc", "nccl"])
+    def test_error_policy_holds_for_every_backend(self, backend):
+        """Sharing that the user forbade is refused also where the backend could live with it."""
+        with pytest.raises(SharedDeviceError):
+            plan(self.workers, backend=backend, on_shared_device="error")
+
+    def test_gloo_policy(self):
+        """on_shared_device='gloo' is kept also where ipc could run."""
+        found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None), on_shared_device="gloo")
+        assert (found.backend, found.fallback) == ("gloo", None)
+
+    def test_ipc_policy_without_the_means(self):
+        """on_shared_device='ipc' that cannot be used says which worker lacks what."""
+        with pytest.raises(BackendUnavailableError, match=r"rank 0 .*no ipc here"):
+            plan(self.workers, on_shared_device="ipc")
+
+    def test_ipc_policy_has_no_way_back(self):
+        """An explicit choice of ipc is not silently replaced when it fails."""
+        workers = job(gpu(), gpu(), ipc_device_memory_missing=None)
+        assert plan(workers, on_shared_device="ipc").fallback is None
+
+    @pytest.mark.parametrize(("ranks", "ctas"), [(2, "4"), (3, "2"), (8, "1"), (16, "1")])
+    def test_nccl_policy_sets_the_flags(self, ranks, ctas):
+        """NCCL 2.30 and newer: multi-rank on, NVLS off, and as many CTAs as fit 8 on the fullest device."""
+        found = plan(job(*[gpu()] * ranks, nccl_version=(2, 30, 7)), on_shared_device="nccl")
+        assert found.backend == "nccl"
+        assert found.env_defaults == {
+            "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+            "NCCL_NVLS_ENABLE": "0",
+            "NCCL_MAX_CTAS": ctas,
+        }
+
+    def test_nccl_policy_across_nodes(self):
+        """Across nodes GPU-direct is kept local."""
+        workers = [worker(rank, gpu(f"{rank // 2}"), node=f"{rank // 2}", nccl_version=(2, 30, 7)) for rank in range(4)]
+        assert plan(workers, on_shared_device="nccl").env_defaults["NCCL_NET_GDR_LEVEL"] == "LOC"
+
+    def test_nccl_policy_keeps_and_reports_the_users_flags(self):
+        """A variable that the user set is not ours to change, and is named."""
+        workers = job(gpu(), gpu(), nccl_version=(2, 30, 7), env={"NCCL_MAX_CTAS": "16"})
+        assert plan(workers, on_shared_device="nccl").warnings == ("NCCL_MAX_CTAS=16 was set by the user and is kept",)
+
+    @pytest.mark.parametrize("version", [(2, 29, 7), None])
+    def test_nccl_policy_on_an_old_nccl(self, version):
+        """Below 2.30 NCCL cannot do it; the error has the version."""
+        with pytest.raises(
+            BackendUnavailableError, match=r"NCCL (2\.29\.7|of unknown version) \(ranks 0,1\)\. .*2\.30 or newer"
+        ):
+            plan(job(gpu(), gpu(), nccl_version=version), on_shared_device="nccl")
+
+    @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+    def test_explicit_nccl_is_overridden_with_a_warning(self, backend):
+        """Row 11: the policy decides over an explicit NCCL, and the warning names it."""
+        found = plan(self.workers, backend=backend)
+        assert found.backend == "gloo"
+        assert f"backend={backend!r} cannot be used" in found.warnings[0]
+
+    def test_explicit_pair_is_kept_with_ncclss_own_flags(self):
+        """NCCL's flags make the pair that the user asked for work, so nothing is overridden."""
+        workers = job(gpu(), gpu(), nccl_version=(2, 30, 7))
+        found = plan(workers, backend="cpu:gloo,cuda:nccl", on_shared_device="nccl")
+        assert (found.backend, found.warnings) == ("cpu:gloo,cuda:nccl", ())
+
+    def test_explicit_gloo(self):
+        """An explicit Gloo is Gloo, and the share map is still told."""
+        found = plan(self.workers, backend="gloo")
+        assert (found.backend, len(found.share_groups), found.warnings) == ("gloo", 1, ())
+
+    def test_shared_without_nccl(self):
+        """Windows workers that share a device use Gloo and the reason is NCCL's absence."""
+        found = plan(job(gpu(), gpu(), nccl_available=False, nccl_version=None))
+        assert found.reason.endswith("using gloo (torch has no NCCL)")
+
+    def test_containers_of_one_host(self):
+        """NCCL does not see sharing across host names; the plan does, by UUID."""
+        workers = [worker(0, gpu()), worker(1, gpu(), node="2", hostname="container2", boot_id="boot1")]
+        found = plan(workers)
+        assert found.backend == "gloo"
+        assert "on nodes 10.0.0.1, 10.0.0.2" in found.reason
+        assert "does not see it across host names" in found.reason
+
+    def test_only_some_ranks_share(self):
+        """One shared device decides for the whole job."""
+        found = plan([*job(gpu("a"), gpu("a"), gpu("b"))])
+        assert found.backend == "gloo"
+        assert [group.ranks for group in found.share_groups] == [(0, 1)]
+
+    def test_many_groups_are_summed_up(self):
+        """The line stays readable with many shared devices."""
+        found = plan(job(*[gpu(f"{rank // 2}") for rank in range(20)]))
+        assert "and 7 more such groups: using gloo" in found.reason
+
+
+class TestMig:
+    """MIG slices: own UUIDs, one bus id."""
+
+    def test_slices_of_one_gpu_collide_below_2_30_7(self):
+        """NCCL below 2.30.7 compares bus ids, so slices of one GPU cannot use it."""
+        found = plan(job(mig("1"), mig("2"), nccl_version=(2, 30, 3)))
+        assert found.backend == "gloo"
+        assert "MIG slices of GPU-a" in found.reason
+        assert "compares PCI bus ids" in found.reason
+
+    def test_slices_of_one_gpu_from_2_30_7(self):
+        """From 2.30.7 on NCCL compares UUIDs: used, with Gloo to fall back on as users saw refusals."""
+        found = plan(job(mig("1"), mig("2"), nccl_version=(2, 30, 7)))
+        assert (found.backend, found.fallback) == ("nccl", "gloo")
+
+    def test_slices_cannot_use_ipc(self):
+        """Slices cannot map each other's memory, whatever the workers could do within one."""
+        with pytest.raises(BackendUnavailableError, match="cannot map each other's memory"):
+            plan(job(mig("1"), mig("2"), ipc_device_memory_missing=None), on_shared_device="ipc")
+
+    def test_one_slice_shared(self):
+        """Two ranks on one slice share it like a device."""
+        found = plan(job(mig("1"), mig("1"), nccl_version=(2, 30, 7)))
+        assert [group.same_device for group in found.share_groups] == [True]
+
+    def test_slices_of_different_gpus(self):
+        """Slices of different GPUs are different devices at any version."""
+        found = plan(job(mig("1", "a"), mig("2", "b")))
+        assert (found.backend, found.fallback) == ("nccl", None)
+
+
+class TestComputeMode:
+    """Row 12: compute modes that forbid sharing."""
+
+    def test_exclusive_process_on_a_shared_device(self):
+        """EXCLUSIVE_PROCESS without MPS is said before CUDA says busy, with both ways out."""
+        with pytest.raises(SharedDeviceError, match=r"EXCLUSIVE_PROCESS.*nvidia-smi -c DEFAULT.*MPS"):
+            plan(job(*[gpu(compute_mode="exclusive_process")] * 2), backend="gloo")
+
+    def test_exclusive_process_with_mps(self):
+        """MPS makes the clients one process for the device."""
+        assert plan(job(*[gpu(compute_mode="exclusive_process")] * 2, mps_reachable=True)).backend == "gloo"
+
+    def test_exclusive_process_on_own_devices(self):
+        """An exclusive device of one worker is fine."""
+        workers = job(gpu("a", compute_mode="exclusive_process"), gpu("b", compute_mode="exclusive_process"))
+        assert plan(workers).backend == "nccl"
+
+    def test_prohibited(self):
+        """PROHIBITED lets no process in, shared or not."""
+        with pytest.raises(MissingDeviceError, match="rank 1 is in compute mode PROHIBITED"):
+            plan(job(gpu("a"), gpu("b", compute_mode="prohibited")))
+
+
+class TestHints:
+    """What would be better."""
+
+    def test_spread(self):
+        """A node with a GPU for every rank could have used NCCL."""
+        assert any("ask for more than half a GPU each" in h for h in plan(job(gpu(), gpu(), num_node_devices=2)).hints)
+        assert not any("half a GPU" in h for h in plan(job(gpu(), gpu(), num_node_devices=1)).hints)
+
+    def test_fraction(self):
+        """A fraction that is not 1/k can leave workers waiting; the next 1/k above is named."""
+        workers = job(gpu(), gpu(), resources={"GPU": 0.3})
+        assert any("0.3 GPU a worker is not 1/k" in h and "use 1/3 (0.333)" in h for h in plan(workers).hints)
+        assert not plan(job(gpu(), gpu(), resources={"GPU": 1 / 3}, num_visible_devices=2)).hints
+
+    def test_multi_rank_variable(self):
+        """NCCL's multi-rank variable of the user's, without effect on the chosen backend, is told with the way to use it."""
+        workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+        assert any("use on_shared_device='nccl'" in h for h in plan(workers).hints)
+
+    def test_local_rank(self):
+        """LOCAL_RANK beyond the visible devices is named with the call to use instead."""
+        assert any("LOCAL_RANK 1 is not a valid device index" in h for h in plan(job(gpu(), gpu())).hints)
+
+
+class TestFallback:
+    """The failure ladder."""
+
+    def test_one_step_down(self):
+        """A failed ipc becomes Gloo with a warning that has the cause, and no further step."""
+        found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None)).after_failure("wrong sum")
+        assert (found.backend, found.fallback) == ("gloo", None)
+        assert "ipc failed its verification, fell back to gloo: wrong sum" in found.warnings
+
+    def test_no_step_down(self):
+        """A stock choice has no ladder."""
+        with pytest.raises(ValueError, match="no fallback from gloo"):
+            plan(job(None)).after_failure("x")

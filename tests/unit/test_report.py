@@ -1,0 +1,87 @@
+"""The report's faces: log line, table, JSON, HTML."""
+
+import json
+import re
+
+import pytest
+
+from ray_fracbackend import report
+from ray_fracbackend.errors import FracBackendError
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.plan import plan_start
+from ray_fracbackend.report import StartReport, get_start_report
+from ray_fracbackend.verify import VerificationResult, slow_ranks
+from tests.unit.builders import gpu, job
+
+_FIGURES = VerificationResult(
+    backend="gloo",
+    device="cuda:0",
+    world_size=2,
+    latency_s=0.0002,
+    bandwidth_bytes_per_s=5e8,
+    rank_seconds=(0.002, 0.003),
+    total_s=0.012,
+)
+
+
+@pytest.fixture
+def start_report():
+    workers = tuple(job(gpu("ab12cd34-56<b>"), gpu("ab12cd34-56<b>")))
+    plan = plan_start(workers, StartOptions())
+    return StartReport(
+        plan=plan, workers=workers, init_method="env", master_addr="10.0.0.1", master_port=29500, verification=_FIGURES
+    )
+
+
+def test_log_line(start_report):
+    """One line: who shares what where, the choice, why, and the figures."""
+    assert start_report.log_line() == (
+        "ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.1: using gloo (NCCL 2.28.9 refuses shared devices) "
+        "[2 workers, verified in 12 ms: all_reduce 0.20 ms at 1 KiB, 500 MB/s at 1 MiB]"
+    )
+
+
+def test_text_table(start_report):
+    """A row a rank with device, neighbours and time, then the hints."""
+    text = start_report.to_text()
+    assert re.search(r"^0 +10\.0\.0\.1 +0 +0\.5 +GPU-ab12cd34 NVIDIA H200 +1 +2\.28\.9 +2\.00$", text, re.MULTILINE)
+    assert "hint: LOCAL_RANK 1 is not a valid device index" in text
+
+
+def test_json(start_report):
+    """The whole report as JSON, with full UUIDs."""
+    data = json.loads(start_report.to_json())
+    assert data["backend"] == "gloo"
+    assert data["workers"][1]["devices"][0]["uuid"] == "GPU-ab12cd34-56<b>"
+    assert data["plan"]["share_groups"][0]["ranks"] == [0, 1]
+    assert data["verification"]["world_size"] == 2
+
+
+def test_html_is_escaped(start_report):
+    """The notebook table shows the map and escapes what came from a node."""
+    object.__setattr__(start_report.workers[0], "node_ip", "<script>")
+    html = start_report._repr_html_()
+    assert "<td>&lt;script&gt;</td>" in html
+    assert "<script>" not in html
+
+
+def test_no_report_outside_of_a_start(monkeypatch):
+    """get_start_report() without a start says where to call it."""
+    monkeypatch.setattr(report, "_load_current", None)
+    with pytest.raises(FracBackendError, match="inside the train function"):
+        get_start_report()
+
+
+def test_published_report_has_this_workers_figures(start_report, monkeypatch):
+    """What a train function gets is the start's report with the verification of its own group."""
+    monkeypatch.setattr(report, "_load_current", None)
+    report.publish(start_report, None)
+    assert get_start_report().verification is None
+    assert get_start_report().backend == "gloo"
+
+
+def test_slow_ranks_are_compared_within_their_class():
+    """Twice the median of the peers in the same situation is slow; another situation, or noise, is not."""
+    seconds = [0.1, 0.1, 0.1, 0.5, 0.9, 0.9]
+    assert slow_ranks(seconds, lambda rank: rank >= 4) == (3,)
+    assert slow_ranks([0.001, 0.001, 0.009]) == ()

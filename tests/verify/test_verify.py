@@ -1,0 +1,166 @@
+"""verify_process_group on real processes, without Ray."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ray_fracbackend import VerificationError, VerificationResult, verify_process_group
+from tests.processes import free_port, run_processes
+
+
+def init(rank, world_size, port):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+
+
+def verify_world(rank, world_size, port):
+    init(rank, world_size, port)
+    return [verify_process_group() for _ in range(2)][1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_world_sizes(world_size):
+    """A healthy group of any size passes, twice in a row, and all ranks have the same figures."""
+    results = run_processes(verify_world, world_size)
+    assert all(isinstance(result, VerificationResult) for result in results), results
+    assert {(r.world_size, r.backend, r.device, len(r.rank_seconds)) for r in results} == {
+        (world_size, "gloo", "cpu", world_size)
+    }
+    assert len({(r.latency_s, r.bandwidth_bytes_per_s, r.rank_seconds) for r in results}) == 1
+    assert results[0].latency_s > 0
+
+
+def verify_subgroup(rank, world_size, port):
+    init(rank, world_size, port)
+    group = dist.new_group([1, 2])
+    return verify_process_group(group).world_size if rank in (1, 2) else None
+
+
+def test_subgroup():
+    """A group of some ranks is verified by those alone, in its own ranks."""
+    assert run_processes(verify_subgroup, 3) == [None, 2, 2]
+
+
+def corrupt(rank, world_size, port, name, bad_rank):
+    """One rank's collective goes wrong after it was computed."""
+    init(rank, world_size, port)
+    original = getattr(dist, name)
+
+    def wrong(*args, **kwargs):
+        work = original(*args, **kwargs)
+        work.wait()
+        target = args[0] if name != "all_gather" else args[0][0]
+        if rank == bad_rank:
+            target[0] += 1
+        return work
+
+    setattr(dist, name, wrong)
+    verify_process_group(timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("all_reduce", r"all_reduce of 1024 bytes computed a wrong answer on rank 1: element 0 is 4 and must be 3"),
+        ("broadcast", r"broadcast from rank 1 computed a wrong answer on rank 0: element 0 is 3 and must be 2"),
+        ("all_gather", r"all_gather computed a wrong answer on rank 1: the slot of rank 0 holds the data of rank 1"),
+    ],
+)
+def test_wrong_answers(name, match):
+    """A wrong result of each collective is an error with what was found and what it must be; the peers do not hang."""
+    bad = 0 if name == "broadcast" else 1
+    errors = run_processes(corrupt, 2, name, bad)
+    assert isinstance(errors[bad], VerificationError)
+    assert re.search(match, str(errors[bad]))
+
+
+def swapped(rank, world_size, port):
+    """Ranks 0 and 1 believe they are each other for what they contribute."""
+    init(rank, world_size, port)
+    original = dist.get_rank
+    dist.get_rank = lambda group=None: {0: 1, 1: 0}.get(original(group), original(group))
+    verify_process_group(timeout_s=10)
+
+
+def test_swapped_ranks_do_not_pass():
+    """A mapping that exchanges two ranks keeps every sum and is still found."""
+    errors = run_processes(swapped, 3)
+    assert any(isinstance(error, VerificationError) for error in errors)
+
+
+def missing_rank(rank, world_size, port, how):
+    init(rank, world_size, port)
+    if rank == 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30)
+    started = time.monotonic()
+    try:
+        verify_process_group(timeout_s=3)
+    except VerificationError as error:
+        return str(error), error.ranks, time.monotonic() - started
+    return None
+
+
+def test_rank_that_does_not_come():
+    """A rank that never enters is named by the others within the bound."""
+    results = run_processes(missing_rank, 3, "sleep", timeout_s=20)
+    for rank in (0, 2):
+        text, ranks, seconds = results[rank]
+        assert "rank 1 did not enter it" in text
+        assert ranks == (1,)
+        assert seconds < 8
+
+
+def test_rank_that_dies():
+    """A dead rank is an error for all others, not a wait."""
+    results = run_processes(missing_rank, 3, "kill", timeout_s=20)
+    assert all(1 in results[rank][1] or "barrier failed" in results[rank][0] for rank in (0, 2))
+
+
+def test_wrong_use():
+    """No group, or a bound that is none, is a ValueError that says what to do."""
+    with pytest.raises(ValueError, match="init_process_group first"):
+        verify_process_group()
+    with pytest.raises(ValueError, match="must be above 0"):
+        verify_process_group(timeout_s=0)
+
+
+def test_torchrun(tmp_path):
+    """Two torchrun processes verify their Gloo group with no Ray in the process."""
+    script = tmp_path / "check.py"
+    script.write_text(
+        "import sys; sys.modules['ray'] = None\n"
+        "import torch.distributed as dist\n"
+        "from ray_fracbackend import verify_process_group\n"
+        "dist.init_process_group('gloo')\n"
+        "print('verified', verify_process_group().world_size)\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.count("verified 2") == 2, done.stderr
