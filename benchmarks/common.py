@@ -1,0 +1,57 @@
+"""What the benchmarks share: where they ran, and one dated JSON a run."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and load, so that a number can be read years later."""
+    import ray
+    import torch
+
+    return {
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "num_cpus": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ray": ray.__version__,
+        "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A command line with the option that all benchmarks have."""
+    found = argparse.ArgumentParser(description=description)
+    found.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON (default: benchmarks/results)")
+    return found
+
+
+def save(name: str, out: Path, results: dict[str, Any]) -> Path:
+    """Writes ``NAME_YYYY-MM-DD.json`` and returns its path."""
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}_{today}.json"
+    path.write_text(json.dumps({"date": today, "environment": environment(), **results}, indent=2) + "\n")
+    return path

@@ -1,0 +1,69 @@
+"""How long the decision takes for 1,000, 10,000 and 100,000 made-up workers. usage: python benchmarks/planning.py"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from common import parser, save
+
+from ray_fracbackend.facts import DeviceFacts, WorkerFacts
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.plan import plan_start
+
+_GPUS_PER_NODE = 8
+
+
+def made_up_workers(num_workers: int, ranks_per_gpu: int) -> list[WorkerFacts]:
+    workers = []
+    for rank in range(num_workers):
+        gpu = rank // ranks_per_gpu
+        node = gpu // _GPUS_PER_NODE
+        device = DeviceFacts(
+            uuid=f"GPU-{gpu:08x}", name="made up", pci_bus_id=f"00000000:{gpu % _GPUS_PER_NODE:02x}:00.0"
+        )
+        workers.append(
+            WorkerFacts(
+                rank=rank,
+                node_id=f"node{node}",
+                node_ip=f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}",
+                hostname=f"host{node}",
+                boot_id=f"boot{node}",
+                resources={"CPU": 1.0, "GPU": 1 / ranks_per_gpu},
+                devices=(device,),
+                num_visible_devices=_GPUS_PER_NODE,
+                num_node_devices=_GPUS_PER_NODE,
+                nccl_available=True,
+                nccl_version=(2, 28, 9),
+            )
+        )
+    return workers
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "").parse_args()
+    rows = []
+    for ranks_per_gpu in (1, 2):
+        for num_workers in (1_000, 10_000, 100_000):
+            workers = made_up_workers(num_workers, ranks_per_gpu)
+            seconds = []
+            for _ in range(9):
+                started = time.perf_counter()
+                plan = plan_start(workers, StartOptions())
+                seconds.append(time.perf_counter() - started)
+            median_s = statistics.median(seconds)
+            rows.append(
+                {
+                    "num_workers": num_workers,
+                    "ranks_per_gpu": ranks_per_gpu,
+                    "backend": plan.backend,
+                    "median_s": median_s,
+                    "min_s": min(seconds),
+                }
+            )
+            print(f"{num_workers:>7} workers, {ranks_per_gpu} a GPU: {median_s * 1e3:8.2f} ms", flush=True)
+    print(save("planning", arguments.out, {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
