@@ -56,6 +56,8 @@ def train_digits(config: dict[str, Any]) -> None:
         queue.put(("report", get_start_report()))
     train_set, test_set = load_digits()
     loader = ray.train.torch.prepare_data_loader(DataLoader(train_set, batch_size=_BATCH_SIZE, shuffle=True))
+    if queue is not None:
+        queue.put(("total", len(loader) * config["epochs"]))
     model = ray.train.torch.prepare_model(build_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for epoch in range(config["epochs"]):
@@ -108,7 +110,7 @@ class _Display:
     def __enter__(self) -> _Display:
         from tqdm import tqdm
 
-        self._bar = tqdm(desc="starting the workers", unit=" steps")
+        self._bar = tqdm(desc="starting the workers", unit=" steps", disable=None)
         self._thread.start()
         return self
 
@@ -130,8 +132,11 @@ class _Display:
     def _show(self, kind: str, value: Any) -> None:
         if kind == "step":
             self._bar.update()
+        elif kind == "total":
+            self._bar.set_description("training")
+            self._bar.reset(total=value)
         elif kind == "epoch":
-            self._bar.set_description(f"epoch {value['epoch']}/{self._epochs}")
+            self._bar.set_description(f"epoch {value['epoch']}/{self._epochs} done")
             self._bar.write(
                 f"epoch {value['epoch']:>2}/{self._epochs}: loss {value['loss']:.3f}, accuracy {value['accuracy']:.3f}"
             )
