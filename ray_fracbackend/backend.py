@@ -22,6 +22,7 @@ from ray_fracbackend.plan import left_to_ray, plan_start
 from ray_fracbackend.probe import probe_worker
 from ray_fracbackend.process_group import StartInstruction, start_worker
 from ray_fracbackend.ray_compat import logger
+from ray_fracbackend.rendezvous import plan_rendezvous
 from ray_fracbackend.report import StartReport
 from ray_fracbackend.start_plan import StartPlan
 from ray_fracbackend.verify import VerificationResult, slow_ranks
@@ -71,12 +72,12 @@ class _Start:
                     raise
                 logger.warning("%s", error)
                 plan = plan.after_failure(str(error))
-                self.workers = self._probe()  # the old port may still be in use
+                self.workers = self._probe()  # rank 0 opens a new store
 
     def _probe(self) -> tuple[WorkerFacts, ...]:
-        started = time.monotonic()
+        started, options = time.monotonic(), self._options
         refs = [
-            self._group.execute_single_async(rank, probe_worker, rank, needs_port=rank == 0)
+            self._group.execute_single_async(rank, probe_worker, rank, options.master_addr, options.master_port)
             for rank in range(len(self._addresses))
         ]
         facts = gather(refs, self._addresses, self._deadline, "probing the workers")
@@ -99,16 +100,8 @@ class _Start:
         return self._finish(replace(report, verification=results[0], seconds=self._seconds))
 
     def _report(self, plan: StartPlan) -> StartReport:
-        port = self._options.master_port or self.workers[0].free_port
-        if isinstance(port, tuple):
-            port = port[0]
-        return StartReport(
-            plan=plan,
-            workers=self.workers,
-            init_method=self._options.init_method,
-            master_addr=self._options.master_addr or self.workers[0].node_ip,
-            master_port=port or 0,
-        )
+        rendezvous = plan_rendezvous(self.workers, self._options, plan.backend)
+        return StartReport(plan=plan, workers=self.workers, rendezvous=rendezvous)
 
     def _instruction(self, worker: WorkerFacts, report: StartReport, source: Any) -> StartInstruction:
         options, plan = self._options, report.plan
@@ -120,9 +113,7 @@ class _Start:
             world_size=len(self.workers),
             backend=plan.backend,
             device=plan.device_of(worker),
-            init_method=options.init_method,
-            master_addr=report.master_addr,
-            master_port=report.master_port,
+            rendezvous=report.rendezvous.of(worker.rank),
             timeout_s=options.timeout_s,
             budget_s=max(budget_s, 0.001),
             verify=options.verify,
@@ -148,7 +139,9 @@ class _Start:
 
 def _log(report: StartReport) -> None:
     logger.info("%s", report.log_line())
-    for warning in report.plan.warnings:
+    for warning in report.warnings:
         logger.warning("%s", warning)
+    for note in report.rendezvous.notes:
+        logger.info("%s", note)
     for hint in report.plan.hints:
         logger.info("hint: %s", hint)

@@ -80,6 +80,24 @@ class RendezvousError(FracBackendError):
     reason = "rendezvous"
 
 
+class UnreachableMasterError(RendezvousError):
+    """A worker's node cannot open a connection to rank 0's store, although rank 0 holds it open.
+
+    Example scenario: a firewall between two nodes, or an address of rank 0 that exists in its own network only.
+    """
+
+    reason = "unreachable_master"
+
+
+class PortInUseError(RendezvousError):
+    """No port for rank 0's store: the configured port, or every port of the configured range, is taken.
+
+    Example scenario: ``master_port=29500`` and a second job on rank 0's node.
+    """
+
+    reason = "port_in_use"
+
+
 class StartTimeoutError(RendezvousError):
     """Start-up did not finish within ``start_timeout_s``; the message names the ranks that did not answer."""
 

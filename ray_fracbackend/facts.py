@@ -37,6 +37,31 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NetworkFacts:
+    """A worker's node as the network sees it, and what torch can do with it.
+
+    Attributes:
+        network_id: Equal for workers that share one loopback interface, whatever Ray calls their nodes; empty if unknown.
+        interfaces: Addresses of every interface that is up and has more than link-local ones, by name as Gloo compares
+            it, in the order in which the system lists them, without IPv6 scopes.
+        gloo_missing: Why Gloo cannot make a device of any kind, None where it can.
+        default_device_missing: Why Gloo cannot find a device without being told an interface, None where it can. Asked on
+            Windows only: elsewhere an interface is always named, and a slow name server must not hold up the start.
+        store_port: Port of the store that this worker holds open for the others, asked of rank 0 only.
+        master_addrs: What the configured name of rank 0's node resolves to here, IPv4 first.
+        master_addr_missing: Why it does not resolve here, None where it does or was not asked.
+    """
+
+    network_id: str = ""
+    interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gloo_missing: str | None = None
+    default_device_missing: str | None = None
+    store_port: int | None = None
+    master_addrs: tuple[str, ...] = ()
+    master_addr_missing: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerFacts:
     """One worker of the job, as it found itself before any process group existed.
 
@@ -63,8 +88,8 @@ class WorkerFacts:
         mps_reachable: A CUDA MPS control daemon answers on this node.
         ipc_host_memory_missing: Why the ipc backend cannot use host memory here, None where it can.
         ipc_device_memory_missing: Why the ipc backend cannot use device memory here, None where it can.
-        env: The worker's ``NCCL_*``, ``GLOO_*`` and ``CUDA_MPS*`` variables.
-        free_port: A TCP port that was free on the worker's node, asked of rank 0 only.
+        env: The worker's variables that steer NCCL, Gloo, MPS and the rendezvous, as the user set them.
+        network: The node's interfaces and what torch can do with them.
     """
 
     rank: int
@@ -90,7 +115,7 @@ class WorkerFacts:
     ipc_host_memory_missing: str | None = "not probed"
     ipc_device_memory_missing: str | None = "not probed"
     env: Mapping[str, str] = field(default_factory=dict)
-    free_port: int | None = None
+    network: NetworkFacts = field(default_factory=NetworkFacts)
 
     @property
     def gpu_fraction(self) -> float:

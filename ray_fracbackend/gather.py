@@ -9,7 +9,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from ray_fracbackend.errors import FracBackendError, RendezvousError, StartTimeoutError, VerificationError
+from ray_fracbackend.errors import (
+    FracBackendError,
+    RendezvousError,
+    StartTimeoutError,
+    UnreachableMasterError,
+    VerificationError,
+)
 from ray_fracbackend.facts import ranks_text
 from ray_fracbackend.ray_compat import WorkerAddress
 
@@ -18,7 +24,7 @@ _POLL_S = 1.0
 _GRACE_S = 3.0
 _NUM_NAMED = 4
 # The most telling failure names the error.
-_ORDER = (VerificationError, RendezvousError, FracBackendError)
+_ORDER = (VerificationError, UnreachableMasterError, RendezvousError, FracBackendError)
 
 
 class WorkerDiedError(RendezvousError, RayActorError):  # type: ignore[misc]
@@ -122,6 +128,8 @@ class _Wait:
 
     def _error(self) -> FracBackendError:
         silent = self._overdue
+        if any(isinstance(error, UnreachableMasterError) for error in self._failures.values()):
+            silent = []  # they wait for the ranks that cannot reach rank 0
         dead = [rank for rank, error in self._failures.items() if isinstance(error, RayActorError)]
         if dead:
             first = str(self._failures[dead[0]]).strip().splitlines()[0]

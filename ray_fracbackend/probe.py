@@ -1,4 +1,4 @@
-"""What this worker sits on. Runs on the worker; no process group, no sockets, and no CUDA context is created.
+"""What this worker sits on. Runs on the worker; no process group and no CUDA context is created.
 
 Device identity is the UUID that CUDA itself reports: Ray's GPU ids and ``CUDA_VISIBLE_DEVICES`` are names that two
 workers can use for one device, or one name for two. NVML adds what CUDA does not tell without a context.
@@ -22,20 +22,30 @@ import torch
 import torch.distributed as dist
 
 from ray_fracbackend import ray_compat
+from ray_fracbackend.environment import user_environment
 from ray_fracbackend.facts import DeviceFacts, NcclVersion, WorkerFacts
+from ray_fracbackend.network import network_facts
+from ray_fracbackend.store import hold_store
 
-_ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS")
+_ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV", "TORCHELASTIC_USE_AGENT_STORE")
 _NO_IPC = "this version of ray_fracbackend has no ipc backend"
 
 
-def probe_worker(rank: int, needs_port: bool = False) -> WorkerFacts:
-    """Collects the facts of the calling worker.
+def probe_worker(
+    rank: int, master_addr: str | None = None, master_port: int | tuple[int, int] | None = None
+) -> WorkerFacts:
+    """Collects the facts of the calling worker; rank 0 also opens the store where all will meet.
 
     Args:
         rank: Its rank in the worker group.
-        needs_port: Also look for a free TCP port on its node; asked of rank 0 only.
+        master_addr: The configured address or name of rank 0's node; a name is resolved here.
+        master_port: The configured port of rank 0's store, or an inclusive range.
+
+    Raises:
+        PortInUseError: The configured port, or every port of the range, is taken on rank 0's node.
     """
     node_id, node_ip = ray_compat.node_ids()
+    store_port = hold_store(master_port) if rank == 0 else None
     resources = ray_compat.assigned_resources()
     devices, cuda_missing = _devices(resources.get("GPU", 0) > 0)
     with _nvml() as nvml:
@@ -64,8 +74,8 @@ def probe_worker(rank: int, needs_port: bool = False) -> WorkerFacts:
         mps_reachable=mps_reachable(),
         ipc_host_memory_missing=_NO_IPC,
         ipc_device_memory_missing=_NO_IPC,
-        env={name: value for name, value in os.environ.items() if name.startswith(_ENV_PREFIXES)},
-        free_port=ray_compat.free_port() if needs_port else None,
+        env={name: value for name, value in user_environment().items() if name.startswith(_ENV_PREFIXES)},
+        network=network_facts(boot_id(), master_addr, store_port),
     )
 
 

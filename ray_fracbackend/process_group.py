@@ -14,10 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from ray_fracbackend import ray_compat, report
+from ray_fracbackend import environment, ray_compat, report, store
 from ray_fracbackend.errors import FracBackendError, RendezvousError
+from ray_fracbackend.interfaces import IFNAME
+from ray_fracbackend.network import check_gloo_device, route_interface
+from ray_fracbackend.rendezvous import WorkerRendezvous
 from ray_fracbackend.verify import VerificationResult, verify_process_group
 
 
@@ -30,9 +33,7 @@ class StartInstruction:
         world_size: Workers in the job.
         backend: Name for ``init_process_group``.
         device: torch device that the worker trains on and is verified on.
-        init_method: ``env`` or ``tcp``.
-        master_addr: Address of rank 0's store, a literal IP.
-        master_port: Port of rank 0's store.
+        rendezvous: How the worker meets the other ranks.
         timeout_s: Timeout of the group's collectives once training runs, in seconds.
         budget_s: Bound on this worker's start, in seconds.
         verify: Run the collective check.
@@ -47,9 +48,7 @@ class StartInstruction:
     world_size: int
     backend: str
     device: str
-    init_method: str
-    master_addr: str
-    master_port: int
+    rendezvous: WorkerRendezvous
     timeout_s: float
     budget_s: float
     verify: bool
@@ -71,10 +70,12 @@ def start_worker(instruction: StartInstruction) -> VerificationResult | None:
         VerificationError: The group formed and does not work.
     """
     deadline = time.monotonic() + instruction.budget_s
-    environment = dict(os.environ)
+    before = dict(os.environ)
     try:
         stop_worker()  # what a failed attempt in this process may have left
+        environment.clear()
         _prepare(instruction)
+        _check_network(instruction, deadline)
         _init_process_group(instruction)
         result = None
         if instruction.verify:
@@ -86,9 +87,10 @@ def start_worker(instruction: StartInstruction) -> VerificationResult | None:
     except BaseException as error:
         _release_frames(error)
         stop_worker()
-        os.environ.clear()
-        os.environ.update(environment)
+        environment.restore(before)
         raise
+    finally:
+        store.release_store()
 
 
 def _release_frames(error: BaseException | None) -> None:
@@ -109,11 +111,13 @@ def stop_worker() -> None:
 
 
 def _prepare(instruction: StartInstruction) -> None:
-    for name, value in instruction.env_defaults.items():
-        os.environ.setdefault(name, value)
-    if instruction.init_method == "env":
-        os.environ["MASTER_ADDR"] = instruction.master_addr
-        os.environ["MASTER_PORT"] = str(instruction.master_port)
+    environment.set_default(instruction.env_defaults)
+    # An elastic agent's store would be waited for in vain: no agent runs Ray's workers.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    environment.set_always(instruction.rendezvous.env)
+    if instruction.rendezvous.interface_by_route:
+        interface = route_interface(instruction.rendezvous.master_addr)
+        environment.set_default({IFNAME: interface} if interface else {})
     if instruction.train_on_cpu:
         ray_compat.train_on_cpu()
     if instruction.set_distributed_env:
@@ -125,29 +129,31 @@ def _prepare(instruction: StartInstruction) -> None:
         torch.cuda.set_per_process_memory_fraction(instruction.memory_fraction, torch.device(instruction.device))
 
 
+def _check_network(instruction: StartInstruction, deadline: float) -> None:
+    """What torch itself would find out after half an hour, or not at all, has a name within seconds."""
+    rendezvous = instruction.rendezvous
+    if rendezvous.uses_gloo:
+        check_gloo_device(os.environ.get(IFNAME))
+    if rendezvous.check_reachable:
+        left_s = max(deadline - time.monotonic(), 0.001)
+        store.check_reachable(rendezvous.master_addr, rendezvous.master_port, min(store.REACH_S, left_s))
+
+
 def _init_process_group(instruction: StartInstruction) -> None:
     budget = timedelta(seconds=instruction.budget_s)
     with _named("meeting the other ranks", instruction):
-        store, _, _ = next(
-            iter(rendezvous(_init_url(instruction), instruction.rank, instruction.world_size, timeout=budget))
-        )
+        url = instruction.rendezvous.init_url
+        common, _, _ = next(iter(torch_rendezvous(url, instruction.rank, instruction.world_size, timeout=budget)))
     with _named(f"creating the {instruction.backend} process group", instruction):
         dist.init_process_group(
             instruction.backend,
             # The same prefix as init_process_group puts before a store that it makes itself.
-            store=PrefixStore("default_pg", store),
+            store=PrefixStore("default_pg", common),
             rank=instruction.rank,
             world_size=instruction.world_size,
             timeout=budget if _connects_at_init(instruction) else timedelta(seconds=instruction.timeout_s),
         )
-    store.set_timeout(timedelta(seconds=instruction.timeout_s))
-
-
-def _init_url(instruction: StartInstruction) -> str:
-    if instruction.init_method == "env":
-        return "env://"
-    host = f"[{instruction.master_addr}]" if ":" in instruction.master_addr else instruction.master_addr
-    return f"tcp://{host}:{instruction.master_port}"
+    common.set_timeout(timedelta(seconds=instruction.timeout_s))
 
 
 def _connects_at_init(instruction: StartInstruction) -> bool:
@@ -160,6 +166,17 @@ def _set_group_timeout(instruction: StartInstruction) -> None:
         distributed_c10d._set_pg_timeout(timedelta(seconds=instruction.timeout_s))
 
 
+def _advice(instruction: StartInstruction) -> str:
+    if not instruction.rendezvous.uses_gloo:
+        return "Check that every node reaches that address and port."
+    interface = os.environ.get(IFNAME)
+    over = f"over {interface}" if interface else "over the address of its host name"
+    return (
+        f"Gloo connects every pair of ranks on random ports, on this node {over}: check that all nodes pass them, or set "
+        f"{IFNAME} to an interface that the others reach."
+    )
+
+
 @contextmanager
 def _named(step: str, instruction: StartInstruction) -> Iterator[None]:
     try:
@@ -168,8 +185,8 @@ def _named(step: str, instruction: StartInstruction) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, OSError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = f"{instruction.master_addr}:{instruction.master_port}"
+        where = f"{instruction.rendezvous.master_addr}:{instruction.rendezvous.master_port}"
         raise RendezvousError(
-            f"{step} at {where} failed ({cause}). Check that every node reaches that address and port.",
+            f"{step} at {where} failed ({cause}). {_advice(instruction)}",
             ranks=(instruction.rank,),
         ) from error

@@ -5,7 +5,6 @@ Checked against Ray 2.40 (first supported; V1 engine only), 2.48 and 2.60 (V1 an
 ==========================================  =========================================================
 ``ray.train.torch.config._TorchBackend``    2.40 to 2.60; runs backends that are not ours, and shutdown
 ``..._set_torch_distributed_env_vars``      2.40 to 2.60; run before ``init_process_group`` by V2 only
-``ray.train._internal.utils``               ``get_address_and_port``, 2.40 to 2.60
 ``ray.train._internal.worker_group``        ``WorkerGroup`` (V1), 2.40 to 2.60
 ``ray.air._internal.torch_utils``           ``get_devices``, 2.40 to 2.60
 ``ray.air._internal.device_manager``        ``_torch_device_manager``, 2.40 to 2.60
@@ -24,7 +23,6 @@ import ray
 from ray.air._internal import device_manager as _device_manager
 from ray.air._internal.device_manager import CPUTorchDeviceManager
 from ray.air._internal.torch_utils import get_devices as _get_devices
-from ray.train._internal.utils import get_address_and_port as _get_address_and_port
 from ray.train._internal.worker_group import WorkerGroup as V1WorkerGroup
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 
@@ -85,12 +83,6 @@ def sets_env_before_init(worker_group: Any) -> bool:
 def set_torch_distributed_env() -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, ... as stock Ray Train does. On the worker."""
     _set_torch_distributed_env_vars()
-
-
-def free_port() -> int:
-    """A TCP port that is free on this worker's node, found as stock Ray Train finds it."""
-    port: int = _get_address_and_port()[1]
-    return port
 
 
 def node_ids() -> tuple[str, str]:

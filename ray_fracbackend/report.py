@@ -10,6 +10,7 @@ from typing import Any
 
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.facts import WorkerFacts, version_text
+from ray_fracbackend.rendezvous import RendezvousPlan
 from ray_fracbackend.sharing import short_uuid
 from ray_fracbackend.start_plan import StartPlan
 from ray_fracbackend.verify import VerificationResult
@@ -24,18 +25,14 @@ class StartReport:
     Attributes:
         plan: The decision, with its reason, hints and warnings.
         workers: Facts of every rank, in rank order.
-        init_method: ``env`` or ``tcp``.
-        master_addr: Address of rank 0's store.
-        master_port: Port of rank 0's store.
+        rendezvous: Where and how the ranks met.
         verification: Figures of the collective check, None where it was switched off.
         seconds: Seconds of each phase on the driver (``probe``, ``start``); empty in the workers' copy.
     """
 
     plan: StartPlan
     workers: tuple[WorkerFacts, ...]
-    init_method: str
-    master_addr: str
-    master_port: int
+    rendezvous: RendezvousPlan
     verification: VerificationResult | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -45,14 +42,34 @@ class StartReport:
         return self.plan.backend
 
     @property
+    def init_method(self) -> str:
+        """``env`` or ``tcp``."""
+        return self.rendezvous.init_method
+
+    @property
+    def master_addr(self) -> str:
+        """Address of rank 0's store."""
+        return self.rendezvous.master_addr
+
+    @property
+    def master_port(self) -> int:
+        """Port of rank 0's store."""
+        return self.rendezvous.master_port
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Settings that were overridden and doubts, one line each."""
+        return (*self.plan.warnings, *self.rendezvous.warnings)
+
+    @property
     def reason(self) -> str:
         """Why it was chosen, in one line."""
         return self.plan.reason
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The reason, then every warning and hint."""
-        return (self.plan.reason, *self.plan.warnings, *self.plan.hints)
+        """The reason and the place of the rendezvous, then every warning and hint."""
+        return (self.plan.reason, self.rendezvous.reason, *self.warnings, *self.plan.hints)
 
     def log_line(self) -> str:
         """The one line for the log: decision, size, verification."""
@@ -63,7 +80,7 @@ class StartReport:
                 f"verified in {figures.total_s * 1e3:.0f} ms: all_reduce {figures.latency_s * 1e3:.2f} ms at 1 KiB, "
                 f"{figures.bandwidth_bytes_per_s / 1e6:.0f} MB/s at 1 MiB"
             )
-        return f"{self.reason} [{size}, {checked}]"
+        return f"{self.reason} [{size}, {self.rendezvous.reason}, {checked}]"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values that ``json.dumps`` takes."""
@@ -80,6 +97,7 @@ class StartReport:
         return {
             "backend": self.backend,
             "plan": plan,
+            "rendezvous": asdict(self.rendezvous),
             "init_method": self.init_method,
             "master_addr": self.master_addr,
             "master_port": self.master_port,
@@ -103,7 +121,7 @@ class StartReport:
                 *lines,
                 "",
                 self.log_line(),
-                *(f"warning: {w}" for w in self.plan.warnings),
+                *(f"warning: {w}" for w in self.warnings),
                 *(f"hint: {hint}" for hint in self.plan.hints),
             ]
         )

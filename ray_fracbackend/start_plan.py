@@ -53,6 +53,11 @@ def gloo_plan(
     workers: Sequence[WorkerFacts], reason: str, groups: tuple[ShareGroup, ...] = (), device_type: str = "cuda"
 ) -> StartPlan:
     """Gloo on all workers, or an error where torch was built without it."""
+    for worker in workers:
+        if worker.network.gloo_missing:
+            raise BackendUnavailableError(
+                f"{reason}, but {worker.where}: {worker.network.gloo_missing}.", ranks=(worker.rank,)
+            )
     without = [worker.rank for worker in workers if not worker.gloo_available]
     if without:
         raise BackendUnavailableError(

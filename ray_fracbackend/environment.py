@@ -1,0 +1,51 @@
+"""Environment variables that a start sets in a worker's process, told apart from the user's own. Standard library only.
+
+One process may start more than once, after a failure or in a new worker group: what the first start chose must not look
+like a setting of the user to the second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+_set_by_us: dict[str, str] = {}
+
+
+def set_default(values: Mapping[str, str]) -> None:
+    """Sets variables where the user did not, and remembers them as not the user's."""
+    for name, value in values.items():
+        if name not in user_environment():
+            _set(name, value)
+
+
+def set_always(values: Mapping[str, str]) -> None:
+    """Sets variables whatever they were before, and remembers them as not the user's."""
+    for name, value in values.items():
+        _set(name, value)
+
+
+def user_environment() -> dict[str, str]:
+    """The process's variables without those that still have the value that a start gave them."""
+    return {name: value for name, value in os.environ.items() if _set_by_us.get(name) != value}
+
+
+def clear() -> None:
+    """Removes what earlier starts set, so that the next one begins with the user's own variables."""
+    for name, value in _set_by_us.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _set_by_us.clear()
+
+
+def restore(environment: Mapping[str, str]) -> None:
+    """Puts back a copy of the environment that was taken earlier."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _set(name: str, value: str) -> None:
+    # A value that the user set himself and that we would set again stays his.
+    if os.environ.get(name) != value or name in _set_by_us:
+        _set_by_us[name] = value
+    os.environ[name] = value

@@ -1,0 +1,168 @@
+"""Rank 0's store, held open before anybody is told of it, and the check that a worker reaches it. Runs on the worker.
+
+A port that is looked up and bound later can be taken in between. So rank 0 opens the store itself while it is probed and
+keeps it; torch's own rendezvous finds an open store of the same process by its port and shares it (multi-tenant). The
+other ranks can then tell a firewall from a slow rank 0: a store that is open and does not answer is not reachable.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import sys
+import time
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ray_fracbackend.errors import PortInUseError, UnreachableMasterError
+
+# Bound on one worker's attempt to reach rank 0's store.
+REACH_S = 5.0
+_NUM_TRIES = 3
+_PAUSE_S = 0.3
+_OPEN_S = 10.0
+# Address in use: 48 on macOS, 98 on Linux, 10048 on Windows; 10013 is a port that Windows reserved or holds exclusively.
+_IN_USE_ERRNOS = {48, 98, 10048, 10013, errno.EADDRINUSE}
+_IN_USE_TEXT = re.compile(
+    r"address already in use|EADDRINUSE|(?:errno|error|code): -?(?:48|98|10048|10013)\b", re.IGNORECASE
+)
+
+_held: TCPStore | None = None
+
+
+def hold_store(port: int | tuple[int, int] | None) -> int:
+    """Opens the store of a start whose rank 0 is this worker, and keeps it open until ``release_store``.
+
+    Args:
+        port: The configured port or inclusive range, None for any.
+
+    Returns:
+        The store's port, free on IPv4 and IPv6 alike.
+
+    Raises:
+        PortInUseError: The port, or every port of the range, is taken.
+    """
+    global _held
+    release_store()
+    candidates = list(range(port[0], port[1] + 1)) if isinstance(port, tuple) else [port or 0] * _NUM_TRIES
+    clash = ""
+    for number, candidate in enumerate(candidates):
+        if number > 0 and not isinstance(port, tuple):
+            time.sleep(_PAUSE_S)  # what holds it may be the previous start of this very worker
+        if candidate and (clash := _taken(candidate)):
+            continue
+        try:
+            _held = _open(candidate)
+        except RuntimeError as error:
+            if not is_address_in_use(error):
+                raise
+            clash = str(error).splitlines()[0]
+            continue
+        return int(_held.port)
+    raise PortInUseError(_in_use_text(port, clash), ranks=(0,))
+
+
+def release_store() -> None:
+    """Lets go of the held store; it stays open while a process group uses it."""
+    global _held
+    _held = None
+
+
+def uses_libuv() -> bool:
+    """Whether the store of this process may use libuv: never on Windows, elsewhere as torch itself reads USE_LIBUV."""
+    return sys.platform != "win32" and os.environ.get("USE_LIBUV", "1") == "1"
+
+
+def is_address_in_use(error: BaseException) -> bool:
+    """True for the errors that c10d and the system give when a port is taken."""
+    if isinstance(error, OSError) and error.errno in _IN_USE_ERRNOS:
+        return True
+    return _IN_USE_TEXT.search(str(error)) is not None
+
+
+def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None:
+    """Opens and closes one connection to rank 0's store, which is known to be open.
+
+    Args:
+        address: Rank 0's address, a literal IP.
+        port: Its store's port.
+        timeout_s: Bound on all attempts together, in seconds.
+
+    Raises:
+        UnreachableMasterError: No attempt got through.
+    """
+    end = time.monotonic() + timeout_s
+    cause: OSError | None = None
+    while (left_s := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=left_s).close()
+            return
+        except OSError as error:
+            cause = error
+            if isinstance(error, TimeoutError):
+                break
+        time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
+    where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    raise UnreachableMasterError(
+        f"cannot reach rank 0's store at {where} within {timeout_s:g} s ({_told(cause)}). The store is open: let the "
+        "firewalls of both nodes pass that port (FracTorchConfig(master_port=...) takes a fixed one or a range), or name an "
+        "address of rank 0's node that this node reaches (master_addr=...)."
+    )
+
+
+def _open(port: int) -> TCPStore:
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        None,
+        True,
+        timedelta(seconds=_OPEN_S),
+        wait_for_workers=False,
+        multi_tenant=True,
+        use_libuv=uses_libuv(),
+    )
+
+
+def _taken(port: int) -> str:
+    """Why c10d could not listen on the port, empty where it can. Asked first because c10d logs every failed attempt."""
+    for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as listener:
+                if sys.platform == "win32":
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+                else:
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                listener.bind((host, port))
+                listener.listen(1)
+            return ""
+        except OSError as error:
+            if is_address_in_use(error) or family == socket.AF_INET:
+                return str(error)
+    return ""
+
+
+def _in_use_text(port: int | tuple[int, int] | None, clash: str) -> str:
+    if port is None:
+        return f"rank 0's node has no free port for the store ({clash}). Too many connections are open there."
+    if isinstance(port, tuple):
+        return (
+            f"every port of master_port={port} is taken on rank 0's node ({clash}). Give a wider range, or leave "
+            "master_port out to use any free port."
+        )
+    return (
+        f"master_port={port} is taken on rank 0's node ({clash}). Another job may use it: give a range (low, high), or "
+        "leave master_port out to use any free port."
+    )
+
+
+def _told(cause: OSError | None) -> str:
+    if cause is None or isinstance(cause, TimeoutError):
+        return "no answer: something drops the packets"
+    if isinstance(cause, ConnectionRefusedError):
+        return "refused: a firewall, or another machine has that address"
+    return cause.strerror or str(cause)
