@@ -1,0 +1,109 @@
+"""Driver on the head node of a two-node Ray cluster: runs the fits named on the command line, writes what came of each.
+
+``net_cluster_driver.py FOLDER NAME...`` leaves ``FOLDER/NAME.json`` with ``error``, ``on_start_s`` and rank 0's metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+
+from ray_fracbackend import FracTorchConfig, get_start_report
+from ray_fracbackend.backend import FracTorchBackend
+
+FIREWALLED_PORT = 21700
+
+
+class TimedBackend(FracTorchBackend):
+    """Ours, and writes how long the start took, failed or not."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        started = time.monotonic()
+        try:
+            super().on_start(worker_group, backend_config)
+        finally:
+            Path(os.environ["RFB_TIMES"]).write_text(str(time.monotonic() - started))
+
+
+class TimedConfig(FracTorchConfig):
+    @property
+    def backend_cls(self) -> type[TimedBackend]:
+        return TimedBackend
+
+
+CONFIGS = {
+    "stock": lambda: TorchConfig(backend="gloo", timeout_s=5),
+    "ours": TimedConfig,
+    "firewalled": lambda: TimedConfig(master_port=FIREWALLED_PORT),
+    "wrong_interface": lambda: TimedConfig(master_addr="10.88.0.1"),
+}
+
+
+def train(folder: str) -> None:
+    """Two steps of DDP, whose gradients must be equal on both nodes; rank 0 writes what it saw."""
+    torch.manual_seed(ray.train.get_context().get_world_rank())
+    model = prepare_model(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+    gradient = next(model.parameters()).grad
+    both = [torch.zeros_like(gradient) for _ in range(2)]
+    torch.distributed.all_gather(both, gradient)
+    context = ray.train.get_context()
+    if context.get_world_rank() == 0:
+        seen: dict[str, Any] = {"equal_gradients": torch.equal(*both), "world_size": context.get_world_size()}
+        if "MASTER" in folder:
+            report = get_start_report()
+            seen["nodes"] = sorted({worker.node_ip for worker in report.workers})
+            seen["rendezvous"] = report.rendezvous.reason
+        Path(folder.removesuffix("MASTER"), "trained.json").write_text(json.dumps(seen))
+
+
+def fit(name: str, folder: Path) -> dict[str, Any]:
+    trained, config = folder / "trained.json", CONFIGS[name]()
+    for path in (trained, folder / "seconds"):
+        path.unlink(missing_ok=True)
+    trainer = TorchTrainer(
+        lambda: train(str(folder) + ("MASTER" if isinstance(config, FracTorchConfig) else "")),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"slot": 1}, placement_strategy="STRICT_SPREAD"),
+        torch_config=config,
+        run_config=RunConfig(name=name, storage_path=str(folder / "results")),
+    )
+    error = None
+    try:
+        trainer.fit()
+    except Exception as raised:
+        error = str(raised)
+    seconds = folder / "seconds"
+    return {
+        "error": error,
+        "on_start_s": float(seconds.read_text()) if seconds.exists() else None,
+        "trained": json.loads(trained.read_text()) if trained.exists() else None,
+    }
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    os.environ["RFB_TIMES"] = str(folder / "seconds")
+    ray.init(
+        address="auto",
+        runtime_env={"env_vars": {"RFB_TIMES": os.environ["RFB_TIMES"], "PYTHONPATH": os.environ["PYTHONPATH"]}},
+    )
+    for name in sys.argv[2:]:
+        (folder / f"{name}.json").write_text(json.dumps(fit(name, folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Starts the same workers twice: as stock Ray Train does, and as we do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import net_calls
+from net_nodes import Node, Worker
+
+from ray_fracbackend.facts import WorkerFacts
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.plan import plan_start
+from ray_fracbackend.process_group import StartInstruction
+from ray_fracbackend.rendezvous import RendezvousPlan, plan_rendezvous
+
+# Stock gets this timeout where Ray Train would take 1800 s, so that its hang ends within a test.
+STOCK_TIMEOUT_S = 3.0
+
+
+def stock(
+    nodes: Sequence[Node], folder: Path, master_addr: str, timeout_s: float = STOCK_TIMEOUT_S, **env: str
+) -> tuple[list[Any], list[Worker]]:
+    """What every rank gets from stock's start: the all_reduced value, its exception, or TimeoutError for a hang."""
+    workers = [node.spawn(folder) for node in nodes]
+    _, port = workers[0].call(net_calls.stock_address)
+    for rank, worker in enumerate(workers):
+        worker.send(net_calls.stock_start, master_addr, port, rank, len(workers), timeout_s, **env)
+    end = time.monotonic() + timeout_s + 1.5
+    return [worker.answer(end) for worker in workers], workers
+
+
+def probe(
+    nodes: Sequence[Node], folder: Path, node_ips: Sequence[str] | None = None, options: Any = None, **env: str
+) -> tuple[list[WorkerFacts], list[Worker]]:
+    """Our probe on every node."""
+    options = options or StartOptions()
+    workers = [node.spawn(folder) for node in nodes]
+    ips = node_ips or [node.ip for node in nodes]
+    for rank, worker in enumerate(workers):
+        worker.send(
+            net_calls.our_probe, rank, worker.node.name, ips[rank], options.master_addr, options.master_port, **env
+        )
+    facts = [worker.answer(time.monotonic() + 20) for worker in workers]
+    for found in facts:
+        if isinstance(found, BaseException):
+            raise found
+    return facts, workers
+
+
+def start(
+    facts: Sequence[WorkerFacts],
+    workers: Sequence[Worker],
+    options: Any = None,
+    budget_s: float = 20.0,
+    wait_for: Sequence[int] | None = None,
+) -> tuple[list[Any], RendezvousPlan]:
+    """Our start on every node, after our decision; answers of the ranks ``wait_for``, by default of all."""
+    options = options or StartOptions()
+    backend = plan_start(facts, options).backend
+    plan = plan_rendezvous(facts, options, backend)
+    for rank, worker in enumerate(workers):
+        instruction = StartInstruction(
+            rank=rank,
+            world_size=len(workers),
+            backend=backend,
+            device="cpu",
+            rendezvous=plan.of(rank),
+            timeout_s=30.0,
+            budget_s=budget_s,
+            verify=False,
+        )
+        worker.send(net_calls.our_start, instruction)
+    end = time.monotonic() + budget_s + 5
+    ranks = range(len(workers)) if wait_for is None else wait_for
+    return [workers[rank].answer(end) for rank in ranks], plan
+
+
+def ours(
+    nodes: Sequence[Node], folder: Path, node_ips: Sequence[str] | None = None, options: Any = None, **env: str
+) -> tuple[list[Any], RendezvousPlan, list[Worker]]:
+    """Our probe, decision and start."""
+    facts, workers = probe(nodes, folder, node_ips, options, **env)
+    results, plan = start(facts, workers, options)
+    return results, plan, workers

@@ -1,0 +1,252 @@
+"""T1 to T8 and T11: what breaks stock's start on real networks, and our start on the same ones, side by side."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import net_calls
+import pytest
+from net_nodes import Node, address
+from net_starts import ours, probe, start, stock
+
+from ray_fracbackend.errors import (
+    BackendUnavailableError,
+    PortInUseError,
+    RendezvousError,
+    UnreachableMasterError,
+)
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.rendezvous import plan_rendezvous
+
+SUM_OF_TWO = 3.0
+FAILED_CONNECT = "has failed to connect"
+
+Nodes = tuple[Node, Node]
+
+
+def test_t1_v6only_sockets_warn_and_still_start(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Where IPv6 sockets take no IPv4, as on Windows, c10d logs a failure with a foreign name and both starts work."""
+    node = two_nodes[0]
+    node.sysctl(bindv6only=1)
+    node.hosts("127.0.0.1 huya.com", f"127.0.0.1 {node.hostname}")
+    results, workers = stock([node, node], tmp_path, "127.0.0.1")
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    assert FAILED_CONNECT in "".join(worker.log.read_text() for worker in workers)
+    results, plan, workers = ours([node, node], tmp_path)
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    assert plan.master_addr == "127.0.0.1"
+    assert FAILED_CONNECT in "".join(worker.log.read_text() for worker in workers)
+
+
+def test_t2_torch_without_a_gloo_transport_is_named_before_rendezvous(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Without a transport, as in the Windows wheels 2.8.0 to 2.10.0, stock says 'unsupported gloo device', we say what to do."""
+    node = two_nodes[0]
+    results, _ = stock([node, node], tmp_path, "127.0.0.1", GLOO_DEVICE_TRANSPORT="UV")
+    assert all("unsupported gloo device" in str(result) for result in results)
+    facts, _ = probe([node, node], tmp_path, GLOO_DEVICE_TRANSPORT="UV")
+    with pytest.raises(BackendUnavailableError, match="unset GLOO_DEVICE_TRANSPORT"):
+        start(facts, [])
+
+
+WRONG_NAMES = {
+    "t3-debian": ("127.0.1.1 {}", "127.0.1.1 {}"),
+    "t4-foreign": ("203.0.113.7 {}", "203.0.113.8 {}"),
+    "t4-unresolvable": ("203.0.113.7 other", "203.0.113.7 other"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_NAMES)
+def test_t3_t4_wrong_host_names_do_not_matter(two_nodes: Nodes, tmp_path: Path, case: str) -> None:
+    """Where each node's own name leads to loopback, elsewhere or nowhere, stock's ranks advertise loopback and fail."""
+    for node, line in zip(two_nodes, WRONG_NAMES[case], strict=True):
+        node.hosts(line.format(node.hostname))
+    results, _ = stock(two_nodes, tmp_path, two_nodes[0].ip)
+    assert SUM_OF_TWO not in results
+    assert any(isinstance(result, RuntimeError) for result in results)
+    results, plan, workers = ours(two_nodes, tmp_path)
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    assert plan.master_addr == two_nodes[0].ip
+    assert [worker.call(net_calls.gloo_env) for worker in workers] == ["eth0", "eth0"]
+
+
+def test_t5_names_of_different_families_do_not_matter(two_nodes: Nodes, tmp_path: Path) -> None:
+    """One node's name is an IPv6 and the other's an IPv4 address: stock's Gloo compares families and fails."""
+    first, second = two_nodes
+    first.hosts(f"{first.ip6} {first.hostname}")
+    second.hosts(f"{second.ip} {second.hostname}")
+    results, _ = stock(two_nodes, tmp_path, first.ip)
+    assert SUM_OF_TWO not in results
+    assert any("ss_family" in str(result) for result in results)
+    results, _, _ = ours(two_nodes, tmp_path)
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+
+
+def test_t5_nodes_without_a_common_family_are_refused(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Where Gloo would get IPv4 on one node and IPv6 on the other, an error lists both instead of a failed mesh."""
+    first, second = two_nodes
+    second.ip_command("addr", "del", f"{second.ip}/24", "dev", "eth0")
+    facts, _ = probe(two_nodes, tmp_path, [first.ip, second.ip6])
+    with pytest.raises(RendezvousError, match=r"cannot connect IPv4 with IPv6 .*rank 0 IPv4.*rank 1 IPv6"):
+        plan_rendezvous(facts, StartOptions(), "gloo")
+
+
+def test_t6_ipv6_literals_go_without_brackets(two_nodes: Nodes, tmp_path: Path) -> None:
+    """On IPv6-only nodes both starts work with the bare literal; a bracketed one stock waits for, we refuse at once."""
+    for node in two_nodes:
+        node.ip_command("addr", "del", f"{node.ip}/24", "dev", "eth0")
+        node.hosts(f"{node.ip6} {node.hostname}")
+    results, _ = stock(two_nodes, tmp_path, two_nodes[0].ip6)
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    for init_method in ("env", "tcp"):
+        options = StartOptions(init_method=init_method)
+        results, plan, _ = ours(two_nodes, tmp_path, [node.ip6 for node in two_nodes], options)
+        assert results == [SUM_OF_TWO, SUM_OF_TWO]
+        assert plan.master_addr == two_nodes[0].ip6
+    results, _ = stock(two_nodes, tmp_path, f"[{two_nodes[0].ip6}]", timeout_s=2)
+    assert SUM_OF_TWO not in results
+    with pytest.raises(ValueError, match="without scheme, port, brackets"):
+        StartOptions(master_addr=f"[{two_nodes[0].ip6}]")
+
+
+def test_t7_loopback_between_nodes_is_refused(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Nodes that know each other as 127.0.0.1: stock waits for its timeout, we say so before any rank waits."""
+    results, _ = stock(two_nodes, tmp_path, "127.0.0.1", timeout_s=2)
+    assert SUM_OF_TWO not in results
+    facts, _ = probe(two_nodes, tmp_path, ["127.0.0.1", "127.0.0.1"])
+    with pytest.raises(RendezvousError, match=r"loopback address \(rank 0 on node 127.0.0.1.*--node-ip-address"):
+        plan_rendezvous(facts, StartOptions(), "gloo")
+
+
+def test_t7_an_explicit_loopback_address_is_tried_and_named(two_nodes: Nodes, tmp_path: Path) -> None:
+    """A configured loopback address wins with a warning, and the rank that cannot use it says so in under 10 seconds."""
+    options = StartOptions(master_addr="127.0.0.1")
+    started = time.monotonic()
+    facts, workers = probe(two_nodes, tmp_path, options=options)
+    results, plan = start(facts, workers, options, wait_for=(1,))
+    assert time.monotonic() - started < 10
+    assert "master_addr='127.0.0.1' is a loopback address for rank 1" in plan.warnings[0]
+    assert isinstance(results[0], UnreachableMasterError)
+
+
+def test_t8_ipv6_switched_off(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Without IPv6 in the kernel's settings both starts work over IPv4."""
+    for node in two_nodes:
+        node.sysctl(conf__all__disable_ipv6=1)
+    results, _ = stock(two_nodes, tmp_path, two_nodes[0].ip)
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    results, _, _ = ours(two_nodes, tmp_path)
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+
+
+def test_t11_a_port_taken_after_the_choice_is_replaced(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Stock's port, taken between choice and bind, ends its start; our store moves on to the next port of the range."""
+    node = two_nodes[0]
+    workers = [node.spawn(tmp_path), node.spawn(tmp_path)]
+    _, port = workers[0].call(net_calls.stock_address)
+    node.spawn(tmp_path).call(net_calls.occupy, port)
+    for rank, worker in enumerate(workers):
+        worker.send(net_calls.stock_start, "127.0.0.1", port, rank, 2, 2.0)
+    results = [worker.answer(time.monotonic() + 6) for worker in workers]
+    assert SUM_OF_TWO not in results
+    assert "EADDRINUSE" in str(results[0])
+
+    options = StartOptions(master_port=(21000, 21009))
+    workers = [node.spawn(tmp_path), node.spawn(tmp_path)]
+    workers[0].call(net_calls.occupy_after_the_choice)
+    facts = [worker.call(net_calls.our_probe, rank, "a", node.ip, None, options.master_port) for rank, worker in enumerate(workers)]
+    results, plan = start(facts, workers, options)
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    assert workers[0].call(net_calls.stolen_port) == 21000
+    assert plan.master_port == 21001
+
+
+def test_t11_a_taken_fixed_port_is_named_at_once(two_nodes: Nodes, tmp_path: Path) -> None:
+    """A configured port that is in use cannot be replaced: the error names it and offers a range."""
+    node = two_nodes[0]
+    node.spawn(tmp_path).call(net_calls.occupy, 21200)
+    with pytest.raises(PortInUseError, match=r"master_port=21200 is taken on rank 0's node .*give a range \(low, high\)"):
+        probe([node], tmp_path, options=StartOptions(master_port=21200))
+
+
+def test_a_full_range_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Where every port of the range is taken the error says so instead of falling back to another port."""
+    node = two_nodes[0]
+    for port in (21100, 21101):
+        node.spawn(tmp_path).call(net_calls.occupy, port)
+    with pytest.raises(PortInUseError, match=r"every port of master_port=\(21100, 21101\)"):
+        probe([node], tmp_path, options=StartOptions(master_port=(21100, 21101)))
+
+
+def test_a_configured_name_is_resolved_once_on_every_rank(two_nodes: Nodes, tmp_path: Path) -> None:
+    """A configured host name becomes the literal that each rank resolves, even where rank 0's own is loopback."""
+    first, second = two_nodes
+    first.hosts("127.0.1.1 node-a train-master")
+    second.hosts(f"{first.ip} train-master")
+    results, plan, _ = ours(two_nodes, tmp_path, options=StartOptions(master_addr="train-master"))
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    assert plan.master_addrs == ("127.0.1.1", first.ip)
+
+
+def test_an_unresolvable_configured_name_names_the_rank(two_nodes: Nodes, tmp_path: Path) -> None:
+    """A name that one node cannot resolve ends the start with that rank, where c10d would retry to its deadline."""
+    first, _ = two_nodes
+    first.hosts(f"{first.ip} train-master")
+    options = StartOptions(master_addr="train-master")
+    facts, _ = probe(two_nodes, tmp_path, options=options)
+    with pytest.raises(RendezvousError, match=r"'train-master' cannot be resolved by rank 1 \(rank 1 \(node 10.77.0.2") as info:
+        plan_rendezvous(facts, options, "gloo")
+    assert info.value.ranks == (1,)
+
+
+@pytest.mark.parametrize("name", ["netz-\u00fc0", "eth 0".replace(" ", "."), "a" * 15])
+def test_hostile_but_usable_interface_names(two_nodes: Nodes, tmp_path: Path, name: str) -> None:
+    """Non-ASCII, dotted and very long names reach Gloo unharmed on Linux, with the host names leading nowhere."""
+    for node in two_nodes:
+        node.hosts(f"127.0.1.1 {node.hostname}")
+        rename(node, "eth0", name)
+    try:
+        results, _, workers = ours(two_nodes, tmp_path)
+        assert results == [SUM_OF_TWO, SUM_OF_TWO]
+        assert workers[1].call(net_calls.gloo_env) == name
+    finally:
+        for node in two_nodes:
+            rename(node, name, "eth0")
+
+
+def test_an_interface_name_with_a_comma_is_left_out_with_a_warning(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Gloo splits the variable at commas, so such a name is not set; with a right host name the start still works."""
+    rename(two_nodes[1], "eth0", "eth,0")
+    try:
+        results, plan, workers = ours(two_nodes, tmp_path)
+        assert results == [SUM_OF_TWO, SUM_OF_TWO]
+        assert workers[1].call(net_calls.gloo_env) is None
+        assert "rank 1: GLOO_SOCKET_IFNAME is not set to 'eth,0': its name has a comma" in plan.warnings[0]
+    finally:
+        rename(two_nodes[1], "eth,0", "eth0")
+
+
+def test_an_address_on_no_interface_uses_the_route(two_nodes: Nodes, tmp_path: Path) -> None:
+    """A node that Ray knows by a translated address gets the interface of its route to rank 0, and a warning."""
+    for node in two_nodes:
+        node.hosts(f"127.0.1.1 {node.hostname}")
+    results, plan, workers = ours(two_nodes, tmp_path, [two_nodes[0].ip, "198.51.100.9"])
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    assert workers[1].call(net_calls.gloo_env) == "eth0"
+    assert any("no interface has the node's address 198.51.100.9" in warning for warning in plan.warnings)
+
+
+def test_a_users_interface_is_kept_and_a_stale_one_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
+    """GLOO_SOCKET_IFNAME of the user is never replaced; where it does not exist, warning and error say which do."""
+    facts, workers = probe(two_nodes, tmp_path, GLOO_SOCKET_IFNAME="eth9")
+    results, plan = start(facts, workers)
+    assert "'eth9' is none of this node's interfaces (lo, eth0)" in plan.warnings[0]
+    for result in results:
+        assert isinstance(result, RendezvousError)
+        assert "GLOO_SOCKET_IFNAME=eth9" in str(result)
+
+
+def rename(node: Node, old: str, new: str) -> None:
+    node.ip_command("link", "set", old, "down")
+    node.ip_command("link", "set", old, "name", new)
+    address(node, new)

@@ -1,0 +1,89 @@
+"""A master that a rank cannot reach ends that rank in one sentence within seconds; stock waits for its whole timeout."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from net_nodes import Node
+from net_starts import probe, start, stock
+
+from ray_fracbackend.errors import UnreachableMasterError
+from ray_fracbackend.options import StartOptions
+
+Nodes = tuple[Node, Node]
+STOCK_S = 3.0
+FIREWALLED_PORT = 21500
+
+
+def firewall(node: Node, verdict: str, port: int | None = None) -> None:
+    match = f"tcp dport {port}" if port else "tcp dport 1-65535"
+    rules = f"add table inet t; add chain inet t in {{ type filter hook input priority 0; }}; add rule inet t in {match} {verdict}"
+    node.execute("nft", rules)
+
+
+def stock_waits(nodes: Nodes, folder: Path, address: str) -> None:
+    """Stock's rank 1 is still trying when its timeout is over: with Ray Train's default that is half an hour."""
+    started = time.monotonic()
+    results, _ = stock(nodes, folder, address, timeout_s=STOCK_S)
+    assert all(isinstance(result, Exception) for result in results)
+    assert time.monotonic() - started >= STOCK_S
+
+
+def our_error(nodes: Nodes, folder: Path, node_ips: list[str], options: StartOptions | None = None) -> str:
+    started = time.monotonic()
+    facts, workers = probe(nodes, folder, node_ips, options)
+    (error,), _ = start(facts, workers, options, wait_for=(1,))
+    assert time.monotonic() - started < 15
+    assert isinstance(error, UnreachableMasterError)
+    return str(error)
+
+
+@pytest.fixture
+def isolated_address(two_nodes: Nodes) -> Iterator[str]:
+    """An address of node a on an interface that leads nowhere, as of a virtual switch or a VPN."""
+    node = two_nodes[0]
+    node.ip_command("link", "add", "vpn0", "type", "veth", "peer", "name", "vpn1")
+    node.ip_command("addr", "add", "10.88.0.1/24", "dev", "vpn0")
+    for end in ("vpn0", "vpn1"):
+        node.ip_command("link", "set", end, "up")
+    yield "10.88.0.1"
+    node.ip_command("link", "del", "vpn0")
+
+
+def test_the_address_of_a_wrong_interface_is_named(two_nodes: Nodes, tmp_path: Path, isolated_address: str) -> None:
+    """Ray took the address of an interface that the other node has no route to."""
+    stock_waits(two_nodes, tmp_path, isolated_address)
+    text = our_error(two_nodes, tmp_path, [isolated_address, two_nodes[1].ip])
+    assert f"cannot reach rank 0's store at {isolated_address}:" in text
+    assert "Network is unreachable" in text
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
+@pytest.mark.parametrize(("verdict", "told"), [("drop", "drops the packets"), ("reject with tcp reset", "refused: a firewall")])
+def test_a_firewalled_port_is_named(two_nodes: Nodes, tmp_path: Path, verdict: str, told: str) -> None:
+    """A firewall on rank 0's node drops or rejects connections to the store's port."""
+    options = StartOptions(master_port=FIREWALLED_PORT)
+    firewall(two_nodes[0], verdict)
+    stock_waits(two_nodes, tmp_path, two_nodes[0].ip)
+    two_nodes[0].execute("nft", "flush", "ruleset")
+    firewall(two_nodes[0], f"iif != lo {verdict}", FIREWALLED_PORT)
+    text = our_error(two_nodes, tmp_path, [node.ip for node in two_nodes], options)
+    assert f"at {two_nodes[0].ip}:{FIREWALLED_PORT} within 5 s" in text
+    assert told in text
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
+def test_a_port_range_fits_through_a_firewall(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Where the firewall passes a range for the store, the store takes a port of it and the start reaches Gloo's own ports."""
+    first, second = two_nodes
+    rules = "add table inet t; add chain inet t in { type filter hook input priority 0; }; "
+    first.execute("nft", rules + "add rule inet t in iif eth0 tcp dport 1-20999 drop")
+    options = StartOptions(master_port=(21600, 21605))
+    facts, workers = probe(two_nodes, tmp_path, options=options)
+    results, plan = start(facts, workers, options)
+    assert 21600 <= plan.master_port <= 21605
+    assert results == [3.0, 3.0]
