@@ -1,6 +1,6 @@
-"""Driver on the head node of a two-node Ray cluster: runs the fits named on the command line, writes what came of each.
+"""Driver on the head node of a two-node Ray cluster: runs the fit named on the command line, writes what came of it.
 
-``net_cluster_driver.py FOLDER NAME...`` leaves ``FOLDER/NAME.json`` with ``error``, ``on_start_s`` and rank 0's metrics.
+``net_cluster_driver.py FOLDER NAME`` leaves ``FOLDER/NAME.json`` with ``error``, ``on_start_s`` and rank 0's metrics.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def fit(name: str, folder: Path) -> dict[str, Any]:
         path.unlink(missing_ok=True)
     trainer = TorchTrainer(
         lambda: train(str(folder) + ("MASTER" if isinstance(config, FracTorchConfig) else "")),
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"slot": 1}, placement_strategy="STRICT_SPREAD"),
+        scaling_config=ScalingConfig(
+            num_workers=2, resources_per_worker={"slot": 1}, placement_strategy="STRICT_SPREAD"
+        ),
         torch_config=config,
         run_config=RunConfig(name=name, storage_path=str(folder / "results")),
     )
@@ -101,8 +103,8 @@ def main() -> None:
         address="auto",
         runtime_env={"env_vars": {"RFB_TIMES": os.environ["RFB_TIMES"], "PYTHONPATH": os.environ["PYTHONPATH"]}},
     )
-    for name in sys.argv[2:]:
-        (folder / f"{name}.json").write_text(json.dumps(fit(name, folder)))
+    name = sys.argv[2]
+    (folder / f"{name}.json").write_text(json.dumps(fit(name, folder)))
 
 
 if __name__ == "__main__":

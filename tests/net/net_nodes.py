@@ -10,9 +10,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
@@ -72,10 +73,8 @@ class Worker:
         return found
 
     def kill(self) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(self._pid, 9)
-        except ProcessLookupError:
-            pass
         self._connection.close()
 
 
@@ -94,6 +93,7 @@ class Node:
         run("ip", "netns", "add", name)
         self.ip_command("link", "set", "lo", "up")
         self._agent: subprocess.Popen[str] | None = None
+        self._ready = False
 
     def ip_command(self, *args: str) -> str:
         return run("ip", "-n", self.name, *args)
@@ -112,7 +112,9 @@ class Node:
 
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(HERE), str(REPOSITORY)])
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_", "USE_LIBUV", "RAY_"))}
+        kept = {
+            k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_", "USE_LIBUV", "RAY_"))
+        }
         return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
 
     def command(self, *command: str) -> list[str]:
@@ -133,16 +135,16 @@ class Node:
         """A fresh process on this node."""
         if self._agent is None:
             self.start_agent()
-        agent = self._agent
-        assert agent is not None and agent.stdin is not None and agent.stdout is not None
-        if not hasattr(self, "_ready"):
-            assert agent.stdout.readline().strip() == "ready"
+        agent = cast("subprocess.Popen[str]", self._agent)
+        stdin, stdout = cast(TextIO, agent.stdin), cast(TextIO, agent.stdout)
+        if not self._ready:
+            assert stdout.readline().strip() == "ready"
             self._ready = True
         short = tempfile.mktemp(prefix="rfb-", suffix=".sock", dir=tempfile.gettempdir())
         log = folder / f"{self.name}-{len(self.workers)}.log"
         with Listener(short, "AF_UNIX") as listener:
-            agent.stdin.write(f"{short} {log}\n")
-            agent.stdin.flush()
+            stdin.write(f"{short} {log}\n")
+            stdin.flush()
             worker = Worker(self, listener, log)
         self.workers.append(worker)
         return worker
@@ -163,10 +165,8 @@ class Node:
             self._agent.kill()
             self._agent.wait(10)
         for pid in run("ip", "netns", "pids", self.name, check=False).split():
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(int(pid), 9)
-            except ProcessLookupError:
-                pass
         run("ip", "netns", "del", self.name, check=False)
         shutil.rmtree(self._etc, ignore_errors=True)
 

@@ -18,6 +18,8 @@ from net_cluster_driver import FIREWALLED_PORT
 from net_nodes import HERE, Node, join
 
 GCS_PORT = 6379
+# Ours trains in half of it; with its default of 1800 s stock would hang on, so it gets timeout_s=5.
+STOCK_S = 25.0
 
 
 class Cluster:
@@ -32,21 +34,36 @@ class Cluster:
         head = [f"--node-ip-address={self.head.ip}", f"--port={GCS_PORT}", "--head", "--include-dashboard=false"]
         other = [f"--node-ip-address={self.other.ip}", f"--address={self.head.ip}:{GCS_PORT}"]
         for node, args in ((self.head, [*head, f"--temp-dir={self.folder}/ray"]), (self.other, other)):
-            self._run(node, [ray, "start", *args, *common], 60)
+            code = self._run(node, [ray, "start", *args, *common], 60)
+            assert code == 0, (self.folder / "log").read_text()[-5000:]
 
-    def fit(self, *names: str, timeout_s: float = 90) -> list[dict[str, Any]]:
-        self._run(self.head, [sys.executable, str(HERE / "net_cluster_driver.py"), str(self.folder), *names], timeout_s)
-        return [json.loads((self.folder / f"{name}.json").read_text()) for name in names]
+    def fit(self, name: str) -> dict[str, Any]:
+        """What came of a fit; each has a driver of its own, at whose end Ray frees what a failed fit holds."""
+        code = self._run(self.head, self._driver(name), 60)
+        assert code == 0, (self.folder / "log").read_text()[-5000:]
+        return json.loads((self.folder / f"{name}.json").read_text())
 
-    def _run(self, node: Node, command: list[str], timeout_s: float) -> None:
-        environment = {**node.environment(), "RAY_TRAIN_V2_ENABLED": "1", "RAY_ADDRESS": f"{self.head.ip}:{GCS_PORT}"}
-        if "start" in command:
-            del environment["RAY_ADDRESS"]
+    def trains_within(self, name: str, timeout_s: float) -> bool:
+        """Whether a fit, given only so much time, got as far as training."""
+        self._run(self.head, self._driver(name), timeout_s)
+        return (self.folder / "trained.json").exists()
+
+    def _driver(self, name: str) -> list[str]:
+        return [sys.executable, str(HERE / "net_cluster_driver.py"), str(self.folder), name]
+
+    def _run(self, node: Node, command: list[str], timeout_s: float) -> int | None:
+        """The exit code, None where the command had to be killed."""
+        environment = {**node.environment(), "RAY_TRAIN_V2_ENABLED": "1"}
+        if "start" not in command:
+            environment["RAY_ADDRESS"] = f"{self.head.ip}:{GCS_PORT}"
         with open(self.folder / "log", "ab") as log:
-            done = subprocess.run(
-                node.command(*command), stdout=log, stderr=log, env=environment, timeout=timeout_s, check=False
-            )
-        assert done.returncode == 0, (self.folder / "log").read_text()[-5000:]
+            started = subprocess.Popen(node.command(*command), stdout=log, stderr=log, env=environment)
+            try:
+                return started.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                started.kill()
+                started.wait(10)
+                return None
 
 
 @pytest.fixture(scope="module")
@@ -69,28 +86,29 @@ def cluster() -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("firewalled", f":{FIREWALLED_PORT}"), pytest.param("wrong_interface", "10.88.0.1:", marks=pytest.mark.slow)],
+)
+def test_an_unreachable_master_ends_in_one_sentence(cluster: Cluster, name: str, where: str) -> None:
+    """A firewalled port and an address of the wrong interface end the start in under 15 s, by rank, node and address."""
+    for node in (cluster.head, cluster.other):
+        chain = "add table inet t; add chain inet t in { type filter hook input priority 0; }"
+        node.execute("nft", f"{chain}; add rule inet t in iif eth0 tcp dport {FIREWALLED_PORT} drop")
+    found = cluster.fit(name)
+    assert found["trained"] is None
+    assert found["on_start_s"] < 15
+    assert "cannot reach rank 0's store at" in found["error"]
+    assert where in found["error"]
+    assert "rank 1 (node 10.77.0." in found["error"]
+
+
 def test_trains_where_host_names_resolve_wrongly(cluster: Cluster) -> None:
-    """Each node's name leads to loopback or to a foreign address: stock's Gloo cannot connect, ours trains in step."""
-    stock, ours = cluster.fit("stock", "ours")
-    assert stock["error"] is not None
-    assert stock["trained"] is None
+    """Each node's name leads to loopback or to a foreign address: ours trains in step, stock's Gloo cannot connect."""
+    ours = cluster.fit("ours")
     assert ours["error"] is None
     assert ours["trained"]["equal_gradients"]
     assert ours["trained"]["nodes"] == [cluster.head.ip, cluster.other.ip]
     assert "Gloo over eth0" in ours["trained"]["rendezvous"]
-
-
-@pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
-def test_an_unreachable_master_ends_in_one_sentence(cluster: Cluster) -> None:
-    """A firewalled port and an address of the wrong interface each end the start in under 15 s, by rank, node and address."""
-    rule = f"add rule inet t in iif eth0 tcp dport {FIREWALLED_PORT} drop"
-    for node in (cluster.head, cluster.other):
-        node.execute("nft", f"add table inet t; add chain inet t in {{ type filter hook input priority 0; }}; {rule}")
-        node.ip_command("route", "add", "blackhole", "10.88.0.0/24")
-    firewalled, wrong = cluster.fit("firewalled", "wrong_interface")
-    for found, where in ((firewalled, f":{FIREWALLED_PORT}"), (wrong, "10.88.0.1:")):
-        assert found["trained"] is None
-        assert found["on_start_s"] < 15
-        assert "cannot reach rank 0's store at" in found["error"]
-        assert where in found["error"]
-        assert "rank 1 (node 10.77.0." in found["error"]
+    assert not cluster.trains_within("stock", STOCK_S)

@@ -21,8 +21,8 @@ FIREWALLED_PORT = 21500
 
 def firewall(node: Node, verdict: str, port: int | None = None) -> None:
     match = f"tcp dport {port}" if port else "tcp dport 1-65535"
-    rules = f"add table inet t; add chain inet t in {{ type filter hook input priority 0; }}; add rule inet t in {match} {verdict}"
-    node.execute("nft", rules)
+    chain = "add table inet t; add chain inet t in { type filter hook input priority 0; }"
+    node.execute("nft", f"{chain}; add rule inet t in {match} {verdict}")
 
 
 def stock_waits(nodes: Nodes, folder: Path, address: str) -> None:
@@ -63,7 +63,9 @@ def test_the_address_of_a_wrong_interface_is_named(two_nodes: Nodes, tmp_path: P
 
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
-@pytest.mark.parametrize(("verdict", "told"), [("drop", "drops the packets"), ("reject with tcp reset", "refused: a firewall")])
+@pytest.mark.parametrize(
+    ("verdict", "told"), [("drop", "drops the packets"), ("reject with tcp reset", "refused: a firewall")]
+)
 def test_a_firewalled_port_is_named(two_nodes: Nodes, tmp_path: Path, verdict: str, told: str) -> None:
     """A firewall on rank 0's node drops or rejects connections to the store's port."""
     options = StartOptions(master_port=FIREWALLED_PORT)
@@ -78,8 +80,8 @@ def test_a_firewalled_port_is_named(two_nodes: Nodes, tmp_path: Path, verdict: s
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
 def test_a_port_range_fits_through_a_firewall(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Where the firewall passes a range for the store, the store takes a port of it and the start reaches Gloo's own ports."""
-    first, second = two_nodes
+    """Where the firewall passes a range for the store, the store takes a port of it and the start works."""
+    first = two_nodes[0]
     rules = "add table inet t; add chain inet t in { type filter hook input priority 0; }; "
     first.execute("nft", rules + "add rule inet t in iif eth0 tcp dport 1-20999 drop")
     options = StartOptions(master_port=(21600, 21605))
