@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ray_fracbackend.checkpoint import report_rank0
     from ray_fracbackend.config import FracTorchConfig
     from ray_fracbackend.errors import (
         BackendUnavailableError,
@@ -45,6 +46,7 @@ __all__ = [
     "VerificationResult",
     "WorkerDiedError",
     "get_start_report",
+    "report_rank0",
     "verify_process_group",
 ]
 
@@ -54,6 +56,7 @@ _MODULE_OF = {
     "VerificationResult": "verify",
     "WorkerDiedError": "gather",
     "get_start_report": "report",
+    "report_rank0": "checkpoint",
     "verify_process_group": "verify",
 }
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -94,6 +95,7 @@ class Node:
         self.ip_command("link", "set", "lo", "up")
         self._agent: subprocess.Popen[str] | None = None
         self._ready = False
+        self._lock = threading.Lock()
 
     def ip_command(self, *args: str) -> str:
         return run("ip", "-n", self.name, *args)
@@ -132,7 +134,11 @@ class Node:
         )
 
     def spawn(self, folder: Path) -> Worker:
-        """A fresh process on this node."""
+        """A fresh process on this node; may be called from several threads."""
+        with self._lock:
+            return self._spawn(folder)
+
+    def _spawn(self, folder: Path) -> Worker:
         if self._agent is None:
             self.start_agent()
         agent = cast("subprocess.Popen[str]", self._agent)
@@ -141,7 +147,7 @@ class Node:
             assert stdout.readline().strip() == "ready"
             self._ready = True
         short = tempfile.mktemp(prefix="rfb-", suffix=".sock", dir=tempfile.gettempdir())
-        log = folder / f"{self.name}-{len(self.workers)}.log"
+        log = folder / f"{uuid.uuid4().hex}.log"
         with Listener(short, "AF_UNIX") as listener:
             stdin.write(f"{short} {log}\n")
             stdin.flush()

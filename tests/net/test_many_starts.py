@@ -1,0 +1,46 @@
+"""Many starts side by side on one machine: no clash of ports reaches the user."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import net_calls
+import pytest
+from net_nodes import Node
+from net_starts import ours
+
+from ray_fracbackend.options import StartOptions
+
+AT_A_TIME = 8
+# Twice what the starts that run at one time hold.
+RANGE = (22000, 22000 + 2 * AT_A_TIME - 1)
+
+
+def start_many(node: Node, folder: Path, count: int, options: StartOptions) -> list[Any]:
+    def one(_: int) -> Any:
+        results, _, workers = ours([node, node], folder, options=options)
+        for worker in workers:
+            worker.call(net_calls.leave)
+            worker.kill()
+        return results
+
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        return list(pool.map(one, range(count)))
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (200, StartOptions()),
+        (24, StartOptions(master_port=RANGE)),
+        pytest.param(200, StartOptions(master_port=RANGE), marks=pytest.mark.slow),
+    ],
+    ids=["200-any-port", "24-range", "200-range"],
+)
+def test_starts_side_by_side_never_clash(
+    two_nodes: tuple[Node, Node], tmp_path: Path, count: int, options: StartOptions
+) -> None:
+    """Eight starts at a time, with any port or sharing a narrow range, all compute the right sum."""
+    assert start_many(two_nodes[0], tmp_path, count, options) == [[3.0, 3.0]] * count

@@ -1,0 +1,93 @@
+"""Two ranks report a checkpoint of one file name at one time, where copying shares files as Windows does.
+
+``checkpoint_script.py STORAGE`` does it with ray.train.report and prints the error, then with report_rank0 and prints the
+files of the stored checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from ray_fracbackend import FracTorchConfig, report_rank0
+
+# Longer than the ranks are apart after a barrier.
+COPY_S = 1.5
+
+
+def share_like_windows() -> None:
+    """Makes Ray's copy function refuse a file that somebody else is copying, as CopyFileW does (ERROR_SHARING_VIOLATION)."""
+    for name in ("ray.train._internal.storage", "ray.train.v2._internal.execution.storage"):
+        try:
+            storage = __import__(name, fromlist=["storage"])
+        except ImportError:
+            continue
+        storage._pyarrow_fs_copy_files = sharing(storage._pyarrow_fs_copy_files)
+
+
+def sharing(copy: Any) -> Any:
+    def exclusive(source: str, destination: str, *args: Any, **kwargs: Any) -> None:
+        held = []
+        Path(destination).mkdir(parents=True, exist_ok=True)
+        try:
+            for path in Path(source).iterdir() if Path(source).is_dir() else []:
+                lock = Path(destination, f".{path.name}.open")
+                try:
+                    os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    raise PermissionError(
+                        13, "[WinError 32] Failed copying: used by another process", str(path)
+                    ) from None
+                held.append(lock)
+            time.sleep(COPY_S)
+            copy(source, destination, *args, **kwargs)
+        finally:
+            for lock in held:
+                lock.unlink()
+
+    return exclusive
+
+
+def train(config: dict[str, str]) -> None:
+    share_like_windows()
+    report = report_rank0 if config["how"] == "rank0" else ray.train.report
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({"weight": torch.ones(1)}, os.path.join(folder, "model.pt"))
+        torch.distributed.barrier()
+        report({"loss": 1.0}, checkpoint=Checkpoint.from_directory(folder))
+
+
+def fit(how: str, storage: str) -> ray.train.Result:
+    return TorchTrainer(
+        train,
+        train_loop_config={"how": how},
+        scaling_config=ScalingConfig(num_workers=2),
+        torch_config=FracTorchConfig(),
+        run_config=RunConfig(name=how, storage_path=storage),
+    ).fit()
+
+
+def main() -> None:
+    storage = sys.argv[1]
+    ray.init(num_cpus=3, include_dashboard=False)
+    try:
+        fit("stock", storage)
+    except Exception as error:
+        print("stock:", str(error).replace("\n", " "))
+    result = fit("rank0", storage)
+    with result.checkpoint.as_directory() as folder:
+        print("files:", sorted(path.name for path in Path(folder).glob("*.pt")), result.metrics["loss"])
+
+
+if __name__ == "__main__":
+    main()

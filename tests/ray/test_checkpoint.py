@@ -1,0 +1,33 @@
+"""Checkpoints of one file name from every rank, with copying that shares files as Windows does, on both Train engines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "checkpoint_script.py"
+
+
+@pytest.mark.parametrize("engine", ["1", "0"], ids=["v2", "v1"])
+def test_report_rank0_avoids_the_sharing_violation(engine: str, tmp_path: Path) -> None:
+    """Every rank reporting model.pt ends with WinError 32 under ray.train.report and well under report_rank0."""
+    root = str(SCRIPT.parent.parent.parent)
+    environment = {**os.environ, "RAY_TRAIN_V2_ENABLED": engine, "PYTHONPATH": root, "RAY_AUTH_MODE": "disabled"}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    stock, ours = done.stdout.splitlines()[-2:]
+    assert stock.startswith("stock:")
+    assert "WinError 32" in stock
+    assert ours == "files: ['model.pt'] 1.0"

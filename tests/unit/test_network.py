@@ -1,0 +1,135 @@
+"""What a worker finds out about its node, on this machine's own loopback and with torch's answers injected."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections import namedtuple
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from ray_fracbackend import network
+from ray_fracbackend.errors import RendezvousError
+
+Address = namedtuple("Address", "family address")
+Stats = namedtuple("Stats", "isup")
+
+
+def fake_nics(monkeypatch: pytest.MonkeyPatch, nics: dict[str, tuple[bool, list[tuple[int, str]]]]) -> None:
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: Stats(up) for name, (up, _) in nics.items()})
+    addresses = {name: [Address(*entry) for entry in entries] for name, (_, entries) in nics.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+
+
+def test_interfaces_that_are_down_or_link_local_only_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of container interfaces with nothing but fe80 addresses do not travel to the driver; scopes are cut off."""
+    fake_nics(
+        monkeypatch,
+        {
+            "eth0": (
+                True,
+                [(socket.AF_INET, "10.0.0.1"), (socket.AF_INET6, "fe80::1%eth0"), (-1, "00:00:00:00:00:00")],
+            ),
+            "cali1": (True, [(socket.AF_INET6, "fe80::2%cali1")]),
+            "wlan0": (False, [(socket.AF_INET, "10.0.0.2")]),
+        },
+    )
+    assert network.interfaces() == {"eth0": ("10.0.0.1", "fe80::1")}
+
+
+def test_an_alias_has_the_state_of_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """eth0:1 is listed with addresses and has no state of its own."""
+    fake_nics(monkeypatch, {"eth0": (True, [(socket.AF_INET, "10.0.0.1")])})
+    listed = psutil.net_if_addrs()
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {**listed, "eth0:1": [Address(socket.AF_INET, "10.0.0.9")]})
+    assert network.interfaces()["eth0:1"] == ("10.0.0.9",)
+
+
+def test_this_machines_loopback_is_found() -> None:
+    """The real list has an interface with 127.0.0.1, and Gloo takes its name."""
+    name = next(name for name, addresses in network.interfaces().items() if "127.0.0.1" in addresses)
+    network.check_gloo_device(name)
+    assert network.route_interface("127.0.0.1") == name
+
+
+def test_a_missing_interface_is_named_with_those_there_are() -> None:
+    """Gloo's 'Unable to find address' becomes the setting and the names that exist."""
+    with pytest.raises(RendezvousError, match=r"GLOO_SOCKET_IFNAME=nope\d.*This node has .*lo"):
+        network.check_gloo_device("nope9")
+
+
+def test_a_missing_transport_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's 'unsupported gloo device' becomes the versions to install, or the variable to unset."""
+    assert network.gloo_missing() is None
+
+    def unsupported(**device: str) -> None:
+        raise RuntimeError("makeDeviceForHostname(): unsupported gloo device")
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", unsupported)
+    assert "2.7.1 or older, or 2.11.0 or newer" in str(network.gloo_missing())
+    with pytest.raises(RendezvousError, match=r"2\.7\.1 or older"):
+        network.check_gloo_device("lo")
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "UV")
+    assert "unset GLOO_DEVICE_TRANSPORT" in str(network.gloo_missing())
+
+
+def test_torch_without_gloo_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build without Gloo says so without touching a class that is not there."""
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    assert network.gloo_missing() == "torch was built without Gloo"
+
+
+def test_names_are_resolved_ipv4_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the resolver is kept within a family, each address once."""
+    answers = ["fd00::1", "10.0.0.2", "10.0.0.1", "10.0.0.2"]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: [(0, 0, 0, "", (answer, 0)) for answer in answers])
+    assert network.resolve("head") == ("10.0.0.2", "10.0.0.1", "fd00::1")
+
+
+def test_a_resolver_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up without an answer ends at its bound with an OSError."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: time.sleep(30))
+    with pytest.raises(OSError, match=r"no answer within 0\.2 s"):
+        network.resolve("head", 0.2)
+
+
+def test_facts_carry_why_a_name_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed look-up is a fact for the driver, where all ranks' failures become one error."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert "Name or service not known" in str(network.network_facts("", "head").master_addr_missing)
+    assert network.network_facts("", "10.0.0.1").master_addr_missing is None
+
+
+def test_windows_asks_for_the_host_name_before_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There Gloo's look-up of an unresolvable name reads an uninitialised pointer, so Gloo must not be asked."""
+    asked: list[str] = []
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(network, "resolve", lambda name: (_ for _ in ()).throw(OSError("11001 host not found")))
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_default_device", lambda: asked.append("gloo"))
+    assert "11001" in str(network.network_facts("").default_device_missing)
+    assert asked == []
+
+
+def test_networks_are_told_apart_by_kernel_and_namespace() -> None:
+    """Without a boot id nothing is claimed; with one it is the same for every process of this network."""
+    assert network.network_id("") == ""
+    assert network.network_id("boot") == network.network_id("boot")
+
+
+def test_literals_and_names() -> None:
+    """Addresses are told from names without asking a resolver."""
+    assert [network.is_literal(value) for value in ("10.0.0.1", "fd00::1", "fe80::1%eth0", "head", "189")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]

@@ -1,0 +1,398 @@
+"""The pure choice of address, port, URL, interface and libuv: every row of the table, with injected facts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from ray_fracbackend.errors import BackendUnavailableError, IncompatibleWorkersError, RendezvousError
+from ray_fracbackend.facts import NetworkFacts, WorkerFacts
+from ray_fracbackend.interfaces import IFNAME, is_link_local, is_loopback, normal
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.plan import plan_start
+from ray_fracbackend.rendezvous import RendezvousPlan, init_url, plan_rendezvous
+
+LO = {"lo": ("127.0.0.1", "::1")}
+WINDOWS_LO = {"Loopback Pseudo-Interface 1": ("127.0.0.1", "::1")}
+
+
+def worker(rank: int, node_ip: str = "10.0.0.1", **changes: Any) -> WorkerFacts:
+    """A worker on Linux whose node has ``lo`` and, on eth0, its node's address."""
+    network = {"interfaces": {**LO, "eth0": (node_ip,)}, "store_port": 4321 if rank == 0 else None}
+    network.update(changes.pop("network", {}))
+    base: dict[str, Any] = {"rank": rank, "node_id": node_ip, "node_ip": node_ip, "hostname": "h", "platform": "linux"}
+    return WorkerFacts(**{**base, **changes}, network=NetworkFacts(**network))
+
+
+def windows(rank: int, node_ip: str = "127.0.0.1", node_id: str = "w", **changes: Any) -> WorkerFacts:
+    return worker(
+        rank, node_ip, node_id=node_id, platform="win32", **{"network": {"interfaces": WINDOWS_LO}, **changes}
+    )
+
+
+def plan(workers: list[WorkerFacts], backend: str = "gloo", **options: Any) -> RendezvousPlan:
+    return plan_rendezvous(workers, StartOptions(**options), backend)
+
+
+def two_nodes(**changes: Any) -> list[WorkerFacts]:
+    return [worker(0, "10.0.0.1", **changes), worker(1, "10.0.0.2", **changes)]
+
+
+class TestOneNode:
+    """Rows 1, 3 and 7."""
+
+    def test_linux_uses_loopback_for_store_and_gloo(self) -> None:
+        """One node needs no network: 127.0.0.1 and lo, whatever the node's address and host name are."""
+        found = plan([worker(0), worker(1)])
+        assert found.of(1).env == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321", IFNAME: "lo"}
+        assert found.of(1).init_url == "env://"
+        assert not found.of(1).check_reachable
+        assert found.reason == "rank 0 at 127.0.0.1:4321 (one node), Gloo over lo"
+
+    def test_loopback_of_ipv6_only_kernels(self) -> None:
+        """Without 127.0.0.1 the IPv6 loopback is used, in brackets in the URL only."""
+        facts = {"interfaces": {"lo": ("::1",)}, "store_port": 1}
+        found = plan([worker(0, network=facts), worker(1, network=facts)], init_method="tcp")
+        assert found.master_addr == "::1"
+        assert found.of(0).init_url == "tcp://[::1]:1"
+
+    def test_loopback_under_another_name(self) -> None:
+        """macOS calls it lo0."""
+        facts = {"interfaces": {"lo0": ("127.0.0.1",)}, "store_port": 1}
+        assert plan([worker(0, platform="darwin", network=facts)]).interfaces[0].name == "lo0"
+
+    def test_no_interface_with_a_loopback_address_leaves_gloo_alone(self) -> None:
+        """Where no interface is known Gloo is left to find one, and the IPv4 loopback is tried."""
+        found = plan([worker(0, network={"interfaces": {}}), worker(1, network={"interfaces": {}})])
+        assert found.master_addr == "127.0.0.1"
+        assert IFNAME not in found.of(0).env
+
+    def test_two_ray_nodes_on_one_machine_are_one_node(self) -> None:
+        """Ray nodes that share a network stack share its loopback, even where Ray knows both as 127.0.0.1."""
+        shared = {"network_id": "boot/4026531840", "interfaces": LO}
+        workers = [
+            worker(rank, "127.0.0.1", node_id=f"n{rank}", network={**shared, "store_port": 5}) for rank in (0, 1)
+        ]
+        assert plan(workers).one_node
+
+    def test_unknown_networks_are_not_taken_for_one(self) -> None:
+        """Two nodes whose network could not be told apart are two nodes."""
+        assert not plan(two_nodes()).one_node
+
+    def test_nccl_gets_no_gloo_variable(self) -> None:
+        """Where Gloo does not run, nothing but the rendezvous variables differs from stock."""
+        assert set(plan([worker(0), worker(1)], "nccl").of(0).env) == {"MASTER_ADDR", "MASTER_PORT"}
+
+    @pytest.mark.parametrize("backend", ["gloo", "ipc", "cpu:gloo,cuda:nccl"])
+    def test_every_backend_with_gloo_inside_gets_an_interface(self, backend: str) -> None:
+        """The ipc backend and a pair with Gloo have Gloo groups inside."""
+        assert plan([worker(0)], backend).of(0).env[IFNAME] == "lo"
+
+    def test_no_nccl_variable_is_ever_set(self) -> None:
+        """NCCL finds its interfaces itself."""
+        for backend in ("nccl", "gloo", "ipc"):
+            assert not [name for name in plan(two_nodes(), backend).of(1).env if name.startswith("NCCL")]
+
+
+class TestWindows:
+    """Rows 1, 2 and 9."""
+
+    def test_one_node_switches_libuv_off_in_url_and_environment(self) -> None:
+        """No Windows wheel has a libuv store: off in the environment, and in the URL, which wins over it."""
+        found = plan([windows(0), windows(1)])
+        assert found.of(1).env == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321", "USE_LIBUV": "0"}
+        assert found.of(1).init_url == "env://?use_libuv=0"
+        assert plan([windows(0)], init_method="tcp").of(0).init_url == "tcp://127.0.0.1:4321?use_libuv=0"
+
+    def test_inherited_libuv_is_overridden_with_a_warning(self) -> None:
+        """USE_LIBUV=1 cannot be kept there, and the log says so."""
+        found = plan([windows(0), windows(1, env={"USE_LIBUV": "1"})])
+        assert found.of(1).env["USE_LIBUV"] == "0"
+        assert found.warnings == ("USE_LIBUV=1 on rank 1 is not kept: no torch for Windows has a libuv store",)
+
+    def test_libuv_stays_the_users_elsewhere(self) -> None:
+        """On other systems the variable is torch's and the user's business."""
+        found = plan([worker(0, env={"USE_LIBUV": "0"})])
+        assert "USE_LIBUV" not in found.of(0).env
+        assert found.of(0).init_url == "env://"
+
+    def test_the_10049_line_is_explained_once(self) -> None:
+        """The expected c10d line is explained in the log on Windows and nowhere else."""
+        assert [("10049" in note, "harmless" in note) for note in plan([windows(0)]).notes] == [(True, True)]
+        assert plan([worker(0)]).notes == ()
+
+    def test_the_interface_is_left_out_while_the_host_name_works(self) -> None:
+        """Gloo's own look-up is safest there while it works."""
+        assert IFNAME not in plan([windows(0)]).of(0).env
+
+    def test_the_loopback_adapter_is_named_when_the_host_name_fails(self) -> None:
+        """A host name that leads nowhere is replaced by the loopback adapter's friendly name."""
+        facts = {"interfaces": WINDOWS_LO, "default_device_missing": "name does not resolve", "store_port": 1}
+        assert plan([windows(0, network=facts)]).of(0).env[IFNAME] == "Loopback Pseudo-Interface 1"
+
+    @pytest.mark.parametrize("name", ["Ger\u00e4t", "Loopback, first"])
+    def test_no_usable_adapter_is_an_error(self, name: str) -> None:
+        """Where neither the host name nor the adapter's name can be used, the error says how to mend it."""
+        facts = {"interfaces": {name: ("127.0.0.1",)}, "default_device_missing": "it does not resolve", "store_port": 1}
+        with pytest.raises(BackendUnavailableError, match="hosts file"):
+            plan([windows(0, network=facts)])
+
+    def test_several_nodes_need_rays_cluster_flag(self) -> None:
+        """Ray's loopback address on several Windows nodes names the variable that Ray needs."""
+        with pytest.raises(RendezvousError, match="RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1"):
+            plan([windows(0, node_id="a"), windows(1, node_id="b")])
+
+    def test_one_node_that_was_started_without_the_flag_is_named(self) -> None:
+        """A single node that still advertises loopback is the one at fault."""
+        with pytest.raises(RendezvousError, match=r"rank 1 on node 127\.0\.0\.1") as info:
+            plan([windows(0, "10.0.0.1", "a", network={"store_port": 1}), windows(1, node_id="b")])
+        assert info.value.ranks == (1,)
+
+    def test_an_address_on_no_adapter_is_an_error(self) -> None:
+        """An address that went away, as of a VPN, cannot be bound."""
+        with pytest.raises(RendezvousError, match=r"10\.9\.9\.9 is on none of its interfaces .*RAY_ENABLE_WINDOWS"):
+            plan([windows(0, "10.9.9.9", "a"), windows(1, "10.0.0.2", "b")])
+
+    def test_several_nodes_name_the_adapter_of_the_node_address(self) -> None:
+        """Between nodes each rank gets the friendly name of the adapter with its node's address."""
+        workers = [
+            windows(r, ip, f"n{r}", network={"interfaces": {**WINDOWS_LO, "Ethernet 2": (ip,)}, "store_port": 1})
+            for r, ip in enumerate(("10.0.0.1", "10.0.0.2"))
+        ]
+        assert plan(workers).of(1).env[IFNAME] == "Ethernet 2"
+
+    @pytest.mark.parametrize(
+        ("name", "addresses", "why"),
+        [
+            ("Ethern\u00e9t", ("10.0.0.2",), "not ASCII"),
+            ("Ethernet, old", ("10.0.0.2",), "comma"),
+            ("Ethernet", ("fe80::1", "10.0.0.2"), "link-local"),
+        ],
+    )
+    def test_hostile_adapters_are_left_out_with_a_warning(
+        self, name: str, addresses: tuple[str, ...], why: str
+    ) -> None:
+        """A name or first address that Gloo cannot use leaves the variable unset and says why."""
+        workers = [
+            windows(0, "10.0.0.1", "a", network={"interfaces": {"Ethernet": ("10.0.0.1",)}, "store_port": 1}),
+            windows(1, "10.0.0.2", "b", network={"interfaces": {name: addresses}}),
+        ]
+        found = plan(workers)
+        assert IFNAME not in found.of(1).env
+        assert why in found.warnings[0]
+        assert found.warnings[0].startswith("rank 1: ")
+
+    def test_a_link_local_address_beside_the_right_one_is_a_doubt(self) -> None:
+        """The order of IPv4 and IPv6 on an adapter is unknown there, so a failure gets its explanation beforehand."""
+        workers = [
+            windows(
+                r, f"10.0.0.{r}", f"n{r}", network={"interfaces": {"E": (f"10.0.0.{r}", "fe80::1")}, "store_port": 1}
+            )
+            for r in (0, 1)
+        ]
+        assert "may be its link-local one" in plan(workers).warnings[0]
+
+    def test_windows_and_linux_are_refused(self) -> None:
+        """Gloo cannot connect the two systems."""
+        with pytest.raises(IncompatibleWorkersError, match="Gloo cannot connect Windows"):
+            plan_start([windows(0), worker(1)], StartOptions())
+
+    def test_gpus_without_nccl_get_gloo_whatever_was_asked(self) -> None:
+        """Where torch has no NCCL, as on Windows, asking for it gives Gloo and a warning instead of a crash."""
+        from ray_fracbackend.facts import DeviceFacts
+
+        gpus = [
+            windows(r, resources={"GPU": 1.0}, devices=(DeviceFacts(uuid=f"GPU-{r}"),), num_visible_devices=2)
+            for r in (0, 1)
+        ]
+        assert plan_start(gpus, StartOptions()).backend == "gloo"
+        forced = plan_start(gpus, StartOptions(backend="nccl"))
+        assert forced.backend == "gloo"
+        assert forced.warnings
+
+    def test_a_wheel_without_a_transport_is_refused_with_the_good_versions(self) -> None:
+        """The missing transport, found by the probe, ends the start before any rank waits."""
+        from ray_fracbackend.network import no_transport_text
+
+        text = no_transport_text("2.9.1", "win32", None)
+        with pytest.raises(
+            BackendUnavailableError, match=r"2\.8\.0 to 2\.10\.0.*2\.7\.1 or older, or 2\.11\.0 or newer"
+        ):
+            plan_start([windows(0, network={"gloo_missing": text})], StartOptions())
+
+
+class TestSeveralNodes:
+    """Rows 4, 5, 6, 8 and 10."""
+
+    def test_each_rank_gets_the_interface_of_its_own_node_address(self) -> None:
+        """Names may differ from node to node; the host name plays no part."""
+        workers = two_nodes()
+        workers[1] = worker(
+            1, "10.0.0.2", network={"interfaces": {**LO, "ens5": ("10.0.0.2",), "eth0": ("172.17.0.1",)}}
+        )
+        found = plan(workers)
+        assert [found.of(rank).env[IFNAME] for rank in (0, 1)] == ["eth0", "ens5"]
+        assert found.master_addr == "10.0.0.1"
+        assert found.of(1).check_reachable
+        assert found.reason.endswith("Gloo over eth0 (rank 0), over ens5 (rank 1)")
+
+    def test_an_ipv6_cluster_uses_bare_literals(self) -> None:
+        """No brackets in MASTER_ADDR, brackets in a tcp URL; the spelling of the address does not matter."""
+        workers = [
+            worker(r, ip, network={"interfaces": {"eth0": (normal(ip),)}, "store_port": 4321})
+            for r, ip in enumerate(("fd00:0:0::1", "fd00::2"))
+        ]
+        found = plan(workers, init_method="tcp")
+        assert found.of(1).master_addr == "fd00:0:0::1"
+        assert found.of(1).init_url == "tcp://[fd00:0:0::1]:4321"
+        assert [choice.name for choice in found.interfaces] == ["eth0", "eth0"]
+
+    def test_a_link_local_node_address_is_dropped_for_another_of_its_interface(self) -> None:
+        """fe80:: needs a scope that differs from node to node."""
+        facts = {"interfaces": {"eth0": ("fe80::1", "fd00::1")}, "store_port": 1}
+        workers = [worker(0, "fe80::1", network=facts), worker(1, "fd00::2")]
+        assert plan(workers).master_addr == "fd00::1"
+
+    def test_a_link_local_node_address_alone_is_an_error(self) -> None:
+        """Without another address the user has to give one."""
+        with pytest.raises(RendezvousError, match="link-local and its interface has no other"):
+            plan([worker(0, "fe80::1"), worker(1, "fd00::2")])
+
+    def test_mixed_families_are_an_error_that_lists_both(self) -> None:
+        """Gloo cannot connect IPv4 with IPv6."""
+        with pytest.raises(RendezvousError, match=r"rank 0 IPv4, as node 10\.0\.0\.1 on eth0; rank 1 IPv6") as info:
+            plan([worker(0), worker(1, "fd00::2")])
+        assert info.value.ranks == (0,) or info.value.ranks == (1,)
+
+    def test_mixed_families_of_the_users_own_interfaces_are_a_warning(self) -> None:
+        """What the user set is kept."""
+        workers = [worker(0), worker(1, "fd00::2", env={IFNAME: "eth0"})]
+        assert any("cannot connect IPv4 with IPv6" in warning for warning in plan(workers).warnings)
+
+    def test_a_node_with_both_families_fits_an_ipv4_node(self) -> None:
+        """Gloo takes an interface's IPv4 address where it has one, so a mixed cluster with common IPv4 works."""
+        both = worker(1, "fd00::2", network={"interfaces": {"eth0": ("10.0.0.2", "fd00::2")}})
+        assert plan([worker(0), both]).interfaces[1].name == "eth0"
+
+    def test_loopback_node_addresses_are_an_error(self) -> None:
+        """127.0.0.1 means another machine on every node."""
+        with pytest.raises(RendezvousError, match="--node-ip-address"):
+            plan([worker(0, "127.0.0.1", node_id="a"), worker(1, "10.0.0.2")])
+
+    def test_a_translated_address_warns_and_names_host_networking(self) -> None:
+        """A container's bridge: the address is on no interface and Gloo's ports are random."""
+        nat = worker(0, "192.0.2.9", network={"interfaces": {**LO, "eth0": ("172.17.0.2",)}, "store_port": 1})
+        found = plan([nat, worker(1, "10.0.0.2")])
+        assert "--network host" in found.warnings[0]
+        assert found.of(0).interface_by_route
+        assert IFNAME not in found.of(0).env
+
+    def test_no_default_route_does_not_matter(self) -> None:
+        """The choice uses interfaces and addresses alone, so an offline cluster gets the same one."""
+        assert plan(two_nodes()).of(0).env[IFNAME] == "eth0"
+
+    def test_a_comma_in_a_name_is_left_out_with_a_warning(self) -> None:
+        """Gloo splits the variable at commas, on every system."""
+        facts = {"interfaces": {"eth,0": ("10.0.0.2",)}}
+        found = plan([worker(0), worker(1, "10.0.0.2", network=facts)])
+        assert IFNAME not in found.of(1).env
+        assert "comma" in found.warnings[0]
+
+    def test_a_non_ascii_name_is_fine_on_linux(self) -> None:
+        """There the variable reaches Gloo byte by byte."""
+        facts = {"interfaces": {"netz\u00fc": ("10.0.0.2",)}}
+        assert plan([worker(0), worker(1, "10.0.0.2", network=facts)]).of(1).env[IFNAME] == "netz\u00fc"
+
+    def test_the_users_interface_is_kept(self) -> None:
+        """An explicit GLOO_SOCKET_IFNAME is never replaced, and a different rule is a warning."""
+        facts = {"interfaces": {**LO, "eth0": ("10.0.0.1",), "ib0": ("10.1.0.1",)}, "store_port": 1}
+        found = plan([worker(0, env={IFNAME: "ib0"}, network=facts), worker(1, "10.0.0.2")])
+        assert IFNAME not in found.of(0).env
+        assert found.warnings == ("rank 0: GLOO_SOCKET_IFNAME=ib0 is kept; without it eth0 would be used",)
+
+    def test_the_users_interface_that_agrees_is_no_warning(self) -> None:
+        """Nothing to say where the user chose what the rule chooses."""
+        assert plan(two_nodes(env={IFNAME: "eth0"})).warnings == ()
+
+    def test_a_stale_interface_of_the_user_is_a_warning_with_the_names_there_are(self) -> None:
+        """A name that does not exist is kept, and the log lists those that do."""
+        assert (
+            "'eth9' is none of this node's interfaces (lo, eth0)" in plan(two_nodes(env={IFNAME: "eth9"})).warnings[0]
+        )
+
+    def test_the_configured_address_wins(self) -> None:
+        """master_addr is used as given; on no interface of rank 0's node it is a warning."""
+        found = plan(two_nodes(), master_addr="192.0.2.5")
+        assert found.master_addrs == ("192.0.2.5", "192.0.2.5")
+        assert "on no interface of rank 0's node" in found.warnings[0]
+
+    def test_a_configured_name_becomes_each_ranks_own_literal(self) -> None:
+        """A name never reaches c10d, which would look it up again and again."""
+        workers = [
+            worker(
+                0,
+                network={
+                    "interfaces": {**LO, "e": ("127.0.1.1", "10.0.0.1")},
+                    "store_port": 1,
+                    "master_addrs": ("127.0.1.1",),
+                },
+            ),
+            worker(1, "10.0.0.2", network={"master_addrs": ("10.0.0.1", "fd00::1")}),
+        ]
+        found = plan(workers, backend="nccl", master_addr="head")
+        assert [found.of(rank).env["MASTER_ADDR"] for rank in (0, 1)] == ["127.0.1.1", "10.0.0.1"]
+
+    def test_a_name_that_one_rank_cannot_resolve_names_the_rank(self) -> None:
+        """The error has the rank and what its resolver said."""
+        lost = worker(1, "10.0.0.2", network={"master_addr_missing": "Name or service not known"})
+        with pytest.raises(
+            RendezvousError, match=r"'head' cannot be resolved by rank 1 .*Name or service not known"
+        ) as info:
+            plan([worker(0), lost], master_addr="head")
+        assert info.value.ranks == (1,)
+
+    def test_an_elastic_agents_store_is_removed_with_a_warning(self) -> None:
+        """TORCHELASTIC_USE_AGENT_STORE would make every rank a client of a store that nobody serves."""
+        assert "is removed" in plan(two_nodes(env={"TORCHELASTIC_USE_AGENT_STORE": "True"})).warnings[0]
+
+    def test_without_a_held_store_there_is_nothing_to_meet_at(self) -> None:
+        """A probe that forgot to open the store is an error, not port 0."""
+        with pytest.raises(RendezvousError, match="holds no store"):
+            plan([worker(1)])
+
+
+def test_urls() -> None:
+    """The URL has brackets around IPv6 only, and says libuv off only where asked."""
+    assert init_url("tcp", "10.0.0.1", 5, libuv_off=False) == "tcp://10.0.0.1:5"
+    assert init_url("tcp", "fd00::1", 5, libuv_off=True) == "tcp://[fd00::1]:5?use_libuv=0"
+
+
+def test_kinds_of_addresses() -> None:
+    """Loopback and link-local addresses are told in every spelling, and names are neither."""
+    assert [is_loopback(a) for a in ("127.0.1.1", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1", "10.0.0.1", "head")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [is_link_local(a) for a in ("fe80::1%eth0", "169.254.1.1", "fd00::1", "head")] == [True, True, False, False]
+
+
+def test_the_choice_is_linear() -> None:
+    """Ten times the workers take ten times as long, not a hundred; the bound leaves room for a busy machine."""
+
+    def seconds(count: int) -> float:
+        workers = [worker(rank, f"10.{rank // 65536}.{rank // 256 % 256}.{rank % 256}") for rank in range(1, count)]
+        workers.insert(0, worker(0, "11.0.0.1"))
+        best = []
+        for _ in range(3):
+            started = time.perf_counter()
+            found = plan(workers)
+            [found.of(rank) for rank in range(count)]
+            best.append(time.perf_counter() - started)
+        return min(best)
+
+    assert seconds(20_000) < 30 * max(seconds(2_000), 0.005)

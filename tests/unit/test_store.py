@@ -1,0 +1,169 @@
+"""Rank 0's held store, on this machine's loopback: ports, ranges, races, sharing with torch's rendezvous, reachability."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from ray_fracbackend import store
+from ray_fracbackend.errors import PortInUseError, UnreachableMasterError
+
+
+@pytest.fixture(autouse=True)
+def _released() -> Iterator[None]:
+    yield
+    store.release_store()
+
+
+def listener(port: int = 0) -> socket.socket:
+    return socket.create_server(("0.0.0.0", port))
+
+
+def free_range(length: int) -> int:
+    """First port of a run of free ports."""
+    for first in range(23000, 40000, length):
+        if not any(store._taken(port) for port in range(first, first + length)):
+            return first
+    raise AssertionError("no free ports")
+
+
+def test_a_held_store_takes_clients_and_is_shared_with_torchs_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own rendezvous of the same process finds the open store by its port, so that no port can be lost between."""
+    port = store.hold_store(None)
+    client = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
+    client.set("key", "value")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    shared, _, _ = next(iter(rendezvous("env://", 0, 1, timeout=timedelta(seconds=5))))
+    assert shared.get("key") == b"value"
+
+
+def test_the_store_outlives_its_release_while_a_group_uses_it() -> None:
+    """Letting go of the held store does not close it under the process group."""
+    port = store.hold_store(None)
+    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=5))))
+    store.release_store()
+    shared.set("key", "value")
+    assert shared.get("key") == b"value"
+
+
+def test_released_ports_can_be_taken_again() -> None:
+    """Nothing of a released store stays open."""
+    port = store.hold_store(None)
+    store.release_store()
+    assert store.hold_store(port) == port
+
+
+def test_a_new_store_knows_nothing_of_the_last() -> None:
+    """A restarted start on a fixed port meets an empty store, not the keys of the failed one."""
+    port = store.hold_store(None)
+    for _ in range(2):
+        store.hold_store(port)
+        client = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
+        assert not client.check(["key"])
+        client.set("key", "value")
+        del client
+
+
+def test_the_store_listens_on_both_families() -> None:
+    """IPv4 and IPv6 loopback both reach it."""
+    port = store.hold_store(None)
+    store.check_reachable("127.0.0.1", port)
+    if socket.has_ipv6:
+        store.check_reachable("::1", port)
+
+
+def test_a_range_skips_taken_ports() -> None:
+    """The first port of the range that is free on all addresses is taken."""
+    first = free_range(3)
+    with listener(first):
+        assert store.hold_store((first, first + 2)) == first + 1
+
+
+def test_a_taken_port_is_named() -> None:
+    """A fixed port has no replacement."""
+    with listener() as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match=f"master_port={port} is taken") as info:
+            store.hold_store(port)
+    assert info.value.ranks == (0,)
+
+
+def test_a_port_that_is_freed_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed port is tried three times: the start before it in the same process may still be closing."""
+    taken = listener()
+    port = taken.getsockname()[1]
+    monkeypatch.setattr(store.time, "sleep", lambda _: taken.close())
+    assert store.hold_store(port) == port
+
+
+def test_a_port_lost_between_check_and_bind_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What c10d itself finds in use counts like what the check finds."""
+    first = free_range(2)
+    monkeypatch.setattr(store, "_taken", lambda port: "")
+    with listener(first):
+        assert store.hold_store((first, first + 1)) == first + 1
+
+
+@pytest.mark.parametrize(
+    ("error", "in_use"),
+    [
+        (OSError(98, "x"), True),
+        (OSError(48, "x"), True),
+        (OSError(10048, "x"), True),
+        (OSError(10013, "x"), True),
+        (OSError(111, "refused"), False),
+        (RuntimeError("failed to bind to [::]:1 (errno: 98 - Address already in use)"), True),
+        (RuntimeError("listen ... code: -98, name: EADDRINUSE"), True),
+        (RuntimeError("(system error: 10048 - Only one usage of each socket address)"), True),
+        (RuntimeError("(system error: 10013 - An attempt was made to access a socket)"), True),
+        (RuntimeError("connection to 10.0.0.98 timed out after 98 s"), False),
+    ],
+)
+def test_address_in_use_of_every_platform(error: Exception, in_use: bool) -> None:
+    """Linux, macOS and both Windows codes are known by number and by c10d's text."""
+    assert store.is_address_in_use(error) is in_use
+
+
+def test_other_failures_of_the_store_are_not_called_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is not about the port passes unchanged."""
+
+    def fail(port: int) -> TCPStore:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(store, "_open", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        store.hold_store(None)
+
+
+def test_a_refused_connection_is_named_within_its_bound() -> None:
+    """Refusals are retried for the whole bound, then told with address, port and the ways out."""
+    with listener() as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(UnreachableMasterError, match=rf"127\.0\.0\.1:{port} within 0\.5 s \(refused") as info:
+        store.check_reachable("127.0.0.1", port, 0.5)
+    assert "master_addr" in str(info.value)
+
+
+def test_windows_never_uses_libuv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store made directly ignores USE_LIBUV, so it is told: never on Windows, elsewhere as the variable says."""
+    monkeypatch.setenv("USE_LIBUV", "1")
+    assert store.uses_libuv()
+    monkeypatch.setattr(store.sys, "platform", "win32")
+    assert not store.uses_libuv()
+    monkeypatch.setattr(store.sys, "platform", "linux")
+    monkeypatch.setenv("USE_LIBUV", "0")
+    assert not store.uses_libuv()
+
+
+def test_a_store_without_libuv_works_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Windows gets, on this system: the same rendezvous with libuv off in URL and store."""
+    monkeypatch.setenv("USE_LIBUV", "0")
+    port = store.hold_store(None)
+    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}?use_libuv=0", 0, 1, timeout=timedelta(seconds=5))))
+    assert not shared.libuvBackend
