@@ -83,7 +83,7 @@ def main() -> None:
     try:
         fit("stock", storage)
     except Exception as error:
-        print("stock:", str(error).replace("\n", " "))
+        print("stock:", *f"{error} {error.__cause__}".split())
     result = fit("rank0", storage)
     with result.checkpoint.as_directory() as folder:
         print("files:", sorted(path.name for path in Path(folder).glob("*.pt")), result.metrics["loss"])

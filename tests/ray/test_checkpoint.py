@@ -27,7 +27,7 @@ def test_report_rank0_avoids_the_sharing_violation(engine: str, tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    stock, ours = done.stdout.splitlines()[-2:]
-    assert stock.startswith("stock:")
-    assert "WinError 32" in stock
-    assert ours == "files: ['model.pt'] 1.0"
+    told = [line for line in done.stdout.splitlines() if line.startswith(("stock:", "files:"))]
+    assert len(told) == 2
+    assert "WinError 32" in told[0]
+    assert told[1] == "files: ['model.pt'] 1.0"
