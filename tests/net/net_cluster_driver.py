@@ -1,4 +1,4 @@
-"""Driver on the head node of a two-node Ray cluster: runs the fit named on the command line, writes what came of it.
+"""Driver on the head node of a two-node Ray cluster, or on a node of its own without RAY_ADDRESS: runs one fit.
 
 ``net_cluster_driver.py FOLDER NAME`` leaves ``FOLDER/NAME.json`` with ``error``, ``on_start_s`` and rank 0's metrics.
 """
@@ -22,6 +22,8 @@ from ray_fracbackend import FracTorchConfig, get_start_report
 from ray_fracbackend.backend import FracTorchBackend
 
 FIREWALLED_PORT = 21700
+# Asked before ray.init, which sets the variable itself.
+JOINS_CLUSTER = "RAY_ADDRESS" in os.environ
 
 
 class TimedBackend(FracTorchBackend):
@@ -49,7 +51,7 @@ CONFIGS = {
 }
 
 
-def train(folder: str) -> None:
+def train(folder: Path, is_ours: bool) -> None:
     """Two steps of DDP, whose gradients must be equal on both nodes; rank 0 writes what it saw."""
     torch.manual_seed(ray.train.get_context().get_world_rank())
     model = prepare_model(torch.nn.Linear(4, 1))
@@ -64,11 +66,11 @@ def train(folder: str) -> None:
     context = ray.train.get_context()
     if context.get_world_rank() == 0:
         seen: dict[str, Any] = {"equal_gradients": torch.equal(*both), "world_size": context.get_world_size()}
-        if "MASTER" in folder:
+        if is_ours:
             report = get_start_report()
             seen["nodes"] = sorted({worker.node_ip for worker in report.workers})
             seen["rendezvous"] = report.rendezvous.reason
-        Path(folder.removesuffix("MASTER"), "trained.json").write_text(json.dumps(seen))
+        (folder / "trained.json").write_text(json.dumps(seen))
 
 
 def fit(name: str, folder: Path) -> dict[str, Any]:
@@ -76,9 +78,11 @@ def fit(name: str, folder: Path) -> dict[str, Any]:
     for path in (trained, folder / "seconds"):
         path.unlink(missing_ok=True)
     trainer = TorchTrainer(
-        lambda: train(str(folder) + ("MASTER" if isinstance(config, FracTorchConfig) else "")),
+        lambda: train(folder, isinstance(config, FracTorchConfig)),
         scaling_config=ScalingConfig(
-            num_workers=2, resources_per_worker={"slot": 1}, placement_strategy="STRICT_SPREAD"
+            num_workers=2,
+            resources_per_worker={"slot": 1},
+            placement_strategy="STRICT_SPREAD" if JOINS_CLUSTER else "PACK",
         ),
         torch_config=config,
         run_config=RunConfig(name=name, storage_path=str(folder / "results")),
@@ -99,10 +103,11 @@ def fit(name: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     folder = Path(sys.argv[1])
     os.environ["RFB_TIMES"] = str(folder / "seconds")
-    ray.init(
-        address="auto",
-        runtime_env={"env_vars": {"RFB_TIMES": os.environ["RFB_TIMES"], "PYTHONPATH": os.environ["PYTHONPATH"]}},
-    )
+    runtime_env = {"env_vars": {name: os.environ[name] for name in ("RFB_TIMES", "PYTHONPATH")}}
+    if JOINS_CLUSTER:
+        ray.init(runtime_env=runtime_env)
+    else:
+        ray.init("local", num_cpus=3, resources={"slot": 2}, include_dashboard=False, runtime_env=runtime_env)
     name = sys.argv[2]
     (folder / f"{name}.json").write_text(json.dumps(fit(name, folder)))
 

@@ -112,3 +112,26 @@ def test_trains_where_host_names_resolve_wrongly(cluster: Cluster) -> None:
     assert ours["trained"]["nodes"] == [cluster.head.ip, cluster.other.ip]
     assert "Gloo over eth0" in ours["trained"]["rendezvous"]
     assert not cluster.trains_within("stock", STOCK_S)
+    assert "connectFullMesh failed" in (cluster.folder / "log").read_text()
+
+
+def test_t9_an_offline_machine_with_a_debian_hosts_file_trains() -> None:
+    """Without any network but loopback Ray calls the node 127.0.1.1; one node needs no more than that."""
+    folder = Path(tempfile.mkdtemp(prefix="rfb-"))
+    node = Node(f"rfb-{os.getpid()}-{uuid.uuid4().hex[:6]}-c", "offline", 3)
+    try:
+        node.hosts("127.0.1.1 offline")
+        command = [sys.executable, str(HERE / "net_cluster_driver.py"), str(folder), "ours"]
+        environment = {**node.environment(), "RAY_TRAIN_V2_ENABLED": "1"}
+        done = subprocess.run(
+            node.command(*command), capture_output=True, text=True, env=environment, timeout=90, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        ours = json.loads((folder / "ours.json").read_text())
+        assert ours["error"] is None
+        assert ours["trained"]["equal_gradients"]
+        assert ours["trained"]["nodes"] == ["127.0.1.1"]
+        assert ours["trained"]["rendezvous"].startswith("rank 0 at 127.0.0.1:")
+    finally:
+        node.close()
+        shutil.rmtree(folder, ignore_errors=True)
