@@ -128,8 +128,6 @@ class _Wait:
 
     def _error(self) -> FracBackendError:
         silent = self._overdue
-        if any(isinstance(error, UnreachableMasterError) for error in self._failures.values()):
-            silent = []  # they wait for the ranks that cannot reach rank 0
         dead = [rank for rank, error in self._failures.items() if isinstance(error, RayActorError)]
         if dead:
             first = str(self._failures[dead[0]]).strip().splitlines()[0]

@@ -39,7 +39,7 @@ class Cluster:
 
     def fit(self, name: str) -> dict[str, Any]:
         """What came of a fit; each has a driver of its own, at whose end Ray frees what a failed fit holds."""
-        code = self._run(self.head, self._driver(name), 60)
+        code = self._run(self.head, self._driver(name), 120)
         assert code == 0, (self.folder / "log").read_text()[-5000:]
         return json.loads((self.folder / f"{name}.json").read_text())
 
@@ -124,7 +124,7 @@ def test_t9_an_offline_machine_with_a_debian_hosts_file_trains() -> None:
         command = [sys.executable, str(HERE / "net_cluster_driver.py"), str(folder), "ours"]
         environment = {**node.environment(), "RAY_TRAIN_V2_ENABLED": "1"}
         done = subprocess.run(
-            node.command(*command), capture_output=True, text=True, env=environment, timeout=90, check=False
+            node.command(*command), capture_output=True, text=True, env=environment, timeout=150, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
         ours = json.loads((folder / "ours.json").read_text())

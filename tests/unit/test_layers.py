@@ -8,7 +8,19 @@ from pathlib import Path
 import pytest
 
 _PACKAGE = Path(__file__).parents[2] / "ray_fracbackend"
-_PURE = ("errors", "facts", "options", "sharing", "hints", "start_plan", "shared_plan", "plan")
+_PURE = (
+    "errors",
+    "facts",
+    "options",
+    "sharing",
+    "hints",
+    "start_plan",
+    "shared_plan",
+    "plan",
+    "interfaces",
+    "rendezvous",
+    "environment",
+)
 
 
 def imported(path: Path) -> set[str]:

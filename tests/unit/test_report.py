@@ -9,6 +9,7 @@ from ray_fracbackend import report
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.options import StartOptions
 from ray_fracbackend.plan import plan_start
+from ray_fracbackend.rendezvous import RendezvousPlan
 from ray_fracbackend.report import StartReport, get_start_report
 from ray_fracbackend.verify import VerificationResult, slow_ranks
 from tests.unit.builders import gpu, job
@@ -28,16 +29,23 @@ _FIGURES = VerificationResult(
 def start_report():
     workers = tuple(job(gpu("ab12cd34-56<b>"), gpu("ab12cd34-56<b>")))
     plan = plan_start(workers, StartOptions())
-    return StartReport(
-        plan=plan, workers=workers, init_method="env", master_addr="10.0.0.1", master_port=29500, verification=_FIGURES
+    rendezvous = RendezvousPlan(
+        master_addrs=("10.0.0.1", "10.0.0.1"),
+        master_port=29500,
+        init_method="env",
+        one_node=True,
+        uses_gloo=True,
+        reason="rank 0 at 10.0.0.1:29500 (one node)",
+        warnings=("a doubt about the network",),
     )
+    return StartReport(plan=plan, workers=workers, rendezvous=rendezvous, verification=_FIGURES)
 
 
 def test_log_line(start_report):
     """One line: who shares what where, the choice, why, and the figures."""
     assert start_report.log_line() == (
         "ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.1: using gloo (NCCL 2.28.9 refuses shared devices) "
-        "[2 workers, verified in 12 ms: all_reduce 0.20 ms at 1 KiB, 500 MB/s at 1 MiB]"
+        "[2 workers, rank 0 at 10.0.0.1:29500 (one node), verified in 12 ms: all_reduce 0.20 ms at 1 KiB, 500 MB/s at 1 MiB]"
     )
 
 
@@ -45,6 +53,7 @@ def test_text_table(start_report):
     """A row a rank with device, neighbours and time, then the hints."""
     text = start_report.to_text()
     assert re.search(r"^0 +10\.0\.0\.1 +0 +0\.5 +GPU-ab12cd34 NVIDIA H200 +1 +2\.28\.9 +2\.00$", text, re.MULTILINE)
+    assert "warning: a doubt about the network" in text
     assert "hint: LOCAL_RANK 1 is not a valid device index" in text
 
 
@@ -52,6 +61,8 @@ def test_json(start_report):
     """The whole report as JSON, with full UUIDs."""
     data = json.loads(start_report.to_json())
     assert data["backend"] == "gloo"
+    assert (data["init_method"], data["master_addr"], data["master_port"]) == ("env", "10.0.0.1", 29500)
+    assert data["rendezvous"]["reason"] == "rank 0 at 10.0.0.1:29500 (one node)"
     assert data["workers"][1]["devices"][0]["uuid"] == "GPU-ab12cd34-56<b>"
     assert data["plan"]["share_groups"][0]["ranks"] == [0, 1]
     assert data["verification"]["world_size"] == 2
