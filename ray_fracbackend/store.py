@@ -8,6 +8,7 @@ other ranks can then tell a firewall from a slow rank 0: a store that is open an
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import socket
@@ -51,7 +52,9 @@ def hold_store(port: int | tuple[int, int] | None) -> int:
     clash = ""
     for number, candidate in enumerate(candidates):
         if number > 0 and not isinstance(port, tuple):
-            time.sleep(_PAUSE_S)  # what holds it may be the previous start of this very worker
+            # What holds it may be the store of a failed start of this very worker, alive in the frames of its error.
+            gc.collect()
+            time.sleep(_PAUSE_S)
         if candidate and (clash := _taken(candidate)):
             continue
         try:

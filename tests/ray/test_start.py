@@ -330,12 +330,13 @@ class TestFailures:
 class TestFallback:
     """The failure ladder, on a plan that has one."""
 
-    def test_second_choice_after_a_failed_verification(self, pair, monkeypatch):
-        """The first backend fails its verification, the second is started, verified and reported with the reason."""
+    @pytest.mark.parametrize("fixed_port", [False, True])
+    def test_second_choice_after_a_failed_verification(self, pair, monkeypatch, fixed_port):
+        """The first backend fails its verification, the second is started, verified and reported; on the same port too."""
         plan = StartPlan(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
         monkeypatch.setattr(backend_module, "plan_start", lambda workers, options: plan)
         pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
-        start(pair)
+        start(pair, **({"master_port": free_port()} if fixed_port else {}))
 
         def fetch():
             from ray_fracbackend import get_start_report
