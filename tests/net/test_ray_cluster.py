@@ -87,10 +87,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [("firewalled", f":{FIREWALLED_PORT}"), pytest.param("wrong_interface", "10.88.0.1:", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "where"), [("firewalled", f":{FIREWALLED_PORT}"), ("wrong_interface", "10.88.0.1:")])
 def test_an_unreachable_master_ends_in_one_sentence(cluster: Cluster, name: str, where: str) -> None:
     """A firewalled port and an address of the wrong interface end the start in under 15 s, by rank, node and address."""
     for node in (cluster.head, cluster.other):
