@@ -132,7 +132,7 @@ def _prepare(instruction: StartInstruction) -> None:
 def _check_network(instruction: StartInstruction, deadline: float) -> None:
     """What torch itself would find out after half an hour, or not at all, has a name within seconds."""
     rendezvous = instruction.rendezvous
-    if rendezvous.uses_gloo:
+    if rendezvous.check_device:
         check_gloo_device(os.environ.get(IFNAME))
     if rendezvous.check_reachable:
         left_s = max(deadline - time.monotonic(), 0.001)

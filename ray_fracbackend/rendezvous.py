@@ -42,7 +42,8 @@ class WorkerRendezvous:
         init_url: URL for torch's rendezvous.
         env: Variables to set before it.
         interface_by_route: Find ``GLOO_SOCKET_IFNAME`` on the worker: the interface of its route to rank 0.
-        uses_gloo: Gloo connects the ranks, so its device is checked first.
+        uses_gloo: Gloo connects the ranks.
+        check_device: Gloo's device is in doubt, so it is tried before anybody waits.
         check_reachable: Rank 0 may be on another machine, so the connection is checked first.
     """
 
@@ -52,6 +53,7 @@ class WorkerRendezvous:
     env: Mapping[str, str] = field(default_factory=dict)
     interface_by_route: bool = False
     uses_gloo: bool = False
+    check_device: bool = False
     check_reachable: bool = False
 
 
@@ -67,6 +69,7 @@ class RendezvousPlan:
         uses_gloo: Gloo connects the ranks.
         interfaces: Gloo's interface of every rank, by rank; empty where Gloo is not used.
         libuv_off: The store must not use libuv.
+        on_linux: The workers run on Linux.
         reason: The choice in one line, as logged.
         notes: What the log will show and nobody needs to act on.
         warnings: Settings that are in conflict and doubts, one line each.
@@ -79,6 +82,7 @@ class RendezvousPlan:
     uses_gloo: bool
     interfaces: tuple[InterfaceChoice, ...] = ()
     libuv_off: bool = False
+    on_linux: bool = True
     reason: str = ""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -105,6 +109,8 @@ class RendezvousPlan:
             env=env,
             interface_by_route=choice.by_route,
             uses_gloo=self.uses_gloo,
+            # Elsewhere than on Linux names and addresses of interfaces are as Gloo sees them only by and large.
+            check_device=self.uses_gloo and (not self.on_linux or choice.name is None or choice.by_user),
             check_reachable=not self.one_node,
         )
 
@@ -156,6 +162,7 @@ def plan_rendezvous(workers: Sequence[WorkerFacts], options: StartOptions, backe
         uses_gloo=uses_gloo,
         interfaces=interfaces,
         libuv_off=windows,
+        on_linux=workers[0].platform == "linux",
         reason=f"rank 0 at {host}:{port} ({origin}){gloo}{', libuv off' if windows else ''}",
         notes=(NOTE_10049,) if windows else (),
         warnings=(*warnings, *_overridden_env(workers, windows)),

@@ -64,6 +64,7 @@ def test_a_missing_interface_is_named_with_those_there_are() -> None:
 
 def test_a_missing_transport_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's 'unsupported gloo device' becomes the versions to install, or the variable to unset."""
+    monkeypatch.setattr(sys, "platform", "win32")
     assert network.gloo_missing() is None
 
     def unsupported(**device: str) -> None:
@@ -73,6 +74,8 @@ def test_a_missing_transport_is_recognised(monkeypatch: pytest.MonkeyPatch) -> N
     assert "2.7.1 or older, or 2.11.0 or newer" in str(network.gloo_missing())
     with pytest.raises(RendezvousError, match=r"2\.7\.1 or older"):
         network.check_gloo_device("lo")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert network.gloo_missing() is None
     monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "UV")
     assert "unset GLOO_DEVICE_TRANSPORT" in str(network.gloo_missing())
 

@@ -363,6 +363,22 @@ class TestSeveralNodes:
             plan([worker(1)])
 
 
+@pytest.mark.parametrize(
+    ("workers", "checked"),
+    [
+        ([worker(0)], False),
+        (two_nodes(), False),
+        (two_nodes(env={IFNAME: "eth0"}), True),
+        ([worker(0), worker(1, "10.0.0.2", network={"interfaces": {"e,0": ("10.0.0.2",)}})], True),
+        ([windows(0)], True),
+    ],
+)
+def test_devices_in_doubt_are_checked_before_the_rendezvous(workers: list[WorkerFacts], checked: bool) -> None:
+    """A name that was just read off this kernel needs no trial; a user's, none, and one on another system do."""
+    assert plan(workers).of(len(workers) - 1).check_device is checked
+    assert plan(workers, "nccl").of(0).check_device is False
+
+
 def test_urls() -> None:
     """The URL has brackets around IPv6 only, and says libuv off only where asked."""
     assert init_url("tcp", "10.0.0.1", 5, libuv_off=False) == "tcp://10.0.0.1:5"
