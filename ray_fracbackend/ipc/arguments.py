@@ -1,0 +1,120 @@
+"""Reads what torch passes to a process group: option objects, old positional forms, time limits. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def wants_async(opts: Any) -> bool:
+    """Whether the caller goes on while the collective runs; True where torch does not say (before 2.8)."""
+    return bool(getattr(opts, "asyncOp", True))
+
+
+def timeout_of(opts: Any, default_s: float) -> float:
+    """Seconds from an options object; torch writes -1 ms or 0 for "the group's own"."""
+    timeout = getattr(opts, "timeout", None)
+    if isinstance(timeout, timedelta) and timeout > timedelta(0):
+        return timeout.total_seconds()
+    return default_s
+
+
+def as_options(cls: type[Any], opts: Any, timeout: Any = None) -> Any:
+    """Options of class `cls` from what a caller passed: such options, a reduce operation, a root rank, or nothing.
+
+    Args:
+        cls: For example ``dist.AllreduceOptions``.
+        opts: The second argument of the call.
+        timeout: The third, a `timedelta` or None.
+    """
+    if isinstance(opts, cls):
+        return opts
+    made = cls()
+    if isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        made.reduceOp = opts
+    elif isinstance(opts, int):
+        made.rootRank = opts
+    elif opts is not None:
+        for name in ("reduceOp", "rootRank", "asyncOp", "timeout"):
+            if hasattr(made, name) and hasattr(opts, name):
+                setattr(made, name, getattr(opts, name))
+    if isinstance(timeout, timedelta):
+        made.timeout = timeout
+    return made
+
+
+def single(tensors: torch.Tensor | Sequence[torch.Tensor], operation: str) -> torch.Tensor:
+    """The one tensor of a list of one.
+
+    Raises:
+        ValueError: There is not exactly one.
+    """
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"{operation} got {len(tensors)} tensors; the ipc backend takes one per rank and call.")
+    return tensors[0]
+
+
+def lists(tensors: Any) -> list[torch.Tensor]:
+    """The inner list of a list of one list, or a flat list itself."""
+    if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
+        return list(tensors[0])
+    return list(tensors)
+
+
+def check_same(operation: str, tensors: Sequence[torch.Tensor], count: int, dtype: torch.dtype, numel: int) -> None:
+    """Check a list of equal parts.
+
+    Raises:
+        ValueError: The number of tensors, an element type or a size is wrong.
+    """
+    if len(tensors) != count:
+        raise ValueError(f"{operation} got {len(tensors)} tensors for {count} ranks; pass one for each rank.")
+    for tensor in tensors:
+        if tensor.dtype != dtype or tensor.numel() != numel:
+            raise ValueError(
+                f"{operation} got a part of {tensor.dtype}[{tensor.numel()}] where {dtype}[{numel}] belongs; all parts "
+                f"must have one element type and size."
+            )
+
+
+def equal_parts(operation: str, tensor: torch.Tensor, count: int, part_numel: int) -> list[torch.Tensor]:
+    """Split a 1-D tensor into `count` parts of `part_numel` elements.
+
+    Raises:
+        ValueError: The sizes do not fit.
+    """
+    if tensor.numel() != count * part_numel:
+        raise ValueError(
+            f"{operation} got {tensor.numel()} elements where {count} ranks times {part_numel} belong; make the larger "
+            f"tensor exactly that size."
+        )
+    return [tensor[r * part_numel : (r + 1) * part_numel] for r in range(count)]
+
+
+def split_parts(operation: str, tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[torch.Tensor]:
+    """Split a tensor's flat memory by rows as all_to_all_single does; empty `splits` mean equal parts.
+
+    Args:
+        operation: For messages.
+        tensor: Contiguous, any shape.
+        splits: Rows of dimension 0 for each rank.
+        count: Ranks.
+
+    Raises:
+        ValueError: The splits do not cover dimension 0 exactly, or it cannot be divided evenly.
+    """
+    rows = tensor.shape[0] if tensor.dim() else tensor.numel()
+    if not splits:
+        if rows % count:
+            raise ValueError(f"{operation}: dimension 0 has {rows} rows for {count} ranks; pass split sizes.")
+        splits = [rows // count] * count
+    if len(splits) != count or sum(splits) != rows:
+        raise ValueError(f"{operation}: splits {list(splits)} do not cover {rows} rows for {count} ranks.")
+    row_numel = tensor.numel() // rows if rows else 0
+    return list(tensor.view(-1).split([rows_of * row_numel for rows_of in splits]))

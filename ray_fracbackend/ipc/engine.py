@@ -1,0 +1,147 @@
+"""Runs collectives of one place, one at a time: schedule, steps, mismatch detection, failure. Imports torch.
+
+Nothing here knows which memory the tensors pass through; that is the transport's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .control import ControlPage
+from .description import KEY_BYTES, description_text
+from .errors import CollectiveMismatchError, GroupClosedError, IpcError
+from .schedule import Action, one_pass, two_pass
+from .transport import Transport
+from .waiting import Waiter
+
+ChunkFunction = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class Call:
+    """One collective, ready to run.
+
+    Attributes:
+        description: From `describe_call`; its key must be equal on all ranks.
+        num_chunks: Chunks, at least 1 and equal on all ranks.
+        put: ``put(chunk, step)`` fills this rank's slot of `step`; None if this rank sends nothing.
+        take: ``take(chunk, step)`` reads other ranks' memory of `step`; None if this rank receives nothing.
+        fold: ``fold(chunk, step)`` reduces this rank's share from the slots of ``step - 1`` into its folded memory of
+            `step`; None for a collective in one pass.
+    """
+
+    description: bytes
+    num_chunks: int
+    put: ChunkFunction | None
+    take: ChunkFunction | None
+    fold: ChunkFunction | None = None
+
+
+class Engine:
+    """One rank's side of the collectives of a place.
+
+    Args:
+        control: The control page.
+        transport: The memory for tensors.
+        waiter: Publishes and waits for steps.
+        names: How messages call each local rank.
+
+    Attributes:
+        observer: Called as ``observer(action, chunk)`` before each action; for tests that inject failures.
+    """
+
+    def __init__(self, control: ControlPage, transport: Transport, waiter: Waiter, names: list[str]) -> None:
+        self.rank = control.rank
+        self.num_ranks = control.num_ranks
+        self.transport = transport
+        self.observer: Callable[[Action, int], None] | None = None
+        self._control = control
+        self._waiter = waiter
+        self._names = names
+        self._peers = [(control.rank + i) % control.num_ranks for i in range(1, control.num_ranks)]
+        self._step = 0
+        self._closed = False
+
+    def run(self, call: Call, timeout_s: float) -> None:
+        """Run one collective; blocks until this rank's part is done.
+
+        Args:
+            call: The collective.
+            timeout_s: Seconds until the ranks that are waited for count as lost.
+
+        Raises:
+            IpcError: This or another rank failed; the group cannot be used any more.
+        """
+        what = description_text(call.description)
+        if self._closed:
+            raise GroupClosedError(f"{what}: the process group was shut down or aborted; make a new one.")
+        self._waiter.raise_if_poisoned(what)
+        try:
+            self._run_actions(call, what, time.monotonic() + timeout_s)
+        except BaseException as error:
+            # Whatever stopped this rank, it is out of step with the others now: they must not wait for it.
+            reason = str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}"
+            self._waiter.poison(reason)
+            raise
+
+    def _run_actions(self, call: Call, what: str, deadline: float) -> None:
+        first = self._step + 1
+        step = first
+        transport, waiter = self.transport, self._waiter
+        actions: Iterator[tuple[Action, int]]
+        actions = one_pass(call.num_chunks) if call.fold is None else two_pass(call.num_chunks)
+        for action, chunk in actions:
+            if self.observer is not None:
+                self.observer(action, chunk)
+            if action is Action.PUT:
+                if call.put is not None:
+                    call.put(chunk, step)
+            elif action is Action.FOLD:
+                assert call.fold is not None
+                call.fold(chunk, step)
+            elif action is Action.PUBLISH:
+                transport.record(step)
+                waiter.publish(step)
+                self._step = step
+            elif action is Action.AWAIT:
+                for peer in self._peers:
+                    waiter.wait(peer, step, deadline, what)
+                    transport.wait(peer, step)
+                step += 1
+            elif action is Action.TAKE:
+                if call.take is not None:
+                    call.take(chunk, step - 1)
+            elif action is Action.SIGN:
+                self._control.describe(first, call.description)
+            else:
+                self._check(call.description, first)
+
+    def _check(self, description: bytes, step: int) -> None:
+        peer = self._control.find_difference(step, description, KEY_BYTES)
+        if peer is None:
+            return
+        theirs = description_text(self._control.description(peer, step))
+        raise CollectiveMismatchError(
+            f"{self._names[self.rank]} called {description_text(description)} while {self._names[peer]} called "
+            f"{theirs} as the same collective of the group; every rank must make the same calls in the same order."
+        )
+
+    def fail(self, reason: str) -> None:
+        """Poison the group: every rank raises with `reason`."""
+        self._waiter.poison(reason)
+
+    def abort(self, reason: str) -> None:
+        """Poison the group so that every rank raises, then close it. May be called again, from any thread."""
+        if not self._closed:
+            self._waiter.poison(reason)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group: peers that still wait for this rank raise. May be called again, from any thread."""
+        if self._closed:
+            return
+        self._closed = True
+        self._control.set_closed()
+        self._waiter.wake_all()

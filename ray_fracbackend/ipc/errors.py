@@ -1,0 +1,55 @@
+"""Errors of the ipc backend. Runs in every rank; imports torch.distributed only for its error base class."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+class IpcError(dist.DistBackendError):  # type: ignore[misc]
+    """Base of every error that the ipc backend raises; also a ``torch.distributed.DistBackendError``."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[IpcError], tuple[str]]:
+        return type(self), (self.message,)
+
+
+class IpcUnavailableError(IpcError):
+    """Shared memory between the ranks of a place could not be set up.
+
+    Example scenario: two containers that report the same boot id but cannot open each other's ``/proc/<pid>/fd``.
+    """
+
+
+class PeerLostError(IpcError):
+    """A rank of the group died or left while others were still waiting for it.
+
+    Example scenario: rank 1 is killed by the out-of-memory killer in the middle of an all_reduce.
+    """
+
+
+class CollectiveTimeoutError(IpcError):
+    """A rank did not reach a collective, or a step of it, before the deadline.
+
+    Example scenario: rank 2 skips an all_reduce in one branch of the training loop.
+    """
+
+
+class CollectiveMismatchError(IpcError):
+    """Ranks called different collectives, or the same one with different arguments, at the same position.
+
+    Example scenario: rank 0 reduces float32[8] while rank 1 reduces float32[9].
+    """
+
+
+class GroupPoisonedError(IpcError):
+    """Another rank failed and marked the group as broken; the message carries that rank's own reason.
+
+    Example scenario: rank 3 timed out, so ranks 0 to 2 raise this with rank 3's text.
+    """
+
+
+class GroupClosedError(IpcError):
+    """The process group was used after its own ``shutdown()``, ``abort()`` or ``destroy_process_group()``."""

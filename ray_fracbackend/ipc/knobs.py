@@ -1,0 +1,64 @@
+"""Environment variables of the ipc backend. Runs in every rank; imports the standard library only.
+
+Every rank of one place must see the same values: the rank that creates the memory decides the layout and the
+others read it from there, but waiting and the place itself are each rank's own.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Bytes of one slot; a collective moves its tensor in pieces of this size, which should fit the core's cache.
+CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_CHUNK_BYTES"
+DEFAULT_CHUNK_BYTES = 1 << 20
+MIN_CHUNK_BYTES = 64 * 1024
+MAX_CHUNK_BYTES = 1 << 28
+
+# Replaces the detected place (host and PID namespace), for tests of the hierarchical path on one machine.
+PLACE_ENV_VAR = "RAY_FRACBACKEND_IPC_PLACE"
+
+# Microseconds that a rank polls a peer's counter before it sleeps in the kernel.
+SPIN_US_ENV_VAR = "RAY_FRACBACKEND_IPC_SPIN_US"
+DEFAULT_SPIN_US = 200
+
+# Ranks of one place from which a reduction is split over the ranks (two passes) instead of done by each.
+TWO_PASS_RANKS_ENV_VAR = "RAY_FRACBACKEND_IPC_TWO_PASS_RANKS"
+DEFAULT_TWO_PASS_RANKS = 3
+
+
+def _int_in(name: str, default: int, low: int, high: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise ValueError(f"{name}={text!r} must be an integer from {low} to {high}; unset it for {default}.")
+    return value
+
+
+def chunk_bytes() -> int:
+    """Bytes of one slot, a multiple of 4096.
+
+    Raises:
+        ValueError: The variable is not an integer in range.
+    """
+    value = _int_in(CHUNK_BYTES_ENV_VAR, DEFAULT_CHUNK_BYTES, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
+    return value // 4096 * 4096
+
+
+def spin_us() -> int:
+    """Upper bound, in microseconds, on polling before sleeping."""
+    return _int_in(SPIN_US_ENV_VAR, DEFAULT_SPIN_US, 0, 1_000_000)
+
+
+def two_pass_ranks() -> int:
+    """Number of local ranks from which reductions run in two passes."""
+    return _int_in(TWO_PASS_RANKS_ENV_VAR, DEFAULT_TWO_PASS_RANKS, 2, 1 << 20)
+
+
+def place_override() -> str | None:
+    """The place set by the user, or None for the detected one."""
+    return os.environ.get(PLACE_ENV_VAR) or None

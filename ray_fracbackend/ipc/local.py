@@ -1,0 +1,234 @@
+"""Collectives between the ranks of one place, chunk by chunk through the engine. Imports torch.
+
+Every method blocks until this rank's part is done. Tensors are 1-D, contiguous and on the transport's device; the
+caller owns them. `description` comes from `describe_call`, `timeout_s` bounds the wait for other ranks in seconds, and
+any failure raises an `IpcError` after which the group cannot be used any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .engine import Call, Engine
+from .reductions import Reduction
+from .staging import as_bytes, share_memory
+
+# Up to here one pass with its single step is faster than two, whatever the number of ranks.
+_ONE_PASS_BYTES = 32 * 1024
+_LINE_BYTES = 64
+
+Factor = float | torch.Tensor | None
+
+
+class LocalCollectives:
+    """Collectives of one place.
+
+    Args:
+        engine: Runs the calls.
+        two_pass_ranks: Number of ranks from which a large reduction is split over the ranks.
+    """
+
+    def __init__(self, engine: Engine, two_pass_ranks: int) -> None:
+        self.engine = engine
+        self.rank = engine.rank
+        self.num_ranks = engine.num_ranks
+        self._memory = engine.transport
+        self._two_pass_ranks = two_pass_ranks
+
+    def _chunking(self, numel: int, itemsize: int, parts: int = 1) -> tuple[int, int]:
+        """Elements per chunk and number of chunks, if a slot holds `parts` pieces of each chunk."""
+        if parts == 1:
+            per_chunk = self._memory.chunk_bytes // itemsize
+        else:
+            per_chunk = self._memory.chunk_bytes // parts // _LINE_BYTES * _LINE_BYTES // itemsize
+        return per_chunk, max(1, -(-numel // per_chunk))
+
+    def barrier(self, description: bytes, timeout_s: float) -> None:
+        """Return once every rank has called this."""
+        self.engine.run(Call(description, 1, None, None), timeout_s)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, reduction: Reduction, factor: Factor, description: bytes, timeout_s: float
+    ) -> None:
+        """Reduce `tensor` in place; every rank gets bitwise the same result."""
+        self._reduce(tensor, tensor, reduction, factor, description, timeout_s)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int,
+        reduction: Reduction,
+        factor: Factor,
+        description: bytes,
+        timeout_s: float,
+        partial: torch.Tensor | None = None,
+    ) -> None:
+        """Reduce into the root's `tensor`, or into its `partial` of the accumulation type; others keep theirs."""
+        out = (tensor if partial is None else partial) if self.rank == root else None
+        self._reduce(tensor, out, reduction, factor, description, timeout_s, final=partial is None)
+
+    def _reduce(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor | None,
+        reduction: Reduction,
+        factor: Factor,
+        description: bytes,
+        timeout_s: float,
+        final: bool = True,
+    ) -> None:
+        dtype, numel, memory = tensor.dtype, tensor.numel(), self._memory
+        per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
+        ranks = range(self.num_ranks)
+        split = self.num_ranks >= self._two_pass_ranks and numel * tensor.itemsize > _ONE_PASS_BYTES and final
+
+        def put(chunk: int, step: int) -> None:
+            piece = tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
+            put_scaled(memory.slot(self.rank, step, dtype)[: piece.numel()], piece, factor)
+
+        def take(chunk: int, step: int) -> None:
+            assert out is not None
+            piece = out[chunk * per_chunk : (chunk + 1) * per_chunk]
+            n = piece.numel()
+            reduction.reduce(piece, [memory.slot(r, step, dtype)[:n] for r in ranks], final=final)
+
+        def bounds(chunk: int, rank: int) -> tuple[int, int]:
+            n = min(per_chunk, numel - chunk * per_chunk)
+            return n * rank // self.num_ranks, n * (rank + 1) // self.num_ranks
+
+        def fold(chunk: int, step: int) -> None:
+            low, high = bounds(chunk, self.rank)
+            shares = [memory.slot(r, step - 1, dtype)[low:high] for r in ranks]
+            reduction.reduce(memory.folded(self.rank, step, dtype)[: high - low], shares)
+
+        def take_folded(chunk: int, step: int) -> None:
+            assert out is not None
+            piece = out[chunk * per_chunk : (chunk + 1) * per_chunk]
+            for r in ranks:
+                low, high = bounds(chunk, r)
+                piece[low:high].copy_(memory.folded(r, step, dtype)[: high - low])
+
+        taking = (take_folded if split else take) if out is not None else None
+        self.engine.run(Call(description, num_chunks, put, taking, fold if split else None), timeout_s)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, description: bytes, timeout_s: float) -> None:
+        """Copy the root's `tensor` into everybody's."""
+        data, memory = as_bytes(tensor), self._memory
+        per_chunk, num_chunks = self._chunking(data.numel(), 1)
+
+        def put(chunk: int, step: int) -> None:
+            piece = data[chunk * per_chunk : (chunk + 1) * per_chunk]
+            memory.slot(root, step, torch.uint8)[: piece.numel()].copy_(piece)
+
+        def take(chunk: int, step: int) -> None:
+            piece = data[chunk * per_chunk : (chunk + 1) * per_chunk]
+            piece.copy_(memory.slot(root, step, torch.uint8)[: piece.numel()])
+
+        is_root = self.rank == root
+        self.engine.run(Call(description, num_chunks, put if is_root else None, None if is_root else take), timeout_s)
+
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        outputs: Sequence[torch.Tensor] | None,
+        description: bytes,
+        timeout_s: float,
+    ) -> None:
+        """Copy every rank's `tensor` into ``outputs[rank]`` of those ranks that give `outputs`; sizes are equal."""
+        source, memory = as_bytes(tensor), self._memory
+        per_chunk, num_chunks = self._chunking(source.numel(), 1)
+        targets = None if outputs is None else [as_bytes(output) for output in outputs]
+
+        def put(chunk: int, step: int) -> None:
+            piece = source[chunk * per_chunk : (chunk + 1) * per_chunk]
+            memory.slot(self.rank, step, torch.uint8)[: piece.numel()].copy_(piece)
+
+        def take(chunk: int, step: int) -> None:
+            assert targets is not None
+            for r, target in enumerate(targets):
+                piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
+                if r != self.rank:
+                    piece.copy_(memory.slot(r, step, torch.uint8)[: piece.numel()])
+                elif not share_memory(source, target):
+                    piece.copy_(source[chunk * per_chunk : (chunk + 1) * per_chunk])
+
+        self.engine.run(Call(description, num_chunks, put, None if targets is None else take), timeout_s)
+
+    def reduce_scatter(
+        self,
+        inputs: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        reduction: Reduction,
+        factor: Factor,
+        description: bytes,
+        timeout_s: float,
+    ) -> None:
+        """Reduce ``inputs[r]`` of all ranks into rank r's `output`; sizes are equal."""
+        dtype, memory = output.dtype, self._memory
+        per_chunk, num_chunks = self._chunking(output.numel(), output.itemsize, self.num_ranks)
+
+        def put(chunk: int, step: int) -> None:
+            slot = memory.slot(self.rank, step, dtype)
+            for r, tensor in enumerate(inputs):
+                piece = tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
+                put_scaled(slot[r * per_chunk : r * per_chunk + piece.numel()], piece, factor)
+
+        def take(chunk: int, step: int) -> None:
+            piece = output[chunk * per_chunk : (chunk + 1) * per_chunk]
+            start = self.rank * per_chunk
+            end = start + piece.numel()
+            reduction.reduce(piece, [memory.slot(r, step, dtype)[start:end] for r in range(self.num_ranks)])
+
+        self.engine.run(Call(description, num_chunks, put, take), timeout_s)
+
+    def exchange(
+        self,
+        inputs: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor | None],
+        max_bytes: int,
+        description: bytes,
+        timeout_s: float,
+    ) -> None:
+        """Copy ``inputs[r]`` of this rank into ``outputs[this rank]`` of rank r; the base of scatter and all_to_all.
+
+        Args:
+            inputs: For each rank its data, any dtype, or None for nothing.
+            outputs: For each rank the memory for its data, or None.
+            max_bytes: Bytes of the largest of all ranks' inputs; equal on all ranks.
+            description: See the module.
+            timeout_s: See the module.
+        """
+        memory = self._memory
+        sources = [None if tensor is None else as_bytes(tensor) for tensor in inputs]
+        targets = [None if tensor is None else as_bytes(tensor) for tensor in outputs]
+        per_chunk, num_chunks = self._chunking(max_bytes, 1, self.num_ranks)
+
+        def put(chunk: int, step: int) -> None:
+            slot = memory.slot(self.rank, step, torch.uint8)
+            for r, source in enumerate(sources):
+                if source is not None and r != self.rank:
+                    piece = source[chunk * per_chunk : (chunk + 1) * per_chunk]
+                    slot[r * per_chunk : r * per_chunk + piece.numel()].copy_(piece)
+
+        def take(chunk: int, step: int) -> None:
+            start = self.rank * per_chunk
+            for r, target in enumerate(targets):
+                if target is None:
+                    continue
+                piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
+                if r != self.rank:
+                    piece.copy_(memory.slot(r, step, torch.uint8)[start : start + piece.numel()])
+                elif (own := sources[r]) is not None and not share_memory(own, target):
+                    piece.copy_(own[chunk * per_chunk : (chunk + 1) * per_chunk])
+
+        self.engine.run(Call(description, num_chunks, put, take), timeout_s)
+
+
+def put_scaled(slot: torch.Tensor, piece: torch.Tensor, factor: Factor) -> None:
+    """Copy `piece` into `slot`, times `factor` if there is one (PREMUL_SUM)."""
+    if factor is None:
+        slot.copy_(piece)
+    else:
+        slot.copy_(torch.mul(piece, factor))

@@ -1,0 +1,219 @@
+"""The c10d process group ``ipc``: lifecycle, and who runs a call. Imports torch, never Ray.
+
+The collectives themselves are in `operations`. A real Gloo group is registered inside, so that everything that is not
+overridden (send, recv, group names, object lookups from C++) and every tensor that shared memory does not carry (CUDA,
+sparse, quantized) goes through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .arguments import timeout_of, wants_async
+from .description import describe_call
+from .errors import CollectiveMismatchError, IpcError
+from .executor import Executor
+from .hierarchy import HierarchicalCollectives
+from .local import Factor, LocalCollectives
+from .reductions import Reduction, can_reduce, plain_op, premul_factor, supported_ops
+from .setup import Membership, join
+from .work import CompletedWork, PendingWork
+
+logger = logging.getLogger(__name__)
+
+
+def in_host_memory(*tensors: torch.Tensor) -> bool:
+    """Whether shared host memory can carry these tensors: on the CPU, dense, not quantized."""
+    return all(t.device.type == "cpu" and t.layout is torch.strided and not t.is_quantized for t in tensors)
+
+
+_GLOO_NAME = dist.ProcessGroup.BackendType.CUSTOM
+# How long shutdown waits for calls in progress; their own time limits may be half an hour.
+_SHUTDOWN_S = 5.0
+
+
+class ProcessGroupBase(dist.ProcessGroup):
+    """State and lifecycle of an ipc process group; `operations.IpcProcessGroup` adds the collectives.
+
+    Args:
+        store: The group's store.
+        rank: This process's rank in the group.
+        size: Ranks of the group.
+        timeout: Default time limit of a collective.
+        global_ranks: Global rank of each group rank, for messages; empty means the same numbers.
+
+    Raises:
+        IpcUnavailableError: Shared memory cannot be set up on some rank; every rank raises.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()
+    ) -> None:
+        super().__init__(rank, size)
+        self._num_ranks = size
+        self._own_rank = rank
+        self._timeout_s = timeout.total_seconds()
+        names = tuple(f"rank {global_ranks[r] if global_ranks else r}" for r in range(size))
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        for device in ("cpu", "cuda"):
+            self._register_backend(torch.device(device), _GLOO_NAME, self._gloo)
+        self._set_default_backend(_GLOO_NAME)
+        self.membership, self._local = join(store, rank, size, names)
+        self._leaders = _make_leaders(store, self.membership, timeout)
+        self._collectives: LocalCollectives | HierarchicalCollectives = self._local
+        if len(self.membership.places) > 1:
+            self._collectives = HierarchicalCollectives(self.membership, self._local, self._leaders)
+        self._executor = Executor(f"ipc rank {rank}")
+        self._reductions: dict[tuple[torch.dtype, Any], Reduction] = {}
+        logger.log(
+            logging.INFO if rank == 0 else logging.DEBUG,
+            "ipc process group of %d ranks in %d places, %d here, chunks of %d bytes",
+            size,
+            len(self.membership.places),
+            self._local.num_ranks,
+            self._local.engine.transport.chunk_bytes,
+        )
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        """Name of the backend."""
+        return "ipc"
+
+    def _is_hierarchical(self) -> bool:
+        return self._collectives is not self._local
+
+    def _reduction_of(self, operation: str, dtype: torch.dtype, reduce_op: Any) -> tuple[Reduction, Factor]:
+        """The reduction and, for PREMUL_SUM, this rank's factor.
+
+        Raises:
+            ValueError: The element type has no such operation.
+        """
+        op = plain_op(reduce_op)
+        reduction = self._reductions.get((dtype, op))
+        if reduction is None:
+            if not can_reduce(dtype, op):
+                raise ValueError(
+                    f"{operation} cannot reduce {dtype} with {op.name}; this element type has: {supported_ops(dtype)}."
+                )
+            reduction = self._reductions[dtype, op] = Reduction(dtype, op, self._num_ranks)
+        return reduction, premul_factor(reduce_op)
+
+    def _exchange(
+        self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], description: bytes, timeout_s: float
+    ) -> None:
+        """All-to-all of parts of any size: first the sizes, then the data."""
+        sizes = torch.tensor([t.numel() * t.element_size() for t in inputs], dtype=torch.int64)
+        table = torch.empty((self._num_ranks, self._num_ranks), dtype=torch.int64)
+        self._local.gather(sizes, list(table), description, timeout_s)
+        for r, output in enumerate(outputs):
+            sent = int(table[r, self._own_rank])
+            if sent != output.numel() * output.element_size():
+                raise CollectiveMismatchError(
+                    f"all_to_all: {self.membership.names[r]} sends {sent} bytes to "
+                    f"{self.membership.names[self._own_rank]}, which expects "
+                    f"{output.numel() * output.element_size()}; make both sides' splits agree."
+                )
+        self._local.exchange(inputs, outputs, int(table.max()), description, timeout_s)
+
+    def _gloo_base(self, operation: str, *args: Any) -> dist.Work:
+        """Call the single-tensor form of a Gloo operation under the name that this torch has."""
+        names = {
+            "all_gather": ("_allgather_base", "all_gather_single"),
+            "reduce_scatter": ("_reduce_scatter_base", "reduce_scatter_single"),
+            "all_to_all": ("alltoall_base", "all_to_all_single"),
+        }[operation]
+        method = next(getattr(self._gloo, name) for name in names if hasattr(self._gloo, name))
+        work: dist.Work = method(*args)
+        return work
+
+    def _gloo_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> dist.Work:
+        """All-to-all of lists, which Gloo itself has only for one tensor."""
+        source = torch.cat([t.reshape(-1) for t in inputs])
+        target = torch.empty(sum(t.numel() for t in outputs), dtype=source.dtype, device=source.device)
+        work = self._gloo_base(
+            "all_to_all", target, source, [t.numel() for t in outputs], [t.numel() for t in inputs], opts
+        )
+        work.wait()
+        for output, part in zip(outputs, target.split([t.numel() for t in outputs]), strict=True):
+            output.copy_(part.view(output.shape))
+        return work
+
+    def _all_of(self, works: list[dist.Work], opts: Any, results: list[torch.Tensor]) -> dist.Work:
+        """One Work for calls already launched: the queue is in order, so an empty last entry is enough."""
+        if wants_async(opts):
+            def first_error() -> None:
+                for work in works:
+                    work.wait()
+
+            return PendingWork(self._executor.submit(first_error), self._executor, results)
+        return CompletedWork(results)
+
+    def _launch(self, opts: Any, function: Callable[[], None], results: list[torch.Tensor]) -> dist.Work:
+        """Run `function` now or, if the caller does not wait, queue it; `results` become the future's value."""
+        if wants_async(opts):
+            return PendingWork(self._executor.submit(function), self._executor, results)
+        self._executor.run(function)
+        return CompletedWork(results)
+
+    def _through_gloo(
+        self, opts: Any, description: bytes, start: Callable[[], dist.Work], results: list[torch.Tensor]
+    ) -> dist.Work:
+        """Run a Gloo operation in its turn, after the ranks of this place have compared descriptions."""
+        timeout_s = timeout_of(opts, self._timeout_s)
+
+        def function() -> None:
+            if not self._is_hierarchical():
+                self._local.barrier(description, timeout_s)
+            try:
+                start().wait()
+            except RuntimeError as error:
+                self._local.engine.fail(f"Gloo: {error}")
+                raise
+
+        return self._launch(opts, function, results)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the default time limit of later collectives."""
+        self._timeout_s = timeout.total_seconds()
+        for gloo in (self._gloo, self._leaders):
+            if gloo is not None and hasattr(gloo, "set_timeout"):
+                gloo.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Break the group: calls in progress and later ones raise on every rank. May be called again."""
+        self._local.engine.abort(f"{self.membership.names[self._own_rank]} aborted the process group")
+        self._executor.close(_SHUTDOWN_S)
+        self._stop_gloo("abort")
+
+    def shutdown(self) -> None:
+        """Leave the group after the calls in progress; later calls here raise. May be called again."""
+        self._executor.close(_SHUTDOWN_S)
+        self._local.engine.close()
+        self._stop_gloo("shutdown")
+
+    def _stop_gloo(self, verb: str) -> None:
+        for gloo in (self._leaders, self._gloo):
+            if gloo is not None:
+                # Gloo has neither verb in every torch release.
+                with contextlib.suppress(RuntimeError, AttributeError):
+                    getattr(gloo, verb)()
+
+
+def _make_leaders(
+    store: dist.Store, membership: Membership, timeout: timedelta
+) -> dist.ProcessGroupGloo | None:
+    """The Gloo group between the first ranks of all places; None on other ranks and in a single place."""
+    if len(membership.places) == 1 or membership.local_ranks[0] != membership.rank:
+        return None
+    try:
+        return dist.ProcessGroupGloo(
+            dist.PrefixStore("ipc-leaders", store), membership.place_index, len(membership.places), timeout
+        )
+    except RuntimeError as error:
+        raise IpcError(f"The leaders of {len(membership.places)} places cannot connect through Gloo: {error}") from error

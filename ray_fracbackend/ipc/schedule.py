@@ -1,0 +1,74 @@
+"""The slot protocol: which rank may touch which memory when. Pure; imports the standard library only.
+
+A rank runs a collective as a sequence of actions. Actions are numbered by *steps*, which go on counting from one
+collective to the next; every PUBLISH starts the wait of one step. Memory of step ``s`` is the one of parity ``s & 1``:
+
+* slots: written by their owner in PUT of step ``s``, read by others between AWAIT of ``s`` and the reader's next
+  PUBLISH (in two passes: until FOLD of step ``s + 1``, which is before that PUBLISH too);
+* folded: written by their owner in FOLD of step ``s``, read by others in TAKE of step ``s``;
+* descriptions: as slots, written in SIGN and read in CHECK.
+
+Why two of each are enough: a rank writes memory of step ``s + 2`` only after AWAIT of ``s + 1``, so all ranks have
+published ``s + 1``, and each rank's reads of step ``s`` come before its PUBLISH of ``s + 1``. The same argument covers
+events in a ring of two: nobody records event ``s + 2`` before all have waited for ``s``. tests/ipc drives these very
+sequences through every interleaving of small cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+
+class Action(IntEnum):
+    """One thing that a rank does."""
+
+    SIGN = 0  # store the call's description
+    PUT = 1  # copy a chunk of the input into this rank's slot
+    FOLD = 2  # reduce this rank's share of a chunk from all slots
+    PUBLISH = 3  # announce the step
+    AWAIT = 4  # wait until all ranks have announced the step
+    CHECK = 5  # compare descriptions
+    TAKE = 6  # copy or reduce a chunk from other ranks' memory into the output
+
+
+def one_pass(num_chunks: int) -> Iterator[tuple[Action, int]]:
+    """Actions of a collective in which each rank takes straight from the slots: one step a chunk.
+
+    Args:
+        num_chunks: At least 1.
+
+    Yields:
+        ``(action, chunk)``; every PUBLISH is one step.
+    """
+    yield Action.SIGN, 0
+    for chunk in range(num_chunks):
+        yield Action.PUT, chunk
+        yield Action.PUBLISH, chunk
+        yield Action.AWAIT, chunk
+        if chunk == 0:
+            yield Action.CHECK, 0
+        yield Action.TAKE, chunk
+
+
+def two_pass(num_chunks: int) -> Iterator[tuple[Action, int]]:
+    """Actions of a reduction that is split over the ranks: chunk ``k`` is put in step k, folded and taken in k + 1.
+
+    Args:
+        num_chunks: At least 1.
+
+    Yields:
+        ``(action, chunk)``; every PUBLISH is one step, ``num_chunks + 1`` in all.
+    """
+    yield Action.SIGN, 0
+    for step in range(num_chunks + 1):
+        if step < num_chunks:
+            yield Action.PUT, step
+        if step > 0:
+            yield Action.FOLD, step - 1
+        yield Action.PUBLISH, step
+        yield Action.AWAIT, step
+        if step == 0:
+            yield Action.CHECK, 0
+        else:
+            yield Action.TAKE, step - 1

@@ -1,0 +1,157 @@
+"""Publishing a step and waiting for the peers' steps: spin, then sleep, with deadline, liveness and poison.
+
+Runs in every rank; imports the standard library only. A waiter polls the counter for a short, adaptive time, then
+sleeps on it with a futex, in slices, and looks between slices at the poison word, the deadline and the peer's
+process. A peer that published before it died or left is not an error: its memory is still mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from . import knobs
+from .atomics import Futex, make_fences
+from .control import ControlPage
+from .errors import CollectiveTimeoutError, GroupPoisonedError, PeerLostError
+from .liveness import Peer
+
+# Polls before the first system call: a peer that runs at the same time answers within these.
+_BARE_POLLS = 64
+_POLLS_PER_YIELD = 16
+# Longest sleep without a look at deadline and liveness.
+_SLICE_S = 0.05
+_MIN_SPIN_US = 5
+
+
+class Waiter:
+    """One rank's side of the counters of a place.
+
+    Args:
+        control: The control page.
+        address: Address at which it is mapped.
+        peers: Processes of the local ranks, by local rank.
+        names: How messages call each local rank, such as "rank 3".
+    """
+
+    def __init__(self, control: ControlPage, address: int, peers: list[Peer], names: list[str]) -> None:
+        self.release_fence, self.acquire_fence, self._full_fence = make_fences()
+        self._control = control
+        self._words = control.words
+        self._counters = control.counter_index
+        self._sleepers = control.sleepers_index
+        self._futex = Futex(address)
+        self._peers = peers
+        self._names = names
+        self._own = control.counter_index[control.rank]
+        self._own_sleepers = control.sleepers_index[control.rank]
+        num_cores = len(os.sched_getaffinity(0))
+        self._max_spin_us = float(knobs.spin_us())
+        # With more ranks than cores, polling takes time from the very rank that is waited for: yield at once.
+        self._bare_polls = _BARE_POLLS if control.num_ranks <= num_cores else 1
+        self._spin_us = self._max_spin_us
+
+    def publish(self, step: int) -> None:
+        """Tell the peers that this rank's writes up to `step` are done, and wake those that sleep."""
+        self._words[self._own] = step
+        self._full_fence()
+        if self._words[self._own_sleepers]:
+            self._words[self._own_sleepers] = 0
+            self._futex.wake(self._own * 8)
+
+    def wait(self, peer: int, step: int, deadline: float, what: str) -> None:
+        """Return once local rank `peer` has published `step`.
+
+        Args:
+            peer: Local rank.
+            step: Step number.
+            deadline: `time.monotonic` value after which to give up.
+            what: The call, for messages.
+
+        Raises:
+            GroupPoisonedError: A rank has failed.
+            PeerLostError: The peer's process has ended or it has shut its group down.
+            CollectiveTimeoutError: The deadline has passed.
+        """
+        words, index = self._words, self._counters[peer]
+        if words[index] >= step or self._spin(index, step):
+            return
+        self._sleep(peer, step, deadline, what)
+
+    def _spin(self, index: int, step: int) -> bool:
+        words = self._words
+        for _ in range(self._bare_polls):
+            if words[index] >= step:
+                return True
+        end = time.monotonic() + self._spin_us * 1e-6
+        while True:
+            for _ in range(_POLLS_PER_YIELD):
+                if words[index] >= step:
+                    # Polling paid off: allow more of it next time.
+                    self._spin_us = min(self._spin_us * 2, self._max_spin_us)
+                    return True
+            if time.monotonic() >= end:
+                break
+            os.sched_yield()
+        self._spin_us = max(self._spin_us / 2, min(_MIN_SPIN_US, self._max_spin_us))
+        return False
+
+    def _sleep(self, peer: int, step: int, deadline: float, what: str) -> None:
+        words, index = self._words, self._counters[peer]
+        while True:
+            seen = words[index]
+            if seen >= step:
+                return
+            self._raise_if_hopeless(peer, step, deadline, what)
+            words[self._sleepers[peer]] = 1
+            self._full_fence()
+            if words[index] == seen and self._control.poisoner() is None:
+                self._futex.wait(index * 8, seen, max(0.0, min(_SLICE_S, deadline - time.monotonic())))
+
+    def _raise_if_hopeless(self, peer: int, step: int, deadline: float, what: str) -> None:
+        self.raise_if_poisoned(what)
+        name = self._names[peer]
+        closed, alive = self._control.is_closed(peer), self._peers[peer].is_alive()
+        late = time.monotonic() >= deadline
+        if alive and not closed and not late:
+            return
+        self.acquire_fence()
+        if self._words[self._counters[peer]] >= step:
+            return
+        if not alive:
+            raise PeerLostError(f"{name} (pid {self._peers[peer].pid}) died before it reached {what}.")
+        if closed:
+            raise PeerLostError(f"{name} shut its process group down before it reached {what}.")
+        raise CollectiveTimeoutError(
+            f"{name} (pid {self._peers[peer].pid}, {self._peers[peer].state()}) did not reach {what} in time; "
+            f"look there first, or raise the group's timeout."
+        )
+
+    def raise_if_poisoned(self, what: str) -> None:
+        """Raise what another rank poisoned the group with.
+
+        Raises:
+            GroupPoisonedError: The group is poisoned.
+        """
+        culprit = self._control.poisoner()
+        if culprit is not None:
+            self.acquire_fence()
+            raise GroupPoisonedError(
+                f"{what}: {self._names[culprit]} failed and the process group cannot be used any more. "
+                f"Its reason: {self._control.reason(culprit)}"
+            )
+
+    def poison(self, reason: str) -> None:
+        """Mark the group as broken with `reason` and wake every sleeper. The first caller's mark stays."""
+        if self._control.poisoner() is not None:
+            return
+        self._control.set_reason(reason)
+        self._full_fence()
+        self._control.set_poison()
+        self.wake_all()
+
+    def wake_all(self) -> None:
+        """Wake the sleepers on every rank's counter, so that they look at poison and closed marks."""
+        self._full_fence()
+        for index in self._counters:
+            self._futex.wake(index * 8)
