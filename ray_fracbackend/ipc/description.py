@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -17,27 +18,28 @@ def describe_call(
     operation: str,
     dtype: torch.dtype | None = None,
     shape: torch.Size | None = None,
-    reduce_op: str = "",
+    reduce_op: Any = None,
     root: int | None = None,
     compare_size: bool = True,
 ) -> bytes:
     """Describe one collective call.
 
     Two ranks agree if operation, dtype, reduce operation, root and, where `compare_size`, the number of elements are
-    equal. Shapes of equal size are compatible, as they are for Gloo.
+    equal. Shapes of equal size are compatible, as they are for Gloo. `reduce_op` is a ``RedOpType``.
 
     Returns:
         `DESCRIPTION_BYTES` bytes: `KEY_BYTES` to compare, then text to print.
     """
     numel = "" if shape is None else str(shape.numel())
     dtype_name = "" if dtype is None else str(dtype).removeprefix("torch.")
-    key = f"{operation}|{dtype_name}|{numel if compare_size else '*'}|{reduce_op}|{'' if root is None else root}"
+    op_name = "" if reduce_op is None else reduce_op.name
+    key = f"{operation}|{dtype_name}|{numel if compare_size else '*'}|{op_name}|{'' if root is None else root}"
     text = operation
     details = []
     if shape is not None:
         details.append(f"{dtype_name}[{','.join(map(str, shape))}]")
-    if reduce_op:
-        details.append(reduce_op)
+    if op_name:
+        details.append(op_name)
     if root is not None:
         details.append(f"root {root}")
     if details:

@@ -6,13 +6,13 @@ Nothing here knows which memory the tensors pass through; that is the transport'
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .control import ControlPage
 from .description import KEY_BYTES, description_text
 from .errors import CollectiveMismatchError, GroupClosedError, IpcError
-from .schedule import Action, one_pass, two_pass
+from .schedule import Action, schedule
 from .transport import Transport
 from .waiting import Waiter
 
@@ -90,11 +90,10 @@ class Engine:
         first = self._step + 1
         step = first
         transport, waiter = self.transport, self._waiter
-        actions: Iterator[tuple[Action, int]]
-        actions = one_pass(call.num_chunks) if call.fold is None else two_pass(call.num_chunks)
-        for action, chunk in actions:
-            if self.observer is not None:
-                self.observer(action, chunk)
+        observer = self.observer
+        for action, chunk in schedule(call.num_chunks, two_passes=call.fold is not None):
+            if observer is not None:
+                observer(action, chunk)
             if action is Action.PUT:
                 if call.put is not None:
                     call.put(chunk, step)

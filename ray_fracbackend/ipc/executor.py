@@ -1,4 +1,4 @@
-"""The order of a group's calls: one at a time, first come first served, from any thread. Imports torch.
+"""The order of a group's calls: one at a time, first come first served, from any thread. Imports stdlib only.
 
 A synchronous call runs in the caller's thread once earlier ones are through. An asynchronous one is queued for a
 worker thread, so that ranks may start calls of different groups in different orders, as with Gloo; if the caller waits
@@ -10,8 +10,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-
-import torch
 
 from .errors import GroupClosedError
 
@@ -94,9 +92,7 @@ class Executor:
         """Run `function` in this thread, after everything queued before."""
         with self._turn:
             self._drain(None)
-            # Tensors made under inference_mode may be changed only under it, and other tensors may be as well.
-            with torch.inference_mode():
-                function()
+            function()
 
     def submit(self, function: Callable[[], None]) -> Task:
         """Queue `function`.
@@ -126,8 +122,7 @@ class Executor:
         # The caller holds the turn, so the queue's head cannot be run by anybody else.
         while self._queue:
             task = self._queue.popleft()
-            with torch.inference_mode():
-                task.run()
+            task.run()
             if task is last:
                 return
 

@@ -9,6 +9,7 @@ import torch
 from .arena import Arena
 
 _ALIGNMENT_BYTES = 4096
+_MAX_VIEWS = 2048
 
 
 def folded_bytes(chunk_bytes: int, num_ranks: int) -> int:
@@ -50,30 +51,34 @@ class HostMemory:
         whole = torch.frombuffer(arena.memory, dtype=torch.uint8)[offset:]
         share = folded_bytes(chunk_bytes, num_ranks)
         stride = 2 * (chunk_bytes + share)
-        self._slots = [
-            [whole[r * stride + p * chunk_bytes :][:chunk_bytes] for p in (0, 1)] for r in range(num_ranks)
-        ]
+        ranks = range(num_ranks)
         first = 2 * chunk_bytes
-        self._folded = [
-            [whole[r * stride + first + p * share :][:share] for p in (0, 1)] for r in range(num_ranks)
-        ]
-        # Views by dtype, made on first use: viewing costs more than a small collective has to spare.
-        self._slot_views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
-        self._folded_views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        # By parity of the step, then by rank.
+        self._slots = [[whole[r * stride + p * chunk_bytes :][:chunk_bytes] for r in ranks] for p in (0, 1)]
+        self._folded = [[whole[r * stride + first + p * share :][:share] for r in ranks] for p in (0, 1)]
+        # Views are kept, because making them costs more than a small collective has to spare.
+        self._views: dict[tuple[bool, int, torch.dtype, int, int], list[torch.Tensor]] = {}
 
-    def slot(self, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `transport.Transport.slot`."""
-        views = self._slot_views.get(dtype)
-        if views is None:
-            views = self._slot_views[dtype] = [[t.view(dtype) for t in pair] for pair in self._slots]
-        return views[rank][step & 1]
+    def slots(self, step: int, dtype: torch.dtype, start: int, end: int) -> list[torch.Tensor]:
+        """See `transport.Transport.slots`."""
+        key = (False, step & 1, dtype, start, end)
+        return self._views.get(key) or self._make_views(key, self._slots)
 
-    def folded(self, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    def folded(self, step: int, dtype: torch.dtype, start: int, end: int) -> list[torch.Tensor]:
         """See `transport.Transport.folded`."""
-        views = self._folded_views.get(dtype)
-        if views is None:
-            views = self._folded_views[dtype] = [[t.view(dtype) for t in pair] for pair in self._folded]
-        return views[rank][step & 1]
+        key = (True, step & 1, dtype, start, end)
+        return self._views.get(key) or self._make_views(key, self._folded)
+
+    def _make_views(
+        self, key: tuple[bool, int, torch.dtype, int, int], memory: list[list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        _, parity, dtype, start, end = key
+        with torch.inference_mode(False):
+            views = [tensor.view(dtype)[start:end] for tensor in memory[parity]]
+        self._views[key] = views
+        return views
 
     def record(self, step: int) -> None:
         """See `transport.Transport.record`."""
@@ -86,4 +91,4 @@ class HostMemory:
     def close(self) -> None:
         """See `transport.Transport.close`."""
         self._slots, self._folded = [], []
-        self._slot_views, self._folded_views = {}, {}
+        self._views = {}

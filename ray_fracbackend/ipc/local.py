@@ -79,36 +79,43 @@ class LocalCollectives:
         timeout_s: float,
         final: bool = True,
     ) -> None:
-        dtype, numel, memory = tensor.dtype, tensor.numel(), self._memory
+        dtype, numel, memory, own = tensor.dtype, tensor.numel(), self._memory, self.rank
         per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
-        ranks = range(self.num_ranks)
         split = self.num_ranks >= self._two_pass_ranks and numel * tensor.itemsize > _ONE_PASS_BYTES and final
+        # Two ranks can read their own part where it is; with more, the output would overwrite it too early.
+        from_slot = self.num_ranks != 2 or factor is not None
+
+        def piece_of(whole: torch.Tensor, chunk: int) -> torch.Tensor:
+            return whole if num_chunks == 1 else whole[chunk * per_chunk : (chunk + 1) * per_chunk]
 
         def put(chunk: int, step: int) -> None:
-            piece = tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
-            put_scaled(memory.slot(self.rank, step, dtype)[: piece.numel()], piece, factor)
+            piece = piece_of(tensor, chunk)
+            put_scaled(memory.slots(step, dtype, 0, piece.shape[0])[own], piece, factor)
 
         def take(chunk: int, step: int) -> None:
             assert out is not None
-            piece = out[chunk * per_chunk : (chunk + 1) * per_chunk]
-            n = piece.numel()
-            reduction.reduce(piece, [memory.slot(r, step, dtype)[:n] for r in ranks], final=final)
+            piece = piece_of(out, chunk)
+            inputs = memory.slots(step, dtype, 0, piece.shape[0])
+            if not from_slot:
+                inputs = inputs.copy()
+                inputs[own] = piece_of(tensor, chunk)
+            reduction.reduce(piece, inputs, final=final)
 
         def bounds(chunk: int, rank: int) -> tuple[int, int]:
             n = min(per_chunk, numel - chunk * per_chunk)
             return n * rank // self.num_ranks, n * (rank + 1) // self.num_ranks
 
         def fold(chunk: int, step: int) -> None:
-            low, high = bounds(chunk, self.rank)
-            shares = [memory.slot(r, step - 1, dtype)[low:high] for r in ranks]
-            reduction.reduce(memory.folded(self.rank, step, dtype)[: high - low], shares)
+            low, high = bounds(chunk, own)
+            shares = memory.slots(step - 1, dtype, low, high)
+            reduction.reduce(memory.folded(step, dtype, 0, high - low)[own], shares)
 
         def take_folded(chunk: int, step: int) -> None:
             assert out is not None
-            piece = out[chunk * per_chunk : (chunk + 1) * per_chunk]
-            for r in ranks:
+            piece = piece_of(out, chunk)
+            for r in range(self.num_ranks):
                 low, high = bounds(chunk, r)
-                piece[low:high].copy_(memory.folded(r, step, dtype)[: high - low])
+                piece[low:high].copy_(memory.folded(step, dtype, 0, high - low)[r])
 
         taking = (take_folded if split else take) if out is not None else None
         self.engine.run(Call(description, num_chunks, put, taking, fold if split else None), timeout_s)
@@ -120,11 +127,11 @@ class LocalCollectives:
 
         def put(chunk: int, step: int) -> None:
             piece = data[chunk * per_chunk : (chunk + 1) * per_chunk]
-            memory.slot(root, step, torch.uint8)[: piece.numel()].copy_(piece)
+            memory.slots(step, torch.uint8, 0, piece.shape[0])[root].copy_(piece)
 
         def take(chunk: int, step: int) -> None:
             piece = data[chunk * per_chunk : (chunk + 1) * per_chunk]
-            piece.copy_(memory.slot(root, step, torch.uint8)[: piece.numel()])
+            piece.copy_(memory.slots(step, torch.uint8, 0, piece.shape[0])[root])
 
         is_root = self.rank == root
         self.engine.run(Call(description, num_chunks, put if is_root else None, None if is_root else take), timeout_s)
@@ -143,14 +150,14 @@ class LocalCollectives:
 
         def put(chunk: int, step: int) -> None:
             piece = source[chunk * per_chunk : (chunk + 1) * per_chunk]
-            memory.slot(self.rank, step, torch.uint8)[: piece.numel()].copy_(piece)
+            memory.slots(step, torch.uint8, 0, piece.shape[0])[self.rank].copy_(piece)
 
         def take(chunk: int, step: int) -> None:
             assert targets is not None
             for r, target in enumerate(targets):
                 piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
                 if r != self.rank:
-                    piece.copy_(memory.slot(r, step, torch.uint8)[: piece.numel()])
+                    piece.copy_(memory.slots(step, torch.uint8, 0, piece.shape[0])[r])
                 elif not share_memory(source, target):
                     piece.copy_(source[chunk * per_chunk : (chunk + 1) * per_chunk])
 
@@ -170,16 +177,15 @@ class LocalCollectives:
         per_chunk, num_chunks = self._chunking(output.numel(), output.itemsize, self.num_ranks)
 
         def put(chunk: int, step: int) -> None:
-            slot = memory.slot(self.rank, step, dtype)
             for r, tensor in enumerate(inputs):
                 piece = tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
-                put_scaled(slot[r * per_chunk : r * per_chunk + piece.numel()], piece, factor)
+                start = r * per_chunk
+                put_scaled(memory.slots(step, dtype, start, start + piece.shape[0])[self.rank], piece, factor)
 
         def take(chunk: int, step: int) -> None:
             piece = output[chunk * per_chunk : (chunk + 1) * per_chunk]
             start = self.rank * per_chunk
-            end = start + piece.numel()
-            reduction.reduce(piece, [memory.slot(r, step, dtype)[start:end] for r in range(self.num_ranks)])
+            reduction.reduce(piece, memory.slots(step, dtype, start, start + piece.shape[0]))
 
         self.engine.run(Call(description, num_chunks, put, take), timeout_s)
 
@@ -206,11 +212,11 @@ class LocalCollectives:
         per_chunk, num_chunks = self._chunking(max_bytes, 1, self.num_ranks)
 
         def put(chunk: int, step: int) -> None:
-            slot = memory.slot(self.rank, step, torch.uint8)
             for r, source in enumerate(sources):
                 if source is not None and r != self.rank:
                     piece = source[chunk * per_chunk : (chunk + 1) * per_chunk]
-                    slot[r * per_chunk : r * per_chunk + piece.numel()].copy_(piece)
+                    start = r * per_chunk
+                    memory.slots(step, torch.uint8, start, start + piece.shape[0])[self.rank].copy_(piece)
 
         def take(chunk: int, step: int) -> None:
             start = self.rank * per_chunk
@@ -219,7 +225,7 @@ class LocalCollectives:
                     continue
                 piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
                 if r != self.rank:
-                    piece.copy_(memory.slot(r, step, torch.uint8)[start : start + piece.numel()])
+                    piece.copy_(memory.slots(step, torch.uint8, start, start + piece.shape[0])[r])
                 elif (own := sources[r]) is not None and not share_memory(own, target):
                     piece.copy_(own[chunk * per_chunk : (chunk + 1) * per_chunk])
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .arguments import as_options, check_same, equal_parts, lists, single, split_parts, timeout_of
 from .description import describe_call
 from .process_group import ProcessGroupBase, in_host_memory
-from .reductions import plain_op
+from .reductions import plain_op, premul_factor
 from .staging import Output, flat
 
 Tensors = Sequence[torch.Tensor]
@@ -28,10 +28,11 @@ class IpcProcessGroup(ProcessGroupBase):
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> dist.Work:
         """All-reduce in place; results are bitwise equal on all ranks."""
         tensor, opts = single(tensors, "all_reduce"), as_options(dist.AllreduceOptions, opts, timeout)
-        description = describe_call("all_reduce", tensor.dtype, tensor.shape, plain_op(opts.reduceOp).name)
+        kind = plain_op(opts.reduceOp)
+        description = describe_call("all_reduce", tensor.dtype, tensor.shape, kind)
         if not in_host_memory(tensor):
             return self._through_gloo(opts, description, lambda: self._gloo.allreduce([tensor], opts), [tensor])
-        reduction, factor = self._reduction_of("all_reduce", tensor.dtype, opts.reduceOp)
+        reduction, factor = self._reduction_of("all_reduce", tensor.dtype, kind), premul_factor(opts.reduceOp, kind)
         timeout_s = timeout_of(opts, self._timeout_s)
 
         def function() -> None:
@@ -67,10 +68,11 @@ class IpcProcessGroup(ProcessGroupBase):
         """Reduce into the root's tensor; the others keep theirs."""
         tensor, opts = single(tensors, "reduce"), as_options(dist.ReduceOptions, opts)
         root = opts.rootRank
-        description = describe_call("reduce", tensor.dtype, tensor.shape, plain_op(opts.reduceOp).name, root)
+        kind = plain_op(opts.reduceOp)
+        description = describe_call("reduce", tensor.dtype, tensor.shape, kind, root)
         if not in_host_memory(tensor):
             return self._through_gloo(opts, description, lambda: self._gloo.reduce([tensor], opts), [tensor])
-        reduction, factor = self._reduction_of("reduce", tensor.dtype, opts.reduceOp)
+        reduction, factor = self._reduction_of("reduce", tensor.dtype, kind), premul_factor(opts.reduceOp, kind)
         timeout_s = timeout_of(opts, self._timeout_s)
 
         def function() -> None:
@@ -136,7 +138,7 @@ class IpcProcessGroup(ProcessGroupBase):
         """Reduce ``inputs[r]`` of all ranks into rank r's output."""
         output, parts = single(outputs, "reduce_scatter"), lists(inputs)
         opts = as_options(dist.ReduceScatterOptions, opts)
-        description = describe_call("reduce_scatter", output.dtype, output.shape, plain_op(opts.reduceOp).name)
+        description = describe_call("reduce_scatter", output.dtype, output.shape, plain_op(opts.reduceOp))
         if not in_host_memory(output, *parts):
             return self._through_gloo(
                 opts, description, lambda: self._gloo.reduce_scatter([output], [parts], opts), [output]
@@ -147,7 +149,7 @@ class IpcProcessGroup(ProcessGroupBase):
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduce a tensor and leave its r-th part with rank r."""
         opts = as_options(dist.ReduceScatterOptions, opts)
-        description = describe_call("reduce_scatter_tensor", output.dtype, output.shape, plain_op(opts.reduceOp).name)
+        description = describe_call("reduce_scatter_tensor", output.dtype, output.shape, plain_op(opts.reduceOp))
         if not in_host_memory(output, tensor):
             return self._through_gloo(
                 opts, description, lambda: self._gloo_base("reduce_scatter", output, tensor, opts), [output]
@@ -163,7 +165,8 @@ class IpcProcessGroup(ProcessGroupBase):
         parts: list[torch.Tensor] | None,
         whole: torch.Tensor | None,
     ) -> dist.Work:
-        reduction, factor = self._reduction_of("reduce_scatter", output.dtype, opts.reduceOp)
+        kind = plain_op(opts.reduceOp)
+        reduction, factor = self._reduction_of("reduce_scatter", output.dtype, kind), premul_factor(opts.reduceOp, kind)
         timeout_s = timeout_of(opts, self._timeout_s)
 
         def function() -> None:

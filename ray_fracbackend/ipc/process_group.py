@@ -21,17 +21,30 @@ from .description import describe_call
 from .errors import CollectiveMismatchError, IpcError
 from .executor import Executor
 from .hierarchy import HierarchicalCollectives
-from .local import Factor, LocalCollectives
-from .reductions import Reduction, can_reduce, plain_op, premul_factor, supported_ops
+from .local import LocalCollectives
+from .reductions import Reduction, can_reduce, supported_ops
 from .setup import Membership, join
 from .work import CompletedWork, PendingWork
 
 logger = logging.getLogger(__name__)
 
 
+def _in_inference_mode(function: Callable[[], None]) -> Callable[[], None]:
+    """Tensors made under inference_mode may be changed only under it, in whichever thread."""
+
+    def guarded() -> None:
+        with torch.inference_mode():
+            function()
+
+    return guarded
+
+
 def in_host_memory(*tensors: torch.Tensor) -> bool:
     """Whether shared host memory can carry these tensors: on the CPU, dense, not quantized."""
-    return all(t.device.type == "cpu" and t.layout is torch.strided and not t.is_quantized for t in tensors)
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
+            return False
+    return True
 
 
 _GLOO_NAME = dist.ProcessGroup.BackendType.CUSTOM
@@ -88,13 +101,12 @@ class ProcessGroupBase(dist.ProcessGroup):
     def _is_hierarchical(self) -> bool:
         return self._collectives is not self._local
 
-    def _reduction_of(self, operation: str, dtype: torch.dtype, reduce_op: Any) -> tuple[Reduction, Factor]:
-        """The reduction and, for PREMUL_SUM, this rank's factor.
+    def _reduction_of(self, operation: str, dtype: torch.dtype, op: Any) -> Reduction:
+        """The reduction of an element type.
 
         Raises:
-            ValueError: The element type has no such operation.
+            ValueError: It has no such operation.
         """
-        op = plain_op(reduce_op)
         reduction = self._reductions.get((dtype, op))
         if reduction is None:
             if not can_reduce(dtype, op):
@@ -102,7 +114,7 @@ class ProcessGroupBase(dist.ProcessGroup):
                     f"{operation} cannot reduce {dtype} with {op.name}; this element type has: {supported_ops(dtype)}."
                 )
             reduction = self._reductions[dtype, op] = Reduction(dtype, op, self._num_ranks)
-        return reduction, premul_factor(reduce_op)
+        return reduction
 
     def _exchange(
         self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], description: bytes, timeout_s: float
@@ -156,6 +168,10 @@ class ProcessGroupBase(dist.ProcessGroup):
 
     def _launch(self, opts: Any, function: Callable[[], None], results: list[torch.Tensor]) -> dist.Work:
         """Run `function` now or, if the caller does not wait, queue it; `results` become the future's value."""
+        for result in results:
+            if result.is_inference():
+                function = _in_inference_mode(function)
+                break
         if wants_async(opts):
             return PendingWork(self._executor.submit(function), self._executor, results)
         self._executor.run(function)

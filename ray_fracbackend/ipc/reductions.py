@@ -60,9 +60,9 @@ def plain_op(reduce_op: Any) -> Any:
     return reduce_op.op if isinstance(reduce_op, dist.ReduceOp) else reduce_op
 
 
-def premul_factor(reduce_op: Any) -> float | torch.Tensor | None:
-    """The factor of a PREMUL_SUM, which each rank applies to its own input; None for other operations."""
-    if plain_op(reduce_op) != Op.PREMUL_SUM:
+def premul_factor(reduce_op: Any, kind: Any) -> float | torch.Tensor | None:
+    """The factor of a PREMUL_SUM, which each rank applies to its own input; None for other kinds of operation."""
+    if kind != Op.PREMUL_SUM:
         return None
     factor: float | torch.Tensor = reduce_op.__getstate__()[1]
     return factor
@@ -102,14 +102,16 @@ class Reduction:
     def _scratch_of(self, numel: int) -> torch.Tensor:
         # Kept: a fresh allocation per chunk would cost page faults on every call.
         if self._scratch is None or self._scratch.numel() < numel:
-            self._scratch = torch.empty(numel, dtype=self.accumulate_dtype)
+            with torch.inference_mode(False):
+                self._scratch = torch.empty(numel, dtype=self.accumulate_dtype)
         return self._scratch[:numel]
 
     def reduce(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], *, final: bool = True) -> None:
         """Reduce `inputs` in the order given.
 
         Args:
-            out: Result, 1-D, of `dtype` (or of `accumulate_dtype` when not `final`); may be none of `inputs`.
+            out: Result, 1-D, of `dtype` (or of `accumulate_dtype` when not `final`). With two inputs it may be one
+                of them; with more it must not overlap any but the first two.
             inputs: At least one tensor of `dtype` and of the length of `out`.
             final: Divide for AVG and convert to `dtype`; False keeps a partial result for more ranks.
         """

@@ -16,8 +16,9 @@ sequences through every interleaving of small cases.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
+from functools import lru_cache
 
 
 class Action(IntEnum):
@@ -72,3 +73,19 @@ def two_pass(num_chunks: int) -> Iterator[tuple[Action, int]]:
             yield Action.CHECK, 0
         else:
             yield Action.TAKE, step - 1
+
+
+# Longer sequences are made on the fly.
+_MAX_KEPT_CHUNKS = 64
+
+
+def schedule(num_chunks: int, *, two_passes: bool) -> Iterable[tuple[Action, int]]:
+    """The actions of `one_pass` or `two_pass`; short sequences are kept for the next call."""
+    if num_chunks <= _MAX_KEPT_CHUNKS:
+        return _kept(num_chunks, two_passes)
+    return two_pass(num_chunks) if two_passes else one_pass(num_chunks)
+
+
+@lru_cache(maxsize=2 * _MAX_KEPT_CHUNKS)
+def _kept(num_chunks: int, two_passes: bool) -> tuple[tuple[Action, int], ...]:
+    return tuple(two_pass(num_chunks) if two_passes else one_pass(num_chunks))

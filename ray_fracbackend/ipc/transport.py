@@ -25,12 +25,19 @@ class Transport(Protocol):
     chunk_bytes: int
     num_ranks: int
 
-    def slot(self, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
-        """Slot that `rank` fills in `step`: 1-D, `chunk_bytes` long, viewed as `dtype`, owned by the transport."""
+    def slots(self, step: int, dtype: torch.dtype, start: int, end: int) -> list[torch.Tensor]:
+        """Elements `start` to `end` of the slot that each rank fills in `step`.
+
+        Returns:
+            One 1-D view of `dtype` per local rank; the whole slot is `chunk_bytes` long. The transport owns them.
+        """
         ...
 
-    def folded(self, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the share that `rank` reduces in `step`: 1-D, at least ``chunk_bytes / num_ranks`` long."""
+    def folded(self, step: int, dtype: torch.dtype, start: int, end: int) -> list[torch.Tensor]:
+        """As `slots`, of the memory for the share that each rank reduces in `step`.
+
+        It is at least ``chunk_bytes / num_ranks`` long.
+        """
         ...
 
     def record(self, step: int) -> None:
