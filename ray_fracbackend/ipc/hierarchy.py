@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from .description import KEY_BYTES, description_text
 from .errors import CollectiveMismatchError, IpcError
@@ -32,10 +33,15 @@ class HierarchicalCollectives:
         membership: Places and ranks.
         local: Collectives of this rank's place.
         leaders: Gloo group of the leaders, rank = place index; None on other ranks.
+        everyone: Gloo group of all ranks.
     """
 
     def __init__(
-        self, membership: Membership, local: LocalCollectives, leaders: dist.ProcessGroupGloo | None
+        self,
+        membership: Membership,
+        local: LocalCollectives,
+        leaders: dist.ProcessGroupGloo | None,
+        everyone: dist.ProcessGroupGloo,
     ) -> None:
         self.rank = membership.rank
         self.num_ranks = sum(map(len, membership.places))
@@ -44,6 +50,7 @@ class HierarchicalCollectives:
         self._place = membership.place_index
         self._names = membership.names
         self._leaders = leaders
+        self._everyone = everyone
 
     def _between_places(self, function: Callable[[dist.ProcessGroupGloo], None], description: bytes) -> None:
         """Run `function` on the leader; a failure there must not leave the place waiting."""
@@ -89,7 +96,7 @@ class HierarchicalCollectives:
 
         def reduce_partials(leaders: dist.ProcessGroupGloo) -> None:
             if partial.dtype in _GLOO_DTYPES and reduction.op in _GLOO_OPS:
-                options = dist.AllreduceOptions()
+                options = c10d.AllreduceOptions()
                 options.reduceOp = _GLOO_OPS[reduction.op]
                 options.timeout = timedelta(seconds=timeout_s)
                 if partial.numel():
@@ -134,29 +141,24 @@ class HierarchicalCollectives:
 
     @staticmethod
     def _send(leaders: dist.ProcessGroupGloo, data: torch.Tensor, place: int, timeout_s: float) -> None:
-        options = dist.BroadcastOptions()
+        options = c10d.BroadcastOptions()
         options.rootRank = place
         options.timeout = timedelta(seconds=timeout_s)
         if data.numel():
             leaders.broadcast([data], options).wait()
 
-    def gather(
-        self,
-        tensor: torch.Tensor,
-        outputs: Sequence[torch.Tensor] | None,
-        description: bytes,
-        timeout_s: float,
+    def all_gather(
+        self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], description: bytes, timeout_s: float
     ) -> None:
-        """As `LocalCollectives.gather` with `outputs` on every rank (all_gather)."""
-        assert outputs is not None
+        """See `LocalCollectives.all_gather`."""
         data = as_bytes(tensor)
         everything = torch.empty(self.num_ranks * data.numel(), dtype=torch.uint8)
         blocks: list[torch.Tensor] = []
         for members in self._places:
             start = sum(block.numel() for block in blocks)
             blocks.append(everything[start : start + len(members) * data.numel()])
-        own = list(blocks[self._place].chunk(len(self._places[self._place]))) if data.numel() else None
-        self._local.gather(data, own if self._leaders else None, description, timeout_s)
+        own = list(blocks[self._place].view(len(self._places[self._place]), data.numel()))
+        self._local.gather(data, own, 0, description, timeout_s)
 
         def exchange(leaders: dist.ProcessGroupGloo) -> None:
             for place, block in enumerate(blocks):
@@ -182,3 +184,38 @@ class HierarchicalCollectives:
         whole = torch.cat(list(inputs))
         self.all_reduce(whole, reduction, factor, description, timeout_s)
         output.copy_(whole[self.rank * output.numel() : (self.rank + 1) * output.numel()])
+
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        outputs: Sequence[torch.Tensor] | None,
+        root: int,
+        description: bytes,
+        timeout_s: float,
+    ) -> None:
+        """See `LocalCollectives.gather`; goes through Gloo between all ranks."""
+        empty = torch.empty(0, dtype=torch.uint8)
+        inputs = [tensor if r == root else empty for r in range(self.num_ranks)]
+        targets = [empty] * self.num_ranks if self.rank != root or outputs is None else outputs
+        self.exchange(inputs, targets, 0, description, timeout_s)
+
+    def exchange(
+        self,
+        inputs: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor | None],
+        max_bytes: int,
+        description: bytes,
+        timeout_s: float,
+    ) -> None:
+        """See `LocalCollectives.exchange`; goes through Gloo between all ranks."""
+        self.barrier(description, timeout_s)
+        empty = torch.empty(0, dtype=torch.uint8)
+        sources = [empty if t is None else as_bytes(t) for t in inputs]
+        targets = [empty if t is None else as_bytes(t) for t in outputs]
+        received = torch.empty(sum(t.numel() for t in targets), dtype=torch.uint8)
+        options = c10d.AllToAllOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        out_sizes, in_sizes = [t.numel() for t in targets], [t.numel() for t in sources]
+        self._everyone.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options).wait()
+        for target, part in zip(targets, received.split(out_sizes), strict=True):
+            target.copy_(part)

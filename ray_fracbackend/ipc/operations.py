@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from .arguments import as_options, check_same, equal_parts, lists, single, split_parts, timeout_of
 from .description import describe_call
@@ -27,7 +28,7 @@ class IpcProcessGroup(ProcessGroupBase):
 
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> dist.Work:
         """All-reduce in place; results are bitwise equal on all ranks."""
-        tensor, opts = single(tensors, "all_reduce"), as_options(dist.AllreduceOptions, opts, timeout)
+        tensor, opts = single(tensors, "all_reduce"), as_options(c10d.AllreduceOptions, opts, timeout)
         kind = plain_op(opts.reduceOp)
         description = describe_call("all_reduce", tensor.dtype, tensor.shape, kind)
         if not in_host_memory(tensor):
@@ -44,12 +45,12 @@ class IpcProcessGroup(ProcessGroupBase):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """All-reduce several tensors, one after the other."""
-        opts = as_options(dist.AllreduceOptions, opts)
+        opts = as_options(c10d.AllreduceOptions, opts)
         return self._all_of([self.allreduce([tensor], opts) for tensor in tensors], opts, list(tensors))
 
     def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Broadcast the root's tensor."""
-        tensor, opts = single(tensors, "broadcast"), as_options(dist.BroadcastOptions, opts, timeout)
+        tensor, opts = single(tensors, "broadcast"), as_options(c10d.BroadcastOptions, opts, timeout)
         root = opts.rootRank
         description = describe_call("broadcast", tensor.dtype, tensor.shape, root=root)
         if not in_host_memory(tensor):
@@ -66,7 +67,7 @@ class IpcProcessGroup(ProcessGroupBase):
 
     def reduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> dist.Work:
         """Reduce into the root's tensor; the others keep theirs."""
-        tensor, opts = single(tensors, "reduce"), as_options(dist.ReduceOptions, opts)
+        tensor, opts = single(tensors, "reduce"), as_options(c10d.ReduceOptions, opts)
         root = opts.rootRank
         kind = plain_op(opts.reduceOp)
         description = describe_call("reduce", tensor.dtype, tensor.shape, kind, root)
@@ -86,7 +87,7 @@ class IpcProcessGroup(ProcessGroupBase):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor into a list on every rank."""
         tensor, targets = single(inputs, "all_gather"), lists(outputs)
-        opts = as_options(dist.AllgatherOptions, opts)
+        opts = as_options(c10d.AllgatherOptions, opts)
         description = describe_call("all_gather", tensor.dtype, tensor.shape)
         if not in_host_memory(tensor, *targets):
             return self._through_gloo(
@@ -97,7 +98,7 @@ class IpcProcessGroup(ProcessGroupBase):
 
         def function() -> None:
             outs = [Output(target) for target in targets]
-            self._collectives.gather(flat(tensor), [out.flat for out in outs], description, timeout_s)
+            self._collectives.all_gather(flat(tensor), [out.flat for out in outs], description, timeout_s)
             for out in outs:
                 out.store()
 
@@ -105,13 +106,13 @@ class IpcProcessGroup(ProcessGroupBase):
 
     def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any = None) -> dist.Work:
         """All-gather several tensors; ``output_lists[i]`` receives the gathered ``inputs[i]``."""
-        opts = as_options(dist.AllgatherOptions, opts)
+        opts = as_options(c10d.AllgatherOptions, opts)
         works = [self.allgather([outs], [tensor], opts) for outs, tensor in zip(output_lists, inputs, strict=True)]
         return self._all_of(works, opts, [tensor for outs in output_lists for tensor in outs])
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor into one tensor, by rank."""
-        opts = as_options(dist.AllgatherOptions, opts)
+        opts = as_options(c10d.AllgatherOptions, opts)
         description = describe_call("all_gather_into_tensor", tensor.dtype, tensor.shape)
         if not in_host_memory(output, tensor):
             return self._through_gloo(
@@ -123,21 +124,21 @@ class IpcProcessGroup(ProcessGroupBase):
         def function() -> None:
             out = Output(output)
             parts = equal_parts("all_gather_into_tensor", out.flat, self._num_ranks, tensor.numel())
-            self._collectives.gather(flat(tensor), parts, description, timeout_s)
+            self._collectives.all_gather(flat(tensor), parts, description, timeout_s)
             out.store()
 
         return self._launch(opts, function, [output])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """All-gather several tensors, each into one tensor."""
-        opts = as_options(dist.AllgatherOptions, opts)
+        opts = as_options(c10d.AllgatherOptions, opts)
         works = [self.all_gather_single(out, tensor, opts) for out, tensor in zip(outputs, inputs, strict=True)]
         return self._all_of(works, opts, list(outputs))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> dist.Work:
         """Reduce ``inputs[r]`` of all ranks into rank r's output."""
         output, parts = single(outputs, "reduce_scatter"), lists(inputs)
-        opts = as_options(dist.ReduceScatterOptions, opts)
+        opts = as_options(c10d.ReduceScatterOptions, opts)
         description = describe_call("reduce_scatter", output.dtype, output.shape, plain_op(opts.reduceOp))
         if not in_host_memory(output, *parts):
             return self._through_gloo(
@@ -148,7 +149,7 @@ class IpcProcessGroup(ProcessGroupBase):
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduce a tensor and leave its r-th part with rank r."""
-        opts = as_options(dist.ReduceScatterOptions, opts)
+        opts = as_options(c10d.ReduceScatterOptions, opts)
         description = describe_call("reduce_scatter_tensor", output.dtype, output.shape, plain_op(opts.reduceOp))
         if not in_host_memory(output, tensor):
             return self._through_gloo(
@@ -182,17 +183,17 @@ class IpcProcessGroup(ProcessGroupBase):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Reduce-scatter several tensors, each from one tensor."""
-        opts = as_options(dist.ReduceScatterOptions, opts)
+        opts = as_options(c10d.ReduceScatterOptions, opts)
         works = [self.reduce_scatter_single(out, tensor, opts) for out, tensor in zip(outputs, inputs, strict=True)]
         return self._all_of(works, opts, list(outputs))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor into a list on the root."""
-        tensor, opts = single(inputs, "gather"), as_options(dist.GatherOptions, opts)
-        targets = lists(outputs) if outputs else []
-        is_root = opts.rootRank == self._own_rank
-        description = describe_call("gather", tensor.dtype, tensor.shape, root=opts.rootRank)
-        if not in_host_memory(tensor, *targets) or self._is_hierarchical():
+        tensor, opts = single(inputs, "gather"), as_options(c10d.GatherOptions, opts)
+        targets, root = lists(outputs) if outputs else [], opts.rootRank
+        is_root = root == self._own_rank
+        description = describe_call("gather", tensor.dtype, tensor.shape, root=root)
+        if not in_host_memory(tensor, *targets):
             return self._through_gloo(
                 opts, description, lambda: self._gloo.gather([targets] if is_root else [], [tensor], opts), targets
             )
@@ -202,7 +203,8 @@ class IpcProcessGroup(ProcessGroupBase):
 
         def function() -> None:
             outs = [Output(target) for target in targets] if is_root else None
-            self._local.gather(flat(tensor), outs and [out.flat for out in outs], description, timeout_s)
+            flats = [out.flat for out in outs] if outs else None
+            self._collectives.gather(flat(tensor), flats, root, description, timeout_s)
             for out in outs or ():
                 out.store()
 
@@ -210,12 +212,12 @@ class IpcProcessGroup(ProcessGroupBase):
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Give each rank its tensor of the root's list."""
-        output, opts = single(outputs, "scatter"), as_options(dist.ScatterOptions, opts)
+        output, opts = single(outputs, "scatter"), as_options(c10d.ScatterOptions, opts)
         parts = lists(inputs) if inputs else []
         root = opts.rootRank
         is_root = root == self._own_rank
         description = describe_call("scatter", output.dtype, output.shape, root=root)
-        if not in_host_memory(output, *parts) or self._is_hierarchical():
+        if not in_host_memory(output, *parts):
             return self._through_gloo(
                 opts, description, lambda: self._gloo.scatter([output], [parts] if is_root else [], opts), [output]
             )
@@ -228,18 +230,18 @@ class IpcProcessGroup(ProcessGroupBase):
             num_bytes = output.numel() * output.element_size()
             sources = [flat(part) for part in parts] if is_root else [None] * self._num_ranks
             targets = [out.flat if r == root else None for r in range(self._num_ranks)]
-            self._local.exchange(sources, targets, num_bytes, description, timeout_s)
+            self._collectives.exchange(sources, targets, num_bytes, description, timeout_s)
             out.store()
 
         return self._launch(opts, function, [output])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it; sizes may differ by pair."""
-        opts = as_options(dist.AllToAllOptions, opts)
+        opts = as_options(c10d.AllToAllOptions, opts)
         outputs, inputs = list(outputs), list(inputs)
         dtype = inputs[0].dtype if inputs else None
         description = describe_call("all_to_all", dtype)
-        if not in_host_memory(*outputs, *inputs) or self._is_hierarchical():
+        if not in_host_memory(*outputs, *inputs):
             return self._through_gloo(
                 opts, description, lambda: self._gloo_all_to_all(outputs, inputs, opts), outputs
             )
@@ -265,9 +267,9 @@ class IpcProcessGroup(ProcessGroupBase):
         opts: Any = None,
     ) -> dist.Work:
         """Send rows of `tensor` to each rank and receive rows of `output`; empty splits mean equal parts."""
-        opts = as_options(dist.AllToAllOptions, opts)
+        opts = as_options(c10d.AllToAllOptions, opts)
         description = describe_call("all_to_all_single", tensor.dtype)
-        if not in_host_memory(output, tensor) or self._is_hierarchical():
+        if not in_host_memory(output, tensor):
             return self._through_gloo(
                 opts,
                 description,
@@ -288,7 +290,7 @@ class IpcProcessGroup(ProcessGroupBase):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         """Return once every rank has called this."""
-        opts = as_options(dist.BarrierOptions, opts, timeout)
+        opts = as_options(c10d.BarrierOptions, opts, timeout)
         description, timeout_s = describe_call("barrier"), timeout_of(opts, self._timeout_s)
         return self._launch(opts, lambda: self._collectives.barrier(description, timeout_s), [])
 

@@ -82,7 +82,9 @@ class ProcessGroupBase(dist.ProcessGroup):
         self._leaders = _make_leaders(store, self.membership, timeout)
         self._collectives: LocalCollectives | HierarchicalCollectives = self._local
         if len(self.membership.places) > 1:
-            self._collectives = HierarchicalCollectives(self.membership, self._local, self._leaders)
+            self._collectives = HierarchicalCollectives(
+                self.membership, self._local, self._leaders, self._gloo
+            )
         self._executor = Executor(f"ipc rank {rank}")
         self._reductions: dict[tuple[torch.dtype, Any], Reduction] = {}
         logger.log(
@@ -97,9 +99,6 @@ class ProcessGroupBase(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Name of the backend."""
         return "ipc"
-
-    def _is_hierarchical(self) -> bool:
-        return self._collectives is not self._local
 
     def _reduction_of(self, operation: str, dtype: torch.dtype, op: Any) -> Reduction:
         """The reduction of an element type.
@@ -122,7 +121,7 @@ class ProcessGroupBase(dist.ProcessGroup):
         """All-to-all of parts of any size: first the sizes, then the data."""
         sizes = torch.tensor([t.numel() * t.element_size() for t in inputs], dtype=torch.int64)
         table = torch.empty((self._num_ranks, self._num_ranks), dtype=torch.int64)
-        self._local.gather(sizes, list(table), description, timeout_s)
+        self._collectives.all_gather(sizes, list(table), description, timeout_s)
         for r, output in enumerate(outputs):
             sent = int(table[r, self._own_rank])
             if sent != output.numel() * output.element_size():
@@ -131,7 +130,7 @@ class ProcessGroupBase(dist.ProcessGroup):
                     f"{self.membership.names[self._own_rank]}, which expects "
                     f"{output.numel() * output.element_size()}; make both sides' splits agree."
                 )
-        self._local.exchange(inputs, outputs, int(table.max()), description, timeout_s)
+        self._collectives.exchange(inputs, outputs, int(table.max()), description, timeout_s)
 
     def _gloo_base(self, operation: str, *args: Any) -> dist.Work:
         """Call the single-tensor form of a Gloo operation under the name that this torch has."""
@@ -180,12 +179,11 @@ class ProcessGroupBase(dist.ProcessGroup):
     def _through_gloo(
         self, opts: Any, description: bytes, start: Callable[[], dist.Work], results: list[torch.Tensor]
     ) -> dist.Work:
-        """Run a Gloo operation in its turn, after the ranks of this place have compared descriptions."""
+        """Run a Gloo operation in its turn, after the ranks have compared descriptions."""
         timeout_s = timeout_of(opts, self._timeout_s)
 
         def function() -> None:
-            if not self._is_hierarchical():
-                self._local.barrier(description, timeout_s)
+            self._collectives.barrier(description, timeout_s)
             try:
                 start().wait()
             except RuntimeError as error:

@@ -139,14 +139,15 @@ class Reduction:
         self._function(total, tensor, out=total)
 
     def _reduce_unsigned(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], final: bool) -> None:
-        if not self._flip:
+        if self._flip:
+            inputs = [tensor ^ self._flip for tensor in inputs]
+        if len(inputs) == 1:
             out.copy_(inputs[0])
-            for tensor in inputs[1:]:
-                self._function(out, tensor, out=out)
         else:
-            torch.bitwise_xor(inputs[0], self._flip, out=out)
-            for tensor in inputs[1:]:
-                self._function(out, tensor ^ self._flip, out=out)
+            self._function(inputs[0], inputs[1], out=out)
+        for tensor in inputs[2:]:
+            self._function(out, tensor, out=out)
+        if self._flip:
             out.bitwise_xor_(self._flip)
         if final and self.op == Op.AVG:
             self._divide_unsigned(out)

@@ -1,0 +1,146 @@
+"""Runs a function in several real processes with a hard time limit, and reports what each did."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# Children are forked from a process that has imported torch but started no threads: seconds saved per launch.
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "ray_fracbackend.ipc"])
+
+
+@dataclass
+class Outcome:
+    """What one rank did: `value` if it returned, `error` and `trace` if it raised, `exitcode` otherwise."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    exitcode: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def returned(self) -> bool:
+        """Whether the function returned."""
+        return self.error is None and self.exitcode is None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's view of a run: what `init` needs."""
+
+    rank: int
+    size: int
+    port: int
+    timeout_s: float
+
+    def init(self, backend: str = "ipc") -> None:
+        """Call ``init_process_group`` with a store that outlives every rank."""
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=self.timeout_s)
+        )
+
+
+def _child(function: Callable[..., Any], job: Job, args: tuple[Any, ...], env: dict[str, str], pipe: Connection) -> None:
+    faulthandler.enable()
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **env})
+    started = time.monotonic()
+    try:
+        value = function(job, *args)
+        message: tuple[Any, ...] = ("value", value, time.monotonic() - started)
+    except BaseException as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RuntimeError(repr(error))
+        message = ("error", error, traceback.format_exc(), time.monotonic() - started)
+    pipe.send(message)
+    pipe.close()
+    # Skip interpreter teardown: a rank that holds a broken Gloo group may take long there.
+    os._exit(0)
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    limit_s: float = 60.0,
+    timeout_s: float = 30.0,
+    env: Mapping[str, str] | Callable[[int], Mapping[str, str]] = {},  # noqa: B006 (read only)
+) -> list[Outcome]:
+    """Run ``function(job, *args)`` in `size` processes; kill what is left after `limit_s` seconds.
+
+    Args:
+        function: At module level, so that it pickles.
+        size: Number of processes.
+        args: Further arguments, equal for all.
+        limit_s: Hard limit in seconds; a rank that is still running then has exitcode -SIGKILL and error TimeoutError.
+        timeout_s: Collective timeout of the process group that `Job.init` makes.
+        env: Environment variables, for all ranks or by rank.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes: dict[Connection, int] = {}
+    processes = []
+    for rank in range(size):
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        variables = dict(env(rank) if callable(env) else env)
+        job = Job(rank, size, store.port, timeout_s)
+        process = _CONTEXT.Process(target=_child, args=(function, job, args, variables, sender), daemon=True)
+        process.start()
+        sender.close()
+        pipes[receiver] = rank
+        processes.append(process)
+    outcomes = [Outcome(rank) for rank in range(size)]
+    deadline = time.monotonic() + limit_s
+    while pipes and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(pipes), timeout=left):
+            assert isinstance(pipe, Connection)
+            _collect(pipe, outcomes[pipes.pop(pipe)])
+    for rank in pipes.values():
+        outcomes[rank].error = TimeoutError(f"rank {rank} was still running after {limit_s} s")
+    for process in processes:
+        process.join(0.0 if pipes else 5.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    for rank, process in enumerate(processes):
+        if process.exitcode and outcomes[rank].exitcode is not None:
+            outcomes[rank].exitcode = process.exitcode
+    return outcomes
+
+
+def _collect(pipe: Connection, outcome: Outcome) -> None:
+    try:
+        message = pipe.recv()
+    except EOFError:
+        outcome.exitcode = -signal.SIGKILL
+        return
+    if message[0] == "value":
+        outcome.value, outcome.seconds = message[1:]
+    else:
+        outcome.error, outcome.trace, outcome.seconds = message[1:]
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """Values of a run in which every rank had to return."""
+    for outcome in outcomes:
+        if not outcome.returned:
+            raise AssertionError(f"rank {outcome.rank}: exit {outcome.exitcode}, {outcome.error!r}\n{outcome.trace}")
+    return [outcome.value for outcome in outcomes]

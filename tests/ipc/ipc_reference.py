@@ -1,0 +1,93 @@
+"""Inputs that every rank can make for every other, and the results that collectives must have on them."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+import torch.distributed as dist
+
+Op = dist.ReduceOp.RedOpType
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+FLOAT8 = [getattr(torch, n) for n in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, n)]
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+UNSIGNED = [getattr(torch, n) for n in ("uint16", "uint32", "uint64") if hasattr(torch, n)]
+COMPLEX = [torch.complex64, torch.complex128]
+ALL_DTYPES = [*FLOATS, *FLOAT8, *INTEGERS, *UNSIGNED, *COMPLEX, torch.bool]
+
+ARITHMETIC = [Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX]
+BITWISE = [Op.BAND, Op.BOR, Op.BXOR]
+# What Gloo itself reduces, so that it can be asked for a second opinion.
+GLOO_DTYPES = [torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64]
+GLOO_OPS = [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX]
+
+# Name to shape; "strided" is handed over transposed. "large" is over three of the 64 KiB chunks that tests use.
+SHAPES = {"scalar": (), "empty": (0, 3), "small": (5,), "strided": (4, 3), "large": (50_001,)}
+
+
+def ops_of(dtype: torch.dtype) -> list[Op]:
+    """The operations that torch.distributed lets through for a dtype and we support."""
+    if dtype.is_complex:
+        return [Op.SUM, Op.AVG]
+    if dtype == torch.bool:
+        return [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, *BITWISE]
+    if dtype.is_floating_point:
+        return ARITHMETIC
+    return [*ARITHMETIC, *BITWISE]
+
+
+def make(dtype: torch.dtype, shape: str, rank: int, salt: str = "") -> torch.Tensor:
+    """Rank's input: whole numbers that every dtype holds exactly, so that sums do not depend on order."""
+    size = SHAPES[shape]
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{dtype}{shape}{rank}{salt}".encode()))
+    low, high = (0, 2) if dtype == torch.bool else (1, 4)
+    data = torch.randint(low, high, size, generator=generator)
+    if dtype.is_signed and dtype != torch.bool:
+        data = data * torch.where(torch.randint(0, 2, size, generator=generator) > 0, 1, -1)
+    if dtype.is_complex:
+        tensor = torch.complex(data.double(), data.flip(0).double() if size else data.double()).to(dtype)
+    else:
+        tensor = data.to(dtype)
+    return tensor.t() if shape == "strided" else tensor
+
+
+def reduced(inputs: list[torch.Tensor], op: Op) -> torch.Tensor:
+    """Reduce in wide types, one after the other, and convert at the end."""
+    dtype = inputs[0].dtype
+    if dtype.is_floating_point and dtype not in (torch.float32, torch.float64):
+        return reduced([t.float() for t in inputs], op).to(dtype)
+    if dtype in UNSIGNED:
+        # Wrap-around modulo 2**bits equals that of the signed type; inputs are small, so order is the same too.
+        return reduced([t.to(torch.int64) for t in inputs], op).to(dtype)
+    if dtype == torch.bool:
+        return reduced([t.to(torch.int64) for t in inputs], {Op.AVG: Op.SUM}.get(op, op)) != 0
+    total = inputs[0].clone()
+    for tensor in inputs[1:]:
+        total = _FUNCTIONS[op](total, tensor)
+    if op == Op.AVG:
+        if dtype.is_complex:  # torch hands complex numbers over as pairs, so each part is divided
+            return torch.view_as_complex(torch.view_as_real(total) / len(inputs))
+        if dtype.is_floating_point:
+            return total / len(inputs)
+        return torch.div(total, len(inputs), rounding_mode="trunc")
+    return total
+
+
+_FUNCTIONS = {
+    Op.SUM: torch.add,
+    Op.AVG: torch.add,
+    Op.PRODUCT: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
+}
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal shape, dtype and bits."""
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    return torch.equal(actual.contiguous().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
