@@ -55,6 +55,12 @@ def _field(text: str, num_bytes: int) -> bytes:
     return data.ljust(num_bytes, b"\0")
 
 
+def through_gloo(description: bytes) -> bytes:
+    """The description of the same call for tensors that the inner Gloo group carries, which is a different call."""
+    text = f"{description_text(description)} through Gloo"
+    return description[: KEY_BYTES - 1] + b"G" + _field(text, DESCRIPTION_BYTES - KEY_BYTES)
+
+
 def description_text(description: bytes) -> str:
     """The printable part of a description."""
     return description[KEY_BYTES:].rstrip(b"\0").decode("ascii", "replace")

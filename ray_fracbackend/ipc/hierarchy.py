@@ -7,7 +7,8 @@ Every rank gets bitwise the same result: the leaders' all_reduce gives all leade
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -52,20 +53,25 @@ class HierarchicalCollectives:
         self._leaders = leaders
         self._everyone = everyone
 
-    def _between_places(self, function: Callable[[dist.ProcessGroupGloo], None], description: bytes) -> None:
-        """Run `function` on the leader; a failure there must not leave the place waiting."""
-        if self._leaders is None:
-            return
+    @contextmanager
+    def _poisoning(self, description: bytes) -> Iterator[None]:
+        """A failure between places must not leave the ranks of this place waiting."""
         try:
-            self._agree(self._leaders, description)
-            function(self._leaders)
+            yield
         except BaseException as error:
             what = description_text(description)
-            reason = f"{what} between the leaders of {len(self._places)} places: {error}"
+            reason = str(error) if isinstance(error, IpcError) else f"{what} between places: {error}"
             self._local.engine.fail(reason)
             if isinstance(error, IpcError) or not isinstance(error, Exception):
                 raise
             raise IpcError(reason) from error
+
+    def _between_places(self, function: Callable[[dist.ProcessGroupGloo], None], description: bytes) -> None:
+        """Run `function` on the leader, after the leaders have compared descriptions."""
+        if self._leaders is not None:
+            with self._poisoning(description):
+                self._agree(self._leaders, description)
+                function(self._leaders)
 
     def _agree(self, leaders: dist.ProcessGroupGloo, description: bytes) -> None:
         own = torch.frombuffer(bytearray(description), dtype=torch.uint8)
@@ -216,6 +222,7 @@ class HierarchicalCollectives:
         options = c10d.AllToAllOptions()
         options.timeout = timedelta(seconds=timeout_s)
         out_sizes, in_sizes = [t.numel() for t in targets], [t.numel() for t in sources]
-        self._everyone.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options).wait()
+        with self._poisoning(description):
+            self._everyone.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options).wait()
         for target, part in zip(targets, received.split(out_sizes), strict=True):
             target.copy_(part)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .arguments import timeout_of, wants_async
-from .description import describe_call
+from .description import description_text, through_gloo
 from .errors import CollectiveMismatchError, IpcError
 from .executor import Executor
 from .hierarchy import HierarchicalCollectives
@@ -119,18 +119,23 @@ class ProcessGroupBase(dist.ProcessGroup):
         self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], description: bytes, timeout_s: float
     ) -> None:
         """All-to-all of parts of any size: first the sizes, then the data."""
-        sizes = torch.tensor([t.numel() * t.element_size() for t in inputs], dtype=torch.int64)
-        table = torch.empty((self._num_ranks, self._num_ranks), dtype=torch.int64)
-        self._collectives.all_gather(sizes, list(table), description, timeout_s)
-        for r, output in enumerate(outputs):
-            sent = int(table[r, self._own_rank])
-            if sent != output.numel() * output.element_size():
-                raise CollectiveMismatchError(
-                    f"all_to_all: {self.membership.names[r]} sends {sent} bytes to "
-                    f"{self.membership.names[self._own_rank]}, which expects "
-                    f"{output.numel() * output.element_size()}; make both sides' splits agree."
-                )
-        self._collectives.exchange(inputs, outputs, int(table.max()), description, timeout_s)
+        size = self._num_ranks
+        own = torch.tensor([t.numel() * t.element_size() for t in (*inputs, *outputs)], dtype=torch.int64)
+        table = torch.empty((size, 2 * size), dtype=torch.int64)
+        self._collectives.all_gather(own, list(table), description, timeout_s)
+        sent, expected = table[:, :size], table[:, size:].t()
+        wrong = (sent != expected).nonzero()
+        if wrong.numel():
+            # Every rank has the same table, so every rank raises the same here.
+            source, target = wrong[0].tolist()
+            names = self.membership.names
+            reason = (
+                f"{description_text(description)}: {names[source]} sends {int(sent[source, target])} bytes to "
+                f"{names[target]}, which expects {int(expected[source, target])}; make both sides' splits agree."
+            )
+            self._local.engine.fail(reason)
+            raise CollectiveMismatchError(reason)
+        self._collectives.exchange(inputs, outputs, int(sent.max()), description, timeout_s)
 
     def _gloo_base(self, operation: str, *args: Any) -> dist.Work:
         """Call the single-tensor form of a Gloo operation under the name that this torch has."""
@@ -181,6 +186,7 @@ class ProcessGroupBase(dist.ProcessGroup):
     ) -> dist.Work:
         """Run a Gloo operation in its turn, after the ranks have compared descriptions."""
         timeout_s = timeout_of(opts, self._timeout_s)
+        description = through_gloo(description)
 
         def function() -> None:
             self._collectives.barrier(description, timeout_s)

@@ -84,6 +84,7 @@ def run_ranks(
     limit_s: float = 60.0,
     timeout_s: float = 30.0,
     env: Mapping[str, str] | Callable[[int], Mapping[str, str]] = {},  # noqa: B006 (read only)
+    needed: int | None = None,
 ) -> list[Outcome]:
     """Run ``function(job, *args)`` in `size` processes; kill what is left after `limit_s` seconds.
 
@@ -94,6 +95,7 @@ def run_ranks(
         limit_s: Hard limit in seconds; a rank that is still running then has exitcode -SIGKILL and error TimeoutError.
         timeout_s: Collective timeout of the process group that `Job.init` makes.
         env: Environment variables, for all ranks or by rank.
+        needed: Wait only for the first so many ranks, then kill the rest.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes: dict[Connection, int] = {}
@@ -109,7 +111,7 @@ def run_ranks(
         processes.append(process)
     outcomes = [Outcome(rank) for rank in range(size)]
     deadline = time.monotonic() + limit_s
-    while pipes and (left := deadline - time.monotonic()) > 0:
+    while any(rank < (size if needed is None else needed) for rank in pipes.values()) and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(list(pipes), timeout=left):
             assert isinstance(pipe, Connection)
             _collect(pipe, outcomes[pipes.pop(pipe)])
