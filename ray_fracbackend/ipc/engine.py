@@ -88,18 +88,14 @@ class Engine:
 
     def _run_actions(self, call: Call, what: str, deadline: float) -> None:
         first = self._step + 1
-        step = first
-        transport, waiter = self.transport, self._waiter
-        observer = self.observer
-        for action, chunk in schedule(call.num_chunks, two_passes=call.fold is not None):
+        transport, waiter, observer = self.transport, self._waiter, self.observer
+        for action, chunk, offset in schedule(call.num_chunks, two_passes=call.fold is not None):
+            step = first + offset
             if observer is not None:
                 observer(action, chunk)
             if action is Action.PUT:
                 if call.put is not None:
                     call.put(chunk, step)
-            elif action is Action.FOLD:
-                assert call.fold is not None
-                call.fold(chunk, step)
             elif action is Action.PUBLISH:
                 transport.record(step)
                 waiter.publish(step)
@@ -108,14 +104,16 @@ class Engine:
                 for peer in self._peers:
                     waiter.wait(peer, step, deadline, what)
                     transport.wait(peer, step)
-                step += 1
             elif action is Action.TAKE:
                 if call.take is not None:
-                    call.take(chunk, step - 1)
+                    call.take(chunk, step)
+            elif action is Action.FOLD:
+                assert call.fold is not None
+                call.fold(chunk, step)
             elif action is Action.SIGN:
-                self._control.describe(first, call.description)
+                self._control.describe(step, call.description)
             else:
-                self._check(call.description, first)
+                self._check(call.description, step)
 
     def _check(self, description: bytes, step: int) -> None:
         peer = self._control.find_difference(step, description, KEY_BYTES)

@@ -1,7 +1,7 @@
 """The slot protocol: which rank may touch which memory when. Pure; imports the standard library only.
 
-A rank runs a collective as a sequence of actions. Actions are numbered by *steps*, which go on counting from one
-collective to the next; every PUBLISH starts the wait of one step. Memory of step ``s`` is the one of parity ``s & 1``:
+A rank runs a collective as a sequence of actions. Each belongs to a *step*; steps go on counting from one collective
+to the next, and every step has one PUBLISH and one AWAIT. Memory of step ``s`` is the one of parity ``s & 1``:
 
 * slots: written by their owner in PUT of step ``s``, read by others between AWAIT of ``s`` and the reader's next
   PUBLISH (in two passes: until FOLD of step ``s + 1``, which is before that PUBLISH too);
@@ -33,53 +33,56 @@ class Action(IntEnum):
     TAKE = 6  # copy or reduce a chunk from other ranks' memory into the output
 
 
-def one_pass(num_chunks: int) -> Iterator[tuple[Action, int]]:
+Entry = tuple[Action, int, int]
+
+
+def one_pass(num_chunks: int) -> Iterator[Entry]:
     """Actions of a collective in which each rank takes straight from the slots: one step a chunk.
 
     Args:
         num_chunks: At least 1.
 
     Yields:
-        ``(action, chunk)``; every PUBLISH is one step.
+        ``(action, chunk, step)``, steps counted from 0 at the start of the collective.
     """
-    yield Action.SIGN, 0
+    yield Action.SIGN, 0, 0
     for chunk in range(num_chunks):
-        yield Action.PUT, chunk
-        yield Action.PUBLISH, chunk
-        yield Action.AWAIT, chunk
+        yield Action.PUT, chunk, chunk
+        yield Action.PUBLISH, chunk, chunk
+        yield Action.AWAIT, chunk, chunk
         if chunk == 0:
-            yield Action.CHECK, 0
-        yield Action.TAKE, chunk
+            yield Action.CHECK, 0, 0
+        yield Action.TAKE, chunk, chunk
 
 
-def two_pass(num_chunks: int) -> Iterator[tuple[Action, int]]:
+def two_pass(num_chunks: int) -> Iterator[Entry]:
     """Actions of a reduction that is split over the ranks: chunk ``k`` is put in step k, folded and taken in k + 1.
 
     Args:
         num_chunks: At least 1.
 
     Yields:
-        ``(action, chunk)``; every PUBLISH is one step, ``num_chunks + 1`` in all.
+        ``(action, chunk, step)`` in ``num_chunks + 1`` steps. FOLD of step s reads the slots of step ``s - 1``.
     """
-    yield Action.SIGN, 0
+    yield Action.SIGN, 0, 0
     for step in range(num_chunks + 1):
         if step < num_chunks:
-            yield Action.PUT, step
+            yield Action.PUT, step, step
         if step > 0:
-            yield Action.FOLD, step - 1
-        yield Action.PUBLISH, step
-        yield Action.AWAIT, step
+            yield Action.FOLD, step - 1, step
+        yield Action.PUBLISH, step, step
+        yield Action.AWAIT, step, step
         if step == 0:
-            yield Action.CHECK, 0
+            yield Action.CHECK, 0, 0
         else:
-            yield Action.TAKE, step - 1
+            yield Action.TAKE, step - 1, step
 
 
 # Longer sequences are made on the fly.
 _MAX_KEPT_CHUNKS = 64
 
 
-def schedule(num_chunks: int, *, two_passes: bool) -> Iterable[tuple[Action, int]]:
+def schedule(num_chunks: int, *, two_passes: bool) -> Iterable[Entry]:
     """The actions of `one_pass` or `two_pass`; short sequences are kept for the next call."""
     if num_chunks <= _MAX_KEPT_CHUNKS:
         return _kept(num_chunks, two_passes)
@@ -87,5 +90,5 @@ def schedule(num_chunks: int, *, two_passes: bool) -> Iterable[tuple[Action, int
 
 
 @lru_cache(maxsize=2 * _MAX_KEPT_CHUNKS)
-def _kept(num_chunks: int, two_passes: bool) -> tuple[tuple[Action, int], ...]:
+def _kept(num_chunks: int, two_passes: bool) -> tuple[Entry, ...]:
     return tuple(two_pass(num_chunks) if two_passes else one_pass(num_chunks))
