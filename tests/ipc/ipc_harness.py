@@ -71,7 +71,8 @@ def _child(function: Callable[..., Any], job: Job, args: tuple[Any, ...], env: d
         except Exception:
             error = RuntimeError(repr(error))
         message = ("error", error, traceback.format_exc(), time.monotonic() - started)
-    pipe.send(message)
+    # Plain pickle: the one of multiprocessing would hand tensors over as descriptors of a process that is ending.
+    pipe.send_bytes(pickle.dumps(message))
     pipe.close()
     # Skip interpreter teardown: a rank that holds a broken Gloo group may take long there.
     os._exit(0)
@@ -130,7 +131,7 @@ def run_ranks(
 
 def _collect(pipe: Connection, outcome: Outcome) -> None:
     try:
-        message = pipe.recv()
+        message = pickle.loads(pipe.recv_bytes())
     except EOFError:
         outcome.exitcode = -signal.SIGKILL
         return
