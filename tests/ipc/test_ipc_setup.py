@@ -1,0 +1,258 @@
+"""Bringing a group together: support, places, memory limits, processes that die half way, waiting ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ipc_calls import CALLS, bare_group, filled, memfd_count, open_memfds, options
+from ipc_harness import Job, run_ranks, values
+
+from ray_fracbackend.ipc import IpcUnavailableError, arena, atomics, host_memory_support, knobs, place_id, support
+from ray_fracbackend.ipc.liveness import Peer, start_time
+
+
+def test_support_leaves_nothing_behind() -> None:
+    """The probe needs no process group and keeps no descriptor, mapping or file."""
+    before = (len(os.listdir("/proc/self/fd")), memfd_count(), sorted(os.listdir("/dev/shm")))
+    assert host_memory_support() is None
+    assert (len(os.listdir("/proc/self/fd")), memfd_count(), sorted(os.listdir("/dev/shm"))) == before
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"), [("x86_64", None), ("riscv64", "is not one of"), ("aarch64", "libatomic.so.1")]
+)
+def test_support_names_a_cpu_that_cannot_be_ordered(
+    monkeypatch: pytest.MonkeyPatch, machine: str, expected: str | None
+) -> None:
+    """A CPU without known memory ordering is refused with the reason."""
+    monkeypatch.setattr(atomics.platform, "machine", lambda: machine)
+    monkeypatch.setattr(atomics, "_libatomic_fence", lambda: None)
+    reason = host_memory_support()
+    assert (reason is None) if expected is None else (reason is not None and expected in reason)
+
+
+def test_support_names_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows and macOS are refused by name."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert "win32" in str(host_memory_support())
+
+
+def test_fences_from_libatomic_work_here() -> None:
+    """The fence that weakly ordered CPUs use can be called, where libatomic is installed."""
+    fence = atomics._libatomic_fence()
+    if fence is None:
+        pytest.skip("libatomic.so.1 is not installed")
+    fence()
+
+
+def test_place_can_be_split_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The override is added to what was detected, so it can never claim memory that is not shared."""
+    plain = place_id()
+    monkeypatch.setenv(knobs.PLACE_ENV_VAR, "left")
+    assert place_id() == f"{plain}/left"
+    monkeypatch.setattr(support, "_BOOT_ID", Path("/nonexistent"))
+    assert place_id().endswith("/left")
+
+
+@pytest.mark.parametrize("text", ["", "abc", "-1", "1", str(1 << 40)])
+def test_a_wrong_knob_is_refused_with_value_and_rule(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """The message has the variable, its value and the range."""
+    monkeypatch.setenv(knobs.CHUNK_BYTES_ENV_VAR, text)
+    with pytest.raises(ValueError, match=rf"{knobs.CHUNK_BYTES_ENV_VAR}='{text}' must be an integer from 65536"):
+        knobs.chunk_bytes()
+
+
+def test_an_arena_is_found_by_its_token_only() -> None:
+    """A descriptor number that now means something else is refused, not mapped."""
+    mine, name = arena.create_arena(100_000)
+    try:
+        assert arena.attach_arena(name).memory[:16] == mine.memory[:16]
+        wrong = arena.ArenaName(name.pid, name.fd, "00" * 16, name.num_bytes)
+        with pytest.raises(IpcUnavailableError, match="not the announced memory"):
+            arena.attach_arena(wrong)
+        larger = arena.ArenaName(name.pid, name.fd, name.token, name.num_bytes * 2)
+        with pytest.raises(IpcUnavailableError, match="not the announced memory"):
+            arena.attach_arena(larger)
+    finally:
+        os.close(name.fd)
+    with pytest.raises(IpcUnavailableError, match="cannot be opened"):
+        arena.attach_arena(name)
+
+
+def test_an_arena_cannot_be_shrunk_under_its_users() -> None:
+    """Nobody can truncate the memory, so no access ends in SIGBUS."""
+    _, name = arena.create_arena(100_000)
+    with pytest.raises(PermissionError):
+        os.ftruncate(name.fd, 4096)
+    os.close(name.fd)
+
+
+def test_a_process_is_dead_once_it_is_a_zombie() -> None:
+    """A killed rank counts as dead before its parent has waited for it, and a stopped one does not."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    peer = Peer(child.pid, start_time(child.pid))
+    assert peer.is_alive()
+    os.kill(child.pid, signal.SIGSTOP)
+    _wait_for(lambda: peer.state() == "stopped")
+    assert peer.is_alive()
+    os.kill(child.pid, signal.SIGKILL)
+    _wait_for(lambda: not peer.is_alive())
+    assert peer.state() == "gone"
+    child.wait()
+    assert not Peer(os.getpid(), start_time(os.getpid()) + 1).is_alive()
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def limited(job: Job, limit_bytes: int) -> tuple[int, float]:
+    """Set up a group under a limit on file sizes, which the kernel applies to anonymous memory files too."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
+    pg = bare_group(job, "limited", job.rank, job.size, 10.0)
+    tensor = torch.arange(1_000_000.0)
+    pg.allreduce([tensor], options("Allreduce"))
+    return pg._local.engine.transport.chunk_bytes, tensor[-1].item()
+
+
+def test_too_little_memory_gives_a_smaller_arena() -> None:
+    """Where the kernel does not give the wanted size, chunks are halved until it does, and results stay right."""
+    for chunk_bytes, last in values(run_ranks(limited, 2, 1_000_000, limit_s=30)):
+        assert knobs.MIN_CHUNK_BYTES <= chunk_bytes < knobs.DEFAULT_CHUNK_BYTES
+        assert last == 2 * 999_999
+
+
+def test_much_too_little_memory_is_an_error_on_every_rank() -> None:
+    """No SIGBUS and no hang: each rank raises which rank failed and what the kernel said."""
+    for outcome in run_ranks(limited, 3, 100_000, limit_s=30):
+        assert isinstance(outcome.error, IpcUnavailableError)
+        assert "rank 0" in str(outcome.error)
+        assert "the kernel" in str(outcome.error)
+
+
+SMALL_SHM = """
+mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$0" -m torch.distributed.run --standalone --nproc-per-node 2 "$1"
+"""
+SMALL_SHM_SCRIPT = """
+import os, torch, torch.distributed as dist
+import ray_fracbackend.ipc
+dist.init_process_group("ipc")
+x = torch.ones(10_000_000)
+dist.all_reduce(x)
+assert x[-1] == 2.0
+open(f"{__file__}.{dist.get_rank()}", "w").write(str(os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize))
+"""
+
+
+def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
+    """A 64 KiB /dev/shm, smaller than any container's, is enough, because the memory is not in it."""
+    script = tmp_path / "script.py"
+    script.write_text(SMALL_SHM_SCRIPT)
+    command = ["unshare", "--mount", "sh", "-c", SMALL_SHM, sys.executable, str(script)]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    if "Operation not permitted" in done.stderr or "permission denied" in done.stderr.lower():
+        pytest.skip("mounting needs privileges")
+    assert done.returncode == 0, done.stderr
+    assert [Path(f"{script}.{rank}").read_text() for rank in (0, 1)] == ["65536", "65536"]
+
+
+def set_up_forever(job: Job, seed: int) -> None:
+    """Make, use and drop groups until killed; each rank is killed at a random moment of its own."""
+    rng = random.Random(f"{seed}/{job.rank}")
+    threading.Timer(0.05 + rng.random() * 0.6, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    torch.set_num_threads(1)
+    for number in range(1000):
+        bare_group(job, str(number), job.rank, job.size, 10.0).barrier(options("Barrier"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killing_all_ranks_during_setup_leaves_nothing(seed: int) -> None:
+    """Whatever moment every rank dies at, there is no file, and no process still maps the memory."""
+    before = sorted(os.listdir("/dev/shm"))
+    outcomes = run_ranks(set_up_forever, 3, seed, limit_s=20)
+    assert not [o for o in outcomes if o.returned]
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def release(job: Job) -> tuple[int, int, int, int]:
+    """Descriptors and mappings of shared memory while a group is used and after it is gone."""
+    pg = bare_group(job, "release", job.rank, job.size, 10.0)
+    for call in CALLS.values():
+        call(pg)
+    during = (open_memfds(), memfd_count())
+    pg.shutdown()
+    del pg, call
+    import gc
+
+    gc.collect()
+    return (*during, open_memfds(), memfd_count())
+
+
+def test_a_dropped_group_frees_its_memory() -> None:
+    """One mapping and the descriptor that mmap keeps while it lives, none when it is dropped."""
+    assert values(run_ranks(release, 2, limit_s=30)) == [(1, 1, 0, 0)] * 2
+
+
+def late_peer(job: Job) -> tuple[float, float, int]:
+    """Rank 0 waits a second for rank 1; CPU and wall seconds of the wait and what another thread got done."""
+    pg = bare_group(job, "late", job.rank, job.size, 20.0)
+    pg.barrier(options("Barrier"))
+    if job.rank == 1:
+        time.sleep(1.0)
+        pg.barrier(options("Barrier"))
+        return 0.0, 0.0, 0
+    ticks = 0
+    stop = threading.Event()
+
+    def count() -> None:
+        nonlocal ticks
+        while not stop.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    wall, cpu = time.monotonic(), time.thread_time()
+    pg.barrier(options("Barrier"))
+    wall, cpu = time.monotonic() - wall, time.thread_time() - cpu
+    stop.set()
+    thread.join()
+    return wall, cpu, ticks
+
+
+def test_waiting_for_a_late_rank_leaves_the_core_and_the_interpreter_free() -> None:
+    """A second of waiting takes a few percent of a core, and other Python threads run meanwhile."""
+    wall, cpu, ticks = values(run_ranks(late_peer, 2, limit_s=30))[0]
+    assert wall > 0.5
+    assert cpu < 0.25 * wall
+    assert ticks > 50
+
+
+def names_of_global_ranks(job: Job) -> Any:
+    """The text of a timeout in a sub-group."""
+    pg = bare_group(job, "named", job.rank, job.size, 0.2, (4, 7))
+    if job.rank == 0:
+        with pytest.raises(RuntimeError) as info:
+            pg.allreduce([filled(3)], options("Allreduce"))
+        return str(info.value)
+    time.sleep(1.0)
+    return ""
+
+
+def test_messages_name_global_ranks() -> None:
+    """A sub-group of ranks 4 and 7 speaks of rank 7, not of its own rank 1."""
+    assert "rank 7 (pid" in values(run_ranks(names_of_global_ranks, 2, limit_s=30))[0]
