@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 from .errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -27,6 +25,7 @@ from .errors import (
 )
 from .operations import IpcProcessGroup
 from .support import host_memory_support, place_id
+from .torch_compat import Backend, is_registered
 
 __all__ = [
     "BACKEND_NAME",
@@ -54,9 +53,8 @@ def _create(opts: Any, _backend_options: Any = None) -> IpcProcessGroup:
 
 def register() -> None:
     """Register the backend ``ipc`` with torch.distributed; importing this package does it. May be called again."""
-    if BACKEND_NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    if not is_registered(BACKEND_NAME):
+        Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-if dist.is_available():
-    register()
+register()

@@ -9,7 +9,6 @@ forbids shrinking, so that no later access can end in SIGBUS.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import secrets
@@ -60,6 +59,8 @@ def create_arena(num_bytes: int) -> tuple[Arena, ArenaName]:
     Raises:
         OSError: The kernel refuses a memfd or has not `num_bytes` to give.
     """
+    import fcntl  # not on Windows, where this module must still import
+
     num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
     fd = os.memfd_create("ray_fracbackend_ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

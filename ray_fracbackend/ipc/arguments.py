@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from .torch_compat import RedOpType, ReduceOp
 
 
 def wants_async(opts: Any) -> bool:
@@ -34,7 +35,7 @@ def as_options(cls: type[Any], opts: Any, timeout: Any = None) -> Any:
     if isinstance(opts, cls):
         return opts
     made = cls()
-    if isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType):
+    if isinstance(opts, (ReduceOp, RedOpType)):
         made.reduceOp = opts
     elif isinstance(opts, int):
         made.rootRank = opts
@@ -117,4 +118,4 @@ def split_parts(operation: str, tensor: torch.Tensor, splits: Sequence[int], cou
     if len(splits) != count or sum(splits) != rows:
         raise ValueError(f"{operation}: splits {list(splits)} do not cover {rows} rows for {count} ranks.")
     row_numel = tensor.numel() // rows if rows else 0
-    return list(tensor.view(-1).split([rows_of * row_numel for rows_of in splits]))
+    return list(tensor.view(-1).split_with_sizes([rows_of * row_numel for rows_of in splits]))

@@ -55,9 +55,7 @@ class ControlPage:
         self.words = self._bytes.cast("q")
         self.counter_index = [_FIRST_BLOCK + r * BLOCK_WORDS for r in range(num_ranks)]
         self.sleepers_index = [index + _SLEEPERS for index in self.counter_index]
-        self._descriptions = [
-            [self._description_slice(r, parity) for parity in (0, 1)] for r in range(num_ranks)
-        ]
+        self._descriptions = [[self._description_slice(r, parity) for parity in (0, 1)] for r in range(num_ranks)]
 
     def _description_slice(self, rank: int, parity: int) -> memoryview:
         start = (self.counter_index[rank] + _DESCRIPTIONS) * 8 + parity * DESCRIPTION_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 
-class IpcError(dist.DistBackendError):  # type: ignore[misc]
+class IpcError(dist.DistBackendError):
     """Base of every error that the ipc backend raises; also a ``torch.distributed.DistBackendError``."""
 
     def __init__(self, message: str) -> None:

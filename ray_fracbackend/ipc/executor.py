@@ -137,11 +137,16 @@ class Executor:
                 if self._queue:
                     self._drain(self._queue[0])
 
-    def close(self, timeout_s: float) -> None:
-        """Take no more calls; wait up to `timeout_s` seconds for the worker to finish those queued."""
+    def close(self, timeout_s: float) -> bool:
+        """Take no more calls; wait up to `timeout_s` seconds for those queued. Returns whether all are over."""
         with self._wakeup:
             self._closed = True
             self._wakeup.notify_all()
             worker = self._worker
         if worker is not None and worker is not threading.current_thread():
             worker.join(timeout_s)
+        # A synchronous call of another thread holds the turn.
+        free = self._turn.acquire(timeout=timeout_s)
+        if free:
+            self._turn.release()
+        return free and not self._queue

@@ -10,21 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from .description import KEY_BYTES, description_text
 from .errors import CollectiveMismatchError, IpcError
 from .local import Factor, LocalCollectives
-from .reductions import Op, Reduction
+from .reductions import Reduction
 from .setup import Membership
 from .staging import as_bytes
+from .torch_compat import RedOpType as Op
+from .torch_compat import c10d
 
 # What Gloo itself reduces exactly as we do; other types travel as bytes and are reduced by each leader.
 _GLOO_DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-_GLOO_OPS = {Op.SUM: Op.SUM, Op.AVG: Op.SUM, Op.PREMUL_SUM: Op.SUM, Op.PRODUCT: Op.PRODUCT, Op.MIN: Op.MIN, Op.MAX: Op.MAX}
+_GLOO_OPS = {
+    Op.SUM: Op.SUM,
+    Op.AVG: Op.SUM,
+    Op.PREMUL_SUM: Op.SUM,
+    Op.PRODUCT: Op.PRODUCT,
+    Op.MIN: Op.MIN,
+    Op.MAX: Op.MAX,
+}
 
 
 class HierarchicalCollectives:
@@ -41,8 +49,8 @@ class HierarchicalCollectives:
         self,
         membership: Membership,
         local: LocalCollectives,
-        leaders: dist.ProcessGroupGloo | None,
-        everyone: dist.ProcessGroupGloo,
+        leaders: Any,
+        everyone: Any,
     ) -> None:
         self.rank = membership.rank
         self.num_ranks = sum(map(len, membership.places))
@@ -66,14 +74,14 @@ class HierarchicalCollectives:
                 raise
             raise IpcError(reason) from error
 
-    def _between_places(self, function: Callable[[dist.ProcessGroupGloo], None], description: bytes) -> None:
+    def _between_places(self, function: Callable[[Any], None], description: bytes) -> None:
         """Run `function` on the leader, after the leaders have compared descriptions."""
         if self._leaders is not None:
             with self._poisoning(description):
                 self._agree(self._leaders, description)
                 function(self._leaders)
 
-    def _agree(self, leaders: dist.ProcessGroupGloo, description: bytes) -> None:
+    def _agree(self, leaders: Any, description: bytes) -> None:
         own = torch.frombuffer(bytearray(description), dtype=torch.uint8)
         all_of_them = [torch.empty_like(own) for _ in self._places]
         leaders.allgather([all_of_them], [own]).wait()
@@ -100,7 +108,7 @@ class HierarchicalCollectives:
         partial = torch.empty(tensor.numel() if self._leaders else 0, dtype=reduction.accumulate_dtype)
         self._local.reduce(tensor, 0, reduction, factor, description, timeout_s, partial)
 
-        def reduce_partials(leaders: dist.ProcessGroupGloo) -> None:
+        def reduce_partials(leaders: Any) -> None:
             if partial.dtype in _GLOO_DTYPES and reduction.op in _GLOO_OPS:
                 options = c10d.AllreduceOptions()
                 options.reduceOp = _GLOO_OPS[reduction.op]
@@ -146,7 +154,7 @@ class HierarchicalCollectives:
             self._local.broadcast(tensor, 0, description, timeout_s)
 
     @staticmethod
-    def _send(leaders: dist.ProcessGroupGloo, data: torch.Tensor, place: int, timeout_s: float) -> None:
+    def _send(leaders: Any, data: torch.Tensor, place: int, timeout_s: float) -> None:
         options = c10d.BroadcastOptions()
         options.rootRank = place
         options.timeout = timedelta(seconds=timeout_s)
@@ -166,7 +174,7 @@ class HierarchicalCollectives:
         own = list(blocks[self._place].view(len(self._places[self._place]), data.numel()))
         self._local.gather(data, own, 0, description, timeout_s)
 
-        def exchange(leaders: dist.ProcessGroupGloo) -> None:
+        def exchange(leaders: Any) -> None:
             for place, block in enumerate(blocks):
                 self._send(leaders, block, place, timeout_s)
 
@@ -224,5 +232,5 @@ class HierarchicalCollectives:
         out_sizes, in_sizes = [t.numel() for t in targets], [t.numel() for t in sources]
         with self._poisoning(description):
             self._everyone.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options).wait()
-        for target, part in zip(targets, received.split(out_sizes), strict=True):
+        for target, part in zip(targets, received.split_with_sizes(out_sizes), strict=True):
             target.copy_(part)

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from .arguments import as_options, check_same, equal_parts, lists, single, split_parts, timeout_of
 from .description import describe_call
 from .process_group import ProcessGroupBase, in_host_memory
 from .reductions import plain_op, premul_factor
 from .staging import Output, flat
+from .torch_compat import c10d
 
 Tensors = Sequence[torch.Tensor]
 
@@ -26,7 +25,7 @@ Tensors = Sequence[torch.Tensor]
 class IpcProcessGroup(ProcessGroupBase):
     """Process group of backend ``ipc``."""
 
-    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
         """All-reduce in place; results are bitwise equal on all ranks."""
         tensor, opts = single(tensors, "all_reduce"), as_options(c10d.AllreduceOptions, opts, timeout)
         kind = plain_op(opts.reduceOp)
@@ -43,12 +42,12 @@ class IpcProcessGroup(ProcessGroupBase):
 
         return self._launch(opts, function, [tensor])
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """All-reduce several tensors, one after the other."""
         opts = as_options(c10d.AllreduceOptions, opts)
         return self._all_of([self.allreduce([tensor], opts) for tensor in tensors], opts, list(tensors))
 
-    def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
         """Broadcast the root's tensor."""
         tensor, opts = single(tensors, "broadcast"), as_options(c10d.BroadcastOptions, opts, timeout)
         root = opts.rootRank
@@ -65,7 +64,7 @@ class IpcProcessGroup(ProcessGroupBase):
 
         return self._launch(opts, function, [tensor])
 
-    def reduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> dist.Work:
+    def reduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
         """Reduce into the root's tensor; the others keep theirs."""
         tensor, opts = single(tensors, "reduce"), as_options(c10d.ReduceOptions, opts)
         root = opts.rootRank
@@ -84,7 +83,7 @@ class IpcProcessGroup(ProcessGroupBase):
 
         return self._launch(opts, function, [tensor])
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather every rank's tensor into a list on every rank."""
         tensor, targets = single(inputs, "all_gather"), lists(outputs)
         opts = as_options(c10d.AllgatherOptions, opts)
@@ -104,13 +103,13 @@ class IpcProcessGroup(ProcessGroupBase):
 
         return self._launch(opts, function, targets)
 
-    def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any = None) -> Any:
         """All-gather several tensors; ``output_lists[i]`` receives the gathered ``inputs[i]``."""
         opts = as_options(c10d.AllgatherOptions, opts)
         works = [self.allgather([outs], [tensor], opts) for outs, tensor in zip(output_lists, inputs, strict=True)]
         return self._all_of(works, opts, [tensor for outs in output_lists for tensor in outs])
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Gather every rank's tensor into one tensor, by rank."""
         opts = as_options(c10d.AllgatherOptions, opts)
         description = describe_call("all_gather_into_tensor", tensor.dtype, tensor.shape)
@@ -129,13 +128,13 @@ class IpcProcessGroup(ProcessGroupBase):
 
         return self._launch(opts, function, [output])
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """All-gather several tensors, each into one tensor."""
         opts = as_options(c10d.AllgatherOptions, opts)
         works = [self.all_gather_single(out, tensor, opts) for out, tensor in zip(outputs, inputs, strict=True)]
         return self._all_of(works, opts, list(outputs))
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> dist.Work:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
         """Reduce ``inputs[r]`` of all ranks into rank r's output."""
         output, parts = single(outputs, "reduce_scatter"), lists(inputs)
         opts = as_options(c10d.ReduceScatterOptions, opts)
@@ -147,7 +146,7 @@ class IpcProcessGroup(ProcessGroupBase):
         check_same("reduce_scatter", parts, self._num_ranks, output.dtype, output.numel())
         return self._launch_reduce_scatter(opts, description, output, parts, None)
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce a tensor and leave its r-th part with rank r."""
         opts = as_options(c10d.ReduceScatterOptions, opts)
         description = describe_call("reduce_scatter_tensor", output.dtype, output.shape, plain_op(opts.reduceOp))
@@ -165,7 +164,7 @@ class IpcProcessGroup(ProcessGroupBase):
         output: torch.Tensor,
         parts: list[torch.Tensor] | None,
         whole: torch.Tensor | None,
-    ) -> dist.Work:
+    ) -> Any:
         kind = plain_op(opts.reduceOp)
         reduction, factor = self._reduction_of("reduce_scatter", output.dtype, kind), premul_factor(opts.reduceOp, kind)
         timeout_s = timeout_of(opts, self._timeout_s)
@@ -181,13 +180,13 @@ class IpcProcessGroup(ProcessGroupBase):
 
         return self._launch(opts, function, [output])
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Reduce-scatter several tensors, each from one tensor."""
         opts = as_options(c10d.ReduceScatterOptions, opts)
         works = [self.reduce_scatter_single(out, tensor, opts) for out, tensor in zip(outputs, inputs, strict=True)]
         return self._all_of(works, opts, list(outputs))
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather every rank's tensor into a list on the root."""
         tensor, opts = single(inputs, "gather"), as_options(c10d.GatherOptions, opts)
         targets, root = lists(outputs) if outputs else [], opts.rootRank
@@ -210,7 +209,7 @@ class IpcProcessGroup(ProcessGroupBase):
 
         return self._launch(opts, function, targets or [tensor])
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Give each rank its tensor of the root's list."""
         output, opts = single(outputs, "scatter"), as_options(c10d.ScatterOptions, opts)
         parts = lists(inputs) if inputs else []
@@ -235,16 +234,14 @@ class IpcProcessGroup(ProcessGroupBase):
 
         return self._launch(opts, function, [output])
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it; sizes may differ by pair."""
         opts = as_options(c10d.AllToAllOptions, opts)
         outputs, inputs = list(outputs), list(inputs)
         dtype = inputs[0].dtype if inputs else None
         description = describe_call("all_to_all", dtype)
         if not in_host_memory(*outputs, *inputs):
-            return self._through_gloo(
-                opts, description, lambda: self._gloo_all_to_all(outputs, inputs, opts), outputs
-            )
+            return self._through_gloo(opts, description, lambda: self._gloo_all_to_all(outputs, inputs, opts), outputs)
         for name, tensors in (("outputs", outputs), ("inputs", inputs)):
             if len(tensors) != self._num_ranks:
                 raise ValueError(f"all_to_all got {len(tensors)} {name} for {self._num_ranks} ranks; pass one each.")
@@ -265,7 +262,7 @@ class IpcProcessGroup(ProcessGroupBase):
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
         opts: Any = None,
-    ) -> dist.Work:
+    ) -> Any:
         """Send rows of `tensor` to each rank and receive rows of `output`; empty splits mean equal parts."""
         opts = as_options(c10d.AllToAllOptions, opts)
         description = describe_call("all_to_all_single", tensor.dtype)
@@ -288,7 +285,7 @@ class IpcProcessGroup(ProcessGroupBase):
 
         return self._launch(opts, function, [output])
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return once every rank has called this."""
         opts = as_options(c10d.BarrierOptions, opts, timeout)
         description, timeout_s = describe_call("barrier"), timeout_of(opts, self._timeout_s)

@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .arguments import timeout_of, wants_async
 from .description import description_text, through_gloo
@@ -24,6 +23,7 @@ from .hierarchy import HierarchicalCollectives
 from .local import LocalCollectives
 from .reductions import Reduction, can_reduce, supported_ops
 from .setup import Membership, join
+from .torch_compat import PrefixStore, ProcessGroup, ProcessGroupGloo
 from .work import CompletedWork, PendingWork
 
 logger = logging.getLogger(__name__)
@@ -41,18 +41,18 @@ def _in_inference_mode(function: Callable[[], None]) -> Callable[[], None]:
 
 def in_host_memory(*tensors: torch.Tensor) -> bool:
     """Whether shared host memory can carry these tensors: on the CPU, dense, not quantized."""
-    for tensor in tensors:
+    for tensor in tensors:  # noqa: SIM110 (a generator costs as much as the whole check)
         if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
             return False
     return True
 
 
-_GLOO_NAME = dist.ProcessGroup.BackendType.CUSTOM
+_GLOO_NAME = ProcessGroup.BackendType.CUSTOM
 # How long shutdown waits for calls in progress; their own time limits may be half an hour.
 _SHUTDOWN_S = 5.0
 
 
-class ProcessGroupBase(dist.ProcessGroup):
+class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no type
     """State and lifecycle of an ipc process group; `operations.IpcProcessGroup` adds the collectives.
 
     Args:
@@ -66,15 +66,13 @@ class ProcessGroupBase(dist.ProcessGroup):
         IpcUnavailableError: Shared memory cannot be set up on some rank; every rank raises.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()) -> None:
         super().__init__(rank, size)
         self._num_ranks = size
         self._own_rank = rank
         self._timeout_s = timeout.total_seconds()
         names = tuple(f"rank {global_ranks[r] if global_ranks else r}" for r in range(size))
-        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), _GLOO_NAME, self._gloo)
         self._set_default_backend(_GLOO_NAME)
@@ -82,9 +80,7 @@ class ProcessGroupBase(dist.ProcessGroup):
         self._leaders = _make_leaders(store, self.membership, timeout)
         self._collectives: LocalCollectives | HierarchicalCollectives = self._local
         if len(self.membership.places) > 1:
-            self._collectives = HierarchicalCollectives(
-                self.membership, self._local, self._leaders, self._gloo
-            )
+            self._collectives = HierarchicalCollectives(self.membership, self._local, self._leaders, self._gloo)
         self._executor = Executor(f"ipc rank {rank}")
         self._reductions: dict[tuple[torch.dtype, Any], Reduction] = {}
         logger.log(
@@ -96,7 +92,7 @@ class ProcessGroupBase(dist.ProcessGroup):
             self._local.engine.transport.chunk_bytes,
         )
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+    def getBackendName(self) -> str:
         """Name of the backend."""
         return "ipc"
 
@@ -137,7 +133,7 @@ class ProcessGroupBase(dist.ProcessGroup):
             raise CollectiveMismatchError(reason)
         self._collectives.exchange(inputs, outputs, int(sent.max()), description, timeout_s)
 
-    def _gloo_base(self, operation: str, *args: Any) -> dist.Work:
+    def _gloo_base(self, operation: str, *args: Any) -> Any:
         """Call the single-tensor form of a Gloo operation under the name that this torch has."""
         names = {
             "all_gather": ("_allgather_base", "all_gather_single"),
@@ -145,10 +141,9 @@ class ProcessGroupBase(dist.ProcessGroup):
             "all_to_all": ("alltoall_base", "all_to_all_single"),
         }[operation]
         method = next(getattr(self._gloo, name) for name in names if hasattr(self._gloo, name))
-        work: dist.Work = method(*args)
-        return work
+        return method(*args)
 
-    def _gloo_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> dist.Work:
+    def _gloo_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
         """All-to-all of lists, which Gloo itself has only for one tensor."""
         source = torch.cat([t.reshape(-1) for t in inputs])
         target = torch.empty(sum(t.numel() for t in outputs), dtype=source.dtype, device=source.device)
@@ -156,13 +151,14 @@ class ProcessGroupBase(dist.ProcessGroup):
             "all_to_all", target, source, [t.numel() for t in outputs], [t.numel() for t in inputs], opts
         )
         work.wait()
-        for output, part in zip(outputs, target.split([t.numel() for t in outputs]), strict=True):
+        for output, part in zip(outputs, target.split_with_sizes([t.numel() for t in outputs]), strict=True):
             output.copy_(part.view(output.shape))
         return work
 
-    def _all_of(self, works: list[dist.Work], opts: Any, results: list[torch.Tensor]) -> dist.Work:
+    def _all_of(self, works: list[Any], opts: Any, results: list[torch.Tensor]) -> Any:
         """One Work for calls already launched: the queue is in order, so an empty last entry is enough."""
         if wants_async(opts):
+
             def first_error() -> None:
                 for work in works:
                     work.wait()
@@ -170,7 +166,7 @@ class ProcessGroupBase(dist.ProcessGroup):
             return PendingWork(self._executor.submit(first_error), self._executor, results)
         return CompletedWork(results)
 
-    def _launch(self, opts: Any, function: Callable[[], None], results: list[torch.Tensor]) -> dist.Work:
+    def _launch(self, opts: Any, function: Callable[[], None], results: list[torch.Tensor]) -> Any:
         """Run `function` now or, if the caller does not wait, queue it; `results` become the future's value."""
         for result in results:
             if result.is_inference():
@@ -182,8 +178,8 @@ class ProcessGroupBase(dist.ProcessGroup):
         return CompletedWork(results)
 
     def _through_gloo(
-        self, opts: Any, description: bytes, start: Callable[[], dist.Work], results: list[torch.Tensor]
-    ) -> dist.Work:
+        self, opts: Any, description: bytes, start: Callable[[], Any], results: list[torch.Tensor]
+    ) -> Any:
         """Run a Gloo operation in its turn, after the ranks have compared descriptions."""
         timeout_s = timeout_of(opts, self._timeout_s)
         description = through_gloo(description)
@@ -213,8 +209,10 @@ class ProcessGroupBase(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group after the calls in progress; later calls here raise. May be called again."""
-        self._executor.close(_SHUTDOWN_S)
+        idle = self._executor.close(_SHUTDOWN_S)
         self._local.engine.close()
+        if idle:
+            self._local.engine.transport.close()
         self._stop_gloo("shutdown")
 
     def _stop_gloo(self, verb: str) -> None:
@@ -225,15 +223,15 @@ class ProcessGroupBase(dist.ProcessGroup):
                     getattr(gloo, verb)()
 
 
-def _make_leaders(
-    store: dist.Store, membership: Membership, timeout: timedelta
-) -> dist.ProcessGroupGloo | None:
+def _make_leaders(store: Any, membership: Membership, timeout: timedelta) -> Any:
     """The Gloo group between the first ranks of all places; None on other ranks and in a single place."""
     if len(membership.places) == 1 or membership.local_ranks[0] != membership.rank:
         return None
     try:
-        return dist.ProcessGroupGloo(
-            dist.PrefixStore("ipc-leaders", store), membership.place_index, len(membership.places), timeout
+        return ProcessGroupGloo(
+            PrefixStore("ipc-leaders", store), membership.place_index, len(membership.places), timeout
         )
     except RuntimeError as error:
-        raise IpcError(f"The leaders of {len(membership.places)} places cannot connect through Gloo: {error}") from error
+        raise IpcError(
+            f"The leaders of {len(membership.places)} places cannot connect through Gloo: {error}"
+        ) from error

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-Op = dist.ReduceOp.RedOpType
+from .torch_compat import RedOpType as Op
+from .torch_compat import ReduceOp
 
 _FLOAT8 = tuple(
     getattr(torch, name)
@@ -57,7 +57,7 @@ _ALLOWED: dict[torch.dtype, tuple[Any, ...]] = {
 
 def plain_op(reduce_op: Any) -> Any:
     """The `RedOpType` of what a caller passed (torch passes either a ``ReduceOp`` or its enum)."""
-    return reduce_op.op if isinstance(reduce_op, dist.ReduceOp) else reduce_op
+    return reduce_op.op if isinstance(reduce_op, ReduceOp) else reduce_op
 
 
 def premul_factor(reduce_op: Any, kind: Any) -> float | torch.Tensor | None:

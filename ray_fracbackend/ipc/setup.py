@@ -12,8 +12,6 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from . import knobs
 from .arena import Arena, ArenaName, attach_arena, create_arena
 from .control import ControlPage, control_bytes
@@ -23,6 +21,7 @@ from .host_memory import HostMemory, data_bytes
 from .liveness import Peer, start_time
 from .local import LocalCollectives
 from .support import host_memory_support, place_id
+from .torch_compat import PrefixStore
 from .waiting import Waiter
 
 
@@ -51,7 +50,7 @@ class Membership:
         return self.places[self.place_index]
 
 
-def join(store: dist.Store, rank: int, size: int, names: tuple[str, ...]) -> tuple[Membership, LocalCollectives]:
+def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Membership, LocalCollectives]:
     """Set up the shared memory of a group; every rank of the group must call it.
 
     Args:
@@ -66,7 +65,7 @@ def join(store: dist.Store, rank: int, size: int, names: tuple[str, ...]) -> tup
     Raises:
         IpcUnavailableError: Some rank cannot take part; the message says which and why.
     """
-    store = dist.PrefixStore("ipc", store)
+    store = PrefixStore("ipc", store)
     hello = {"place": place_id(), "pid": os.getpid(), "started": 0, "error": host_memory_support()}
     if hello["error"] is None:
         hello["started"] = start_time(os.getpid())
@@ -91,7 +90,7 @@ def join(store: dist.Store, rank: int, size: int, names: tuple[str, ...]) -> tup
     return membership, LocalCollectives(Engine(control, memory, waiter, local_names), knobs.two_pass_ranks())
 
 
-def _exchange(store: dist.Store, key: str, rank: int, size: int, value: dict[str, Any]) -> list[dict[str, Any]]:
+def _exchange(store: Any, key: str, rank: int, size: int, value: dict[str, Any]) -> list[dict[str, Any]]:
     store.set(f"{key}/{rank}", json.dumps(value))
     return [value if r == rank else json.loads(store.get(f"{key}/{r}")) for r in range(size)]
 
@@ -110,9 +109,7 @@ def _group_by_place(place_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(members) for members in places.values())
 
 
-def _open_arena(
-    store: dist.Store, rank: int, members: tuple[int, ...]
-) -> tuple[Arena | None, int, int, str | None]:
+def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena | None, int, int, str | None]:
     """Create or attach this place's arena; returns it, its chunk size, a descriptor to close later, and an error."""
     key = f"arena/{members[0]}"
     if rank != members[0]:

@@ -10,10 +10,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .errors import CollectiveTimeoutError, IpcError
 from .executor import Executor, Task
+from .torch_compat import Work
 
 
 def completed_future(tensors: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
@@ -23,7 +23,7 @@ def completed_future(tensors: list[torch.Tensor]) -> torch.futures.Future[list[t
     return future
 
 
-class CompletedWork(dist.Work):
+class CompletedWork(Work):  # type: ignore[misc]  # torch gives it no type
     """A collective that was over before its call returned.
 
     Args:
@@ -46,7 +46,7 @@ class CompletedWork(dist.Work):
         """True."""
         return True
 
-    def exception(self) -> None:
+    def exception(self) -> BaseException | None:
         """None."""
         return None
 
@@ -62,7 +62,7 @@ class CompletedWork(dist.Work):
         return completed_future(self._tensors)
 
 
-class PendingWork(dist.Work):
+class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
     """A collective that runs behind its caller's back.
 
     Args:

@@ -19,7 +19,9 @@ from ray_fracbackend.ipc.schedule import Action
 NUMEL = 66_000
 
 
-def bare_group(job: Job, name: str, rank: int, size: int, timeout_s: float, ranks: tuple[int, ...] = ()) -> IpcProcessGroup:
+def bare_group(
+    job: Job, name: str, rank: int, size: int, timeout_s: float, ranks: tuple[int, ...] = ()
+) -> IpcProcessGroup:
     """A process group without ``init_process_group``, over the run's store."""
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
     return IpcProcessGroup(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout_s), ranks)

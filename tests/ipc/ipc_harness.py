@@ -58,7 +58,9 @@ class Job:
         )
 
 
-def _child(function: Callable[..., Any], job: Job, args: tuple[Any, ...], env: dict[str, str], pipe: Connection) -> None:
+def _child(
+    function: Callable[..., Any], job: Job, args: tuple[Any, ...], env: dict[str, str], pipe: Connection
+) -> None:
     faulthandler.enable()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **env})
     started = time.monotonic()
@@ -112,7 +114,10 @@ def run_ranks(
         processes.append(process)
     outcomes = [Outcome(rank) for rank in range(size)]
     deadline = time.monotonic() + limit_s
-    while any(rank < (size if needed is None else needed) for rank in pipes.values()) and (left := deadline - time.monotonic()) > 0:
+    while (
+        any(rank < (size if needed is None else needed) for rank in pipes.values())
+        and (left := deadline - time.monotonic()) > 0
+    ):
         for pipe in wait(list(pipes), timeout=left):
             assert isinstance(pipe, Connection)
             _collect(pipe, outcomes[pipes.pop(pipe)])

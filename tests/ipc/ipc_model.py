@@ -19,7 +19,7 @@ from ray_fracbackend.ipc.schedule import Action, schedule
 TORN = -1
 
 
-class ProtocolViolation(AssertionError):  # noqa: N818 (a finding, not an error of the model)
+class ProtocolViolation(AssertionError):
     """An interleaving in which a rank reads the wrong bytes."""
 
 
@@ -120,7 +120,7 @@ class Explorer:
 
     def _moves(self, state, rank):  # type: ignore[no-untyped-def]
         """States after one micro-step of the rank's stream or host."""
-        pcs, queues, counters, memory, events = state
+        pcs, queues, counters, *_ = state
         result = []
         if queues[rank]:
             moved = self._stream_move(state, rank)

@@ -38,7 +38,9 @@ def run_all_gather(group: Group, dtype: torch.dtype, shape: str, root: int, asyn
     return outputs
 
 
-def run_all_gather_single(group: Group, dtype: torch.dtype, shape: str, root: int, async_op: bool) -> list[torch.Tensor]:
+def run_all_gather_single(
+    group: Group, dtype: torch.dtype, shape: str, root: int, async_op: bool
+) -> list[torch.Tensor]:
     """Result of all_gather_into_tensor, as a list."""
     tensor = make(dtype, shape, dist.get_rank())
     output = torch.empty((dist.get_world_size(), *tensor.shape), dtype=dtype)

@@ -78,9 +78,7 @@ def check_signal(name: str, kind: str, timeout_s: float, allowed: set[str]) -> N
     """Run a collective with a victim at each phase and check what the survivors report."""
     before = sorted(os.listdir("/dev/shm"))
     size = SURVIVORS + len(phases(name))
-    outcomes = run_ranks(
-        struck_by_signal, size, name, kind, timeout_s, limit_s=60, env=SMALL_CHUNKS, needed=SURVIVORS
-    )
+    outcomes = run_ranks(struck_by_signal, size, name, kind, timeout_s, limit_s=60, env=SMALL_CHUNKS, needed=SURVIVORS)
     for reports in values(outcomes[:SURVIVORS]):
         assert [report[0] for report in reports] == [action.name for action in phases(name)]
         for phase, error_type, text, seconds in reports:
@@ -235,7 +233,7 @@ def random_work(job: Job, seed: int) -> tuple[str, float]:
         if own.random() < 0.1:
             time.sleep(own.random() * 0.005)
         if number == last and job.rank == victim:
-            error = error_of(lambda: random_fault(pg, fault, name, shared.choice(phases(name))))
+            error = error_of(lambda name=name: random_fault(pg, fault, name, shared.choice(phases(name))))
             return error[0] or fault, error[2]
         error = error_of(lambda name=name: CALLS[name](pg))
         if error[0]:

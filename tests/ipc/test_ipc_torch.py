@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817 (torch's own abbreviation)
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
 
@@ -61,7 +61,7 @@ def train(group: dist.ProcessGroup, hook: Any = None, no_sync: bool = False, ski
 
 
 def bf16_hook(group, bucket):  # type: ignore[no-untyped-def]  (torch compares annotations by identity)
-    """torch's own hook under another name: by its name torch refuses it wherever there is no CUDA."""
+    """The hook of torch under another name: by its name torch refuses it wherever there is no CUDA."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
@@ -136,7 +136,10 @@ def fsdp(job: Job, backend: str) -> list[torch.Tensor]:
 
     job.init(backend)
     results = []
-    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
+    for policy in (
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    ):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 33), torch.nn.ReLU(), torch.nn.Linear(33, 4))
         mesh = init_device_mesh("cpu", (job.size,))
@@ -164,6 +167,7 @@ def compiled(job: Job, backend: str) -> list[torch.Tensor]:
         return funcol.all_to_all_single(w.repeat(job.size), None, None, group) + funcol.all_reduce(w, "avg", group)[0]
 
     if backend == "gloo":  # Gloo has no AVG
+
         def function(x: torch.Tensor) -> torch.Tensor:
             y = funcol.all_reduce(x * 2, "sum", group)
             z = funcol.all_gather_tensor(y, 0, group)
