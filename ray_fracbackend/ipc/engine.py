@@ -50,6 +50,7 @@ class Engine:
 
     Attributes:
         observer: Called as ``observer(action, chunk)`` before each action; for tests that inject failures.
+        on_failure: Called after a call has failed here, to tell others that shared memory does not reach.
     """
 
     def __init__(self, control: ControlPage, transport: Transport, waiter: Waiter, names: list[str]) -> None:
@@ -57,6 +58,7 @@ class Engine:
         self.num_ranks = control.num_ranks
         self.transport = transport
         self.observer: Callable[[Action, int], None] | None = None
+        self.on_failure: Callable[[], None] | None = None
         self._control = control
         self._waiter = waiter
         self._names = names
@@ -77,13 +79,12 @@ class Engine:
         what = description_text(call.description)
         if self._closed:
             raise GroupClosedError(f"{what}: the process group was shut down or aborted; make a new one.")
-        self._waiter.raise_if_poisoned(what)
         try:
+            self._waiter.raise_if_poisoned(what)
             self._run_actions(call, what, time.monotonic() + timeout_s)
         except BaseException as error:
             # Whatever stopped this rank, it is out of step with the others now: they must not wait for it.
-            reason = str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}"
-            self._waiter.poison(reason)
+            self.fail(str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}")
             raise
 
     def _run_actions(self, call: Call, what: str, deadline: float) -> None:
@@ -126,13 +127,15 @@ class Engine:
         )
 
     def fail(self, reason: str) -> None:
-        """Poison the group: every rank raises with `reason`."""
+        """Poison the group: every rank raises with `reason`, unless another reason came first."""
         self._waiter.poison(reason)
+        if self.on_failure is not None:
+            self.on_failure()
 
     def abort(self, reason: str) -> None:
         """Poison the group so that every rank raises, then close it. May be called again, from any thread."""
         if not self._closed:
-            self._waiter.poison(reason)
+            self.fail(reason)
         self.close()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ Every rank gets bitwise the same result: the leaders' all_reduce gives all leade
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -60,6 +60,14 @@ class HierarchicalCollectives:
         self._names = membership.names
         self._leaders = leaders
         self._everyone = everyone
+        if leaders is not None:
+            local.engine.on_failure = self._hang_up
+
+    def _hang_up(self) -> None:
+        """End the connections to other leaders, so that a failure in this place reaches their places at once."""
+        # Where this torch's Gloo has no abort, the other leaders notice at their timeout.
+        with suppress(RuntimeError, AttributeError):
+            self._leaders.abort()
 
     @contextmanager
     def _poisoning(self, description: bytes) -> Iterator[None]:

@@ -221,6 +221,28 @@ def test_splits_that_disagree_are_named() -> None:
         assert "rank 1 sends 12 bytes to rank 1, which expects 16" in text
 
 
+def killed_between_places(job: Job, victim: int, name: str) -> tuple[str, str, float]:
+    """A rank dies in the second of a few collectives between places."""
+    torch.set_num_threads(1)
+    pg = bare_group(job, "places", job.rank, job.size, 8.0)
+    pg.barrier(options("Barrier"))
+    if job.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(lambda: (CALLS[name](pg), CALLS[name](pg), pg.barrier(options("Barrier"))))
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_death_in_one_place_is_noticed_in_the_other(victim: int, name: str) -> None:
+    """Leader or not, all survivors of both places raise well before the timeout."""
+    env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_PLACE": "aabb"[rank]}  # noqa: E731
+    outcomes = run_ranks(killed_between_places, 4, victim, name, limit_s=20, env=env)
+    for outcome in outcomes[:victim] + outcomes[victim + 1 :]:
+        error_type, text, seconds = values([outcome])[0]
+        assert error_type, outcome
+        assert seconds < 4, (outcome.rank, text)
+
+
 def random_work(job: Job, seed: int) -> tuple[str, float]:
     """Random collectives with random pauses until the group breaks; returns the error and its delay."""
     torch.set_num_threads(1)
