@@ -92,7 +92,9 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         key = (row["operation"], row["num_ranks"], row["num_bytes"])
         medians.setdefault(key, {})[row["backend"]] = row["median_ms"]
-    lines = [f"{'operation':<15}{'ranks':>5}{'KiB':>9}" + "".join(f"{b:>11}" for b in bench.BACKENDS) + f"{'x Gloo':>9}"]
+    lines = [
+        f"{'operation':<15}{'ranks':>5}{'KiB':>9}" + "".join(f"{b:>11}" for b in bench.BACKENDS) + f"{'x Gloo':>9}"
+    ]
     for (operation, ranks, size), by_backend in sorted(medians.items()):
         cells = "".join(f"{by_backend[b]:>11.3f}" if b in by_backend else f"{'-':>11}" for b in bench.BACKENDS)
         lines.append(f"{operation:<15}{ranks:>5}{size >> 10:>9}{cells}{by_backend['gloo'] / by_backend['ipc']:>9.1f}")

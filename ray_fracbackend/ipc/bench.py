@@ -7,6 +7,7 @@ Runs in the caller's process (no process group needed there) and in the ranks; i
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import ray_fracbackend.ipc  # noqa: F401 (as a script this module has to register the backend itself)
+from ray_fracbackend.ipc.torch_compat import TCPStore
 
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "ddp_step")
 BACKENDS = ("ipc", "gloo", "copy", "open_mpi")
@@ -63,30 +65,44 @@ def run_benchmark(
     Raises:
         RuntimeError: A rank failed; the message has its output.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spec = {"size": num_ranks, "port": store.port, "operations": operations, "sizes": sizes, "rounds": rounds}
     command = [sys.executable, "-m", "ray_fracbackend.ipc.bench", json.dumps({**spec, "mpi": mpirun is not None})]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if mpirun is not None:
-        ranks = [subprocess.Popen([*mpirun, *command], env=environment, **pipes)]  # type: ignore[call-overload]
-    else:
-        ranks = [
-            subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes)  # type: ignore[call-overload]
-            for rank in range(num_ranks)
-        ]
-    rows: list[Row] = []
-    for line in ranks[0].stdout:
-        if line.startswith("{"):
-            message = json.loads(line)
-            rows += message.get("rows", [])
-            if progress is not None and "done" in message:
-                progress(message["done"], message["total"], message["what"])
+    # mpirun starts all ranks and tells each its number itself.
+    commands = [command] * num_ranks if mpirun is None else [[*mpirun, *command]]
+    ranks = [
+        subprocess.Popen(
+            line,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, line in enumerate(commands)
+    ]
+    rows, other = _read(ranks[0], progress)
     for process in ranks:
-        _, errors = process.communicate()
+        rest, _ = process.communicate()
         if process.returncode:
-            raise RuntimeError(f"A rank of the benchmark ended with code {process.returncode}: {errors[-4000:]}")
+            output = (other + rest)[-4000:]
+            raise RuntimeError(f"A rank of the benchmark ended with code {process.returncode}: {output}")
     return rows
+
+
+def _read(process: subprocess.Popen[str], progress: Callable[[int, int, str], None] | None) -> tuple[list[Row], str]:
+    """Rows from rank 0's messages, and whatever else it printed."""
+    rows: list[Row] = []
+    other = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if not line.startswith("{"):
+            other += line
+            continue
+        message = json.loads(line)
+        rows += message.get("rows", [])
+        if progress is not None and "done" in message:
+            progress(message["done"], message["total"], message["what"])
+    return rows, other
 
 
 def _calls(num_bytes: int) -> int:
@@ -100,12 +116,14 @@ def _collective(operation: str, num_bytes: int, group: Any) -> Callable[[], Any]
     part = torch.ones(whole.numel() // size)
     if operation == "all_reduce":
         # Zeros stay zeros however often they are summed.
-        return lambda tensor=torch.zeros_like(whole): dist.all_reduce(tensor, group=group)
+        whole.zero_()
+        return lambda: dist.all_reduce(whole, group=group)
     if operation == "broadcast":
         return lambda: dist.broadcast(whole, 0, group=group)
+    parts = list(whole.chunk(size))
     if operation == "all_gather":
-        return lambda parts=list(whole.chunk(size)): dist.all_gather(parts, part, group=group)
-    return lambda parts=list(whole.chunk(size)): dist.reduce_scatter(part, parts, group=group)
+        return lambda: dist.all_gather(parts, part, group=group)
+    return lambda: dist.reduce_scatter(part, parts, group=group)
 
 
 def _open_mpi(operation: str, num_bytes: int, mpi: Any) -> Callable[[], Any]:
@@ -196,11 +214,9 @@ def _rank_main(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     mpi = None
     if spec["mpi"]:
-        from mpi4py import MPI
-
-        mpi = MPI
+        mpi = importlib.import_module("mpi4py.MPI")
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
-    store = dist.TCPStore("127.0.0.1", spec["port"], is_master=False, timeout=_TIMEOUT)
+    store = TCPStore("127.0.0.1", spec["port"], is_master=False, timeout=_TIMEOUT)
     dist.init_process_group("ipc", store=store, rank=rank, world_size=spec["size"], timeout=_TIMEOUT)
     for message in _measure(spec, mpi):
         if rank == 0:

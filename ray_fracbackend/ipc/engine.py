@@ -16,6 +16,9 @@ from .schedule import Action, schedule
 from .transport import Transport
 from .waiting import Waiter
 
+# Looking an enum's member up costs as much as comparing it, and there are several of both per call.
+_SIGN, _PUT, _FOLD, _PUBLISH, _AWAIT, _CHECK, _TAKE = Action
+
 ChunkFunction = Callable[[int, int], None]
 
 
@@ -90,28 +93,28 @@ class Engine:
     def _run_actions(self, call: Call, what: str, deadline: float) -> None:
         first = self._step + 1
         transport, waiter, observer = self.transport, self._waiter, self.observer
-        for action, chunk, offset in schedule(call.num_chunks, two_passes=call.fold is not None):
+        for action, chunk, offset in schedule(call.num_chunks, call.fold is not None):
             step = first + offset
             if observer is not None:
                 observer(action, chunk)
-            if action is Action.PUT:
+            if action is _PUT:
                 if call.put is not None:
                     call.put(chunk, step)
-            elif action is Action.PUBLISH:
+            elif action is _PUBLISH:
                 transport.record(step)
                 waiter.publish(step)
                 self._step = step
-            elif action is Action.AWAIT:
+            elif action is _AWAIT:
                 for peer in self._peers:
                     waiter.wait(peer, step, deadline, what)
                     transport.wait(peer, step)
-            elif action is Action.TAKE:
+            elif action is _TAKE:
                 if call.take is not None:
                     call.take(chunk, step)
-            elif action is Action.FOLD:
+            elif action is _FOLD:
                 assert call.fold is not None
                 call.fold(chunk, step)
-            elif action is Action.SIGN:
+            elif action is _SIGN:
                 self._control.describe(step, call.description)
             else:
                 self._check(call.description, step)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .engine import Call, Engine
+from .engine import Call, ChunkFunction, Engine
 from .reductions import Reduction
 from .staging import as_bytes, share_memory
 
@@ -79,46 +79,62 @@ class LocalCollectives:
         timeout_s: float,
         final: bool = True,
     ) -> None:
-        dtype, numel, memory, own = tensor.dtype, tensor.numel(), self._memory, self.rank
-        per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
-        split = self.num_ranks >= self._two_pass_ranks and numel * tensor.itemsize > _ONE_PASS_BYTES and final
+        dtype, own, memory = tensor.dtype, self.rank, self._memory
+        per_chunk, num_chunks = self._chunking(tensor.shape[0], tensor.itemsize)
+
+        def put(chunk: int, step: int) -> None:
+            piece = tensor if num_chunks == 1 else tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
+            put_scaled(memory.slots(step, dtype, 0, piece.shape[0])[own], piece, factor)
+
+        if self.num_ranks >= self._two_pass_ranks and tensor.nbytes > _ONE_PASS_BYTES and final:
+            call = self._split_reduction(tensor, out, reduction, description, put)
+            self.engine.run(call, timeout_s)
+            return
         # Two ranks can read their own part where it is; with more, the output would overwrite it too early.
         from_slot = self.num_ranks != 2 or factor is not None
 
-        def piece_of(whole: torch.Tensor, chunk: int) -> torch.Tensor:
-            return whole if num_chunks == 1 else whole[chunk * per_chunk : (chunk + 1) * per_chunk]
-
-        def put(chunk: int, step: int) -> None:
-            piece = piece_of(tensor, chunk)
-            put_scaled(memory.slots(step, dtype, 0, piece.shape[0])[own], piece, factor)
-
         def take(chunk: int, step: int) -> None:
             assert out is not None
-            piece = piece_of(out, chunk)
+            piece, source = out, tensor
+            if num_chunks > 1:
+                low = chunk * per_chunk
+                piece, source = out[low : low + per_chunk], tensor[low : low + per_chunk]
             inputs = memory.slots(step, dtype, 0, piece.shape[0])
             if not from_slot:
-                inputs = inputs.copy()
-                inputs[own] = piece_of(tensor, chunk)
+                inputs = [source, inputs[1]] if own == 0 else [inputs[0], source]
             reduction.reduce(piece, inputs, final=final)
+
+        self.engine.run(Call(description, num_chunks, put, take if out is not None else None), timeout_s)
+
+    def _split_reduction(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor | None,
+        reduction: Reduction,
+        description: bytes,
+        put: ChunkFunction,
+    ) -> Call:
+        """A reduction in two passes: each rank folds its share of a chunk, then all take all shares."""
+        dtype, numel, own, memory, size = tensor.dtype, tensor.shape[0], self.rank, self._memory, self.num_ranks
+        per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
 
         def bounds(chunk: int, rank: int) -> tuple[int, int]:
             n = min(per_chunk, numel - chunk * per_chunk)
-            return n * rank // self.num_ranks, n * (rank + 1) // self.num_ranks
+            return n * rank // size, n * (rank + 1) // size
 
         def fold(chunk: int, step: int) -> None:
             low, high = bounds(chunk, own)
             shares = memory.slots(step - 1, dtype, low, high)
             reduction.reduce(memory.folded(step, dtype, 0, high - low)[own], shares)
 
-        def take_folded(chunk: int, step: int) -> None:
+        def take(chunk: int, step: int) -> None:
             assert out is not None
-            piece = piece_of(out, chunk)
-            for r in range(self.num_ranks):
+            piece = out[chunk * per_chunk : (chunk + 1) * per_chunk]
+            for r in range(size):
                 low, high = bounds(chunk, r)
                 piece[low:high].copy_(memory.folded(step, dtype, 0, high - low)[r])
 
-        taking = (take_folded if split else take) if out is not None else None
-        self.engine.run(Call(description, num_chunks, put, taking, fold if split else None), timeout_s)
+        return Call(description, num_chunks, put, take if out is not None else None, fold)
 
     def broadcast(self, tensor: torch.Tensor, root: int, description: bytes, timeout_s: float) -> None:
         """Copy the root's `tensor` into everybody's."""

@@ -82,7 +82,7 @@ def two_pass(num_chunks: int) -> Iterator[Entry]:
 _MAX_KEPT_CHUNKS = 64
 
 
-def schedule(num_chunks: int, *, two_passes: bool) -> Iterable[Entry]:
+def schedule(num_chunks: int, two_passes: bool) -> Iterable[Entry]:
     """The actions of `one_pass` or `two_pass`; short sequences are kept for the next call."""
     if num_chunks <= _MAX_KEPT_CHUNKS:
         return _kept(num_chunks, two_passes)

@@ -21,6 +21,7 @@ ReduceOp: Any = dist.ReduceOp
 RedOpType: Any = dist.ReduceOp.RedOpType
 Work: Any = dist.Work
 PrefixStore: Any = _distributed_c10d.PrefixStore
+TCPStore: Any = _distributed_c10d.TCPStore
 
 
 def is_registered(name: str) -> bool:

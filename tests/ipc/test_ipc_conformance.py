@@ -144,16 +144,21 @@ REDUCERS: dict[str, tuple[Callable[..., torch.Tensor | None], Callable[..., torc
 }
 
 
+def ways(size: int, number: int) -> list[bool]:
+    """Values of async_op: both in small worlds, alternating from case to case in large ones, which are slow here."""
+    return [False, True] if size < 4 else [bool(number % 2)]
+
+
 def check_movers(gloo: Group, dtypes: list[torch.dtype]) -> list[str]:
     """Failures of the collectives that only copy, over element types, shapes and both kinds of call."""
     bad = []
     size = dist.get_world_size()
-    for number, (name, (run, expect)) in enumerate(MOVERS.items()):
+    for place, (name, (run, expect)) in enumerate(MOVERS.items()):
         for dtype in dtypes:
-            for shape in ref.SHAPES:
+            for number, shape in enumerate(ref.SHAPES, place):
                 root = (number + len(shape)) % size
                 expected = expect(dtype, shape, root)
-                for async_op in (False, True):
+                for async_op in ways(size, number):
                     actual = run(dist.group.WORLD, dtype, shape, root, async_op)
                     if len(actual) != len(expected) or not all(map(same, actual, expected)):
                         bad.append(f"{name} {dtype} {shape} root {root} async {async_op}")
@@ -169,16 +174,16 @@ def check_reducers(gloo: Group, dtypes: list[torch.dtype]) -> list[str]:
     """Failures of the reducing collectives, over element types, operations, shapes and both kinds of call."""
     bad = []
     size = dist.get_world_size()
-    for number, (name, (run, expect)) in enumerate(REDUCERS.items()):
+    for place, (name, (run, expect)) in enumerate(REDUCERS.items()):
         for dtype in dtypes:
             for op in ref.ops_of(dtype):
                 # torch lets complex through only here.
                 if dtype.is_complex and name != "all_reduce":
                     continue
-                for shape in ref.SHAPES:
+                for number, shape in enumerate(ref.SHAPES, place + op.value):
                     root = (number + len(shape)) % size
                     expected = expect(dtype, op, shape, root)
-                    for async_op in (False, True):
+                    for async_op in ways(size, number):
                         actual = run(dist.group.WORLD, dtype, op, shape, root, async_op)
                         if expected is not None and (actual is None or not same(actual, expected)):
                             bad.append(f"{name} {dtype} {op.name} {shape} root {root} async {async_op}")
@@ -219,10 +224,10 @@ def test_every_collective_matches_reference_and_gloo(size: int) -> None:
 
 
 # One letter a rank: its place. Interleaved and uneven on purpose.
-@pytest.mark.parametrize("places", ["ab", "aab", "abba", "abacb"])
+@pytest.mark.parametrize("places", ["aab", "abba", "abacb"])
 def test_every_collective_is_right_between_places(places: str) -> None:
     """Ranks in several places, uneven and interleaved, get the exact reference results too."""
-    dtypes = [torch.float32, torch.bfloat16, torch.int32, torch.uint16, torch.bool]
+    dtypes = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
 
     def env(rank: int) -> dict[str, str]:
         return {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_PLACE": places[rank]}
