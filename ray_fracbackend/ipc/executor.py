@@ -3,11 +3,15 @@
 A synchronous call runs in the caller's thread once earlier ones are through. An asynchronous one is queued for a
 worker thread, so that ranks may start calls of different groups in different orders, as with Gloo; if the caller waits
 before the worker got to it, the caller runs it, which saves the change of threads.
+
+Callbacks of futures run outside of the turn, and while a worker is in one, another worker serves the queue: a callback
+may launch a call of the same group and wait for it (DDP's PowerSGD hook does).
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -22,18 +26,17 @@ class Task:
 
     Attributes:
         error: What it raised, or None.
-        on_done: Called once after the call, in the thread that ran it.
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function: Callable[[], None] | None = function
         self._finished = threading.Event()
         self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
         self.error: BaseException | None = None
-        self.on_done: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        """Do the work and keep its error."""
+        """Do the work and keep its error; the caller runs `call_back` afterwards."""
         function, self._function = self._function, None
         assert function is not None
         try:
@@ -43,24 +46,23 @@ class Task:
         del function  # the tensors it holds may go now
         with self._lock:
             self._finished.set()
-            callbacks, self.on_done = self.on_done, []
+
+    def call_back(self) -> None:
+        """Run what `when_done` left."""
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
-    def fail(self, error: BaseException) -> None:
-        """End a call that never ran."""
-
-        def raise_error() -> None:
-            raise error
-
-        self._function = raise_error
-        self.run()
+    def has_callbacks(self) -> bool:
+        """Whether `call_back` has something to run."""
+        return bool(self._callbacks)
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` after the work, at once if it is done."""
         with self._lock:
             if not self._finished.is_set():
-                self.on_done.append(callback)
+                self._callbacks.append(callback)
                 return
         callback()
 
@@ -77,22 +79,33 @@ class Executor:
     """Runs one group's calls in order.
 
     Args:
-        name: Of the worker thread, for debuggers.
+        name: Of its threads, for debuggers.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        # Held while a call runs.
         self._turn = threading.Lock()
         self._queue: deque[Task] = deque()
-        self._wakeup = threading.Condition()
-        self._worker: threading.Thread | None = None
+        # The lock guards what follows. A worker is active (serving the queue), idle, or in a callback.
+        self._lock = threading.Lock()
+        self._wakeups = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+        self._num_active = 0
+        self._num_idle = 0
         self._closed = False
 
     def run(self, function: Callable[[], None]) -> None:
         """Run `function` in this thread, after everything queued before."""
-        with self._turn:
-            self._drain(None)
-            function()
+        done: list[Task] = []
+        try:
+            with self._turn:
+                if self._queue:
+                    done = self._drain(None)
+                function()
+        finally:
+            for task in done:
+                task.call_back()
 
     def submit(self, function: Callable[[], None]) -> Task:
         """Queue `function`.
@@ -101,52 +114,82 @@ class Executor:
             GroupClosedError: The executor was closed.
         """
         task = Task(function)
-        with self._wakeup:
+        with self._lock:
             if self._closed:
                 raise GroupClosedError("The process group was shut down or aborted; make a new one.")
             self._queue.append(task)
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._worker.start()
-            self._wakeup.notify()
+            self._activate()
         return task
 
     def finish(self, task: Task) -> None:
         """Return once `task` is over, running it here if nobody has begun it."""
-        if not task.is_done():
-            with self._turn:
-                if not task.is_done():
-                    self._drain(task)
+        if task.is_done():
+            return
+        with self._turn:
+            done = [] if task.is_done() else self._drain(task)
+        for finished in done:
+            finished.call_back()
 
-    def _drain(self, last: Task | None) -> None:
+    def _drain(self, last: Task | None) -> list[Task]:
         # The caller holds the turn, so the queue's head cannot be run by anybody else.
+        done = []
         while self._queue:
             task = self._queue.popleft()
             task.run()
+            done.append(task)
             if task is last:
-                return
+                break
+        return done
+
+    def _activate(self) -> None:
+        """With the lock held: see to it that somebody serves the queue."""
+        if self._num_active or not self._queue:
+            return
+        self._num_active += 1
+        if self._num_idle:
+            self._num_idle -= 1
+            self._wakeups.release()
+        else:
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _work(self) -> None:
         while True:
-            with self._wakeup:
-                while not self._queue and not self._closed:
-                    self._wakeup.wait()
-                if self._closed and not self._queue:
-                    return
             with self._turn:
+                done = self._drain(self._queue[0]) if self._queue else []
+            if done and done[0].has_callbacks():
+                with self._lock:
+                    self._num_active -= 1
+                    self._activate()
+                done[0].call_back()
+                with self._lock:
+                    self._num_active += 1
+            if done:
+                continue
+            with self._lock:
                 if self._queue:
-                    self._drain(self._queue[0])
+                    continue
+                self._num_active -= 1
+                if self._closed:
+                    return
+                self._num_idle += 1
+            self._wakeups.acquire()
 
     def close(self, timeout_s: float) -> bool:
         """Take no more calls; wait up to `timeout_s` seconds for those queued. Returns whether all are over."""
-        with self._wakeup:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
             self._closed = True
-            self._wakeup.notify_all()
-            worker = self._worker
-        if worker is not None and worker is not threading.current_thread():
-            worker.join(timeout_s)
+            self._num_active += self._num_idle
+            for _ in range(self._num_idle):
+                self._wakeups.release()
+            self._num_idle = 0
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
         # A synchronous call of another thread holds the turn.
-        free = self._turn.acquire(timeout=timeout_s)
+        free = self._turn.acquire(timeout=max(0.0, deadline - time.monotonic()))
         if free:
             self._turn.release()
         return free and not self._queue

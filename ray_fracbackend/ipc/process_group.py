@@ -167,7 +167,22 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
         return CompletedWork(results)
 
     def _launch(self, opts: Any, function: Callable[[], None], results: list[torch.Tensor]) -> Any:
-        """Run `function` now or, if the caller does not wait, queue it; `results` become the future's value."""
+        """Run a call through shared memory; `results` become the future's value."""
+
+        def guarded() -> None:
+            try:
+                function()
+            except (IpcError, ValueError):
+                # Wrong arguments are found before anything is published, and are as wrong on the other ranks.
+                raise
+            except BaseException as error:
+                self._local.engine.fail(f"{type(error).__name__}: {error}")
+                raise
+
+        return self._execute(opts, guarded, results)
+
+    def _execute(self, opts: Any, function: Callable[[], None], results: list[torch.Tensor]) -> Any:
+        """Run `function` now or, if the caller does not wait, queue it."""
         for result in results:
             if result.is_inference():
                 function = _in_inference_mode(function)
@@ -186,13 +201,10 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
 
         def function() -> None:
             self._collectives.barrier(description, timeout_s)
-            try:
-                start().wait()
-            except RuntimeError as error:
-                self._local.engine.fail(f"Gloo: {error}")
-                raise
+            # Gloo tells the other ranks itself, and what it merely cannot do must not break the group.
+            start().wait()
 
-        return self._launch(opts, function, results)
+        return self._execute(opts, function, results)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default time limit of later collectives."""

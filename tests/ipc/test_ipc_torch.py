@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 from ipc_harness import Job, run_ranks, values
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -47,8 +47,12 @@ def batch(rank: int, step: int) -> torch.Tensor:
 def train(group: dist.ProcessGroup, hook: Any = None, no_sync: bool = False, skip: bool = False, **options: Any) -> Any:
     """Train a fresh model under DDP for some steps; returns its state."""
     torch.manual_seed(0)
-    model = DDP(Net(), process_group=group, bucket_cap_mb=0.01, **options)
-    if hook is not None:
+    # One bucket under PowerSGD: with several, the order of what its callbacks launch would be a race on any backend.
+    buckets = 25 if hook is powerSGD_hook.powerSGD_hook else 0.01
+    model = DDP(Net(), process_group=group, bucket_cap_mb=buckets, **options)
+    if hook is powerSGD_hook.powerSGD_hook:
+        model.register_comm_hook(powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2), hook)
+    elif hook is not None:
         model.register_comm_hook(group, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
@@ -73,6 +77,8 @@ DDP_CASES: dict[str, dict[str, Any]] = {
     "no_sync": {"no_sync": True},
     "fp16 hook": {"hook": default_hooks.fp16_compress_hook},
     "bf16 hook": {"hook": bf16_hook},
+    # Its callbacks launch further collectives and wait for them.
+    "PowerSGD hook": {"hook": powerSGD_hook.powerSGD_hook},
     "allreduce hook": {"hook": default_hooks.allreduce_hook},
 }
 
@@ -332,6 +338,22 @@ def odd_uses(job: Job) -> list[str]:
     chained = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(lambda f: f.value()[0] * 5)
     if chained.wait().tolist() != [10.0] * 2:
         bad.append("future chain")
+
+    def more(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        tensor = future.value()[0]
+        dist.all_reduce(tensor)
+        return dist.all_reduce(tensor, async_op=True).get_future().then(nested).wait()
+
+    def nested(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+
+    for _ in range(5):
+        if dist.all_reduce(torch.ones(2), async_op=True).get_future().then(more).wait().tolist() != [16.0] * 2:
+            bad.append("collectives inside callbacks")
+    with contextlib.suppress(RuntimeError):
+        dist.all_reduce(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
+        bad.append("quantized tensor")
+    dist.all_reduce(torch.ones(2))
     return bad
 
 
