@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,25 @@ def versions() -> dict[str, str]:
         text = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
         result["open_mpi"] = text.splitlines()[0]
     return result
+
+
+class OthersShare:
+    """How much of the machine's CPU time went to other processes since this object was made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        own_ticks = sum(usage.ru_utime + usage.ru_stime for usage in own) * os.sysconf("SC_CLK_TCK")
+        return sum(ticks), ticks[3] + ticks[4], own_ticks
+
+    def __call__(self) -> float:
+        """A number from 0 (nothing else ran) to 1."""
+        total, idle, own = (now - then for now, then in zip(self._now(), self._start, strict=True))
+        return round(max(0.0, total - idle - own) / total, 3)
 
 
 class Progress:
@@ -111,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     now = datetime.now(timezone.utc)
-    load_before, rows = os.getloadavg(), []
+    load_before, others, rows = os.getloadavg(), OthersShare(), []
     for num_ranks in arguments.ranks:
         progress = Progress(f"{num_ranks} ranks")
         rows += bench.run_benchmark(
@@ -131,6 +151,7 @@ def main() -> None:
         "settings": {"threads_per_rank": 1, "rounds": arguments.rounds, "dtype": "float32"},
         "load_average_before": load_before,
         "load_average_after": os.getloadavg(),
+        "cpu_share_of_other_processes": others(),
         "rows": rows,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
