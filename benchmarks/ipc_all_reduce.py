@@ -126,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tries", type=int, default=8, help="of a case, until other processes leave the machine alone")
     parser.add_argument("--operations", nargs="+", default=list(bench.OPERATIONS), choices=bench.OPERATIONS)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(bench.SIZES), help="bytes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -139,6 +140,7 @@ def main() -> None:
             operations=arguments.operations,
             sizes=arguments.sizes,
             rounds=arguments.rounds,
+            tries=arguments.tries,
             mpirun=mpirun(num_ranks),
             progress=progress,
         )
@@ -148,7 +150,7 @@ def main() -> None:
         "date": now.isoformat(timespec="seconds"),
         "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "caches": caches()},
         "versions": versions(),
-        "settings": {"threads_per_rank": 1, "rounds": arguments.rounds, "dtype": "float32"},
+        "settings": {"threads_per_rank": 1, "rounds": arguments.rounds, "tries": arguments.tries, "dtype": "float32"},
         "load_average_before": load_before,
         "load_average_after": os.getloadavg(),
         "cpu_share_of_other_processes": others(),

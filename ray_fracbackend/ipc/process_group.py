@@ -41,7 +41,7 @@ def _in_inference_mode(function: Callable[[], None]) -> Callable[[], None]:
 
 def in_host_memory(*tensors: torch.Tensor) -> bool:
     """Whether shared host memory can carry these tensors: on the CPU, dense, not quantized."""
-    for tensor in tensors:  # noqa: SIM110 (a generator costs as much as the whole check)
+    for tensor in tensors:
         if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
             return False
     return True

@@ -110,22 +110,28 @@ class Waiter:
 
     def _raise_if_hopeless(self, peer: int, step: int, deadline: float, what: str) -> None:
         self.raise_if_poisoned(what)
-        name = self._names[peer]
-        closed, alive = self._control.is_closed(peer), self._peers[peer].is_alive()
-        late = time.monotonic() >= deadline
-        if alive and not closed and not late:
+        # Whoever has not come yet must still be able to, not only the one that happens to be waited for first.
+        for rank in range(self._control.num_ranks):
+            if self._words[self._counters[rank]] < step and rank != self._control.rank:
+                self._raise_if_gone(rank, step, what)
+        if time.monotonic() >= deadline and self._words[self._counters[peer]] < step:
+            process = self._peers[peer]
+            raise CollectiveTimeoutError(
+                f"{self._names[peer]} (pid {process.pid}, {process.state()}) did not reach {what} in time; "
+                f"look there first, or raise the group's timeout."
+            )
+
+    def _raise_if_gone(self, rank: int, step: int, what: str) -> None:
+        closed, alive = self._control.is_closed(rank), self._peers[rank].is_alive()
+        if alive and not closed:
             return
+        # It may have published the step and left since the counter was read.
         self.acquire_fence()
-        if self._words[self._counters[peer]] >= step:
+        if self._words[self._counters[rank]] >= step:
             return
-        if not alive:
-            raise PeerLostError(f"{name} (pid {self._peers[peer].pid}) died before it reached {what}.")
-        if closed:
-            raise PeerLostError(f"{name} shut its process group down before it reached {what}.")
-        raise CollectiveTimeoutError(
-            f"{name} (pid {self._peers[peer].pid}, {self._peers[peer].state()}) did not reach {what} in time; "
-            f"look there first, or raise the group's timeout."
-        )
+        if alive:
+            raise PeerLostError(f"{self._names[rank]} shut its process group down before it reached {what}.")
+        raise PeerLostError(f"{self._names[rank]} (pid {self._peers[rank].pid}) died before it reached {what}.")
 
     def raise_if_poisoned(self, what: str) -> None:
         """Raise what another rank poisoned the group with.

@@ -221,6 +221,26 @@ def test_splits_that_disagree_are_named() -> None:
         assert "rank 1 sends 12 bytes to rank 1, which expects 16" in text
 
 
+def busy_and_dead(job: Job) -> tuple[str, str, float]:
+    """Rank 1, the first that rank 0 waits for, is busy for long; rank 2 dies meanwhile."""
+    pg = bare_group(job, "busy", job.rank, job.size, 30.0)
+    pg.barrier(options("Barrier"))
+    if job.rank == 1:
+        time.sleep(4)
+    elif job.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(lambda: pg.barrier(options("Barrier")))
+
+
+def test_a_death_is_noticed_while_another_rank_is_waited_for() -> None:
+    """Rank 0 does not sit out rank 1's delay before it looks at rank 2."""
+    outcomes = run_ranks(busy_and_dead, 3, limit_s=20)
+    error_type, text, seconds = values(outcomes[:1])[0]
+    assert (error_type, "rank 2" in text) == ("PeerLostError", True)
+    assert seconds < 2
+    assert values(outcomes[1:2])[0][0] == "GroupPoisonedError"
+
+
 def killed_between_places(job: Job, victim: int, name: str) -> tuple[str, str, float]:
     """A rank dies in the second of a few collectives between places."""
     torch.set_num_threads(1)

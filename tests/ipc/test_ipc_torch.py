@@ -347,9 +347,9 @@ def odd_uses(job: Job) -> list[str]:
     def nested(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
 
-    for _ in range(5):
-        if dist.all_reduce(torch.ones(2), async_op=True).get_future().then(more).wait().tolist() != [16.0] * 2:
-            bad.append("collectives inside callbacks")
+    chained = [dist.all_reduce(torch.ones(2), async_op=True).get_future().then(more).wait() for _ in range(5)]
+    if [tensor.tolist() for tensor in chained] != [[16.0] * 2] * 5:
+        bad.append("collectives inside callbacks")
     with contextlib.suppress(RuntimeError):
         dist.all_reduce(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
         bad.append("quantized tensor")
