@@ -9,9 +9,10 @@ A counter is an aligned 8-byte word, which CPython reads and writes in one acces
 * ``full_fence`` between storing a counter and reading whether somebody sleeps on it (and the other way round in
   the sleeper), so that no wake-up is lost.
 
-x86-64 keeps stores in order and loads in order (TSO), so the first two need no instruction there, and any locked
-instruction is the third: acquiring a ``threading.Lock`` is one. Other CPUs get ``atomic_thread_fence`` of
-libatomic for all three; without libatomic `ordering_support` refuses them.
+x86-64 keeps loads in order, so the second needs no instruction there. A locked instruction is the third: acquiring a
+``threading.Lock`` is one. It also serves as the first: ordinary stores stay in order anyway (TSO), but the non-temporal
+ones that a copy routine may use for large blocks do not. Other CPUs get ``atomic_thread_fence`` of libatomic for all
+three; without libatomic `ordering_support` refuses them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _libatomic_fence() -> Callable[[], None] | None:
 
 
 def _no_fence() -> None:
-    """On x86-64 loads and stores of one kind are not reordered."""
+    """On x86-64 loads are not reordered."""
 
 
 def _locked_fence() -> Callable[[], None]:
@@ -92,10 +93,11 @@ def make_fences() -> tuple[Callable[[], None], Callable[[], None], Callable[[], 
     if reason is not None:
         raise RuntimeError(f"No memory ordering: {reason}.")
     if platform.machine() == "x86_64":
-        return _no_fence, _no_fence, _locked_fence()
-    fence = _libatomic_fence()
-    assert fence is not None
-    return fence, fence, fence
+        fence = _locked_fence()
+        return fence, _no_fence, fence
+    atomic_fence = _libatomic_fence()
+    assert atomic_fence is not None
+    return atomic_fence, atomic_fence, atomic_fence
 
 
 class Futex:

@@ -185,7 +185,7 @@ class Executor:
             for _ in range(self._num_idle):
                 self._wakeups.release()
             self._num_idle = 0
-        for thread in self._threads:
+        for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         # A synchronous call of another thread holds the turn.
