@@ -112,8 +112,8 @@ def _plan_missing_cuda(workers: Sequence[WorkerFacts], options: StartOptions) ->
             "or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU.",
             ranks=ranks,
         )
-    if options.backend == "ipc":
-        return ipc_host_plan(workers, found)
+    if options.backend == "ipc" or (options.backend == "auto" and options.on_shared_device == "ipc"):
+        return ipc_host_plan(workers, f"{found}: training on the CPU")
     plan = gloo_plan(workers, f"{found}: training on the CPU with gloo", device_type="cpu")
     if options.backend not in ("auto", "gloo"):
         plan = replace(plan, warnings=(f"backend={options.backend!r} needs CUDA devices: using gloo",))

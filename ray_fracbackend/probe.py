@@ -24,11 +24,12 @@ import torch.distributed as dist
 from ray_fracbackend import ray_compat
 from ray_fracbackend.environment import user_environment
 from ray_fracbackend.facts import DeviceFacts, NcclVersion, WorkerFacts
+from ray_fracbackend.ipc.support import host_memory_support
 from ray_fracbackend.network import network_facts
 from ray_fracbackend.store import hold_store
 
 _ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV", "TORCHELASTIC_USE_AGENT_STORE")
-_NO_IPC = "this version of ray_fracbackend has no ipc backend"
+_NO_DEVICE_IPC = "the ipc backend carries host memory only in this version"
 
 
 def probe_worker(
@@ -72,8 +73,8 @@ def probe_worker(
         nccl_version=loaded_nccl_version(),
         gloo_available=dist.is_gloo_available(),
         mps_reachable=mps_reachable(),
-        ipc_host_memory_missing=_NO_IPC,
-        ipc_device_memory_missing=_NO_IPC,
+        ipc_host_memory_missing=host_memory_support(),
+        ipc_device_memory_missing=_NO_DEVICE_IPC,
         env={name: value for name, value in user_environment().items() if name.startswith(_ENV_PREFIXES)},
         network=network_facts(boot_id(), master_addr, store_port),
     )

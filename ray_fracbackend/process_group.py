@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from ray_fracbackend import environment, ray_compat, report, store
+from ray_fracbackend import environment, ipc, ray_compat, report, store
 from ray_fracbackend.errors import FracBackendError, RendezvousError
 from ray_fracbackend.interfaces import IFNAME
 from ray_fracbackend.network import check_gloo_device, route_interface
@@ -162,8 +162,11 @@ def _connects_at_init(instruction: StartInstruction) -> bool:
 
 
 def _set_group_timeout(instruction: StartInstruction) -> None:
-    if _connects_at_init(instruction):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=instruction.timeout_s))
+    timeout = timedelta(seconds=instruction.timeout_s)
+    if instruction.backend == ipc.BACKEND_NAME:
+        distributed_c10d._get_default_group().set_timeout(timeout)
+    elif _connects_at_init(instruction):
+        distributed_c10d._set_pg_timeout(timeout)
 
 
 def _advice(instruction: StartInstruction) -> str:

@@ -22,6 +22,7 @@ from ray_fracbackend import (
 from ray_fracbackend import backend as backend_module
 from ray_fracbackend.backend import FracTorchBackend
 from ray_fracbackend.gather import WorkerDiedError
+from ray_fracbackend.ipc import host_memory_support
 from ray_fracbackend.start_plan import StartPlan
 from tests.ray.conftest import HALF_GPU, ONE_CPU, import_package, wait_until
 
@@ -361,3 +362,16 @@ def alive(pid):
     except ProcessLookupError:
         return False
     return True
+
+
+def ipc_state():
+    import torch.distributed as dist
+
+    return dist.get_backend(), dist.group.WORLD._timeout_s
+
+
+@pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
+def test_ipc_by_name(pair):
+    """backend='ipc' starts the shared-memory group, verified, with the user's own timeout once it runs."""
+    start(pair, backend="ipc", timeout_s=77)
+    assert pair.execute(ipc_state) == [("ipc", 77.0)] * 2

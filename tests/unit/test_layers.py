@@ -53,6 +53,17 @@ def test_private_ray_names_live_in_one_module():
     assert {path for path, _ in private} == {"ray_compat.py"}
 
 
+@pytest.mark.parametrize("path", sorted((_PACKAGE / "ipc").glob("*.py")), ids=lambda path: path.stem)
+def test_ipc_knows_nothing_of_ray(path):
+    """The ipc backend needs the standard library and torch alone, and nothing of the rest of the package."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    foreign = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
+    assert {module.split(".")[0] for module in foreign} <= {"torch", "mpi4py", "ray_fracbackend"}
+    assert all(module.startswith("ray_fracbackend.ipc") for module in foreign if module.startswith("ray_fracbackend"))
+
+
 def test_verification_works_without_ray():
     """verify_process_group and the errors can be used where Ray is not installed."""
     code = "import sys; sys.modules['ray'] = None; from ray_fracbackend import verify_process_group, FracBackendError"

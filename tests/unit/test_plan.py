@@ -99,6 +99,13 @@ class TestMissingCuda:
         assert found.backend == "gloo"
         assert "backend='nccl' needs CUDA devices" in found.warnings[0]
 
+    @pytest.mark.parametrize("options", [{"backend": "ipc"}, {"on_shared_device": "ipc"}])
+    def test_cpu_with_ipc(self, options):
+        """ipc by name or by policy is kept on the CPU, on host memory."""
+        workers = job(None, None, resources={"GPU": 0.5}, cuda_missing="no driver", ipc_host_memory_missing=None)
+        found = plan(workers, on_missing_cuda="cpu", **options)
+        assert (found.backend, found.device_type) == ("ipc", "cpu")
+
 
 class TestOwnDevices:
     """Rows 4 and 5: nothing is shared."""

@@ -1,0 +1,53 @@
+"""The ipc backend under Ray Train: chosen by name, started, verified, and as right as Gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from ray_fracbackend import FracTorchConfig
+from ray_fracbackend.ipc import host_memory_support
+from tests.ray import getting_started
+from tests.ray.conftest import HALF_GPU
+
+pytestmark = [
+    pytest.mark.usefixtures("cluster"),
+    pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}"),
+]
+
+
+def train(config):
+    """The documentation's script with a fixed seed; says which backend and timeout it had."""
+    import torch.distributed as dist
+
+    from ray_fracbackend import get_start_report
+
+    torch.manual_seed(0)
+    report = get_start_report()
+    assert (dist.get_backend(), report.backend) == (config["backend"], config["backend"])
+    assert report.verification.backend == config["backend"]
+    getting_started.train_func()
+
+
+def weights(tmp_path, backend, **settings):
+    result = TorchTrainer(
+        train,
+        train_loop_config={"backend": backend},
+        torch_config=FracTorchConfig(on_missing_cuda="cpu", **settings),
+        scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU),
+        run_config=RunConfig(name=backend, storage_path=str(tmp_path)),
+    ).fit()
+    with result.checkpoint.as_directory() as folder:
+        return torch.load(f"{folder}/model.pt")
+
+
+def test_same_weights_as_gloo(tmp_path):
+    """Two ranks train under ipc, by name and by policy, to the weights that they have under Gloo."""
+    expected = weights(tmp_path / "gloo", "gloo")
+    for settings in ({"backend": "ipc"}, {"on_shared_device": "ipc"}):
+        found = weights(tmp_path / next(iter(settings)), "ipc", **settings)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
