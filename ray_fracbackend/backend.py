@@ -43,7 +43,12 @@ class FracTorchBackend(ray_compat.TorchBackend):  # type: ignore[misc]
         options = StartOptions.from_config(backend_config)
         reason = left_to_ray(options.backend, ray_compat.resources_per_worker(worker_group))
         if reason is None:
-            _log(_Start(worker_group, options).run())
+            try:
+                report = _Start(worker_group, options).run()
+            except BaseException:
+                ray_compat.release_workers(worker_group)
+                raise
+            _log(report)
             return
         logger.info("%s", reason)
         name = None if options.backend == "auto" else options.backend

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from ray_fracbackend import ray_compat
 from ray_fracbackend.environment import user_environment
 from ray_fracbackend.facts import DeviceFacts, NcclVersion, WorkerFacts
-from ray_fracbackend.ipc.support import host_memory_support
 from ray_fracbackend.network import network_facts
 from ray_fracbackend.store import hold_store
 
@@ -73,11 +72,19 @@ def probe_worker(
         nccl_version=loaded_nccl_version(),
         gloo_available=dist.is_gloo_available(),
         mps_reachable=mps_reachable(),
-        ipc_host_memory_missing=host_memory_support(),
+        ipc_host_memory_missing=_no_host_ipc(),
         ipc_device_memory_missing=_NO_DEVICE_IPC,
         env={name: value for name, value in user_environment().items() if name.startswith(_ENV_PREFIXES)},
         network=network_facts(boot_id(), master_addr, store_port),
     )
+
+
+def _no_host_ipc() -> str | None:
+    if sys.platform != "linux":
+        return "the ipc backend needs Linux"
+    from ray_fracbackend.ipc import host_memory_support
+
+    return host_memory_support()
 
 
 def boot_id() -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from ray_fracbackend import environment, ipc, ray_compat, report, store
+from ray_fracbackend import environment, ray_compat, report, store
 from ray_fracbackend.errors import FracBackendError, RendezvousError
 from ray_fracbackend.interfaces import IFNAME
 from ray_fracbackend.network import check_gloo_device, route_interface
@@ -140,6 +140,8 @@ def _check_network(instruction: StartInstruction, deadline: float) -> None:
 
 
 def _init_process_group(instruction: StartInstruction) -> None:
+    if instruction.backend == "ipc":
+        import ray_fracbackend.ipc  # noqa: F401  registers the backend
     budget = timedelta(seconds=instruction.budget_s)
     with _named("meeting the other ranks", instruction):
         url = instruction.rendezvous.init_url
@@ -163,7 +165,7 @@ def _connects_at_init(instruction: StartInstruction) -> bool:
 
 def _set_group_timeout(instruction: StartInstruction) -> None:
     timeout = timedelta(seconds=instruction.timeout_s)
-    if instruction.backend == ipc.BACKEND_NAME:
+    if instruction.backend == "ipc":
         distributed_c10d._get_default_group().set_timeout(timeout)
     elif _connects_at_init(instruction):
         distributed_c10d._set_pg_timeout(timeout)

@@ -8,7 +8,7 @@ Checked against Ray 2.40 (first supported; V1 engine only), 2.48 and 2.60 (V1 an
 ``ray.train._internal.worker_group``        ``WorkerGroup`` (V1), 2.40 to 2.60
 ``ray.air._internal.torch_utils``           ``get_devices``, 2.40 to 2.60
 ``ray.air._internal.device_manager``        ``_torch_device_manager``, 2.40 to 2.60
-worker groups                               V1 ``.workers``, V2 ``.get_workers()``; ``Worker.metadata``
+worker groups                               V1 ``.workers``, V2 ``.get_workers()``, ``.abort()``; ``Worker.metadata``
 ==========================================  =========================================================
 """
 
@@ -73,6 +73,22 @@ def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
     if isinstance(worker_group, V1WorkerGroup):  # before Ray 2.49
         return {"GPU": worker_group.num_gpus_per_worker}
     return dict(_workers(worker_group)[0].resources)
+
+
+def release_workers(worker_group: Any) -> None:
+    """Ends the workers of a V2 group whose start failed; V1 does it itself, and a replica group's owner does.
+
+    An exception in ``on_start`` makes V2 forget the group that it has just made, with workers and placement group still
+    there (WorkerGroup.create and _start, 2.48 to 2.60). ``abort`` ends them without a graceful shutdown of the backend,
+    which would wait for a rank that hangs.
+    """
+    abort = getattr(worker_group, "abort", None)
+    if abort is None:
+        return
+    try:
+        abort()
+    except Exception as error:  # the start's own error is the one to tell
+        logger.warning("the workers of the failed start may still be there: %s", error)
 
 
 def sets_env_before_init(worker_group: Any) -> bool:

@@ -49,7 +49,9 @@ def test_world_sizes(world_size):
 def verify_subgroup(rank, world_size, port):
     init(rank, world_size, port)
     group = dist.new_group([1, 2])
-    return verify_process_group(group).world_size if rank in (1, 2) else None
+    size = verify_process_group(group).world_size if rank in (1, 2) else None
+    dist.barrier()  # rank 0 hosts the store that the others use
+    return size
 
 
 def test_subgroup():
