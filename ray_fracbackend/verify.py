@@ -1,7 +1,7 @@
 """Proves a process group with collectives whose exact answers are known. Needs torch alone, no Ray.
 
 Every rank contributes numbers that no other rank has, so that a lost, doubled or swapped contribution cannot pass. A
-rank says in the group's store which collective it enters; when one stalls, the others read there who is missing.
+rank whose collective fails or stalls says so in the group's store and reads there who does not: those are at fault.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _DTYPE = torch.float64
 _PERIOD = 7
 # Ranks that look up who is missing when a collective stalls; the rest would only load the store.
 _NUM_REPORTERS = 8
+# How long they wait for the others to say that they are stuck as well: all keep the same deadline.
+_REPORT_S = 1.0
 # A rank is slow above this multiple of the median of its peers, and this much above it: below that it is noise.
 _SLOW_FACTOR, _SLOW_MARGIN_S = 2.0, 0.1
 _STEPS = ("barrier", "all_reduce of 1 KiB", "all_reduce of 1 MiB", "broadcast", "all_gather")
@@ -122,7 +124,6 @@ class _Verification:
         large_s = self._timed(2, lambda: self._all_reduce(LARGE_BYTES))
         self._step(3, self._broadcast)
         times = self._step(4, lambda: self._all_gather(latency_s, large_s))
-        self._store.set(str(self._rank), "done")
         return VerificationResult(
             backend=dist.get_backend(self._group),
             device=str(self._device),
@@ -139,11 +140,10 @@ class _Verification:
         return time.monotonic() - started
 
     def _step(self, step: int, call: Callable[[], object]) -> list[tuple[float, float]]:
-        self._store.set(str(self._rank), str(step))
         try:
             return call()  # type: ignore[return-value]
-        except VerificationError as error:
-            self._store.set(str(self._rank), f"failed: {error}")
+        except VerificationError:
+            self._store.set(str(self._rank), "failed")
             raise
         except RuntimeError as error:  # what c10d raises for a lost peer and for a timeout
             raise self._failure(step, error) from error
@@ -206,25 +206,27 @@ class _Verification:
         elapsed = time.monotonic() - self._started
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         text = f"{_STEPS[step]} failed on rank {self._rank} after {elapsed:.1f} s"
-        behind = self._behind(step) if self._rank < _NUM_REPORTERS else []
-        if behind:
-            text += f": {ranks_text(behind)} did not enter it"
+        absent = self._absent()
+        if absent:
+            text += f": {ranks_text(absent)} {'is' if len(absent) == 1 else 'are'} not in it"
         return VerificationError(
-            f"{text} ({cause}). Look at the log of that rank and at its node's network.", ranks=behind
+            f"{text} ({cause}). Look at the log of that rank and at its node's network.", ranks=absent
         )
 
-    def _behind(self, step: int) -> list[int]:
-        """Ranks that have not entered this collective, by what they wrote to the store."""
-        behind = []
+    def _absent(self) -> list[int]:
+        """Ranks that do not say that they failed or wait as well, asked by the lowest ranks only."""
+        absent = [rank for rank in range(self._world_size) if rank != self._rank]
+        end = time.monotonic() + _REPORT_S
         try:
-            for rank in range(self._world_size):
-                key = str(rank)
-                progress = self._store.get(key).decode() if self._store.check([key]) else ""
-                if not progress.isdigit() or int(progress) < step:
-                    behind.append(rank)
+            self._store.set(str(self._rank), "stuck")
+            if self._rank >= _NUM_REPORTERS:
+                return []
+            while absent and time.monotonic() < end:
+                absent = [rank for rank in absent if not self._store.check([str(rank)])]
+                time.sleep(0.02)
         except (RuntimeError, ValueError):  # the store's own host is gone
             return []
-        return behind
+        return absent
 
 
 _ADVICE = "Do not train with this group: check the node's memory and network, or use backend='gloo'."
