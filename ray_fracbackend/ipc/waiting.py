@@ -129,6 +129,8 @@ class Waiter:
         self.acquire_fence()
         if self._words[self._counters[rank]] >= step:
             return
+        # Or have failed, said why, and left: the reason tells more than the absence.
+        self.raise_if_poisoned(what)
         if alive:
             raise PeerLostError(f"{self._names[rank]} shut its process group down before it reached {what}.")
         raise PeerLostError(f"{self._names[rank]} (pid {self._peers[rank].pid}) died before it reached {what}.")

@@ -31,13 +31,13 @@ def train(config):
     getting_started.train_func()
 
 
-def weights(tmp_path, backend, **settings):
+def weights(tmp_path, expected_backend, **settings):
     result = TorchTrainer(
         train,
-        train_loop_config={"backend": backend},
+        train_loop_config={"backend": expected_backend},
         torch_config=FracTorchConfig(on_missing_cuda="cpu", **settings),
         scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU),
-        run_config=RunConfig(name=backend, storage_path=str(tmp_path)),
+        run_config=RunConfig(name=expected_backend, storage_path=str(tmp_path)),
     ).fit()
     with result.checkpoint.as_directory() as folder:
         return torch.load(f"{folder}/model.pt")
