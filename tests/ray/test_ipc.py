@@ -28,6 +28,8 @@ def train(config):
     report = get_start_report()
     assert (dist.get_backend(), report.backend) == (config["backend"], config["backend"])
     assert report.verification.backend == config["backend"]
+    # Adam makes the rounding of a gradient that is zero (a bias before a batch norm) as large as any other step.
+    getting_started.Adam = torch.optim.SGD
     getting_started.train_func()
 
 
@@ -49,6 +51,5 @@ def test_same_weights_as_gloo(tmp_path):
     for settings in ({"backend": "ipc"}, {"on_shared_device": "ipc"}):
         found = weights(tmp_path / next(iter(settings)), "ipc", **settings)
         assert found.keys() == expected.keys()
-        # A bias in front of a batch norm has no gradient but rounding, which Adam makes as large as any other.
-        for name in ("conv1.weight", "fc.weight", "fc.bias"):
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=1e-3)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
