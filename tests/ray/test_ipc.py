@@ -51,5 +51,6 @@ def test_same_weights_as_gloo(tmp_path):
     for settings in ({"backend": "ipc"}, {"on_shared_device": "ipc"}):
         found = weights(tmp_path / next(iter(settings)), "ipc", **settings)
         assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+        # Both ranks write this script's one file, and batch norm's running statistics are each rank's own.
+        for name in (name for name in expected if "running" not in name):
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
