@@ -7,16 +7,21 @@ import datetime
 import json
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+_STAMP = re.compile(r"(?P<kind>.+?)_(\d{4}-\d{2}-\d{2}|\d{8}_\d{4})")
 
 
 def environment() -> dict[str, Any]:
     """Hardware, versions and load, so that a number can be read years later."""
     import ray
     import torch
+
+    from ray_fracbackend.facts import version_text
+    from ray_fracbackend.probe import loaded_nccl_version
 
     return {
         "machine": platform.machine(),
@@ -26,6 +31,8 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": version_text(loaded_nccl_version()) if torch.cuda.is_available() else None,
         "ray": ray.__version__,
         "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
     }
@@ -55,3 +62,11 @@ def save(name: str, out: Path, results: dict[str, Any]) -> Path:
     path = out / f"{name}_{today}.json"
     path.write_text(json.dumps({"date": today, "environment": environment(), **results}, indent=2) + "\n")
     return path
+
+
+def newest(kind: str, results: Path = RESULTS) -> Path | None:
+    """The result of a kind, such as ``start_v2``, with the last date in its name; None where there is none."""
+    found = [
+        path for path in results.glob("*.json") if (stamp := _STAMP.fullmatch(path.stem)) and stamp["kind"] == kind
+    ]
+    return max(found, key=lambda path: path.stem, default=None)

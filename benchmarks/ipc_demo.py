@@ -69,7 +69,7 @@ def main() -> None:
     options.add_argument("--epochs", type=int, default=6)
     options.add_argument("--workers", type=int, default=2)
     arguments = options.parse_args()
-    ray.init(num_cpus=arguments.workers + 2, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=arguments.workers + 2, log_to_driver=False, logging_level="ERROR")
     seconds: dict[str, list[float]] = {"gloo": [], "ipc": []}
     for _ in range(arguments.rounds):
         for backend, found in seconds.items():

@@ -97,6 +97,32 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks: int) -> None:
+    """Draws one operation with one number of ranks: milliseconds over size, median and quartiles, both axes logarithmic.
+
+    Args:
+        axis: Of matplotlib.
+        rows: As `measure` returns them; the others are skipped.
+        operation: Of `bench.OPERATIONS`.
+        num_ranks: Processes.
+    """
+    for backend, label in LABELS.items():
+        points = sorted(
+            (row["num_bytes"], row["median_ms"], row["p25_ms"], row["p75_ms"])
+            for row in rows
+            if (row["operation"], row["backend"], row["num_ranks"]) == (operation, backend, num_ranks)
+        )
+        if points:
+            sizes, medians, low, high = zip(*points, strict=True)
+            if operation == "ddp_step" and backend == "copy":
+                label = "no communication"
+            axis.plot(sizes, medians, marker="o", markersize=3, color=COLORS[backend], label=label)
+            axis.fill_between(sizes, low, high, color=COLORS[backend], alpha=0.15)
+    axis.set(xscale="log", yscale="log", title=f"{operation}, {num_ranks} ranks", xlabel="bytes", ylabel="ms")
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+
+
 def draw(result: dict[str, Any], target: Path) -> None:
     """Draws milliseconds over size, one panel an operation and number of ranks, with median and quartiles.
 
@@ -120,22 +146,7 @@ def draw(result: dict[str, Any], target: Path) -> None:
     )
     for line, num_ranks in enumerate(all_ranks):
         for column, operation in enumerate(operations):
-            axis = axes[line][column]
-            for backend, label in LABELS.items():
-                points = sorted(
-                    (row["num_bytes"], row["median_ms"], row["p25_ms"], row["p75_ms"])
-                    for row in rows
-                    if (row["operation"], row["backend"], row["num_ranks"]) == (operation, backend, num_ranks)
-                )
-                if points:
-                    sizes, medians, low, high = zip(*points, strict=True)
-                    if operation == "ddp_step" and backend == "copy":
-                        label = "no communication"
-                    axis.plot(sizes, medians, marker="o", markersize=3, color=COLORS[backend], label=label)
-                    axis.fill_between(sizes, low, high, color=COLORS[backend], alpha=0.15)
-            axis.set(xscale="log", yscale="log", title=f"{operation}, {num_ranks} ranks", xlabel="bytes", ylabel="ms")
-            axis.legend(fontsize=8)
-            axis.grid(alpha=0.3)
+            draw_panel(axes[line][column], rows, operation, num_ranks)
     hardware = result["hardware"]
     figure.suptitle(
         f"{hardware['cpu']}, {hardware['cores']} cores, torch {result['versions']['torch']}, {result['date']}; "

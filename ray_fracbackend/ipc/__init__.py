@@ -1,4 +1,4 @@
-"""The c10d backend ``ipc``: collectives between ranks of one machine through shared memory.
+"""The c10d backend ``ipc``: collectives between ranks of one machine through shared host or device memory.
 
 Importing this package registers the backend; it needs torch on Linux, and not Ray::
 
@@ -12,8 +12,9 @@ Ranks on other machines, and tensors that shared memory does not carry, go throu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .device_support import device_memory_support
 from .errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -23,9 +24,11 @@ from .errors import (
     IpcUnavailableError,
     PeerLostError,
 )
-from .operations import IpcProcessGroup
 from .support import host_memory_support, place_id
 from .torch_compat import Backend, is_registered
+
+if TYPE_CHECKING:
+    from .operations import IpcProcessGroup
 
 __all__ = [
     "BACKEND_NAME",
@@ -37,6 +40,7 @@ __all__ = [
     "IpcProcessGroup",
     "IpcUnavailableError",
     "PeerLostError",
+    "device_memory_support",
     "host_memory_support",
     "place_id",
     "register",
@@ -45,7 +49,18 @@ __all__ = [
 BACKEND_NAME = "ipc"
 
 
+def __getattr__(name: str) -> Any:
+    # The collectives are loaded with the first group: who only asks whether the backend could be used need not pay.
+    if name != "IpcProcessGroup":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .operations import IpcProcessGroup
+
+    return IpcProcessGroup
+
+
 def _create(opts: Any, _backend_options: Any = None) -> IpcProcessGroup:
+    from .operations import IpcProcessGroup
+
     return IpcProcessGroup(
         opts.store, opts.group_rank, opts.group_size, opts.timeout, tuple(opts.global_ranks_in_group or ())
     )

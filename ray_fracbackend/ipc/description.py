@@ -38,6 +38,8 @@ def describe_call(
     details = []
     if shape is not None:
         details.append(f"{dtype_name}[{','.join(map(str, shape))}]")
+    elif dtype_name:
+        details.append(dtype_name)
     if op_name:
         details.append(op_name)
     if root is not None:
@@ -57,8 +59,17 @@ def _field(text: str, num_bytes: int) -> bytes:
 
 def through_gloo(description: bytes) -> bytes:
     """The description of the same call for tensors that the inner Gloo group carries, which is a different call."""
-    text = f"{description_text(description)} through Gloo"
-    return description[: KEY_BYTES - 1] + b"G" + _field(text, DESCRIPTION_BYTES - KEY_BYTES)
+    return _marked(description, b"G", "through Gloo")
+
+
+def first_on_device(description: bytes) -> bytes:
+    """The description of the same call for tensors on a device that has to be set up for the group first."""
+    return _marked(description, b"D", "on a CUDA device")
+
+
+def _marked(description: bytes, mark: bytes, how: str) -> bytes:
+    text = f"{description_text(description)} {how}"
+    return description[: KEY_BYTES - 1] + mark + _field(text, DESCRIPTION_BYTES - KEY_BYTES)
 
 
 def description_text(description: bytes) -> str:

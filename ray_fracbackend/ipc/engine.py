@@ -52,8 +52,9 @@ class Engine:
         names: How messages call each local rank.
 
     Attributes:
+        waiter: As given.
         observer: Called as ``observer(action, chunk)`` before each action; for tests that inject failures.
-        on_failure: Called after a call has failed here, to tell others that shared memory does not reach.
+        on_failure: Called with the reason after a call has failed here, to tell others that this page does not reach.
     """
 
     def __init__(self, control: ControlPage, transport: Transport, waiter: Waiter, names: list[str]) -> None:
@@ -61,9 +62,9 @@ class Engine:
         self.num_ranks = control.num_ranks
         self.transport = transport
         self.observer: Callable[[Action, int], None] | None = None
-        self.on_failure: Callable[[], None] | None = None
+        self.on_failure: list[Callable[[str], None]] = []
         self._control = control
-        self._waiter = waiter
+        self.waiter = waiter
         self._names = names
         self._peers = [(control.rank + i) % control.num_ranks for i in range(1, control.num_ranks)]
         self._step = 0
@@ -81,9 +82,9 @@ class Engine:
         """
         what = description_text(call.description)
         if self._closed:
-            raise GroupClosedError(f"{what}: the process group was shut down or aborted; make a new one.")
+            raise _closed_error(what)
         try:
-            self._waiter.raise_if_poisoned(what)
+            self.waiter.raise_if_poisoned(what)
             self._run_actions(call, what, time.monotonic() + timeout_s)
         except BaseException as error:
             # Whatever stopped this rank, it is out of step with the others now: they must not wait for it.
@@ -92,7 +93,7 @@ class Engine:
 
     def _run_actions(self, call: Call, what: str, deadline: float) -> None:
         first = self._step + 1
-        transport, waiter, observer = self.transport, self._waiter, self.observer
+        transport, waiter, observer = self.transport, self.waiter, self.observer
         for action, chunk, offset in schedule(call.num_chunks, call.fold is not None):
             step = first + offset
             if observer is not None:
@@ -129,11 +130,25 @@ class Engine:
             f"{theirs} as the same collective of the group; every rank must make the same calls in the same order."
         )
 
+    def raise_if_unusable(self, what: str) -> None:
+        """Raise what a call would raise that this rank begins now.
+
+        Raises:
+            IpcError: The group was closed, or poisoned by some rank.
+        """
+        if self._closed:
+            raise _closed_error(what)
+        self.waiter.raise_if_poisoned(what)
+
+    def is_healthy(self) -> bool:
+        """Whether no rank has poisoned the group."""
+        return not self.waiter.is_poisoned()
+
     def fail(self, reason: str) -> None:
         """Poison the group: every rank raises with `reason`, unless another reason came first."""
-        self._waiter.poison(reason)
-        if self.on_failure is not None:
-            self.on_failure()
+        self.waiter.poison(reason)
+        for tell in self.on_failure:
+            tell(reason)
 
     def abort(self, reason: str) -> None:
         """Poison the group so that every rank raises, then close it. May be called again, from any thread."""
@@ -147,4 +162,8 @@ class Engine:
             return
         self._closed = True
         self._control.set_closed()
-        self._waiter.wake_all()
+        self.waiter.wake_all()
+
+
+def _closed_error(what: str) -> GroupClosedError:
+    return GroupClosedError(f"{what}: the process group was shut down or aborted; make a new one.")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from .arena import Arena
+from .transport import SlotMemory
 
 _ALIGNMENT_BYTES = 4096
-_MAX_VIEWS = 2048
 
 
 def folded_bytes(chunk_bytes: int, num_ranks: int) -> int:
@@ -23,7 +23,7 @@ def data_bytes(chunk_bytes: int, num_ranks: int) -> int:
     return num_ranks * 2 * (chunk_bytes + folded_bytes(chunk_bytes, num_ranks))
 
 
-class HostMemory:
+class HostMemory(SlotMemory):
     """Slots in a shared mapping; see `transport.Transport`.
 
     Args:
@@ -44,8 +44,6 @@ class HostMemory:
         release_fence: Callable[[], None],
         acquire_fence: Callable[[], None],
     ) -> None:
-        self.chunk_bytes = chunk_bytes
-        self.num_ranks = num_ranks
         self._release_fence = release_fence
         self._acquire_fence = acquire_fence
         whole = torch.frombuffer(arena.memory, dtype=torch.uint8)[offset:]
@@ -53,32 +51,9 @@ class HostMemory:
         stride = 2 * (chunk_bytes + share)
         ranks = range(num_ranks)
         first = 2 * chunk_bytes
-        # By parity of the step, then by rank.
-        self._slots = [[whole[r * stride + p * chunk_bytes :][:chunk_bytes] for r in ranks] for p in (0, 1)]
-        self._folded = [[whole[r * stride + first + p * share :][:share] for r in ranks] for p in (0, 1)]
-        # Views are kept, because making them costs more than a small collective has to spare.
-        self._views: dict[tuple[bool, int, torch.dtype, int, int], list[torch.Tensor]] = {}
-
-    def slots(self, step: int, dtype: torch.dtype, start: int, end: int) -> list[torch.Tensor]:
-        """See `transport.Transport.slots`."""
-        key = (False, step & 1, dtype, start, end)
-        return self._views.get(key) or self._make_views(key, self._slots)
-
-    def folded(self, step: int, dtype: torch.dtype, start: int, end: int) -> list[torch.Tensor]:
-        """See `transport.Transport.folded`."""
-        key = (True, step & 1, dtype, start, end)
-        return self._views.get(key) or self._make_views(key, self._folded)
-
-    def _make_views(
-        self, key: tuple[bool, int, torch.dtype, int, int], memory: list[list[torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        if len(self._views) >= _MAX_VIEWS:
-            self._views.clear()
-        _, parity, dtype, start, end = key
-        with torch.inference_mode(False):
-            views = [tensor.view(dtype)[start:end] for tensor in memory[parity]]
-        self._views[key] = views
-        return views
+        slots = [[whole[r * stride + p * chunk_bytes :][:chunk_bytes] for r in ranks] for p in (0, 1)]
+        folded = [[whole[r * stride + first + p * share :][:share] for r in ranks] for p in (0, 1)]
+        super().__init__(chunk_bytes, slots, folded)
 
     def record(self, step: int) -> None:
         """See `transport.Transport.record`."""
@@ -87,8 +62,3 @@ class HostMemory:
     def wait(self, rank: int, step: int) -> None:
         """See `transport.Transport.wait`."""
         self._acquire_fence()
-
-    def close(self) -> None:
-        """See `transport.Transport.close`."""
-        self._slots, self._folded = [], []
-        self._views = {}

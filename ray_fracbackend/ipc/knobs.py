@@ -24,6 +24,17 @@ DEFAULT_SPIN_US = 200
 # Ranks of one place from which a reduction is split over the ranks (two passes) instead of done by each.
 TWO_PASS_RANKS_ENV_VAR = "RAY_FRACBACKEND_IPC_TWO_PASS_RANKS"
 DEFAULT_TWO_PASS_RANKS = 3
+# Up to here one pass with its single step is faster than two, whatever the number of ranks.
+ONE_PASS_BYTES = 32 * 1024
+
+# The same three for device memory. Measurements on a GPU will correct the defaults.
+DEVICE_CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_CHUNK_BYTES"
+DEFAULT_DEVICE_CHUNK_BYTES = 1 << 25
+MAX_DEVICE_CHUNK_BYTES = 1 << 32
+DEVICE_ONE_PASS_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_ONE_PASS_BYTES"
+DEFAULT_DEVICE_ONE_PASS_BYTES = 256 * 1024
+# Who reduces in two passes on device memory: "leader" (the first rank alone) or "split" (each rank its share).
+DEVICE_REDUCE_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_REDUCE"
 
 
 def _int_in(name: str, default: int, low: int, high: int) -> int:
@@ -57,6 +68,29 @@ def spin_us() -> int:
 def two_pass_ranks() -> int:
     """Number of local ranks from which reductions run in two passes."""
     return _int_in(TWO_PASS_RANKS_ENV_VAR, DEFAULT_TWO_PASS_RANKS, 2, 1 << 20)
+
+
+def device_chunk_bytes() -> int:
+    """Bytes of one slot in device memory, a multiple of 4096."""
+    value = _int_in(DEVICE_CHUNK_BYTES_ENV_VAR, DEFAULT_DEVICE_CHUNK_BYTES, MIN_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES)
+    return value // 4096 * 4096
+
+
+def device_one_pass_bytes() -> int:
+    """Size in bytes up to which an all_reduce on device memory runs in one pass."""
+    return _int_in(DEVICE_ONE_PASS_BYTES_ENV_VAR, DEFAULT_DEVICE_ONE_PASS_BYTES, 0, 1 << 62)
+
+
+def device_reduces_by_leader() -> bool:
+    """Whether the first rank alone reduces in two passes on device memory.
+
+    Raises:
+        ValueError: The variable is neither "leader" nor "split".
+    """
+    text = os.environ.get(DEVICE_REDUCE_ENV_VAR, "leader")
+    if text not in ("leader", "split"):
+        raise ValueError(f"{DEVICE_REDUCE_ENV_VAR}={text!r} must be 'leader' or 'split'; unset it for 'leader'.")
+    return text == "leader"
 
 
 def place_override() -> str | None:

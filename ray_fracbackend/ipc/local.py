@@ -8,6 +8,7 @@ any failure raises an `IpcError` after which the group cannot be used any more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,11 +16,29 @@ from .engine import Call, ChunkFunction, Engine
 from .reductions import Reduction
 from .staging import as_bytes, share_memory
 
-# Up to here one pass with its single step is faster than two, whatever the number of ranks.
-_ONE_PASS_BYTES = 32 * 1024
 _LINE_BYTES = 64
+# Local rank that folds alone. Its folded memory holds a whole chunk.
+LEADER = 0
 
 Factor = float | torch.Tensor | None
+# One tensor for each rank; None where a rank sends or receives nothing.
+Parts = Sequence[torch.Tensor]
+SomeParts = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """How an all_reduce is done; which way is fastest depends on the memory.
+
+    Attributes:
+        one_pass_bytes: Up to this size every rank reduces everything itself.
+        two_pass_ranks: Below this number of ranks too, whatever the size.
+        by_leader: In two passes the first rank reduces whole chunks; else each rank reduces its share.
+    """
+
+    one_pass_bytes: int
+    two_pass_ranks: int
+    by_leader: bool
 
 
 class LocalCollectives:
@@ -27,15 +46,15 @@ class LocalCollectives:
 
     Args:
         engine: Runs the calls.
-        two_pass_ranks: Number of ranks from which a large reduction is split over the ranks.
+        plan: How to reduce.
     """
 
-    def __init__(self, engine: Engine, two_pass_ranks: int) -> None:
+    def __init__(self, engine: Engine, plan: ReductionPlan) -> None:
         self.engine = engine
         self.rank = engine.rank
         self.num_ranks = engine.num_ranks
         self._memory = engine.transport
-        self._two_pass_ranks = two_pass_ranks
+        self.plan = plan
 
     def _chunking(self, numel: int, itemsize: int, parts: int = 1) -> tuple[int, int]:
         """Elements per chunk and number of chunks, if a slot holds `parts` pieces of each chunk."""
@@ -53,7 +72,7 @@ class LocalCollectives:
         self, tensor: torch.Tensor, reduction: Reduction, factor: Factor, description: bytes, timeout_s: float
     ) -> None:
         """Reduce `tensor` in place; every rank gets bitwise the same result."""
-        self._reduce(tensor, tensor, reduction, factor, description, timeout_s)
+        self._reduce(tensor, tensor, reduction, factor, description, timeout_s, everyone=True)
 
     def reduce(
         self,
@@ -78,6 +97,7 @@ class LocalCollectives:
         description: bytes,
         timeout_s: float,
         final: bool = True,
+        everyone: bool = False,
     ) -> None:
         dtype, own, memory = tensor.dtype, self.rank, self._memory
         per_chunk, num_chunks = self._chunking(tensor.shape[0], tensor.itemsize)
@@ -86,10 +106,15 @@ class LocalCollectives:
             piece = tensor if num_chunks == 1 else tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
             put_scaled(memory.slots(step, dtype, 0, piece.shape[0])[own], piece, factor)
 
-        if self.num_ranks >= self._two_pass_ranks and tensor.nbytes > _ONE_PASS_BYTES and final:
-            call = self._split_reduction(tensor, out, reduction, description, put)
-            self.engine.run(call, timeout_s)
-            return
+        plan = self.plan
+        if self.num_ranks >= plan.two_pass_ranks and tensor.nbytes > plan.one_pass_bytes and final:
+            if not plan.by_leader:
+                self.engine.run(self._split_reduction(tensor, out, reduction, description, put), timeout_s)
+                return
+            # For a single taker a leader would only be a detour.
+            if everyone:
+                self.engine.run(self._leader_reduction(tensor, reduction, factor, description, put), timeout_s)
+                return
         # Two ranks can read their own part where it is; with more, the output would overwrite it too early.
         from_slot = self.num_ranks != 2 or factor is not None
 
@@ -136,6 +161,30 @@ class LocalCollectives:
 
         return Call(description, num_chunks, put, take if out is not None else None, fold)
 
+    def _leader_reduction(
+        self, tensor: torch.Tensor, reduction: Reduction, factor: Factor, description: bytes, put: ChunkFunction
+    ) -> Call:
+        """An all_reduce in two passes: the leader folds whole chunks, then all take them."""
+        dtype, numel, memory, leads = tensor.dtype, tensor.shape[0], self._memory, self.rank == LEADER
+        per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
+        # The leader reads its own part where it is; it is not overwritten before it has been folded.
+        puts = not leads or factor is not None
+
+        def fold(chunk: int, step: int) -> None:
+            if not leads:
+                return
+            piece = tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
+            inputs = memory.slots(step - 1, dtype, 0, piece.shape[0])
+            if not puts:
+                inputs = [piece, *inputs[1:]]
+            reduction.reduce(memory.folded(step, dtype, 0, piece.shape[0])[LEADER], inputs)
+
+        def take(chunk: int, step: int) -> None:
+            piece = tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
+            piece.copy_(memory.folded(step, dtype, 0, piece.shape[0])[LEADER])
+
+        return Call(description, num_chunks, put if puts else None, take, fold)
+
     def broadcast(self, tensor: torch.Tensor, root: int, description: bytes, timeout_s: float) -> None:
         """Copy the root's `tensor` into everybody's."""
         data, memory = as_bytes(tensor), self._memory
@@ -152,26 +201,17 @@ class LocalCollectives:
         is_root = self.rank == root
         self.engine.run(Call(description, num_chunks, put if is_root else None, None if is_root else take), timeout_s)
 
-    def all_gather(
-        self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], description: bytes, timeout_s: float
-    ) -> None:
+    def all_gather(self, tensor: torch.Tensor, outputs: Parts, description: bytes, timeout_s: float) -> None:
         """Copy every rank's `tensor` into everybody's ``outputs[rank]``; sizes are equal."""
         self._gather(tensor, outputs, description, timeout_s)
 
     def gather(
-        self,
-        tensor: torch.Tensor,
-        outputs: Sequence[torch.Tensor] | None,
-        root: int,
-        description: bytes,
-        timeout_s: float,
+        self, tensor: torch.Tensor, outputs: Parts | None, root: int, description: bytes, timeout_s: float
     ) -> None:
         """Copy every rank's `tensor` into the root's ``outputs[rank]``; sizes are equal."""
         self._gather(tensor, outputs if self.rank == root else None, description, timeout_s)
 
-    def _gather(
-        self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor] | None, description: bytes, timeout_s: float
-    ) -> None:
+    def _gather(self, tensor: torch.Tensor, outputs: Parts | None, description: bytes, timeout_s: float) -> None:
         source, memory = as_bytes(tensor), self._memory
         per_chunk, num_chunks = self._chunking(source.numel(), 1)
         targets = None if outputs is None else [as_bytes(output) for output in outputs]
@@ -193,7 +233,7 @@ class LocalCollectives:
 
     def reduce_scatter(
         self,
-        inputs: Sequence[torch.Tensor],
+        inputs: Parts,
         output: torch.Tensor,
         reduction: Reduction,
         factor: Factor,
@@ -218,12 +258,7 @@ class LocalCollectives:
         self.engine.run(Call(description, num_chunks, put, take), timeout_s)
 
     def exchange(
-        self,
-        inputs: Sequence[torch.Tensor | None],
-        outputs: Sequence[torch.Tensor | None],
-        max_bytes: int,
-        description: bytes,
-        timeout_s: float,
+        self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, description: bytes, timeout_s: float
     ) -> None:
         """Copy ``inputs[r]`` of this rank into ``outputs[this rank]`` of rank r; the base of scatter and all_to_all.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,9 +20,10 @@ from .engine import Engine
 from .errors import IpcUnavailableError
 from .host_memory import HostMemory, data_bytes
 from .liveness import Peer, start_time
-from .local import LocalCollectives
+from .local import LocalCollectives, ReductionPlan
 from .support import host_memory_support, place_id
 from .torch_compat import PrefixStore
+from .transport import Transport
 from .waiting import Waiter
 
 
@@ -71,7 +73,7 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
         hello["started"] = start_time(os.getpid())
     infos = _exchange(store, "hello", rank, size, hello)
     _raise_first_error(infos, names)
-    membership = Membership(rank, _group_by_place([info["place"] for info in infos]), names)
+    membership = Membership(rank, group_by_place([info["place"] for info in infos]), names)
     members = membership.local_ranks
     arena, chunk_bytes, keep_fd, error = _open_arena(store, rank, members)
     try:
@@ -80,14 +82,32 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
         if keep_fd >= 0:
             os.close(keep_fd)
     assert arena is not None
-    local_names = [names[r] for r in members]
-    control = ControlPage(arena, members.index(rank), len(members))
     peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
-    waiter = Waiter(control, arena.address, peers, local_names)
-    memory = HostMemory(
-        arena, control_bytes(len(members)), chunk_bytes, len(members), waiter.release_fence, waiter.acquire_fence
-    )
-    return membership, LocalCollectives(Engine(control, memory, waiter, local_names), knobs.two_pass_ranks())
+
+    def memory(waiter: Waiter) -> Transport:
+        return HostMemory(
+            arena, control_bytes(len(members)), chunk_bytes, len(members), waiter.release_fence, waiter.acquire_fence
+        )
+
+    engine = make_engine(arena, members.index(rank), peers, [names[r] for r in members], memory)
+    return membership, LocalCollectives(engine, ReductionPlan(knobs.ONE_PASS_BYTES, knobs.two_pass_ranks(), False))
+
+
+def make_engine(
+    arena: Arena, rank: int, peers: list[Peer], names: list[str], memory: Callable[[Waiter], Transport]
+) -> Engine:
+    """One rank's side of a place.
+
+    Args:
+        arena: Begins with the control page.
+        rank: Local rank of this process.
+        peers: Processes of the local ranks.
+        names: How messages call each local rank.
+        memory: Makes the memory for tensors; the waiter has the fences.
+    """
+    control = ControlPage(arena, rank, len(peers))
+    waiter = Waiter(control, arena.address, peers, names)
+    return Engine(control, memory(waiter), waiter, names)
 
 
 def _exchange(store: Any, key: str, rank: int, size: int, value: dict[str, Any]) -> list[dict[str, Any]]:
@@ -102,7 +122,8 @@ def _raise_first_error(infos: list[dict[str, Any]], names: tuple[str, ...]) -> N
         raise IpcUnavailableError(f"The ipc backend cannot be used: {failed[0][0]}{others}: {failed[0][1]}")
 
 
-def _group_by_place(place_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:
+def group_by_place(place_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each place, ascending; places by their lowest rank."""
     places: dict[str, list[int]] = {}
     for rank, place in enumerate(place_of_rank):
         places.setdefault(place, []).append(rank)

@@ -17,6 +17,8 @@ Backend: Any = dist.Backend
 ProcessGroup: Any = dist.ProcessGroup
 # None where torch was built without Gloo (Windows on ARM, some custom builds).
 ProcessGroupGloo: Any = getattr(dist, "ProcessGroupGloo", None)
+# None where torch was built without NCCL.
+ProcessGroupNCCL: Any = getattr(dist, "ProcessGroupNCCL", None)
 ReduceOp: Any = dist.ReduceOp
 RedOpType: Any = dist.ReduceOp.RedOpType
 Work: Any = dist.Work

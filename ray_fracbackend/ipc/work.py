@@ -13,6 +13,7 @@ import torch
 
 from .errors import CollectiveTimeoutError, IpcError
 from .executor import Executor, Task
+from .streams import CommunicationStream, DeviceCall
 from .torch_compat import Work
 
 
@@ -118,7 +119,7 @@ class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of `result()`; waiting on it raises what the collective raised."""
-        started: torch.futures.Future[Any] = torch.futures.Future()
+        started = self._new_future()
         task, tensors = self._task, self._tensors
 
         def outcome(_: torch.futures.Future[Any]) -> list[torch.Tensor]:
@@ -127,5 +128,71 @@ class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
             return tensors
 
         future: torch.futures.Future[list[torch.Tensor]] = started.then(outcome)
-        task.when_done(lambda: started.set_result(tensors))
+        task.when_done(lambda: self._complete(started))
         return future
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
+
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
+        future.set_result(self._tensors)
+
+
+class CompletedDeviceWork(CompletedWork):
+    """A collective on a device that the caller's stream already waits for.
+
+    Args:
+        tensors: See `CompletedWork`.
+        stream: Where it ran.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], stream: CommunicationStream) -> None:
+        super().__init__(tensors)
+        self._stream = stream
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A completed future of `result()`; whoever waits for it, its stream waits for the work."""
+        runtime = self._stream.runtime
+        future = runtime.new_future()
+        runtime.complete(future, self._tensors, self._stream.stream)
+        return future
+
+
+class PendingDeviceWork(PendingWork):
+    """A collective on a device whose work is issued behind its caller's back.
+
+    Args:
+        task: The queued call.
+        executor: Runs it.
+        tensors: The tensors that receive results.
+        call: What the task runs.
+    """
+
+    def __init__(self, task: Task, executor: Executor, tensors: list[torch.Tensor], call: DeviceCall) -> None:
+        super().__init__(task, executor, tensors)
+        self._call = call
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As `PendingWork.wait` until the work has been issued; then the caller's stream waits, and not the host."""
+        super().wait(timeout)
+        self._call.join()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the device is through with the work, or the collective failed."""
+        return self._task.is_done() and (self._task.error is not None or bool(self._call.done.query()))
+
+    def is_success(self) -> bool:
+        """Whether the device is through with the work and nothing failed."""
+        return self._task.error is None and self.is_completed()
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return self._call.stream.runtime.new_future()
+
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
+        if self._task.error is not None:
+            # The device may be broken, and a value without tensors does not touch it.
+            future.set_result([])
+            return
+        stream = self._call.stream
+        stream.runtime.complete(future, self._tensors, stream.stream)

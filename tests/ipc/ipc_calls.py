@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,10 +14,13 @@ from ipc_harness import Job
 from torch._C import _distributed_c10d as c10d
 
 from ray_fracbackend.ipc import IpcProcessGroup
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.schedule import Action, schedule
 
-# Four of the 64 KiB chunks that these tests use, and a bit.
-NUMEL = 66_000
+CHUNK_BYTES = 64 * 1024
+SMALL_CHUNKS = {"RAY_FRACBACKEND_IPC_CHUNK_BYTES": str(CHUNK_BYTES)}
+# Two of these chunks, and a bit.
+NUMEL = 40_000
+SMALL_NUMEL = 4
 
 
 def bare_group(
@@ -41,52 +45,122 @@ def filled(numel: int = NUMEL) -> torch.Tensor:
     return torch.ones(numel)
 
 
-def several(pg: IpcProcessGroup) -> list[torch.Tensor]:
-    """One tensor for each rank."""
-    return [filled() for _ in range(pg.size())]
+@dataclass(frozen=True)
+class Call:
+    """One collective; calling it with a process group starts it and returns its Work.
+
+    Attributes:
+        name: Key of `KINDS`.
+        numel: Elements of a part: of what one rank contributes or receives.
+        dtype: Element type.
+        op: Name of the reduce operation.
+        root: Root rank.
+        sparse: Whether its tensor is one that Gloo carries.
+    """
+
+    name: str
+    numel: int = NUMEL
+    dtype: torch.dtype = torch.float32
+    op: str = "SUM"
+    root: int = 0
+    sparse: bool = False
+
+    def __call__(self, pg: IpcProcessGroup, asynchronous: bool = False) -> Any:
+        """Start it."""
+        kind, start = KINDS[self.name]
+        fields = {"asyncOp": asynchronous, "reduceOp": getattr(dist.ReduceOp, self.op), "rootRank": self.root}
+        return start(self, pg, options(kind, **fields))
+
+    def one(self) -> torch.Tensor:
+        """One part."""
+        tensor = torch.ones(self.numel, dtype=self.dtype)
+        return tensor.to_sparse() if self.sparse else tensor
+
+    def whole(self, pg: IpcProcessGroup) -> torch.Tensor:
+        """A part for each rank, in one tensor."""
+        return torch.ones(self.numel * pg.size(), dtype=self.dtype)
+
+    def several(self, pg: IpcProcessGroup) -> list[torch.Tensor]:
+        """A part for each rank."""
+        return [self.one() for _ in range(pg.size())]
+
+    def of_root(self, pg: IpcProcessGroup) -> list[list[torch.Tensor]]:
+        """A part for each rank on the root, nothing elsewhere."""
+        return [self.several(pg)] if pg.rank() == self.root else []
+
+    def reduces(self) -> bool:
+        """Whether it has a reduce operation."""
+        return "reduce" in self.name
+
+    def has_root(self) -> bool:
+        """Whether it has a root."""
+        return self.name in ("broadcast", "reduce", "gather", "scatter")
+
+    def __str__(self) -> str:
+        """As messages call it."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.name == "barrier":
+            return self.name
+        details = [dtype if self.name.startswith("all_to_all") else f"{dtype}[{self.numel}]"]
+        details += [self.op] * self.reduces() + [f"root {self.root}"] * self.has_root()
+        return f"{self.name}({', '.join(details)})" + " through Gloo" * self.sparse
 
 
-def _root_list(pg: IpcProcessGroup) -> list[list[torch.Tensor]]:
-    return [several(pg)] if pg.rank() == 0 else []
-
-
-CALLS: dict[str, Callable[[IpcProcessGroup], Any]] = {
-    "all_reduce": lambda pg: pg.allreduce([filled()], options("Allreduce")),
-    "all_reduce_small": lambda pg: pg.allreduce([filled(4)], options("Allreduce")),
-    "broadcast": lambda pg: pg.broadcast([filled()], options("Broadcast")),
-    "reduce": lambda pg: pg.reduce([filled()], options("Reduce")),
-    "all_gather": lambda pg: pg.allgather([several(pg)], [filled()], options("Allgather")),
-    "all_gather_into_tensor": lambda pg: pg.all_gather_single(
-        filled(NUMEL * pg.size()), filled(), options("Allgather")
+# Kind of options, and how to start.
+KINDS: dict[str, tuple[str, Callable[[Call, IpcProcessGroup, Any], Any]]] = {
+    "all_reduce": ("Allreduce", lambda c, pg, o: pg.allreduce([c.one()], o)),
+    "broadcast": ("Broadcast", lambda c, pg, o: pg.broadcast([c.one()], o)),
+    "reduce": ("Reduce", lambda c, pg, o: pg.reduce([c.one()], o)),
+    "all_gather": ("Allgather", lambda c, pg, o: pg.allgather([c.several(pg)], [c.one()], o)),
+    "all_gather_into_tensor": ("Allgather", lambda c, pg, o: pg.all_gather_single(c.whole(pg), c.one(), o)),
+    "reduce_scatter": ("ReduceScatter", lambda c, pg, o: pg.reduce_scatter([c.one()], [c.several(pg)], o)),
+    "reduce_scatter_tensor": ("ReduceScatter", lambda c, pg, o: pg.reduce_scatter_single(c.one(), c.whole(pg), o)),
+    "gather": ("Gather", lambda c, pg, o: pg.gather(c.of_root(pg), [c.one()], o)),
+    "scatter": ("Scatter", lambda c, pg, o: pg.scatter([c.one()], c.of_root(pg), o)),
+    "all_to_all": ("AllToAll", lambda c, pg, o: pg.alltoall(c.several(pg), c.several(pg), o)),
+    "all_to_all_single": (
+        "AllToAll",
+        lambda c, pg, o: pg.all_to_all_single(c.whole(pg), c.whole(pg), [], [], o),
     ),
-    "reduce_scatter": lambda pg: pg.reduce_scatter([filled()], [several(pg)], options("ReduceScatter")),
-    "reduce_scatter_tensor": lambda pg: pg.reduce_scatter_single(
-        filled(), filled(NUMEL * pg.size()), options("ReduceScatter")
-    ),
-    "gather": lambda pg: pg.gather(_root_list(pg), [filled()], options("Gather")),
-    "scatter": lambda pg: pg.scatter([filled()], _root_list(pg), options("Scatter")),
-    "all_to_all": lambda pg: pg.alltoall(several(pg), several(pg), options("AllToAll")),
-    "all_to_all_single": lambda pg: pg.all_to_all_single(
-        filled(NUMEL * pg.size()), filled(NUMEL * pg.size()), [], [], options("AllToAll")
-    ),
-    "barrier": lambda pg: pg.barrier(options("Barrier")),
+    "barrier": ("Barrier", lambda c, pg, o: pg.barrier(o)),
 }
+CALLS = {name: Call(name) for name in KINDS} | {"all_reduce_small": Call("all_reduce", SMALL_NUMEL)}
+
+Point = tuple[Action, int]
 
 
-def phases(name: str) -> list[Action]:
-    """Actions at which a fault can strike this collective with three ranks."""
-    folds = name in ("all_reduce", "reduce")
-    return [action for action in Action if action is not Action.FOLD or folds]
+def points(call: Call, num_ranks: int) -> list[Point]:
+    """What each rank does in a call in one place: actions in order, each with how often it came before."""
+    entries: list[Action] = []
+    if call.name.startswith("all_to_all"):
+        # First the sizes.
+        entries += [action for action, _, _ in schedule(1, False)]
+    num_bytes = 0 if call.name == "barrier" else call.numel * call.dtype.itemsize
+    per_chunk = CHUNK_BYTES
+    if "scatter" in call.name or call.name.startswith("all_to_all"):
+        per_chunk = CHUNK_BYTES // num_ranks // 64 * 64
+    two_passes = call.name in ("all_reduce", "reduce") and num_ranks > 2 and num_bytes > 32 * 1024
+    entries += [action for action, _, _ in schedule(max(1, -(-num_bytes // per_chunk)), two_passes)]
+    return [(action, entries[:index].count(action)) for index, action in enumerate(entries)]
 
 
-def strike_at(pg: IpcProcessGroup, action: Action, strike: Callable[[], None]) -> None:
-    """Call `strike` when this rank is about to take `action` for the first time."""
+def at_point(pg: IpcProcessGroup, point: Point, function: Callable[[], None]) -> None:
+    """Call `function` when this rank is about to take an action of its next calls, the given time over."""
+    seen = 0
 
-    def observer(now: Action, chunk: int) -> None:
-        if now is action:
-            strike()
+    def observer(action: Action, chunk: int) -> None:
+        nonlocal seen
+        if action is point[0]:
+            seen += 1
+            if seen == point[1] + 1:
+                function()
 
     pg._local.engine.observer = observer
+
+
+def shared_names() -> set[str]:
+    """Files of torch or of this project in /dev/shm; other programs have theirs there."""
+    return {name for name in os.listdir("/dev/shm") if "torch" in name or "frac" in name}
 
 
 def memfd_count() -> int:
@@ -95,12 +169,17 @@ def memfd_count() -> int:
         return sum("ray_fracbackend_ipc" in line for line in maps)
 
 
-def open_memfds() -> int:
-    """Descriptors of our shared memory in this process."""
-    count = 0
+def open_files() -> list[str]:
+    """What the descriptors of this process stand for."""
+    names = []
     for fd in os.listdir("/proc/self/fd"):
         try:
-            count += "ray_fracbackend_ipc" in os.readlink(f"/proc/self/fd/{fd}")
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:
             continue
-    return count
+    return names
+
+
+def open_memfds() -> int:
+    """Descriptors of our shared memory in this process."""
+    return sum("ray_fracbackend_ipc" in name for name in open_files())

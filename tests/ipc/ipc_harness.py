@@ -18,9 +18,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ray_fracbackend.store import open_store
+
+# The device of the tensors that a rank hands to collectives.
+DEVICE_ENV_VAR = "IPC_TEST_DEVICE"
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Children are forked from a process that has imported torch but started no threads: seconds saved per launch.
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "ray_fracbackend.ipc"])
+
+
+def open_local_store() -> dist.TCPStore:
+    """A store on the loopback address alone, whose peers' names are in the hosts file: it asks no name server."""
+    return open_store(host="127.0.0.1")
+
+
+def rank_device() -> torch.device:
+    """Where this rank's tensors belong."""
+    return torch.device(os.environ.get(DEVICE_ENV_VAR, "cpu"))
 
 
 @dataclass
@@ -63,6 +78,10 @@ def _child(
 ) -> None:
     faulthandler.enable()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **env})
+    if (seed := os.environ.get("FAKE_CUDA_SEED")) is not None:
+        import fake_cuda
+
+        fake_cuda.install(int(seed) + job.rank)
     started = time.monotonic()
     try:
         value = function(job, *args)
@@ -84,7 +103,7 @@ def run_ranks(
     function: Callable[..., Any],
     size: int,
     *args: Any,
-    limit_s: float = 60.0,
+    limit_s: float = 120.0,
     timeout_s: float = 30.0,
     env: Mapping[str, str] | Callable[[int], Mapping[str, str]] = {},  # noqa: B006 (read only)
     needed: int | None = None,
@@ -100,7 +119,7 @@ def run_ranks(
         env: Environment variables, for all ranks or by rank.
         needed: Wait only for the first so many ranks, then kill the rest.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = open_local_store()
     pipes: dict[Connection, int] = {}
     processes = []
     for rank in range(size):

@@ -33,21 +33,33 @@ class Rules:
     skip_await: bool = False
     skip_wait_event: bool = False
     wait_event_before_await: bool = False
+    publish_before_fold: bool = False
 
 
+# How a collective reduces: in one pass, in two with every rank folding its share, or in two with rank 0 folding all.
+ONE, SPLIT, LEADER = "one pass", "split", "leader"
 Micro = tuple[str, int]
 
 
-def host_program(calls: Iterable[tuple[int, bool]], rules: Rules) -> list[Micro]:
-    """Host micro-steps of one rank for collectives of ``(num_chunks, two_passes)``; ``(name, step)``."""
+def host_program(calls: Iterable[tuple[int, str]], rules: Rules, rank: int) -> list[Micro]:
+    """Host micro-steps of one rank for collectives of ``(num_chunks, kind)``; ``(name, step)``."""
     program: list[Micro] = []
     first = 1
-    for num_chunks, two_passes in calls:
-        entries = list(schedule(num_chunks, two_passes=two_passes))
-        if rules.publish_before_put:
-            entries = [e for e in entries if e[0] is not Action.PUT]
+    for num_chunks, kind in calls:
+        entries = list(schedule(num_chunks, two_passes=kind != ONE))
+        if kind == LEADER:
+            # The leader reads its own input where it is; the others have nothing to fold.
+            useless = Action.PUT if rank == 0 else Action.FOLD
+            entries = [e for e in entries if e[0] is not useless]
+        late = {Action.PUT: rules.publish_before_put, Action.FOLD: rules.publish_before_fold}
+        delayed = {(action, step) for action, _, step in entries if late.get(action)}
         for action, _, offset in entries:
+            if (action, offset) in delayed:
+                continue
             program += _micros(action, first + offset, rules)
+            if action is Action.PUBLISH:
+                for other in (Action.PUT, Action.FOLD):
+                    program += _micros(other, first + offset, rules) if (other, offset) in delayed else []
         first += 1 + max(offset for _, _, offset in entries)
     return program
 
@@ -58,8 +70,7 @@ def _micros(action: Action, step: int, rules: Rules) -> list[Micro]:
     if action is Action.FOLD:
         return [("read slot", step - 1), ("write folded", step)]
     if action is Action.PUBLISH:
-        late = [("write slot", step)] if rules.publish_before_put else []
-        return [("record", step), ("publish", step), *late]
+        return [("record", step), ("publish", step)]
     if action is Action.AWAIT:
         wait = [] if rules.skip_wait_event else [("wait event", step)]
         poll = [] if rules.skip_await else [("await", step)]
@@ -74,17 +85,19 @@ class Explorer:
 
     Args:
         num_ranks: Ranks.
-        calls: ``(num_chunks, two_passes)`` of each collective.
+        calls: ``(num_chunks, kind)`` of each collective.
         device: Streams lag behind hosts; else they keep up.
         rules: Protocol parameters.
     """
 
-    def __init__(self, num_ranks: int, calls: list[tuple[int, bool]], *, device: bool, rules: Rules = Rules()) -> None:
+    def __init__(self, num_ranks: int, calls: list[tuple[int, str]], *, device: bool, rules: Rules = Rules()) -> None:
         self.ranks = range(num_ranks)
         self.rules = rules
         self.device = device
-        self.host = host_program(calls, rules)
-        self.folds = {step for name, step in self.host if name == "write folded"}
+        self.hosts = [host_program(calls, rules, rank) for rank in self.ranks]
+        self.folds = {step for host in self.hosts for name, step in host if name == "write folded"}
+        steps = [kind for num_chunks, kind in calls for _ in range(num_chunks + (kind != ONE))]
+        self.led = {number for number, kind in enumerate(steps, 1) if kind == LEADER}
         self.num_states = 0
 
     def explore(self) -> int:
@@ -102,8 +115,9 @@ class Explorer:
         while stack:
             state = stack.pop()
             successors = [s for rank in self.ranks for s in self._moves(state, rank)]
-            if not successors and any(pc < len(self.host) for pc in state[0]):
-                raise ProtocolViolation(f"stuck at {[self.host[pc] for pc in state[0] if pc < len(self.host)]}")
+            left = [host[pc] for host, pc in zip(self.hosts, state[0], strict=True) if pc < len(host)]
+            if not successors and left:
+                raise ProtocolViolation(f"stuck at {left}")
             for successor in successors:
                 if successor not in seen:
                     seen.add(successor)
@@ -126,9 +140,9 @@ class Explorer:
             moved = self._stream_move(state, rank)
             if moved is not None:
                 result.append(moved)
-        host_may_run = pcs[rank] < len(self.host) and (self.device or not queues[rank])
+        host_may_run = pcs[rank] < len(self.hosts[rank]) and (self.device or not queues[rank])
         if host_may_run:
-            name, step = self.host[pcs[rank]]
+            name, step = self.hosts[rank][pcs[rank]]
             ready = name != "await" or all(counters[r] >= step for r in self.ranks)
             if ready:
                 result.append(self._host_move(state, rank, name, step))
@@ -183,7 +197,11 @@ class Explorer:
         return _set(memory, rank, _set(memory[rank], kind, buffers))
 
     def _expect(self, memory, kind, step) -> None:  # type: ignore[no-untyped-def]
-        for owner in self.ranks:
+        owners = self.ranks
+        if step in self.led and kind < 2:
+            # Slots of the followers, folded memory of the leader: nobody reads the others.
+            owners = owners[1:] if kind == 0 else owners[:1]
+        for owner in owners:
             found = memory[owner][kind][step % self.rules.buffers]
             if found != step:
                 raise ProtocolViolation(f"memory {kind} of rank {owner}: step {found} where step {step} belongs")

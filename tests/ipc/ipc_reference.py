@@ -87,7 +87,8 @@ _FUNCTIONS = {
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal shape, dtype and bits."""
+    """Equal shape, dtype and bits; `expected` is on the host."""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
+    actual = actual.cpu()
     return torch.equal(actual.contiguous().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))

@@ -1,214 +1,38 @@
-"""A rank is killed, stopped, raises or calls something else, at every phase of every collective: nobody hangs."""
+"""What a group does when it breaks: random schedules, deaths at bad moments, abort and shutdown, errors.
+
+Single faults at every phase are in test_ipc_faults.py.
+"""
 
 from __future__ import annotations
 
 import os
-import random
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 import torch
-from ipc_calls import CALLS, bare_group, filled, options, phases, strike_at
-from ipc_harness import Job, run_ranks, values
-from torch.distributed import ReduceOp
+from ipc_calls import CALLS, SMALL_CHUNKS, bare_group, filled, options
+from ipc_fault_runs import error_of, strike
+from ipc_harness import Job, open_local_store, run_ranks, values
+from ipc_random_faults import check_random
 
 from ray_fracbackend.ipc import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     GroupClosedError,
     GroupPoisonedError,
-    IpcError,
     PeerLostError,
 )
-
-SMALL_CHUNKS = {"RAY_FRACBACKEND_IPC_CHUNK_BYTES": "65536"}
-SURVIVORS = 2
-
-
-def error_of(function: Any) -> tuple[str, str, float]:
-    """Type, text and seconds of what a call raises; an empty type if it returns."""
-    started = time.monotonic()
-    try:
-        function()
-    except IpcError as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    except RuntimeError as error:
-        return "RuntimeError", str(error), time.monotonic() - started
-    return "", "", time.monotonic() - started
-
-
-def call_then_barrier(pg: Any, name: str) -> None:
-    """A rank struck after its last publication lets the others finish; the next call must tell them."""
-    CALLS[name](pg)
-    pg.barrier(options("Barrier"))
-
-
-def strike(kind: str) -> None:
-    """Kill or stop this process."""
-    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-
-
-def struck_by_signal(job: Job, name: str, kind: str, timeout_s: float) -> Any:
-    """Ranks 0 and 1 survive one group per phase with a victim of its own, and report each error."""
-    torch.set_num_threads(1)
-    errors = []
-    for number, action in enumerate(phases(name)):
-        victim = SURVIVORS + number
-        if job.rank not in (0, 1, victim):
-            continue
-        rank = min(job.rank, SURVIVORS)
-        pg = bare_group(job, f"{name}{number}", rank, SURVIVORS + 1, 20.0, (0, 1, victim))
-        pg.set_timeout(timedelta(seconds=timeout_s))
-        if job.rank == victim:
-            strike_at(pg, action, lambda: strike(kind))
-        error = error_of(lambda pg=pg: call_then_barrier(pg, name))
-        errors.append((action.name, *error))
-        again = error_of(lambda pg=pg: pg.barrier(options("Barrier")))
-        if again[0] != "GroupPoisonedError" or again[2] > 0.5:
-            errors.append((action.name, *again))
-        pg.shutdown()
-    return errors
-
-
-def check_signal(name: str, kind: str, timeout_s: float, allowed: set[str]) -> None:
-    """Run a collective with a victim at each phase and check what the survivors report."""
-    before = sorted(os.listdir("/dev/shm"))
-    size = SURVIVORS + len(phases(name))
-    outcomes = run_ranks(struck_by_signal, size, name, kind, timeout_s, limit_s=60, env=SMALL_CHUNKS, needed=SURVIVORS)
-    for reports in values(outcomes[:SURVIVORS]):
-        assert [report[0] for report in reports] == [action.name for action in phases(name)]
-        for phase, error_type, text, seconds in reports:
-            assert error_type in allowed, (phase, error_type, text)
-            assert seconds < timeout_s + 1.5, (phase, text)
-            assert "rank" in text
-    assert sorted(os.listdir("/dev/shm")) == before
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_killed_rank_is_reported_at_every_phase(name: str) -> None:
-    """Both survivors raise at once, not at the 20 s deadline, and nothing is left in /dev/shm."""
-    check_signal(name, "kill", 20.0, {"PeerLostError", "GroupPoisonedError"})
-
-
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
-def test_a_stopped_rank_is_reported_at_every_phase(name: str) -> None:
-    """Both survivors raise when the deadline has passed."""
-    check_signal(name, "stop", 0.5, {"CollectiveTimeoutError", "GroupPoisonedError"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("all_reduce", "broadcast")])
-def test_a_stopped_rank_is_reported_by_every_other_collective(name: str) -> None:
-    """As for all_reduce and broadcast."""
-    check_signal(name, "stop", 0.5, {"CollectiveTimeoutError", "GroupPoisonedError"})
-
-
-class InjectedError(RuntimeError):
-    """Stands for any error inside a collective, such as a failed allocation."""
-
-
-def raise_injected() -> None:
-    """Fail."""
-    raise InjectedError("injected")
-
-
-def struck_by_exception(job: Job, names: list[str]) -> list[Any]:
-    """These collectives at every phase, each in a fresh group; the last rank raises inside the call."""
-    torch.set_num_threads(1)
-    reports = []
-    for name in names:
-        for action in phases(name):
-            pg = bare_group(job, f"{name}/{action.name}", job.rank, job.size, 20.0)
-            if job.rank == job.size - 1:
-                strike_at(pg, action, raise_injected)
-            error = error_of(lambda pg=pg, name=name: call_then_barrier(pg, name))
-            reports.append((name, action.name, *error))
-            pg.shutdown()
-    return reports
-
-
-# The rest have the same actions in the same order; they run with the slow tests.
-USUAL = ["all_reduce", "broadcast", "all_to_all"]
-
-
-@pytest.mark.parametrize("names", [USUAL, pytest.param(sorted(CALLS.keys() - USUAL), marks=pytest.mark.slow)])
-def test_an_exception_at_any_phase_reaches_every_rank(names: list[str]) -> None:
-    """The rank that failed raises its own error; the others raise it by name, long before the deadline."""
-    size = 3
-    for rank, reports in enumerate(values(run_ranks(struck_by_exception, size, names, limit_s=90, env=SMALL_CHUNKS))):
-        for name, phase, error_type, text, seconds in reports:
-            assert "injected" in text, (name, phase, error_type, text)
-            assert error_type == ("RuntimeError" if rank == size - 1 else "GroupPoisonedError")
-            assert seconds < 5, (name, phase)
-
-
-MISMATCHES: dict[str, tuple[Any, Any, list[str]]] = {
-    "operation": (CALLS["all_reduce"], CALLS["broadcast"], ["all_reduce(float32[66000], SUM)", "broadcast(", "root 0"]),
-    "barrier": (CALLS["barrier"], CALLS["all_reduce_small"], ["barrier", "all_reduce(float32[4], SUM)"]),
-    "size": (
-        lambda pg: pg.allreduce([filled(8)], options("Allreduce")),
-        lambda pg: pg.allreduce([filled(9)], options("Allreduce")),
-        ["float32[8]", "float32[9]"],
-    ),
-    "chunks": (
-        lambda pg: pg.allreduce([filled(8)], options("Allreduce")),
-        lambda pg: pg.allreduce([filled(99_999)], options("Allreduce")),
-        ["float32[8]", "float32[99999]"],
-    ),
-    "dtype": (
-        lambda pg: pg.allreduce([filled(8)], options("Allreduce")),
-        lambda pg: pg.allreduce([filled(8).double()], options("Allreduce")),
-        ["float32[8]", "float64[8]"],
-    ),
-    "reduce op": (
-        lambda pg: pg.allreduce([filled(8)], options("Allreduce")),
-        lambda pg: pg.allreduce([filled(8)], options("Allreduce", reduceOp=ReduceOp.MAX)),
-        ["SUM", "MAX"],
-    ),
-    "root": (
-        lambda pg: pg.broadcast([filled(8)], options("Broadcast", rootRank=0)),
-        lambda pg: pg.broadcast([filled(8)], options("Broadcast", rootRank=1)),
-        ["root 0", "root 1"],
-    ),
-    "through Gloo": (
-        lambda pg: pg.allreduce([filled(8)], options("Allreduce")),
-        lambda pg: pg.allreduce([filled(8).to_sparse()], options("Allreduce")),
-        ["all_reduce"],
-    ),
-}
-
-
-def mismatching(job: Job) -> dict[str, Any]:
-    """Every pair of disagreeing calls, each in a fresh group; the last rank makes the other call."""
-    torch.set_num_threads(1)
-    reports = {}
-    for name, (usual, other, _) in MISMATCHES.items():
-        pg = bare_group(job, name, job.rank, job.size, 5.0)
-        call = other if job.rank == job.size - 1 else usual
-        reports[name] = error_of(lambda pg=pg, call=call: (call(pg), pg.barrier(options("Barrier"))))
-        pg.shutdown()
-    return reports
-
-
-@pytest.mark.parametrize("places", ["aaa", "aab"])
-def test_calls_that_disagree_are_named_with_both_sides(places: str) -> None:
-    """Every rank raises, in one place as between two, and the text shows what each side called."""
-    env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_PLACE": places[rank]}  # noqa: E731
-    for reports in values(run_ranks(mismatching, len(places), limit_s=60, env=env)):
-        for name, (error_type, text, seconds) in reports.items():
-            assert error_type in ("CollectiveMismatchError", "GroupPoisonedError"), (name, error_type, text)
-            assert seconds < 4, name
-            for part in MISMATCHES[name][2]:
-                assert part in text, (name, text)
 
 
 def uneven_splits(job: Job) -> tuple[str, str, float]:
     """An all_to_all whose sides disagree about a size."""
-    pg = bare_group(job, "splits", job.rank, job.size, 5.0)
+    pg = bare_group(job, "splits", job.rank, job.size, 30.0)
     sizes = [2, 2] if job.rank == 0 else [3, 4]
     out = torch.empty(sum(sizes))
     return error_of(lambda: pg.all_to_all_single(out, filled(5), sizes, [2, 3], options("AllToAll")))
@@ -216,7 +40,7 @@ def uneven_splits(job: Job) -> tuple[str, str, float]:
 
 def test_splits_that_disagree_are_named() -> None:
     """Both ranks raise when one expects other sizes than the peer sends."""
-    for error_type, text, _ in values(run_ranks(uneven_splits, 2, limit_s=30)):
+    for error_type, text, _ in values(run_ranks(uneven_splits, 2, limit_s=120)):
         assert error_type in ("CollectiveMismatchError", "GroupPoisonedError")
         assert "rank 1 sends 12 bytes to rank 1, which expects 16" in text
 
@@ -263,74 +87,81 @@ def test_a_death_in_one_place_is_noticed_in_the_other(victim: int, name: str) ->
         assert seconds < 4, (outcome.rank, text)
 
 
-def random_work(job: Job, seed: int) -> tuple[str, float]:
-    """Random collectives with random pauses until the group breaks; returns the error and its delay."""
-    torch.set_num_threads(1)
-    shared, own = random.Random(seed), random.Random(f"{seed}/{job.rank}")
-    pg = bare_group(job, "random", job.rank, job.size, 10.0)
-    victim, fault = shared.randrange(job.size), shared.choice(["kill", "raise", "abort", "mismatch", "shutdown"])
-    last = shared.randrange(1, 60)
-    for number in range(100_000):
-        name = shared.choice(list(CALLS))
-        if own.random() < 0.1:
-            time.sleep(own.random() * 0.005)
-        if number == last and job.rank == victim:
-            error = error_of(lambda name=name: random_fault(pg, fault, name, shared.choice(phases(name))))
-            return error[0] or fault, error[2]
-        error = error_of(lambda name=name: CALLS[name](pg))
-        if error[0]:
-            return error[0], error[2]
-    raise AssertionError("the fault had no effect")
-
-
-def random_fault(pg: Any, fault: str, name: str, phase: Any) -> None:
-    """Break the group in the given way."""
-    if fault == "kill":
-        strike_at(pg, phase, lambda: strike("kill"))
-    elif fault == "raise":
-        strike_at(pg, phase, raise_injected)
-    elif fault == "abort":
-        pg.abort()
-        return
-    elif fault == "shutdown":
-        pg.shutdown()
-        return
-    else:
-        name = "all_reduce_small" if name == "barrier" else "barrier"
-    call_then_barrier(pg, name)
+def stopped_between_places(job: Job) -> tuple[str, str, float]:
+    """The only rank of the other place stops; the call's own time limit is far shorter than the group's."""
+    pg = bare_group(job, "stopped", job.rank, job.size, 60.0)
     pg.barrier(options("Barrier"))
+    if job.rank == 2:
+        strike("stop")
+    limited = options("Allreduce", timeout=timedelta(seconds=1))
+    return error_of(lambda: pg.allreduce([filled()], limited))
 
 
-def check_random(seed: int) -> None:
-    """Run one random schedule: every rank ends with an error, well before the limit."""
-    rng = random.Random(seed)
-    outcomes = run_ranks(random_work, rng.choice([2, 3, 4]), seed, limit_s=40, env=SMALL_CHUNKS)
-    for outcome in outcomes:
-        assert not isinstance(outcome.error, TimeoutError), f"seed {seed}: {outcome}"
-        if outcome.exitcode is None:
-            assert outcome.error is None, f"seed {seed}: {outcome.trace}"
-            assert outcome.value[0], f"seed {seed}: {outcome}"
-            assert outcome.value[1] < 5, f"seed {seed}: {outcome}"
+def test_a_time_limit_of_a_call_holds_between_places() -> None:
+    """Leader and member raise CollectiveTimeoutError after the second asked for, not after the group's minute."""
+    env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_PLACE": "aab"[rank]}  # noqa: E731
+    for error_type, text, seconds in values(run_ranks(stopped_between_places, 3, limit_s=120, env=env, needed=2)[:2]):
+        assert error_type in ("CollectiveTimeoutError", "GroupPoisonedError"), text
+        assert seconds < 15, text
+
+
+RANK_THAT_FAILS = """
+import os, signal
+from datetime import timedelta
+import torch, torch.distributed as dist
+import ray_fracbackend.ipc
+dist.init_process_group("ipc", timeout=timedelta(seconds=20))
+dist.barrier()
+if dist.get_rank() == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+work = dist.all_reduce(torch.ones(4), async_op=True, group=dist.new_group(ranks=[0, 1]))
+work.wait()
+dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=3))
+queued = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(3)]
+dist.barrier()
+"""
+
+
+def test_a_process_ends_by_itself_after_a_failure() -> None:
+    """With a group that nobody shut down, calls in its queue and a stopped peer, the interpreter still ends."""
+    store = open_local_store()
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "3"}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK_THAT_FAILS], env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE
+        )
+        for rank in range(3)
+    ]
+    try:
+        for rank in ranks[:2]:
+            _, text = rank.communicate(timeout=90)
+            assert rank.returncode == 1, text
+            assert b"rank 2" in text
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_faults_in_random_schedules(seed: int) -> None:
     """Whatever breaks whenever, every surviving rank raises soon."""
-    check_random(seed)
+    check_random(seed, "host", SMALL_CHUNKS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_more_random_faults_in_random_schedules(seed: int) -> None:
     """As above, a hundred more times."""
-    check_random(seed)
+    check_random(seed, "host", SMALL_CHUNKS)
 
 
 def use_after_end(job: Job) -> list[str]:
     """Abort and shutdown several times, in both orders, with calls in between."""
     texts = []
     for number, verbs in enumerate((("abort", "abort", "shutdown"), ("shutdown", "shutdown", "abort"))):
-        pg = bare_group(job, str(number), job.rank, job.size, 5.0)
+        pg = bare_group(job, str(number), job.rank, job.size, 30.0)
         pg.barrier(options("Barrier"))
         pg.barrier(options("Barrier"))
         for verb in verbs:
@@ -342,7 +173,7 @@ def use_after_end(job: Job) -> list[str]:
 
 def test_abort_and_shutdown_can_be_repeated() -> None:
     """A second abort or shutdown does nothing, and a later call raises GroupClosedError."""
-    for texts in values(run_ranks(use_after_end, 2, limit_s=30)):
+    for texts in values(run_ranks(use_after_end, 2, limit_s=120)):
         assert texts == ["GroupClosedError"] * 4
 
 
@@ -368,7 +199,8 @@ def test_abort_ends_a_call_in_progress_on_every_rank() -> None:
 
 def fail_asynchronously(job: Job) -> tuple[str, str, str, bool]:
     """What wait() and the future of a failed asynchronous call raise."""
-    pg = bare_group(job, "async", job.rank, job.size, 0.3)
+    pg = bare_group(job, "async", job.rank, job.size, 20.0)
+    pg.set_timeout(timedelta(seconds=0.3))
     if job.rank == 1:
         time.sleep(1.5)
         return "", "", "", False
@@ -399,11 +231,10 @@ def test_errors_survive_pickling() -> None:
 
 
 def test_no_shared_memory_outlives_its_ranks() -> None:
-    """After all of the above no process on this machine maps an arena whose ranks are gone, and none has a name."""
+    """After all of the above no process of theirs maps an arena, and none has a name. Tests beside these have their own."""
     assert not [name for name in os.listdir("/dev/shm") if "ray_fracbackend" in name]
-    with_arena = [p for p in Path("/proc").glob("[0-9]*/maps") if "ray_fracbackend_ipc" in _read(p)]
-    own_group = [p for p in with_arena if os.getpgid(int(p.parent.name)) == os.getpgid(0)]
-    assert own_group == []
+    processes = psutil.Process().children(recursive=True)
+    assert [p for p in processes if "ray_fracbackend_ipc" in _read(Path(f"/proc/{p.pid}/maps"))] == []
 
 
 def _read(path: Path) -> str:

@@ -3,42 +3,50 @@
 from __future__ import annotations
 
 import pytest
-from ipc_model import Explorer, ProtocolViolation, Rules
+from ipc_model import LEADER, ONE, SPLIT, Explorer, ProtocolViolation, Rules
 
 from ray_fracbackend.ipc.schedule import Action, one_pass, schedule, two_pass
 
-ONE, TWO = False, True
-MIXED = [(2, ONE), (1, TWO), (1, ONE), (2, TWO), (1, ONE)]
+MIXED = [(2, ONE), (1, SPLIT), (1, ONE), (2, SPLIT), (1, ONE)]
+LED = [(1, LEADER), (1, ONE), (2, LEADER), (1, LEADER)]
 
 
+@pytest.mark.parametrize("calls", [MIXED, LED])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_host_memory_is_never_read_at_the_wrong_time(num_ranks: int) -> None:
-    """Collectives of both kinds in a row: each read sees exactly the step it means, in every interleaving."""
-    assert Explorer(num_ranks, MIXED, device=False).explore() > len(MIXED)
+def test_host_memory_is_never_read_at_the_wrong_time(num_ranks: int, calls: list[tuple[int, str]]) -> None:
+    """Collectives of all kinds in a row: each read sees exactly the step it means, in every interleaving."""
+    assert Explorer(num_ranks, calls, device=False).explore() > len(calls)
 
 
-@pytest.mark.parametrize("calls", [[(3, ONE)], [(2, TWO)], [(1, ONE), (1, TWO), (1, ONE)]])
-def test_device_memory_is_never_read_at_the_wrong_time(calls: list[tuple[int, bool]]) -> None:
+@pytest.mark.parametrize(
+    "calls",
+    [[(3, ONE)], [(2, SPLIT)], [(1, ONE), (1, SPLIT), (1, ONE)], [(2, LEADER)], [(1, LEADER), (1, ONE), (1, LEADER)]],
+)
+def test_device_memory_is_never_read_at_the_wrong_time(calls: list[tuple[int, str]]) -> None:
     """The same where streams lag arbitrarily behind hosts and events alone order them, with two events a rank."""
     assert Explorer(2, calls, device=True).explore() > 100
 
 
 # A protocol that is wrong in one point each; the model must find an interleaving that shows it.
 WRONG = {
-    "one buffer": (Rules(buffers=1), False),
-    "published before written": (Rules(publish_before_put=True), False),
-    "no wait for counters": (Rules(skip_await=True), False),
-    "no wait for events": (Rules(skip_wait_event=True), True),
-    "event waited for before the counter shows its record": (Rules(wait_event_before_await=True), True),
+    "one buffer": (Rules(buffers=1), False, ONE),
+    "published before written": (Rules(publish_before_put=True), False, ONE),
+    "no wait for counters": (Rules(skip_await=True), False, ONE),
+    "no wait for events": (Rules(skip_wait_event=True), True, ONE),
+    "event waited for before the counter shows its record": (Rules(wait_event_before_await=True), True, ONE),
+    "one buffer for the leader": (Rules(buffers=1), True, LEADER),
+    "the leader publishes before it has folded": (Rules(publish_before_fold=True), False, LEADER),
+    "no wait for the leader's event": (Rules(skip_wait_event=True), True, LEADER),
+    "the leader's event waited for too early": (Rules(wait_event_before_await=True), True, LEADER),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_model_finds_a_wrong_protocol(name: str) -> None:
     """Each broken rule leads to a wrong read somewhere, so the tests above do not pass by accident."""
-    rules, device = WRONG[name]
+    rules, device, kind = WRONG[name]
     with pytest.raises(ProtocolViolation):
-        Explorer(2, [(3, ONE)], device=device, rules=rules).explore()
+        Explorer(2, [(3, kind)], device=device, rules=rules).explore()
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 70])

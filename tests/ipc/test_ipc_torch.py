@@ -97,7 +97,7 @@ def ddp_cases(job: Job) -> list[str]:
 
 def test_ddp_ends_with_the_same_weights_as_on_gloo() -> None:
     """With two ranks a sum has one order, so the weights are equal to the last bit, whatever DDP options are on."""
-    for different in values(run_ranks(ddp_cases, 2, limit_s=60)):
+    for different in values(run_ranks(ddp_cases, 2, limit_s=120)):
         assert different == []
 
 
@@ -117,7 +117,7 @@ def ddp_join(job: Job) -> dict[str, Any]:
 
 def test_ddp_join_and_zero_redundancy_optimizer() -> None:
     """Uneven inputs end with equal weights on all ranks."""
-    states = values(run_ranks(ddp_join, 3, limit_s=60))
+    states = values(run_ranks(ddp_join, 3, limit_s=120))
     for state in states[1:]:
         assert all(torch.equal(state[key], states[0][key]) for key in state)
 
@@ -198,8 +198,8 @@ def compiled(job: Job, backend: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("function", [zero_optimizer, fsdp, compiled])
 def test_same_results_as_on_gloo(function: Callable[..., Any]) -> None:
     """ZeroRedundancyOptimizer, FSDP2 and functional collectives give on ipc exactly what they give on Gloo."""
-    on_ipc = values(run_ranks(function, 2, "ipc", limit_s=90))
-    on_gloo = values(run_ranks(function, 2, "gloo", limit_s=90))
+    on_ipc = values(run_ranks(function, 2, "ipc", limit_s=120))
+    on_gloo = values(run_ranks(function, 2, "gloo", limit_s=120))
     for ours, theirs in zip(on_ipc, on_gloo, strict=True):
         ours, theirs = (list(x.values()) if isinstance(x, dict) else x for x in (ours, theirs))
         assert len(ours) == len(theirs)
@@ -257,7 +257,7 @@ def meshes_and_objects(job: Job) -> dict[str, Any]:
 
 def test_meshes_sub_groups_objects_and_point_to_point() -> None:
     """Sub-groups are ipc groups of their own, and what is not accelerated goes through Gloo."""
-    for rank, result in enumerate(values(run_ranks(meshes_and_objects, 4, limit_s=60))):
+    for rank, result in enumerate(values(run_ranks(meshes_and_objects, 4, limit_s=120))):
         assert result["sums"] == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]][rank]
         assert result["third"] == (12.0 if rank == 2 else 13.0)
         assert result["objects"] == [0, 1, 2, 3]
@@ -288,7 +288,7 @@ def checkpoint(job: Job, path: str) -> bool:
 
 def test_distributed_checkpoint(tmp_path: Path) -> None:
     """A checkpoint that was saved through ipc loads through ipc."""
-    assert values(run_ranks(checkpoint, 2, str(tmp_path / "checkpoint"), limit_s=60)) == [True, True]
+    assert values(run_ranks(checkpoint, 2, str(tmp_path / "checkpoint"), limit_s=120)) == [True, True]
 
 
 def odd_uses(job: Job) -> list[str]:
@@ -359,7 +359,7 @@ def odd_uses(job: Job) -> list[str]:
 
 def test_odd_tensors_and_uses() -> None:
     """Parameters, inference tensors, views, sparse tensors, futures: each behaves as torch's users expect."""
-    for bad in values(run_ranks(odd_uses, 2, limit_s=60)):
+    for bad in values(run_ranks(odd_uses, 2, limit_s=120)):
         assert bad == []
 
 
@@ -379,31 +379,20 @@ def crossed_order(job: Job) -> list[float]:
 
 def test_groups_may_be_used_in_different_orders() -> None:
     """As with Gloo, asynchronous calls on different groups do not wait for each other."""
-    assert values(run_ranks(crossed_order, 2, limit_s=30)) == [[2.0, 4.0]] * 2
-
-
-TORCHRUN = """
-import torch, torch.distributed as dist
-import ray_fracbackend.ipc
-dist.init_process_group("ipc")
-x = torch.ones(3) * (dist.get_rank() + 1)
-dist.all_reduce(x)
-assert x.tolist() == [3.0] * 3
-with open(f"{__file__}.{dist.get_rank()}", "w") as file:
-    file.write(dist.get_backend())
-dist.destroy_process_group()
-"""
+    assert values(run_ranks(crossed_order, 2, limit_s=120)) == [[2.0, 4.0]] * 2
 
 
 def test_torchrun_without_ray(tmp_path: Path) -> None:
-    """The documented use: torchrun, an import, the backend's name; Ray is never imported."""
+    """The example trains under torchrun where Ray cannot be imported."""
     import subprocess
     import sys
 
-    script = tmp_path / "script.py"
-    script.write_text(TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run(command, check=True, timeout=60, capture_output=True)
-    assert [Path(f"{script}.{rank}").read_text() for rank in (0, 1)] == ["ipc", "ipc"]
-    loaded = "import sys, ray_fracbackend.ipc; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", loaded], env={**os.environ}, timeout=60).returncode == 0
+    root = Path(__file__).parents[2]
+    (tmp_path / "ray.py").write_text("raise ImportError('there is no Ray here')")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
+    command = [*torchrun, str(root / "examples" / "torchrun_ipc.py")]
+    done = subprocess.run(command, env=environment, timeout=200, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ipc, 2 ranks on ")
+    assert float(done.stdout.split("loss ")[1]) < 0.01

@@ -7,9 +7,9 @@ import torch
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
+from examples import fashion_mnist_like
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend.ipc import host_memory_support
-from tests.ray import getting_started
 from tests.ray.conftest import HALF_GPU
 
 pytestmark = [
@@ -29,8 +29,8 @@ def train(config):
     assert (dist.get_backend(), report.backend) == (config["backend"], config["backend"])
     assert report.verification.backend == config["backend"]
     # Adam makes the rounding of a gradient that is zero (a bias before a batch norm) as large as any other step.
-    getting_started.Adam = torch.optim.SGD
-    getting_started.train_func()
+    fashion_mnist_like.Adam = torch.optim.SGD
+    fashion_mnist_like.train_func()
 
 
 def weights(tmp_path, expected_backend, **settings):

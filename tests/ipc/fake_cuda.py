@@ -1,0 +1,364 @@
+"""A CUDA of host memory, to run the real device transport where there is no GPU.
+
+Memory is real memory shared between real processes. A stream is a queue: torch operations, event records and event waits
+that are issued to it happen later, in the order in which they were issued, on a thread that picks among the streams of
+the process at random and dawdles. Events behave as CUDA's: a wait binds to the latest record issued so far, by whichever
+process, and a wait for an event that was never recorded does nothing. An operation that would make the host wait for the
+device (reading a value) is an error while a stream is current.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ray_fracbackend.ipc import cuda_runtime, device_setup, launching
+from ray_fracbackend.ipc.arena import Arena, ArenaName, attach_arena, create_arena
+from ray_fracbackend.ipc.cuda_driver import DeviceBlock
+from ray_fracbackend.ipc.hierarchy import HierarchicalCollectives
+
+# Set in the environment of a rank: FAKE_CUDA_SEED (of its device; without it there is none), FAKE_CUDA_UUID,
+# FAKE_CUDA_FREE (bytes that the device has left), FAKE_CUDA_BROKEN (what does not work, by name), FAKE_CUDA_STEP_S
+# (seconds for a step of the set-up), FAKE_CUDA_ASYNC (the caller has a stream too, so that nothing ever blocks the host).
+# Longest pause after an operation, in seconds; one operation in five is followed by one.
+PAUSE_S = 0.002
+_DATA_OFFSET = 4096
+_WAIT_LIMIT_S = 60.0
+
+
+class FakeGpu:
+    """The device of this process: carries out what its streams hold."""
+
+    def __init__(self, seed: int) -> None:
+        self.streams: list[FakeStream] = []
+        self.running = threading.Event()
+        self.running.set()
+        self.error: BaseException | None = None
+        self.pause_s = PAUSE_S
+        # Chance to go on with the same stream as long as it can.
+        self.stickiness = 0.0
+        self._rng = random.Random(seed)
+        self.work = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="fake gpu", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop working; a device that works on would slow down whatever its process does next."""
+        self._closed = True
+        self.running.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        stream: FakeStream | None = None
+        while not self._closed:
+            self.running.wait()
+            with self.work:
+                ready = [stream for stream in self.streams if stream.queue and stream.queue[0][0]()]
+                if not ready:
+                    self.work.wait(0.0005)
+                    continue
+            if stream not in ready or self._rng.random() >= self.stickiness:
+                stream = self._rng.choice(ready)
+            try:
+                stream.queue[0][1]()
+            except BaseException as error:
+                traceback.print_exc(file=sys.stderr)
+                self.error = error
+            with self.work:
+                stream.queue.popleft()
+                self.work.notify_all()
+            if self.pause_s and self._rng.random() < 0.2:
+                time.sleep(self._rng.random() * self.pause_s)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Block the host; what a test does and the backend must not."""
+        end = time.monotonic() + _WAIT_LIMIT_S
+        with self.work:
+            while not condition():
+                if self.error is not None:
+                    raise RuntimeError("the fake device failed") from self.error
+                if time.monotonic() > end:
+                    raise RuntimeError("the fake device is stuck")
+                self.work.wait(0.0005)
+
+
+def always() -> bool:
+    """Most operations can be done once it is their turn."""
+    return True
+
+
+class FakeStream:
+    """Operations to be done later, in order."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
+        self.queue: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
+        gpu.streams.append(self)
+
+    def issue(self, run: Callable[[], None], ready: Callable[[], bool] = always) -> None:
+        """Append an operation that may start when ``ready()``."""
+        with self.gpu.work:
+            self.queue.append((ready, run))
+            self.gpu.work.notify_all()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        """What is issued later waits for the latest record of `event` so far."""
+        bound = event.words[0]
+        self.issue(lambda: None, lambda: event.words[1] >= bound)
+
+    def synchronize(self) -> None:
+        """Block the host until all is done."""
+        self.gpu.wait_until(lambda: not self.queue)
+
+
+class HostStream(FakeStream):
+    """The stream of code that is under no stream: done at once, so that it must block where others queue."""
+
+    def issue(self, run: Callable[[], None], ready: Callable[[], bool] = always) -> None:
+        """Do it now."""
+        self.gpu.wait_until(ready)
+        run()
+
+
+class FakeEvent:
+    """An event; ``words`` are the numbers of the latest record issued and of the latest one done."""
+
+    def __init__(self, gpu: FakeGpu, words: Any) -> None:
+        self.gpu = gpu
+        self.words = words
+
+    def record(self, stream: FakeStream) -> None:
+        """Record it behind what the stream holds."""
+        number = self.words[0] + 1
+        self.words[0] = number
+
+        def done() -> None:
+            self.words[1] = number
+
+        stream.issue(done)
+
+    def query(self) -> bool:
+        """Whether the latest record is done."""
+        return bool(self.words[1] >= self.words[0])
+
+
+class _Defer(TorchDispatchMode):
+    """Sends operations to a stream. Views are made at once; a result that is memory of its own is filled later."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"):
+            raise AssertionError(f"{name} makes the host wait for the device")
+        aliases = [value.alias_info for value in func._schema.returns]
+        if any(alias is not None and not alias.is_write for alias in aliases):
+            return func(*args, **kwargs)
+        inference = torch.is_inference_mode_enabled()
+
+        def later(function: Callable[[], Any]) -> None:
+            def run() -> None:
+                with torch.inference_mode(inference), torch.no_grad():
+                    function()
+
+            self.stream.issue(run)
+
+        if any(alias is not None for alias in aliases):
+            later(lambda: func(*args, **kwargs))
+            index = next(i for i, value in enumerate(func._schema.arguments) if value.alias_info is not None)
+            return args[index] if index < len(args) else kwargs[func._schema.arguments[index].name]
+        result = func(*args, **kwargs)
+        if any(isinstance(arg, torch.Tensor) for arg in args) or name == "aten::cat":
+            if result.dtype != torch.bool:
+                result.view(-1).view(torch.uint8).fill_(0x5A)
+            later(lambda: result.copy_(func(*args, **kwargs)))
+        return result
+
+
+_local = threading.local()
+
+
+def _stack() -> list[FakeStream]:
+    if not hasattr(_local, "stack"):
+        _local.stack = []
+    return _local.stack
+
+
+class FakeCuda:
+    """Has the methods of `cuda_runtime.CudaRuntime`."""
+
+    gpu: FakeGpu
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.broken = os.environ.get("FAKE_CUDA_BROKEN", "")
+        self._host = (FakeStream if "FAKE_CUDA_ASYNC" in os.environ else HostStream)(self.gpu)
+
+    @staticmethod
+    def owns(tensor: torch.Tensor) -> bool:
+        return tensor.is_cpu
+
+    def missing(self) -> str | None:
+        return "the fake device is missing" if self.broken == "missing" else None
+
+    def uuid(self) -> str:
+        return os.environ.get("FAKE_CUDA_UUID", "GPU-fake")
+
+    def allocate(self, num_bytes: int) -> DeviceBlock:
+        if num_bytes > int(os.environ.get("FAKE_CUDA_FREE", 1 << 40)):
+            raise MemoryError("the fake device is full")
+        arena, name = create_arena(_DATA_OFFSET + num_bytes)
+        return self._block(arena, name, False)
+
+    def _block(self, arena: Arena, name: ArenaName, imported: bool) -> DeviceBlock:
+        block = DeviceBlock(
+            arena.address, 0, imported, torch.frombuffer(arena.memory, dtype=torch.uint8)[_DATA_OFFSET:]
+        )
+        _names[block.pointer] = name
+        return block
+
+    def trim(self) -> None:
+        pass
+
+    def export(self, block: DeviceBlock) -> bytes:
+        return json.dumps(asdict(_names[block.pointer])).encode()
+
+    def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
+        if self.broken == "open":
+            raise RuntimeError("the fake driver refuses")
+        if self.broken == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.broken == "memory":
+            return self.allocate(num_bytes)
+        name = ArenaName(**json.loads(handle))
+        return self._block(attach_arena(name), name, True)
+
+    def release(self, block: DeviceBlock) -> None:
+        name = _names.pop(block.pointer)
+        released.append(block.imported)
+        if not block.imported:
+            os.close(name.fd)
+
+    def new_stream(self) -> FakeStream:
+        return FakeStream(self.gpu)
+
+    def current_stream(self) -> FakeStream:
+        return _stack()[-1] if _stack() else self._host
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        _stack().append(stream)
+        try:
+            with _Defer(stream):
+                yield
+        finally:
+            _stack().pop()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def new_event(self) -> FakeEvent:
+        return FakeEvent(self.gpu, [0, 0])
+
+    def new_shared_event(self) -> FakeEvent:
+        arena, name = create_arena(_DATA_OFFSET)
+        event = FakeEvent(self.gpu, memoryview(arena.memory).cast("q")[2:4])
+        _names[id(event)] = name
+        return event
+
+    def export_event(self, event: FakeEvent) -> bytes:
+        assert event.words[0], "an event has no handle before it has been recorded"
+        return json.dumps(asdict(_names[id(event)])).encode()
+
+    def open_event(self, handle: bytes) -> FakeEvent:
+        if self.broken == "event":
+            return FakeEvent(self.gpu, [1, 0])
+        words = memoryview(attach_arena(ArenaName(**json.loads(handle))).memory).cast("q")[2:4]
+        return FakeEvent(self.gpu, words)
+
+    def keep(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        pass
+
+    def new_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
+
+    def complete(self, future: torch.futures.Future[Any], value: Any, stream: FakeStream) -> None:
+        event = self.new_event()
+        event.record(stream)
+
+        def finish() -> None:
+            self.gpu.wait_until(event.query)
+            future.set_result(value)
+
+        # A future of CUDA is complete at once and its reader's stream waits; here the reader is the host.
+        threading.Thread(target=finish, daemon=True).start()
+
+
+_names: dict[int, ArenaName] = {}
+# For each block released, whether it was another process's.
+released: list[bool] = []
+
+
+class _AfterStream:
+    """A Gloo group that, as with CUDA tensors, begins when the current stream has come that far."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._group, name)
+
+        def call(*args: Any) -> Any:
+            work = method(*args)
+            if work is not None:
+                work.wait()
+            return work
+
+        return _off_stream(call)
+
+
+class _Hierarchical(HierarchicalCollectives):
+    def __init__(self, membership, local, leaders, everyone, agreement=None) -> None:  # type: ignore[no-untyped-def]
+        wrapped = [None if group is None else _AfterStream(group) for group in (leaders, everyone, agreement)]
+        super().__init__(membership, local, wrapped[0], wrapped[1], wrapped[2])
+
+
+def install(seed: int) -> None:
+    """Make every dense CPU tensor of this process a tensor of the fake device."""
+    gpu = FakeGpu(seed)
+    FakeCuda.gpu = gpu
+    cuda_runtime.CudaRuntime = FakeCuda  # type: ignore[misc]
+    device_setup.STEP_S = float(os.environ.get("FAKE_CUDA_STEP_S", device_setup.STEP_S))
+    launching.in_host_memory = lambda *tensors: False
+    device_setup.HierarchicalCollectives = _Hierarchical  # type: ignore[misc]
+    # Both work on the host, whose tensors are no others than the device's here.
+    for name in ("_run_gloo", "_exchange_sizes"):
+        setattr(launching.LaunchingGroup, name, _off_stream(getattr(launching.LaunchingGroup, name)))
+
+
+def _off_stream(method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any) -> Any:
+        for stream in _stack()[-1:]:
+            stream.synchronize()
+        with _disable_current_modes():
+            return method(*args)
+
+    return wrapped

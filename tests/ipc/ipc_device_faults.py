@@ -1,0 +1,89 @@
+"""Faults that strike a rank in a collective on a device, and what the others must report.
+
+Every victim is a process of its own, because a process that has used CUDA cannot be forked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from ipc_calls import options, shared_names
+from ipc_device_calls import CALLS, device_group, phases, strike_at
+from ipc_fault_runs import error_of, strike
+from ipc_harness import Job, run_ranks, values
+
+from ray_fracbackend.ipc.schedule import Action
+
+SURVIVORS = 2
+
+
+def call_then_barrier(pg: Any, name: str) -> None:
+    """A rank struck after its last publication lets the others finish; the next call must tell them."""
+    CALLS[name](pg)
+    pg.barrier(options("Barrier"))
+
+
+def struck_by_signal(job: Job, name: str, actions: list[Action], kind: str, timeout_s: float) -> Any:
+    """Ranks 0 and 1 survive one group per phase with a victim of its own, and report each error."""
+    torch.set_num_threads(1)
+    errors = []
+    for number, action in enumerate(actions):
+        victim = SURVIVORS + number
+        if job.rank not in (0, 1, victim):
+            continue
+        rank = min(job.rank, SURVIVORS)
+        pg = device_group(job, f"{name}{number}", rank, SURVIVORS + 1, 60.0, (0, 1, victim))
+        pg.set_timeout(timedelta(seconds=timeout_s))
+        if job.rank == victim:
+            strike_at(pg, action, lambda: strike(kind))
+        error = error_of(lambda pg=pg: call_then_barrier(pg, name))
+        errors.append((action.name, *error))
+        again = error_of(lambda pg=pg: pg.barrier(options("Barrier")))
+        if again[0] != "GroupPoisonedError" or again[2] > 5:
+            errors.append((action.name, *again))
+        pg.shutdown()
+    return errors
+
+
+def check_signal(
+    name: str,
+    kind: str,
+    timeout_s: float,
+    allowed: set[str],
+    env: Mapping[str, str],
+    actions: list[Action] | None = None,
+    limit_s: float = 200,
+) -> None:
+    """Run a collective with a victim at each phase, or at `actions`, and check what the survivors report.
+
+    After the first, the survivors' device may be stuck in what the dead rank left; a real one is not used again.
+    """
+    before = shared_names()
+    actions = actions or phases(name)
+    args = name, actions, kind, timeout_s
+    outcomes = run_ranks(struck_by_signal, SURVIVORS + len(actions), *args, limit_s=limit_s, env=env, needed=SURVIVORS)
+    for reports in values(outcomes[:SURVIVORS]):
+        assert [report[0] for report in reports] == [action.name for action in actions]
+        for phase, error_type, text, seconds in reports:
+            assert error_type in allowed, (phase, error_type, text)
+            assert seconds < timeout_s + 10, (phase, text)
+            assert "rank" in text
+    assert shared_names() <= before
+
+
+def struck_by_exception(job: Job, names: list[str]) -> list[Any]:
+    """These collectives at every phase, each in a fresh group; the last rank raises inside the call."""
+    torch.set_num_threads(1)
+    reports = []
+    for name in names:
+        for action in phases(name):
+            pg = device_group(job, f"{name}/{action.name}", job.rank, job.size, 60.0)
+            if job.rank == job.size - 1:
+                strike_at(pg, action, lambda: strike("raise"))
+            error = error_of(lambda pg=pg, name=name: call_then_barrier(pg, name))
+            reports.append((name, action.name, *error))
+            pg.shutdown()
+    return reports

@@ -1,0 +1,254 @@
+"""Runs many injected faults in one set of processes, each in a process group of its own.
+
+Two processes survive all cases. The third takes the victim's part itself where it lives through it; where the victim is
+killed or stopped, it forks one for each case and makes no process group itself, so that it stays safe to fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ipc_calls import SMALL_CHUNKS, Point, at_point, bare_group, memfd_count, open_files, points
+from ipc_faults import BARRIER, SETUP_TIMEOUT_S, SIZE, TIMEOUT_S, Case
+from ipc_harness import Job
+
+from ray_fracbackend.ipc import IpcError, IpcProcessGroup
+from ray_fracbackend.ipc.schedule import Action
+
+# Stopped ranks are waited for, which costs time but no CPU: so many cases at once.
+_STOPPED_AT_ONCE = 16
+_PR_SET_PDEATHSIG = 1
+_HOLD_S = 30.0
+
+Error = tuple[str, str, float]
+
+
+@dataclass
+class Report:
+    """What one rank saw of one case.
+
+    Attributes:
+        number: Of the case.
+        rank: In the group.
+        first: Type, text and seconds of the first error of its calls; an empty type if there was none.
+        rest: The same of each later call: those already started, and a barrier at the end.
+        leaks: What was not given back.
+    """
+
+    number: int
+    rank: int
+    first: Error
+    rest: list[Error] = field(default_factory=list)
+    leaks: dict[str, Any] = field(default_factory=dict)
+
+
+class InjectedError(RuntimeError):
+    """Stands for any error inside a collective, such as a failed allocation."""
+
+
+def error_of(function: Callable[[], Any]) -> Error:
+    """Type, text and seconds of what a call raises; an empty type if it returns."""
+    started = time.monotonic()
+    try:
+        function()
+    except IpcError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    except RuntimeError as error:
+        return "RuntimeError", str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+def strike(fault: str) -> None:
+    """Kill or stop this process, or fail."""
+    if fault == "raise":
+        raise InjectedError("injected")
+    os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    # Another thread may have taken the signal, and this one must not go on until it stops too.
+    time.sleep(3600)
+
+
+def belongings() -> dict[str, Any]:
+    """What this process holds that a process group may have taken."""
+    with open("/proc/self/maps") as maps:
+        named = sum("/dev/shm/" in line for line in maps)
+    return {
+        "descriptors": len(open_files()),
+        "threads": len(os.listdir("/proc/self/task")),
+        "arenas": memfd_count(),
+        "in /dev/shm": named + sum(name.startswith("/dev/shm/") for name in open_files()),
+    }
+
+
+def prepare(job: Job) -> dict[str, Any]:
+    """Make garbage collection quick and return what this process holds after one good group."""
+    torch.set_num_threads(1)
+    os.environ.update(SMALL_CHUNKS)
+    gc.collect()
+    gc.freeze()
+    pg = bare_group(job, f"prepare{job.rank}", 0, 1, SETUP_TIMEOUT_S)
+    BARRIER(pg).wait()
+    pg.shutdown()
+    del pg
+    gc.collect()
+    return belongings()
+
+
+def leaks_since(before: dict[str, Any]) -> dict[str, Any]:
+    """What is held beyond `before`; a thread that has ended may be listed for a moment longer."""
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while (now := belongings()) != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {} if now == before else {"now": now, "before": before, "files": open_files()}
+
+
+def survivors(job: Job, cases: list[Case]) -> list[Report]:
+    """A rank that lives: all cases, one batch after the other."""
+    before = prepare(job)
+    store = _store(job)
+    before["descriptors"] += 1
+    reports = []
+    for first, batch in batches(cases):
+        groups = [_group(job, case, first + i) for i, case in enumerate(batch)]
+        if len(batch) == 1:
+            done = [_play(groups[0], batch[0], first)]
+        else:
+            with ThreadPoolExecutor(len(batch)) as pool:
+                done = list(pool.map(_play, groups, batch, range(first, first + len(batch))))
+        groups.clear()
+        store.set(f"done/{first}/{job.rank}", "")
+        done[0].leaks = leaks_since(before)
+        reports += done
+    return reports
+
+
+def victims(job: Job, cases: list[Case]) -> list[str]:
+    """Forks a victim for each case; returns what went wrong with them."""
+    torch.set_num_threads(1)
+    os.environ.update(SMALL_CHUNKS)
+    store = _store(job)
+    wrong = []
+    for first, batch in batches(cases):
+        children = [_fork_victim(job, case, first + i) for i, case in enumerate(batch)]
+        store.wait([f"done/{first}/{rank}" for rank in range(SIZE - 1)], timedelta(seconds=200))
+        for case, pid in zip(batch, children, strict=True):
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            if not os.WIFSIGNALED(status):
+                wrong.append(f"{case}: the victim ended with {os.waitstatus_to_exitcode(status)}")
+    return wrong
+
+
+def play_fatal(job: Job, cases: list[Case]) -> Any:
+    """Either side of cases whose victim does not live."""
+    return victims(job, cases) if job.rank == SIZE - 1 else survivors(job, cases)
+
+
+def batches(cases: list[Case]) -> list[tuple[int, list[Case]]]:
+    """Cases that run at once, each batch with the number of its first."""
+    at_once = _STOPPED_AT_ONCE if cases and cases[0].fault == "stop" else 1
+    return [(first, cases[first : first + at_once]) for first in range(0, len(cases), at_once)]
+
+
+def _store(job: Job) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
+
+
+def _fork_victim(job: Job, case: Case, number: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    # A stopped child must not outlive this process, whatever ends it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        _play(_group(job, case, number), case, number)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _group(job: Job, case: Case, number: int) -> IpcProcessGroup:
+    """The group of a case: the last process is the victim, the others take the other ranks in order."""
+    others = [rank for rank in range(SIZE) if rank != case.victim]
+    rank = [*others, case.victim][job.rank]
+    os.environ["RAY_FRACBACKEND_IPC_PLACE"] = case.places[rank]
+    pg = bare_group(job, str(number), rank, SIZE, SETUP_TIMEOUT_S)
+    # The victim of a batch is ready long before the others, and must not give up on them.
+    pg.set_timeout(timedelta(seconds=TIMEOUT_S if rank == case.victim else case.timeout_s))
+    return pg
+
+
+def _play(pg: IpcProcessGroup, case: Case, number: int) -> Report:
+    """This rank's part of a case."""
+    is_victim = pg.rank() == case.victim
+    calls = case.victim_calls if is_victim else case.calls
+    if is_victim and case.fault in ("kill", "stop", "raise"):
+        at_point(pg, case.point, lambda: strike(case.fault))
+    if case.asynchronous:
+        works = [call(pg, asynchronous=True) for call in calls]
+        errors = [error_of(work.wait) for work in works]
+        del works
+    else:
+        errors = []
+        for position, call in enumerate(calls):
+            _hold(pg, case, position)
+            errors.append(error_of(lambda call=call: call(pg).wait()))
+            if errors[-1][0]:
+                break
+    failed = next((i for i, error in enumerate(errors) if error[0]), None)
+    if failed is None:
+        report = Report(number, pg.rank(), ("", "", 0.0))
+    else:
+        report = Report(number, pg.rank(), errors[failed], errors[failed + 1 :])
+        report.rest.append(error_of(lambda: BARRIER(pg).wait()))
+    pg.shutdown()
+    return report
+
+
+def _hold(pg: IpcProcessGroup, case: Case, position: int) -> None:
+    """See to it that the ranks are where the case wants them when they disagree."""
+    if case.fault != "mismatch" or case.places != "aaa":
+        return
+    if case.peers == "earlier":
+        if pg.rank() != case.victim and position == case.differs_at - 1:
+            last = max(number for action, number in points(case.calls[position], SIZE) if action is Action.TAKE)
+            _hold_at(pg, (Action.TAKE, last), lambda: _step_of(pg, case.victim) > _step_of(pg, pg.rank()))
+        return
+    if position != case.differs_at:
+        return
+    if pg.rank() == case.victim:
+        if case.peers == "waiting":
+            own = _step_of(pg, case.victim)
+            _wait_until(lambda: all(_step_of(pg, rank) > own for rank in range(SIZE) if rank != case.victim))
+    elif case.peers in ("SIGN", "PUT", "PUBLISH"):
+        _hold_at(pg, (Action[case.peers], 0), lambda: _step_of(pg, case.victim) > _step_of(pg, pg.rank()))
+    elif case.peers in ("AWAIT", "CHECK"):
+        _hold_at(pg, (Action[case.peers], 0), lambda: pg._local.engine._control.poisoner() is not None)
+
+
+def _hold_at(pg: IpcProcessGroup, point: Point, condition: Callable[[], bool]) -> None:
+    at_point(pg, point, lambda: _wait_until(condition))
+
+
+def _step_of(pg: IpcProcessGroup, rank: int) -> int:
+    control = pg._local.engine._control
+    return control.words[control.counter_index[rank]]
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _HOLD_S
+    while not condition():
+        assert time.monotonic() < deadline, "the other side did not get there"
+        time.sleep(0.0005)

@@ -1,0 +1,35 @@
+"""Longer work for ranks, on any device."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+import torch.distributed as dist
+from ipc_harness import Job, rank_device
+
+import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
+
+
+def busy(job: Job, num_calls: int) -> int:
+    """All-reduces of random sizes on two groups in random turn, overlapping and checked; number of wrong results."""
+    job.init()
+    groups = [dist.new_group(), dist.new_group()]
+    shared, own = random.Random(5), random.Random(job.rank)
+    wrong, pending = 0, []
+    for number in range(num_calls):
+        tensor = torch.full(
+            (shared.choice([1, 500, 20_000, 40_000]),), float(number % 97 * (job.rank + 1)), device=rank_device()
+        )
+        expected = number % 97 * job.size * (job.size + 1) / 2
+        pending.append((dist.all_reduce(tensor, group=groups[shared.randrange(2)], async_op=True), tensor, expected))
+        if own.random() < 0.05:
+            time.sleep(own.random() * 0.005)
+        if len(pending) > 10:
+            for work, result, value in pending:
+                work.wait()
+                wrong += not bool((result == value).all())
+            pending.clear()
+    dist.barrier()
+    return wrong

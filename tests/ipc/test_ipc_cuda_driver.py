@@ -1,0 +1,122 @@
+"""What is asked of the CUDA driver and of the platform; the driver's library is replaced at the edge."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ray_fracbackend.ipc import cuda_driver, device_memory_support, device_support
+
+
+class Driver:
+    """Stands for libcuda: notes the calls, returns the code that a test wants for a name, and fills in results."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.codes: dict[str, int] = {}
+        self.results: dict[str, int] = {"cuMemAlloc_v2": 1 << 40, "cuIpcOpenMemHandle_v2": 1 << 41}
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def function(*args: Any) -> int:
+            self.calls.append((name, args))
+            if name == "cuGetErrorName":
+                args[1]._obj.value = f"CUDA_ERROR_{args[0]}".encode()
+            elif name in self.results:
+                args[0]._obj.value = self.results[name]
+            elif name == "cuIpcGetMemHandle":
+                ctypes.memmove(ctypes.addressof(args[0]._obj), bytes(range(64)), 64)
+            return self.codes.get(name, 0)
+
+        return function
+
+    def names(self) -> list[str]:
+        """Names of the calls, in order."""
+        return [name for name, _ in self.calls]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """The replaced library; tensors over its memory are made elsewhere."""
+    fake = Driver()
+    monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "tensor_at", lambda pointer, num_bytes, index: torch.empty(num_bytes // 4096))
+    cuda_driver._primary_context.cache_clear()
+    yield fake
+    cuda_driver._primary_context.cache_clear()
+
+
+def test_blocks_are_whole_granules_in_the_primary_context(driver: Driver) -> None:
+    """A handle opens all of its granule, so no other data may be in it; the thread's own context comes back."""
+    block = cuda_driver.allocate(1, (2 << 20) + 1)
+    assert (block.pointer, block.index, block.imported) == (1 << 40, 1, False)
+    names = driver.names()
+    assert names[-3:] == ["cuCtxPushCurrent_v2", "cuMemAlloc_v2", "cuCtxPopCurrent_v2"]
+    assert dict(driver.calls)["cuMemAlloc_v2"][1].value == 4 << 20
+    cuda_driver.release(block)
+    assert driver.names()[-2] == "cuMemFree_v2"
+    # Retained once, and never given back: it is torch's own.
+    assert driver.names().count("cuDevicePrimaryCtxRetain") == 1
+
+
+def test_handles_are_handed_over_whole(driver: Driver) -> None:
+    """What one process exports another opens, and gives back by closing it."""
+    handle = cuda_driver.export_block(cuda_driver.allocate(0, 1))
+    assert handle == bytes(range(64))
+    block = cuda_driver.open_block(0, handle, 4096)
+    args = dict(driver.calls)["cuIpcOpenMemHandle_v2"]
+    assert (bytes(args[1].reserved), args[2]) == (handle, 1)
+    cuda_driver.release(block)
+    assert driver.names()[-2] == "cuIpcCloseMemHandle"
+
+
+def test_a_full_device_is_a_memory_error_and_others_have_the_drivers_name(driver: Driver) -> None:
+    """Set-up asks for less after the one and gives up after the other; the context is popped after both."""
+    driver.codes = {"cuMemAlloc_v2": 2, "cuIpcOpenMemHandle_v2": 201}
+    with pytest.raises(MemoryError, match="cuMemAlloc_v2"):
+        cuda_driver.allocate(0, 1)
+    with pytest.raises(cuda_driver.DriverError, match="cuIpcOpenMemHandle_v2: CUDA_ERROR_201"):
+        cuda_driver.open_block(0, bytes(64), 1)
+    names = driver.names()
+    assert names.count("cuCtxPushCurrent_v2") == names.count("cuCtxPopCurrent_v2") == 2
+
+
+def test_a_driver_that_does_not_know_the_question_shares_events(driver: Driver) -> None:
+    """The attribute is newer than the ability; a device that denies it is believed."""
+    driver.codes = {"cuDeviceGetAttribute": 1}
+    assert cuda_driver.shares_events(0)
+    driver.codes, driver.results["cuDeviceGetAttribute"] = {}, 0
+    assert not cuda_driver.shares_events(0)
+    assert "cuDevicePrimaryCtxRetain" not in driver.names()
+
+
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [
+        ("5.15.153.1-microsoft-standard-WSL2", "Windows Subsystem for Linux"),
+        ("5.10.120-tegra", "Tegra"),
+        ("6.8.0", None),
+    ],
+)
+def test_support_names_the_platform(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, release: str, expected: str | None
+) -> None:
+    """Each platform without shared CUDA memory has its own reason; elsewhere the device decides."""
+    monkeypatch.setattr(device_support.platform, "release", lambda: release)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    driver.results["cuDeviceGetAttribute"] = 1
+    reason = device_memory_support(0)
+    assert (reason is None) if expected is None else (expected in str(reason))
+    if expected is None:
+        assert "no device 1" in str(device_memory_support(1))
+        driver.results["cuDeviceGetAttribute"] = 0
+        assert "cannot share events" in str(device_memory_support(0))
+        driver.codes = {"cuInit": 100}
+        assert "cuInit: CUDA_ERROR_100" in str(device_memory_support(0))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert "no CUDA device" in str(device_memory_support(0))

@@ -1,0 +1,194 @@
+"""The device transport over a fake device whose streams lag: exact results, torch's users, set-up and its failures."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from ipc_calls import bare_group, options
+from ipc_device_calls import CALLS, device_group, filled
+from ipc_device_faults import check_signal, error_of, struck_by_exception
+from ipc_harness import Job, run_ranks, values
+from ipc_random_faults import check_random
+from ipc_table import SMALL_CHUNKS, whole_table
+from ipc_workloads import busy
+from test_ipc_torch import ddp_cases, meshes_and_objects, odd_uses
+
+FAKE = {**SMALL_CHUNKS, "FAKE_CUDA_SEED": "1"}
+# Callers have a stream as well, so that nothing blocks on a device whose peer is dead.
+ASYNC = {**FAKE, "FAKE_CUDA_ASYNC": "1"}
+DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
+
+
+@pytest.mark.parametrize(("size", "how"), [(1, "leader"), (2, "leader"), (3, "split"), (4, "leader")])
+def test_every_collective_matches_the_reference(size: int, how: str) -> None:
+    """The table of the host's tests, on lagging streams, with each way to reduce."""
+    env = {**FAKE, "RAY_FRACBACKEND_IPC_DEVICE_REDUCE": how}
+    for failures in values(run_ranks(whole_table, size, DTYPES, limit_s=200, env=env)):
+        assert failures == []
+
+
+@pytest.mark.parametrize("devices", ["aab", "abba"])
+def test_every_collective_is_right_between_devices(devices: str) -> None:
+    """Ranks of one host on several devices, uneven and interleaved; Gloo connects the leaders here."""
+    env = lambda rank: {**FAKE, "FAKE_CUDA_UUID": devices[rank]}  # noqa: E731
+    for failures in values(run_ranks(whole_table, len(devices), [torch.float32, torch.bool], limit_s=200, env=env)):
+        assert failures == []
+
+
+def test_ddp_and_its_hooks_end_with_the_weights_that_gloo_gives() -> None:
+    """Buckets go through futures that are complete only once the device has come that far."""
+    for different in values(run_ranks(ddp_cases, 2, limit_s=120, env=FAKE)):
+        assert different == []
+
+
+def test_meshes_objects_and_odd_tensors() -> None:
+    """Sub-groups have device memory of their own, and what is not dense goes through Gloo, behind the stream."""
+    for result in values(run_ranks(meshes_and_objects, 4, limit_s=120, env=FAKE)):
+        assert result["coalesced"] == [[6.0] * 2, [6.0] * 3]
+        assert result["objects"] == [0, 1, 2, 3]
+    for bad in values(run_ranks(odd_uses, 2, limit_s=120, env=FAKE)):
+        assert bad == []
+
+
+def carried_by(job: Job, count: int = 1) -> list[Any]:
+    """Who carries the tensors of `count` groups that are made, used and dropped; and what became of the memory."""
+    import fake_cuda
+
+    logging.disable(logging.CRITICAL)
+    reports = []
+    for number in range(count):
+        pg = bare_group(job, str(number), job.rank, job.size, 20.0)
+        tensors = [filled() for _ in range(3)]
+        works = [pg.allreduce([tensor], options("Allreduce", asyncOp=True)) for tensor in tensors]
+        for work in works:
+            work.wait()
+        right = all(bool((tensor == job.size).all()) for tensor in tensors)
+        lane = pg._device_side._lane
+        reports.append((pg._device_side.gloo_reason, right, lane.memory.chunk_bytes if lane else 0))
+        pg.barrier(options("Barrier"))
+        pg.shutdown()
+    return [reports, fake_cuda.released]
+
+
+REASONS = {
+    "missing": "rank 1: the fake device is missing",
+    "open": "rank 1: the fake driver refuses",
+    "memory": "rank 1: device memory that was mapped from another process holds wrong data",
+    # Rank 0 waits for rank 1, whose stream waits for an event that never comes.
+    "event": "rank 0: the device did not finish within 10 s",
+}
+
+
+@pytest.mark.parametrize("broken", REASONS)
+def test_one_rank_that_cannot_use_device_memory_takes_all_to_gloo(broken: str) -> None:
+    """Every rank has the same reason, and the collectives that were asked for are right all the same."""
+    fake = {**FAKE, "FAKE_CUDA_STEP_S": "20"}
+    env = lambda rank: {**fake, "FAKE_CUDA_BROKEN": broken} if rank == 1 else fake  # noqa: E731
+    for reports, released in values(run_ranks(carried_by, 3, limit_s=120, env=env)):
+        assert [report[:2] for report in reports] == [(REASONS[broken], True)]
+        # Once something was issued to a device that may be stuck, nothing is freed any more.
+        assert released == [] if broken in ("missing", "memory", "event") else False in released
+
+
+def test_devices_without_a_common_rank_and_without_nccl_stay_with_gloo() -> None:
+    """There is nothing that device memory could do."""
+    env = lambda rank: {**FAKE, "FAKE_CUDA_UUID": str(rank)}  # noqa: E731
+    for reports, _ in values(run_ranks(carried_by, 2, limit_s=120, env=env)):
+        assert "no two ranks share a device" in reports[0][0]
+        assert reports[0][1]
+
+
+def test_a_full_device_gives_smaller_slots() -> None:
+    """Chunks are halved until every rank has its block."""
+    big = {**FAKE, "RAY_FRACBACKEND_IPC_DEVICE_CHUNK_BYTES": str(1 << 20)}
+    env = lambda rank: {**big, "FAKE_CUDA_FREE": str(1 << 20)} if rank == 1 else big  # noqa: E731
+    for reports, _ in values(run_ranks(carried_by, 2, limit_s=120, env=env)):
+        assert reports == [(None, True, 1 << 18)]
+
+
+def test_groups_that_come_and_go_free_their_memory() -> None:
+    """A block is freed once no rank has it mapped any more, at the latest by the next group."""
+    for rank, (reports, released) in enumerate(values(run_ranks(carried_by, 3, 4, limit_s=120, env=FAKE))):
+        assert reports == [(None, True, 65536)] * 4
+        assert released.count(True) == 4 * 2, rank
+        assert released.count(False) >= 3, rank
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_to_all"])
+def test_a_killed_rank_is_reported_at_every_phase(name: str) -> None:
+    """As in host memory: both survivors raise at once, and leave without waiting for the device."""
+    check_signal(name, "kill", 20.0, {"PeerLostError", "GroupPoisonedError"}, ASYNC)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if name not in ("all_reduce", "broadcast", "all_to_all", "barrier")]
+)
+def test_a_killed_rank_is_reported_by_every_other_collective(name: str) -> None:
+    """As above; a barrier moves nothing and is the host's."""
+    check_signal(name, "kill", 20.0, {"PeerLostError", "GroupPoisonedError"}, ASYNC)
+
+
+def test_a_stopped_rank_is_reported_at_every_phase() -> None:
+    """Both survivors raise when the deadline has passed."""
+    check_signal("all_reduce", "stop", 2.0, {"CollectiveTimeoutError", "GroupPoisonedError"}, ASYNC)
+
+
+def test_an_exception_at_any_phase_reaches_every_rank() -> None:
+    """The rank that failed raises its own error; the others raise it by name."""
+    for rank, reports in enumerate(values(run_ranks(struck_by_exception, 3, ["all_reduce"], limit_s=120, env=ASYNC))):
+        for name, phase, error_type, text, seconds in reports:
+            assert "injected" in text, (name, phase, error_type, text)
+            assert error_type == ("RuntimeError" if rank == 2 else "GroupPoisonedError")
+            assert seconds < 5, (name, phase)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_faults_in_random_schedules(seed: int) -> None:
+    """Whatever breaks whenever, every surviving rank raises soon."""
+    check_random(seed, "device", ASYNC)
+
+
+def first_call(job: Job) -> tuple[str, str, float]:
+    """The call that sets device memory up."""
+    pg = bare_group(job, "first", job.rank, job.size, 20.0)
+    return error_of(lambda: CALLS["all_reduce"](pg))
+
+
+def test_a_rank_that_dies_during_set_up_is_reported() -> None:
+    """The survivors do not wait for the rest of the set-up."""
+    env = lambda rank: {**ASYNC, "FAKE_CUDA_BROKEN": "die"} if rank == 2 else ASYNC  # noqa: E731
+    outcomes = run_ranks(first_call, 3, limit_s=120, env=env, needed=2)
+    for error_type, text, seconds in values(outcomes[:2]):
+        assert error_type in ("PeerLostError", "GroupPoisonedError"), text
+        assert seconds < 15
+
+
+def other_device(job: Job) -> list[tuple[str, str, float]]:
+    """Rank 0 makes a call on the device and rank 1 one on the host; then the same before there is device memory."""
+    reports = []
+    for number, early in enumerate((False, True)):
+        pg = (bare_group if early else device_group)(job, str(number), job.rank, job.size, 10.0)
+        call = CALLS["all_reduce"] if job.rank == 0 else CALLS["barrier"]
+        reports.append(error_of(lambda pg=pg, call=call: (call(pg), pg.barrier(options("Barrier")))))
+        pg.shutdown()
+    return reports
+
+
+def test_calls_on_host_and_device_that_meet_are_named_with_both_sides() -> None:
+    """The two kinds of memory count their steps apart, and still a rank that went to the other one is found."""
+    for reports in values(run_ranks(other_device, 2, limit_s=120, env=ASYNC)):
+        for error_type, text, seconds in reports:
+            assert error_type in ("CollectiveMismatchError", "GroupPoisonedError"), text
+            assert "all_reduce(float32[66000], SUM)" in text
+            assert "barrier" in text
+            assert seconds < 9
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_some_hundred_overlapping_calls_on_two_groups_are_exact(size: int) -> None:
+    """Asynchronous calls whose streams lag by random times."""
+    assert values(run_ranks(busy, size, 300, limit_s=120, env=FAKE)) == [0] * size

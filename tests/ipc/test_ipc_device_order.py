@@ -1,0 +1,232 @@
+"""The order that events alone make, with the device held back until every host has issued everything it has to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fake_cuda
+import pytest
+import torch
+from fake_cuda import FakeCuda, FakeGpu, FakeStream
+from ipc_calls import options
+from ipc_device_calls import device_group
+from ipc_harness import Job, run_ranks, values
+from ipc_table import SMALL_CHUNKS
+
+from ray_fracbackend.ipc import streams
+from ray_fracbackend.ipc.arena import create_arena
+from ray_fracbackend.ipc.control import control_bytes
+from ray_fracbackend.ipc.cuda_driver import tensor_at
+from ray_fracbackend.ipc.description import describe_call
+from ray_fracbackend.ipc.device_memory import DeviceMemory, DeviceParts, block_bytes
+from ray_fracbackend.ipc.liveness import Peer, start_time
+from ray_fracbackend.ipc.local import LEADER, LocalCollectives, ReductionPlan
+from ray_fracbackend.ipc.reductions import Reduction
+from ray_fracbackend.ipc.setup import make_engine
+from ray_fracbackend.ipc.torch_compat import RedOpType
+
+CHUNK_BYTES = 65536
+NUM_CALLS = 6
+
+
+class Ranks:
+    """Ranks that are threads of this process, on one fake device; the collectives and the transport are the real ones."""
+
+    def __init__(self, gpu: FakeGpu, num_ranks: int, plan: ReductionPlan) -> None:
+        FakeCuda.gpu = gpu
+        self.runtime = FakeCuda(torch.device("cpu"))
+        self.streams = [FakeStream(gpu) for _ in range(num_ranks)]
+        arena, name = create_arena(control_bytes(num_ranks))
+        os.close(name.fd)
+        sizes = [block_bytes(CHUNK_BYTES, num_ranks, r == LEADER) for r in range(num_ranks)]
+        parts = DeviceParts(CHUNK_BYTES, sizes, [self.runtime.allocate(size) for size in sizes])
+        parts.events = [[self.runtime.new_shared_event() for _ in (0, 1)] for _ in range(num_ranks)]
+        peers = [Peer(os.getpid(), start_time(os.getpid()))] * num_ranks
+        self.local = []
+        for r in range(num_ranks):
+
+            def memory(waiter: Any, r: int = r) -> DeviceMemory:
+                fences = waiter.release_fence, waiter.acquire_fence
+                return DeviceMemory(self.runtime, self.streams[r], parts, r, *fences)
+
+            engine = make_engine(arena, r, peers, [f"rank {i}" for i in range(num_ranks)], memory)
+            self.local.append(LocalCollectives(engine, plan))
+
+
+def program(ranks: Ranks, rank: int, seed: int) -> list[tuple[torch.Tensor, float]]:
+    """Issue random collectives on the rank's stream; results, not yet there, and what they must be."""
+    shared, size = random.Random(seed), len(ranks.local)
+    local, results = ranks.local[rank], []
+    rank_sum = size * (size + 1) / 2
+    reduction = Reduction(torch.float32, RedOpType.SUM, size)
+    with ranks.runtime.on(ranks.streams[rank]):
+        for number in range(NUM_CALLS):
+            kind = shared.choice(["all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter"])
+            numel, root = shared.choice([3, 1000, 30_000, 50_001]), shared.randrange(size)
+            tensor = torch.empty(numel)
+            tensor.copy_(torch.full((numel,), (rank + 1.0) * (number + 1)))
+            description = describe_call(f"{kind} {number}")
+            if kind == "all_reduce":
+                local.all_reduce(tensor, reduction, None, description, 20)
+                results.append((tensor, rank_sum * (number + 1)))
+            elif kind == "reduce":
+                local.reduce(tensor, root, reduction, None, description, 20)
+                results.append((tensor, (rank_sum if rank == root else rank + 1) * (number + 1)))
+            elif kind == "broadcast":
+                local.broadcast(tensor, root, description, 20)
+                results.append((tensor, (root + 1.0) * (number + 1)))
+            elif kind == "all_gather":
+                outs = [torch.empty(numel) for _ in range(size)]
+                local.all_gather(tensor, outs, description, 20)
+                results += [(out, (r + 1.0) * (number + 1)) for r, out in enumerate(outs)]
+            else:
+                out = torch.empty(numel)
+                local.reduce_scatter([tensor] * size, out, reduction, None, description, 20)
+                results.append((out, rank_sum * (number + 1)))
+    return results
+
+
+def wrong_results(num_ranks: int, plan: ReductionPlan, seed: int) -> int:
+    """Run a program on all ranks with the device held back, let it go, count wrong tensors; -1 if it gets stuck."""
+    with contextlib.closing(FakeGpu(seed)) as gpu:
+        return run_program(gpu, num_ranks, plan, seed)
+
+
+def run_program(gpu: FakeGpu, num_ranks: int, plan: ReductionPlan, seed: int) -> int:
+    gpu.pause_s, gpu.stickiness = 0.0, [0.0, 0.9, 0.99][seed % 3]
+    gpu.running.clear()
+    ranks = Ranks(gpu, num_ranks, plan)
+    results: list[Any] = [None] * num_ranks
+
+    def run(rank: int) -> None:
+        results[rank] = program(ranks, rank, seed)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads), "a host waits for the device"
+    assert all(result is not None for result in results)
+    gpu.running.set()
+    try:
+        for stream in ranks.streams:
+            stream.synchronize()
+    except RuntimeError:
+        return -1
+    return sum(not bool((tensor == value).all()) for result in results for tensor, value in result)
+
+
+PLANS = {
+    "one pass": ReductionPlan(1 << 40, 2, True),
+    "leader": ReductionPlan(4096, 2, True),
+    "split": ReductionPlan(4096, 2, False),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_results_are_exact_in_whatever_order_the_device_works(num_ranks: int, plan: str) -> None:
+    """No host ever waits for the device, and random orders that respect streams and events give exact results."""
+    for seed in range(12):
+        assert wrong_results(num_ranks, PLANS[plan], seed) == 0, seed
+    assert not [thread for thread in threading.enumerate() if thread.name == "fake gpu"]
+
+
+def skip_wait(self: DeviceMemory, rank: int, step: int) -> None:
+    """Go on without the peer."""
+
+
+def wait_for_others_parity(self: DeviceMemory, rank: int, step: int) -> None:
+    """Wait for the event of the step before."""
+    self._stream.wait_event(self._parts.events[rank][step & 1 ^ 1])
+
+
+def record_nothing(self: DeviceMemory, step: int) -> None:
+    """The peers' waits find an event that was never recorded."""
+    self._release_fence()
+
+
+def one_buffer(self: DeviceMemory, step: int, *args: Any) -> list[torch.Tensor]:
+    """The same slot for every step."""
+    return _slots(self, 0, *args)
+
+
+_slots = DeviceMemory.slots
+
+MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "no wait for events": ("wait", skip_wait),
+    "the wrong event of the ring": ("wait", wait_for_others_parity),
+    "events that are never recorded": ("record", record_nothing),
+    "one buffer": ("slots", one_buffer),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_transport_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orders above are many enough to show each mistake."""
+    monkeypatch.setattr(fake_cuda, "_WAIT_LIMIT_S", 2.0)
+    monkeypatch.setattr(DeviceMemory, *MUTANTS[name])
+    assert any(wrong_results(2, PLANS["leader"], seed) != 0 for seed in range(12))
+
+
+@contextlib.contextmanager
+def broken(name: str) -> Iterator[None]:
+    """Break the meeting of the caller's stream with the group's."""
+    stream = streams.CommunicationStream
+    mark, join = stream.mark, stream.join
+    if name == "mark":
+        stream.mark = lambda self: self.runtime.new_event()  # type: ignore[method-assign]
+    elif name == "join":
+        stream.join = lambda self, done: None  # type: ignore[method-assign]
+    yield
+    stream.mark, stream.join = mark, join  # type: ignore[method-assign]
+
+
+def caller_streams(job: Job, how: str, mutant: str) -> bool:
+    """Make, reduce and use a tensor on a caller's stream while the device does nothing yet."""
+    pg = device_group(job, "streams", job.rank, job.size, 60.0)
+    gpu, caller = FakeCuda.gpu, FakeStream(FakeCuda.gpu)
+    runtime = FakeCuda(torch.device("cpu"))
+    caller.synchronize()
+    gpu.stickiness = 0.9
+    gpu.running.clear()
+    results = []
+    with broken(mutant):
+        for number in range(10):
+            tensor, result = torch.empty(9000), torch.empty(9000)
+            with runtime.on(caller):
+                tensor.copy_(torch.full((9000,), float(number + job.rank)))
+                work = pg.allreduce([tensor], options("Allreduce", asyncOp=how != "sync"))
+                if how != "sync":
+                    work.wait()
+                torch.mul(tensor, 2.0, out=result)
+            results.append(result)
+    gpu.running.set()
+    caller.synchronize()
+    return all(bool((result == 2.0 * (2 * number + 1)).all()) for number, result in enumerate(results))
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("mutant", ["", "mark", "join"])
+def test_a_call_waits_for_its_callers_stream_and_the_stream_for_the_call(how: str, mutant: str) -> None:
+    """Neither blocks the host, and without either wait the results are wrong."""
+    env = {**SMALL_CHUNKS, "FAKE_CUDA_SEED": "3"}
+    right = values(run_ranks(caller_streams, 2, how, mutant, limit_s=120, env=env))
+    assert all(right) if not mutant else not all(right)
+
+
+def test_a_tensor_can_be_made_over_foreign_memory() -> None:
+    """What the CUDA driver hands out becomes a tensor by DLPack; here the memory is the host's."""
+    arena, name = create_arena(4096)
+    tensor = tensor_at(arena.address, 4096, None)
+    view = tensor.view(torch.float32)[4:8]
+    view.fill_(2.5)
+    del tensor
+    assert torch.frombuffer(arena.memory, dtype=torch.float32)[4:8].tolist() == [2.5] * 4
+    os.close(name.fd)

@@ -1,0 +1,87 @@
+"""How long a rank polls before it sleeps, on a clock and a kernel that the test drives."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ray_fracbackend.ipc import waiting
+from ray_fracbackend.ipc.arena import create_arena
+from ray_fracbackend.ipc.control import ControlPage, control_bytes
+from ray_fracbackend.ipc.liveness import Peer, start_time
+
+WAKE_US = 60.0
+
+
+class Kernel:
+    """Stands in for `time` and `os`: time passes in yields and sleeps alone, and the peer publishes when it is due."""
+
+    def __init__(self) -> None:
+        arena, name = create_arena(control_bytes(2))
+        os.close(name.fd)
+        self.page, self.address = ControlPage(arena, 0, 2), arena.address
+        self.now_us, self.due_us, self.step, self.num_sleeps = 0.0, 0.0, 0, 0
+
+    def sched_getaffinity(self, pid: int) -> set[int]:
+        return {0, 1}
+
+    def monotonic(self) -> float:
+        return self.now_us * 1e-6
+
+    def sched_yield(self) -> None:
+        self.now_us += 1
+        if self.now_us >= self.due_us:
+            self.publish()
+
+    def publish(self) -> None:
+        self.page.words[self.page.counter_index[1]] = self.step
+
+    def sleep(self, *_: object) -> None:
+        self.num_sleeps += 1
+        self.now_us = max(self.now_us, self.due_us) + WAKE_US
+        self.publish()
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    found = Kernel()
+    monkeypatch.setattr(waiting, "time", found)
+    monkeypatch.setattr(waiting, "os", found)
+    return found
+
+
+def waiter_of(kernel: Kernel) -> waiting.Waiter:
+    myself = Peer(os.getpid(), start_time(os.getpid()))
+    found = waiting.Waiter(kernel.page, kernel.address, [myself, myself], ["rank 0", "rank 1"])
+    found._futex.wait = kernel.sleep  # type: ignore[method-assign]
+    return found
+
+
+def sleeps(kernel: Kernel, waiter: waiting.Waiter, delay_us: float, num_waits: int) -> int:
+    """How many of so many waits for a peer that needs `delay_us` end in a sleep."""
+    before = kernel.num_sleeps
+    for _ in range(num_waits):
+        kernel.step += 1
+        kernel.due_us = kernel.now_us + delay_us
+        waiter.wait(1, kernel.step, kernel.monotonic() + 60, "a test")
+    return kernel.num_sleeps - before
+
+
+def test_short_waits_are_polled_through(kernel: Kernel) -> None:
+    """A peer that comes within the longest poll never costs a wake-up."""
+    assert sleeps(kernel, waiter_of(kernel), 100, 20) == 0
+
+
+def test_long_waits_are_slept_through(kernel: Kernel) -> None:
+    """A rank that has to wait for milliseconds soon polls for next to nothing of them."""
+    waiter = waiter_of(kernel)
+    assert sleeps(kernel, waiter, 5000, 20) == 20
+    assert waiter._spin_us == waiting._MIN_SPIN_US
+
+
+def test_polling_comes_back_after_long_waits(kernel: Kernel) -> None:
+    """Large collectives must not leave the small ones after them with a wake-up each."""
+    waiter = waiter_of(kernel)
+    sleeps(kernel, waiter, 5000, 20)
+    assert sleeps(kernel, waiter, 100, 20) == 1
