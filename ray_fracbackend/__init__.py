@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from ray_fracbackend.errors import (
         BackendUnavailableError,
         FracBackendError,
+        GroupFormationError,
         IncompatibleWorkersError,
+        InsufficientResourcesError,
         MissingDeviceError,
         PortInUseError,
         RendezvousError,
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
         StartTimeoutError,
         UnreachableMasterError,
         VerificationError,
+        WorkerDiedError,
     )
-    from ray_fracbackend.gather import WorkerDiedError
     from ray_fracbackend.report import StartReport, get_start_report
     from ray_fracbackend.verify import VerificationResult, verify_process_group
 
@@ -34,7 +36,9 @@ __all__ = [
     "BackendUnavailableError",
     "FracBackendError",
     "FracTorchConfig",
+    "GroupFormationError",
     "IncompatibleWorkersError",
+    "InsufficientResourcesError",
     "MissingDeviceError",
     "PortInUseError",
     "RendezvousError",
@@ -54,7 +58,6 @@ _MODULE_OF = {
     "FracTorchConfig": "config",
     "StartReport": "report",
     "VerificationResult": "verify",
-    "WorkerDiedError": "gather",
     "get_start_report": "report",
     "report_rank0": "checkpoint",
     "verify_process_group": "verify",

@@ -6,6 +6,7 @@ group, again after every restart and for several groups side by side: nothing of
 
 from __future__ import annotations
 
+import posixpath
 import time
 from dataclasses import replace
 from typing import Any
@@ -14,21 +15,34 @@ import ray
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend import ray_compat
-from ray_fracbackend.errors import VerificationError
+from ray_fracbackend.errors import (
+    FracBackendError,
+    GroupFormationError,
+    SharedDeviceError,
+    VerificationError,
+)
 from ray_fracbackend.facts import WorkerFacts
-from ray_fracbackend.gather import Deadline, gather
+from ray_fracbackend.gather import Deadline, gather, raise_for_engine
+from ray_fracbackend.libraries import library_env
+from ray_fracbackend.nccl_multi_rank import explain_failure
+from ray_fracbackend.network import bounded
 from ray_fracbackend.options import StartOptions
 from ray_fracbackend.plan import left_to_ray, plan_start
 from ray_fracbackend.probe import probe_worker
-from ray_fracbackend.process_group import StartInstruction, start_worker
+from ray_fracbackend.process_group import StartInstruction, start_worker_of_many
 from ray_fracbackend.ray_compat import logger
 from ray_fracbackend.rendezvous import plan_rendezvous
 from ray_fracbackend.report import StartReport
 from ray_fracbackend.start_plan import StartPlan
 from ray_fracbackend.verify import VerificationResult, slow_ranks
 
+# A start later in the same run, after a failure or a resize, replaces the file.
+REPORT_FILE = "start_report.json"
+_SAVE_S = 2.0
 # Workers keep the same deadline as the driver; this is for their answer to arrive.
 _ANSWER_S = 3.0
+_SEARCH_FROM_S = 40.0
+_NUM_FAULTS = 4
 
 
 class FracTorchBackend(ray_compat.TorchBackend):  # type: ignore[misc]
@@ -45,10 +59,11 @@ class FracTorchBackend(ray_compat.TorchBackend):  # type: ignore[misc]
         if reason is None:
             try:
                 report = _Start(worker_group, options).run()
-            except BaseException:
+            except BaseException as error:
                 ray_compat.release_workers(worker_group)
-                raise
+                raise_for_engine(error, worker_group)
             _log(report)
+            _save(worker_group, report)
             return
         logger.info("%s", reason)
         name = None if options.backend == "auto" else options.backend
@@ -72,7 +87,7 @@ class _Start:
         while True:
             try:
                 return self._start(plan)
-            except VerificationError as error:
+            except (SharedDeviceError, VerificationError) as error:
                 if plan.fallback is None:
                     raise
                 logger.warning("%s", error)
@@ -81,8 +96,11 @@ class _Start:
 
     def _probe(self) -> tuple[WorkerFacts, ...]:
         started, options = time.monotonic(), self._options
+        one_node = len({address.node_id for address in self._addresses}) == 1
         refs = [
-            self._group.execute_single_async(rank, probe_worker, rank, options.master_addr, options.master_port)
+            self._group.execute_single_async(
+                rank, probe_worker, rank, options.master_addr, options.master_port, one_node
+            )
             for rank in range(len(self._addresses))
         ]
         facts = gather(refs, self._addresses, self._deadline, "probing the workers")
@@ -94,15 +112,38 @@ class _Start:
         report = self._report(plan)
         source = ray.put(report)
         refs = [
-            self._group.execute_single_async(worker.rank, start_worker, self._instruction(worker, report, source))
+            self._group.execute_single_async(
+                worker.rank, start_worker_of_many, self._instruction(worker, report, source)
+            )
             for worker in self.workers
         ]
         step = f"starting {plan.backend} at {report.master_addr}:{report.master_port}"
-        results: list[VerificationResult | None] = gather(
-            refs, self._addresses, self._deadline, step, slack_s=_ANSWER_S
-        )
+        try:
+            results: list[VerificationResult | None] = gather(
+                refs, self._addresses, self._deadline, step, slack_s=_ANSWER_S
+            )
+        except FracBackendError as error:
+            told = self._located(explain_failure(error, plan, self.workers), report)
+            if told is error:
+                raise  # an error that is its own cause would send V1 round in circles
+            raise told from error
         self._seconds["start"] = time.monotonic() - started
         return self._finish(replace(report, verification=results[0], seconds=self._seconds))
+
+    def _located(self, error: FracBackendError, report: StartReport) -> FracBackendError:
+        """The error of a group that did not form or work, with the ranks, nodes and links at fault."""
+        if not isinstance(error, (GroupFormationError, VerificationError)):
+            return error
+        if report.plan.fallback is not None or not self._options.verify:
+            return error
+        from ray_fracbackend.isolation_run import find_faults  # not on the good path
+
+        faults = find_faults(self._group, report, self._addresses, self._deadline)
+        if not faults:
+            return error
+        ranks = {rank for fault in faults for rank in fault.ranks} or error.ranks
+        found = "; ".join(fault.text for fault in faults[:_NUM_FAULTS])
+        return type(error)(f"{error} Search for the fault: {found}.", ranks=ranks)
 
     def _report(self, plan: StartPlan) -> StartReport:
         rendezvous = plan_rendezvous(self.workers, self._options, plan.backend)
@@ -110,8 +151,12 @@ class _Start:
 
     def _instruction(self, worker: WorkerFacts, report: StartReport, source: Any) -> StartInstruction:
         options, plan = self._options, report.plan
-        # A plan with a way out keeps time for it.
-        budget_s = self._deadline.left_s * (0.5 if plan.fallback else 1.0)
+        # A plan with a way out keeps time for it, and a long one for the search for a fault.
+        budget_s = self._deadline.left_s
+        if plan.fallback:
+            budget_s *= 0.5
+        elif options.verify and budget_s > _SEARCH_FROM_S:
+            budget_s *= 0.75
         on_cuda = plan.device_type == "cuda"
         return StartInstruction(
             rank=worker.rank,
@@ -124,8 +169,8 @@ class _Start:
             verify=options.verify,
             train_on_cpu=not on_cuda and worker.gpu_fraction > 0,
             set_distributed_env=ray_compat.sets_env_before_init(self._group),
-            memory_fraction=min(1.0, worker.gpu_fraction) if options.limit_gpu_memory and on_cuda else None,
-            env_defaults=plan.env_defaults,
+            memory_fraction=plan.memory_fraction_of(worker) if options.limit_gpu_memory else None,
+            env_defaults={**plan.env_defaults, **library_env(worker, plan)},
             report=source,
         )
 
@@ -150,3 +195,20 @@ def _log(report: StartReport) -> None:
         logger.info("%s", note)
     for hint in report.plan.hints:
         logger.info("hint: %s", hint)
+
+
+def _save(worker_group: Any, report: StartReport) -> None:
+    """Writes the report beside the run's results; storage that is slow or refuses holds up no start."""
+
+    def write() -> None:
+        folder = ray_compat.results_folder(worker_group)
+        if folder is not None:
+            file_system, path = folder
+            file_system.create_dir(path, recursive=True)
+            with file_system.open_output_stream(posixpath.join(path, REPORT_FILE)) as stream:
+                stream.write(report.to_json().encode())
+
+    try:
+        bounded(write, _SAVE_S)
+    except Exception as error:  # storage of any kind, with errors of its own
+        logger.warning("%s was not written beside the results: %s", REPORT_FILE, error)

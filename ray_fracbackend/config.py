@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend.backend import FracTorchBackend
+from ray_fracbackend.memory_cap import explain_out_of_memory
 from ray_fracbackend.options import StartOptions, setting_names
+from ray_fracbackend.ray_compat import logger
 
 
 @dataclass
@@ -29,7 +34,8 @@ class FracTorchConfig(TorchConfig):  # type: ignore[misc]
         start_timeout_s: Bound on rendezvous and verification together, in seconds.
         master_addr: Address of rank 0's node that all others reach, instead of the one that Ray knows.
         master_port: Port on rank 0's node, or an inclusive range ``(low, high)`` to take one from.
-        limit_gpu_memory: Cap each worker's CUDA memory at its fraction of the device.
+        limit_gpu_memory: Cap each worker's CUDA memory at its fraction of the device. A worker that needs more gets
+            torch's OutOfMemoryError, and its neighbours keep theirs; workers with whole devices have no cap.
 
     Raises:
         ValueError: A setting breaks its rule; the message has value, rule and fix.
@@ -59,9 +65,33 @@ class FracTorchConfig(TorchConfig):  # type: ignore[misc]
         """The Ray Train backend that carries this configuration out."""
         return FracTorchBackend
 
+    @property
+    def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
+        """What Ray Train enters around the train function: stock's, and with a memory cap the words for its errors."""
+        context: Callable[[], AbstractContextManager[None]] = super().train_func_context
+        return partial(explain_out_of_memory, context) if self.limit_gpu_memory else context
+
     def to_dict(self) -> dict[str, Any]:
         """All settings as plain values, for Ray Train's state export."""
         values = {name: getattr(self, name) for name in setting_names()}
         if isinstance(self.master_port, tuple):
             values["master_port"] = list(self.master_port)
         return values
+
+
+def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> TorchConfig:
+    """The configuration in place of the one that a script gave.
+
+    Args:
+        config: The script's own, None where it gave none. A FracTorchConfig stays as it is, and so does any other subclass of
+            TorchConfig, which starts something else.
+        settings: Settings of FracTorchConfig that win over the script's.
+    """
+    if config is None:
+        return FracTorchConfig(**settings)
+    if type(config) is not TorchConfig:
+        if not isinstance(config, FracTorchConfig):
+            logger.warning("%s is not replaced by FracTorchConfig: it is no plain TorchConfig", type(config).__name__)
+        return config
+    own = {"backend": config.backend, "init_method": config.init_method, "timeout_s": config.timeout_s}
+    return FracTorchConfig(**{**own, **settings})

@@ -6,6 +6,7 @@ Each error carries the whole story in its message (what was found, the rule, wha
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterable
 
 
@@ -28,11 +29,8 @@ class FracBackendError(RuntimeError):
         self.ranks: tuple[int, ...] = tuple(sorted(ranks))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), str(self), self.ranks)
-
-
-def _rebuild(cls: type[FracBackendError], message: str, ranks: tuple[int, ...]) -> FracBackendError:
-    return cls(message, ranks=ranks)
+        # Without the constructor: Ray raises a subclass with one of its own, which up to 2.40 it does not reduce itself.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class SharedDeviceError(FracBackendError):
@@ -51,6 +49,15 @@ class MissingDeviceError(FracBackendError):
     """
 
     reason = "missing_device"
+
+
+class InsufficientResourcesError(FracBackendError):
+    """Ray did not place the workers of a plan in time.
+
+    Example scenario: ``ray-fracbackend plan --gpus-per-worker 0.5`` on a cluster without GPUs, or one that is busy.
+    """
+
+    reason = "insufficient_resources"
 
 
 class IncompatibleWorkersError(FracBackendError):
@@ -89,6 +96,15 @@ class UnreachableMasterError(RendezvousError):
     reason = "unreachable_master"
 
 
+class GroupFormationError(RendezvousError):
+    """All ranks met at rank 0's store, and then some could not connect to each other.
+
+    Example scenario: a firewall that passes the store's port and not the random ports of Gloo.
+    """
+
+    reason = "group_formation"
+
+
 class PortInUseError(RendezvousError):
     """No port for rank 0's store: the configured port, or every port of the configured range, is taken.
 
@@ -96,6 +112,15 @@ class PortInUseError(RendezvousError):
     """
 
     reason = "port_in_use"
+
+
+class WorkerDiedError(RendezvousError):
+    """A worker process died during start-up.
+
+    Example scenario: the kernel's out-of-memory killer, or a preempted node.
+    """
+
+    reason = "worker_died"
 
 
 class StartTimeoutError(RendezvousError):

@@ -50,6 +50,7 @@ class NetworkFacts:
         store_port: Port of the store that this worker holds open for the others, asked of rank 0 only.
         master_addrs: What the configured name of rank 0's node resolves to here, IPv4 first.
         master_addr_missing: Why it does not resolve here, None where it does or was not asked.
+        name_server_silent: A look-up of the node's own address got no answer within a second; False off Linux.
     """
 
     network_id: str = ""
@@ -59,6 +60,7 @@ class NetworkFacts:
     store_port: int | None = None
     master_addrs: tuple[str, ...] = ()
     master_addr_missing: str | None = None
+    name_server_silent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from ray_fracbackend.errors import (
     FracBackendError,
+    GroupFormationError,
     RendezvousError,
+    SharedDeviceError,
     StartTimeoutError,
     UnreachableMasterError,
     VerificationError,
+    WorkerDiedError,
 )
 from ray_fracbackend.facts import ranks_text
-from ray_fracbackend.ray_compat import WorkerAddress
+from ray_fracbackend.ray_compat import WorkerAddress, restarts_lost_workers
 
 # How often a running wait looks for failures, and how long it goes on after the first so that all can be named.
 _POLL_S = 1.0
 _GRACE_S = 3.0
 _NUM_NAMED = 4
-# The most telling failure names the error.
-_ORDER = (VerificationError, UnreachableMasterError, RendezvousError, FracBackendError)
+# The most telling failure names the error: where NCCL refused a rank, its peers fail the verification.
+_ORDER = (
+    SharedDeviceError,
+    VerificationError,
+    UnreachableMasterError,
+    GroupFormationError,
+    RendezvousError,
+    FracBackendError,
+)
 
 
-class WorkerDiedError(RendezvousError, RayActorError):  # type: ignore[misc]
-    """A worker process died during start-up. Also a RayActorError, so that Ray Train restarts the workers.
-
-    Example scenario: the kernel's out-of-memory killer, or a preempted node.
-    """
-
-    reason = "worker_died"
+class LostWorkerError(WorkerDiedError, RayActorError):  # type: ignore[misc]
+    """WorkerDiedError where Ray Train restarts the workers on a RayActorError of a start: with the V2 engine."""
 
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
         RayActorError.__init__(self, error_msg=message)
-        RendezvousError.__init__(self, message, ranks=ranks)
+        WorkerDiedError.__init__(self, message, ranks=ranks)
 
 
 class Deadline:
@@ -81,6 +87,17 @@ def gather(
     wait = _Wait(refs, addresses, deadline, step)
     wait.run(slack_s)
     return wait.results
+
+
+def collect(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float) -> dict[int, Any]:
+    """Results of the calls that end well in time, by their index; the others are left out."""
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s, fetch_local=True) if refs else ([], [])
+    index_of = {ref: index for index, ref in enumerate(refs)}
+    results = {}
+    for ref in done:
+        with contextlib.suppress(Exception):  # of any kind: the worker may be gone
+            results[index_of[ref]] = ray.get(ref)
+    return results
 
 
 class _Wait:
@@ -180,3 +197,10 @@ def _blamed(failures: dict[int, BaseException]) -> list[int]:
     """Ranks that the failing workers themselves blame, else the failing workers."""
     blamed = {rank for error in failures.values() if isinstance(error, FracBackendError) for rank in error.ranks}
     return sorted(blamed or failures)
+
+
+def raise_for_engine(error: BaseException, worker_group: Any) -> NoReturn:
+    """Raises the error of a failed start as the group's engine of Ray Train has to see it, to restart lost workers."""
+    if isinstance(error, WorkerDiedError) and restarts_lost_workers(worker_group):
+        raise LostWorkerError(str(error), ranks=error.ranks) from error
+    raise error

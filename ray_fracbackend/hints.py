@@ -52,11 +52,15 @@ def _local_rank(workers: Sequence[WorkerFacts]) -> str | None:
     for worker in workers:
         local_rank = local_ranks[worker.node_id]
         local_ranks[worker.node_id] += 1
-        if worker.devices and local_rank >= worker.num_visible_devices:
-            return (
-                f"LOCAL_RANK {local_rank} is not a valid device index on node {worker.node_ip} "
-                f"({worker.num_visible_devices} visible); use ray.train.torch.get_device()"
+        if worker.device is None or local_rank == worker.device.index:
+            continue
+        if local_rank >= worker.num_visible_devices:
+            wrong = f"is not a valid device index on node {worker.node_ip} ({worker.num_visible_devices} visible)"
+        else:
+            wrong = (
+                f"is not the device of rank {worker.rank} on node {worker.node_ip}, which is cuda:{worker.device.index}"
             )
+        return f"LOCAL_RANK {local_rank} {wrong}; use ray.train.torch.get_device()"
     return None
 
 

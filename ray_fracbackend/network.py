@@ -26,13 +26,16 @@ RESOLVE_S = 5.0
 _T = TypeVar("_T")
 
 
-def network_facts(boot_id: str, master_addr: str | None = None, store_port: int | None = None) -> NetworkFacts:
+def network_facts(
+    boot_id: str, master_addr: str | None = None, store_port: int | None = None, name_server_silent: bool = False
+) -> NetworkFacts:
     """Collects what the rendezvous has to know of the calling worker's node.
 
     Args:
         boot_id: The kernel's boot id, empty where there is none.
         master_addr: The configured address or name of rank 0's node.
         store_port: Port of the store that this worker holds open, None on other ranks than 0.
+        name_server_silent: What `name_lookups` found.
     """
     addresses, missing = _master_addrs(master_addr)
     gloo = gloo_missing()
@@ -44,6 +47,7 @@ def network_facts(boot_id: str, master_addr: str | None = None, store_port: int 
         store_port=store_port,
         master_addrs=addresses,
         master_addr_missing=missing,
+        name_server_silent=name_server_silent,
     )
 
 
@@ -123,14 +127,19 @@ def check_gloo_device(interface: str | None) -> None:
 
 def route_interface(address: str) -> str | None:
     """Name of the interface that this node reaches the address over, None where it has no route. Sends nothing."""
+    local = route_address(address)
+    return next((name for name, addresses in interfaces().items() if local in addresses), None)
+
+
+def route_address(address: str) -> str | None:
+    """This node's own address on its route to another, None where it has no route. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
-            local = normal(probe.getsockname()[0])
+            return normal(probe.getsockname()[0])
     except OSError:
         return None
-    return next((name for name, addresses in interfaces().items() if local in addresses), None)
 
 
 def resolve(name: str, timeout_s: float = RESOLVE_S) -> tuple[str, ...]:
@@ -139,7 +148,7 @@ def resolve(name: str, timeout_s: float = RESOLVE_S) -> tuple[str, ...]:
     Raises:
         OSError: It does not resolve, or not within ``timeout_s`` seconds.
     """
-    entries = _bounded(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), timeout_s)
+    entries = bounded(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), timeout_s)
     addresses = dict.fromkeys(str(entry[4][0]) for entry in entries)
     return tuple(sorted(addresses, key=lambda address: ":" in address))
 
@@ -175,7 +184,7 @@ def _default_device_missing() -> str | None:
     return None
 
 
-def _bounded(call: Callable[[], _T], timeout_s: float) -> _T:
+def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
     """The result of a call that cannot be given a timeout; past it the call is left behind in a daemon thread."""
     outcome: list[_T | BaseException] = []
 

@@ -16,8 +16,15 @@ from ray_fracbackend.errors import IncompatibleWorkersError, MissingDeviceError
 from ray_fracbackend.facts import WorkerFacts, ranks_text, version_text
 from ray_fracbackend.hints import hints_for
 from ray_fracbackend.options import StartOptions
-from ray_fracbackend.shared_plan import check_compute_modes, check_one_nccl, ipc_device_plan, plan_shared, share_text
-from ray_fracbackend.sharing import ShareGroup, mig_siblings, nccl_confusions, shared_devices
+from ray_fracbackend.shared_plan import check_compute_modes, check_one_nccl, ipc_device_plan, plan_shared
+from ray_fracbackend.sharing import (
+    NCCL_MULTI_RANK,
+    ShareGroup,
+    mig_siblings,
+    nccl_confusions,
+    share_text,
+    shared_devices,
+)
 from ray_fracbackend.start_plan import StartPlan, gloo_plan, ipc_host_plan
 
 _OURS = {"auto", "nccl", "gloo", "ipc"}
@@ -128,6 +135,9 @@ def _plan_on_devices(workers: Sequence[WorkerFacts], options: StartOptions) -> S
         return _explicit(workers, options, shared)
     without_nccl = [worker.rank for worker in workers if not worker.nccl_available]
     conflicts = shared if without_nccl else (*shared, *nccl_confusions(workers))
+    siblings = mig_siblings(workers)
+    if not conflicts and options.on_shared_device == "nccl" and (workers[0].nccl_version or (0,)) >= NCCL_MULTI_RANK:
+        conflicts = siblings  # told apart by NCCL's source, refused without the flags as users saw it (nccl#1716)
     if conflicts:
         return plan_shared(workers, options, conflicts)
     if without_nccl:  # row 5
@@ -143,7 +153,6 @@ def _plan_on_devices(workers: Sequence[WorkerFacts], options: StartOptions) -> S
         device_type="cuda",
         reason=f"every rank has a device of its own: using {backend} (NCCL {version})",
     )
-    siblings = mig_siblings(workers)
     if siblings:
         # NCCL's source allows these, users saw it refuse them (nccl#1716): let the verification decide.
         doubt = f"{siblings[0].text}: NCCL {version} may refuse them"

@@ -13,7 +13,8 @@ import socket
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,22 @@ import torch.distributed as dist
 
 from ray_fracbackend import ray_compat
 from ray_fracbackend.environment import user_environment
-from ray_fracbackend.facts import DeviceFacts, NcclVersion, WorkerFacts
+from ray_fracbackend.facts import DeviceFacts, NcclVersion, NetworkFacts, WorkerFacts
+from ray_fracbackend.name_lookups import kept_short, name_server_silent
 from ray_fracbackend.network import network_facts
 from ray_fracbackend.store import hold_store
 
+if sys.platform == "linux":
+    from ray_fracbackend.ipc import device_memory_support, host_memory_support
+
 _ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV", "TORCHELASTIC_USE_AGENT_STORE")
-_NO_DEVICE_IPC = "the ipc backend carries host memory only in this version"
 
 
 def probe_worker(
-    rank: int, master_addr: str | None = None, master_port: int | tuple[int, int] | None = None
+    rank: int,
+    master_addr: str | None = None,
+    master_port: int | tuple[int, int] | None = None,
+    one_node: bool = False,
 ) -> WorkerFacts:
     """Collects the facts of the calling worker; rank 0 also opens the store where all will meet.
 
@@ -40,51 +47,116 @@ def probe_worker(
         rank: Its rank in the worker group.
         master_addr: The configured address or name of rank 0's node; a name is resolved here.
         master_port: The configured port of rank 0's store, or an inclusive range.
+        one_node: Ray placed all workers on this node.
 
     Raises:
         PortInUseError: The configured port, or every port of the range, is taken on rank 0's node.
     """
+    facts = probe_devices(rank)
+    return replace(facts, network=probe_network(facts, master_addr, master_port, one_node))
+
+
+def probe_network(
+    facts: WorkerFacts,
+    master_addr: str | None = None,
+    master_port: int | tuple[int, int] | None = None,
+    one_node: bool = False,
+) -> NetworkFacts:
+    """The network's part of `probe_worker`, with the store.
+
+    Args:
+        facts: The other facts of the calling worker.
+        master_addr: As there.
+        master_port: As there.
+        one_node: As there.
+    """
+    silent = name_server_silent(facts.node_ip)
+    store_port = None
+    if facts.rank == 0:
+        with kept_short(silent):
+            store_port = hold_store(master_port, one_node and master_addr is None)
+    return network_facts(facts.boot_id, master_addr, store_port, silent)
+
+
+def probe_devices(rank: int) -> WorkerFacts:
+    """Collects the facts of the calling worker, without those of its network; opens no store.
+
+    Args:
+        rank: Its rank in the worker group.
+    """
     node_id, node_ip = ray_compat.node_ids()
-    store_port = hold_store(master_port) if rank == 0 else None
     resources = ray_compat.assigned_resources()
-    devices, cuda_missing = _devices(resources.get("GPU", 0) > 0)
-    with _nvml() as nvml:
-        described = tuple(_describe(device.index or 0, nvml) for device in devices)
-        num_node_devices = nvml.nvmlDeviceGetCount() if nvml else None
-    return WorkerFacts(
+    wants_gpu = resources.get("GPU", 0) > 0
+    devices, cuda_missing = _devices(wants_gpu)
+    return _facts(
+        devices,
+        wants_gpu,
         rank=rank,
         node_id=node_id,
         node_ip=node_ip,
+        resources=dict(resources),
+        gpu_ids=tuple(map(str, ray_compat.accelerator_ids().get("GPU", []))),
+        cuda_missing=cuda_missing,
+    )
+
+
+def probe_machine(node_id: str = "", node_ip: str = "127.0.0.1") -> WorkerFacts:
+    """Collects the facts of this machine, as one worker would find them that had all of its devices. Needs no running Ray.
+
+    Args:
+        node_id: Ray's id of the node, empty where Ray does not run.
+        node_ip: Ray's address of the node.
+    """
+    found = torch.cuda.is_available()
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if found else []
+    return _facts(
+        devices,
+        True,
+        rank=0,
+        node_id=node_id,
+        node_ip=node_ip,
+        cuda_missing=None if found else _why_no_cuda(),
+        network=network_facts(boot_id(), name_server_silent=name_server_silent(node_ip)),
+    )
+
+
+def _facts(devices: list[torch.device], ask_nvml: bool, **own: Any) -> WorkerFacts:
+    """What any process of the machine finds, and what the caller alone knows."""
+    with _nvml() if ask_nvml else nullcontext() as nvml:
+        described = tuple(_describe(device.index or 0, nvml) for device in devices)
+        num_node_devices = nvml.nvmlDeviceGetCount() if nvml else None
+    return WorkerFacts(
+        **own,
         hostname=socket.gethostname(),
         boot_id=boot_id(),
         pid=os.getpid(),
         platform=sys.platform,
         torch_version=torch.__version__,
         ray_version=ray.__version__,
-        resources=dict(resources),
-        gpu_ids=tuple(map(str, ray_compat.accelerator_ids().get("GPU", []))),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         devices=described,
         num_visible_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
         num_node_devices=num_node_devices,
-        cuda_missing=cuda_missing,
         nccl_available=dist.is_nccl_available(),
         nccl_version=loaded_nccl_version(),
         gloo_available=dist.is_gloo_available(),
         mps_reachable=mps_reachable(),
         ipc_host_memory_missing=_no_host_ipc(),
-        ipc_device_memory_missing=_NO_DEVICE_IPC,
+        ipc_device_memory_missing=_no_device_ipc(devices),
         env={name: value for name, value in user_environment().items() if name.startswith(_ENV_PREFIXES)},
-        network=network_facts(boot_id(), master_addr, store_port),
     )
 
 
 def _no_host_ipc() -> str | None:
-    if sys.platform != "linux":
-        return "the ipc backend needs Linux"
-    from ray_fracbackend.ipc import host_memory_support
+    if sys.platform == "linux":
+        return host_memory_support()
+    return "the ipc backend needs Linux"
 
-    return host_memory_support()
+
+def _no_device_ipc(devices: list[torch.device]) -> str | None:
+    if sys.platform == "linux":
+        return device_memory_support(devices[0].index or 0) if devices else "the worker has no CUDA device"
+    return "the ipc backend needs Linux"
 
 
 def boot_id() -> str:

@@ -11,14 +11,21 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from ray_fracbackend import environment, ray_compat, report, store
-from ray_fracbackend.errors import FracBackendError, RendezvousError
+from ray_fracbackend import environment, memory_cap, ray_compat, report, store
+from ray_fracbackend.errors import (
+    FracBackendError,
+    GroupFormationError,
+    RendezvousError,
+    SharedDeviceError,
+    VerificationError,
+)
 from ray_fracbackend.interfaces import IFNAME
+from ray_fracbackend.name_lookups import kept_short
+from ray_fracbackend.nccl_words import cause_of, refusal_in, refused_ranks
 from ray_fracbackend.network import check_gloo_device, route_interface
 from ray_fracbackend.rendezvous import WorkerRendezvous
 from ray_fracbackend.verify import VerificationResult, verify_process_group
@@ -67,7 +74,7 @@ def start_worker(instruction: StartInstruction) -> VerificationResult | None:
 
     Raises:
         RendezvousError: The group did not form within ``budget_s``.
-        VerificationError: The group formed and does not work.
+        VerificationError: The group formed and does not work, or not by the memory that it was chosen for.
     """
     deadline = time.monotonic() + instruction.budget_s
     before = dict(os.environ)
@@ -76,21 +83,46 @@ def start_worker(instruction: StartInstruction) -> VerificationResult | None:
         environment.clear()
         _prepare(instruction)
         _check_network(instruction, deadline)
-        _init_process_group(instruction)
+        with kept_short(instruction.rendezvous.short_lookups):
+            _init_process_group(instruction)
         result = None
         if instruction.verify:
             left_s = max(deadline - time.monotonic(), 0.001)
             result = verify_process_group(device=instruction.device, timeout_s=left_s)
+            _check_memory(instruction)
         _set_group_timeout(instruction)
         report.publish(instruction.report, result)
         return result
     except BaseException as error:
         _release_frames(error)
         stop_worker()
+        memory_cap.set_cap(None)
         environment.restore(before)
         raise
     finally:
         store.release_store()
+
+
+def start_worker_of_many(instruction: StartInstruction) -> VerificationResult | None:
+    """``start_worker`` for a driver of many: the figures, equal on all ranks, come from rank 0 alone.
+
+    They hold a time for each rank, so that from N ranks they would be N * N.
+    """
+    result = start_worker(instruction)
+    return result if instruction.rank == 0 else None
+
+
+def _check_memory(instruction: StartInstruction) -> None:
+    """An ipc group whose ranks cannot map each other's device memory works, over Gloo: not what was planned and told."""
+    if instruction.backend != "ipc" or instruction.device == "cpu":
+        return
+    group: Any = distributed_c10d._get_default_group()
+    reason = group.gloo_reason
+    if reason is not None:
+        raise VerificationError(
+            f"the ipc backend cannot use the memory of {instruction.device}: {reason}. Mend that, or use "
+            "on_shared_device='gloo'."
+        )
 
 
 def _release_frames(error: BaseException | None) -> None:
@@ -103,6 +135,9 @@ def _release_frames(error: BaseException | None) -> None:
 def stop_worker() -> None:
     """Takes the default process group down, whatever state it is in; peers that wait in it get an error at once."""
     if not dist.is_initialized():
+        # torch puts the number of the groups it has begun into the store's keys, and does not take a failed one back: the
+        # ranks of the next start would wait under different keys.
+        distributed_c10d._world.group_count = 0
         return
     try:
         dist.destroy_process_group()
@@ -125,8 +160,7 @@ def _prepare(instruction: StartInstruction) -> None:
     if "nccl" in instruction.backend and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
         # As stock: a collective that times out must end the process instead of hanging it.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if instruction.memory_fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(instruction.memory_fraction, torch.device(instruction.device))
+    memory_cap.set_cap(instruction.memory_fraction, instruction.device)
 
 
 def _check_network(instruction: StartInstruction, deadline: float) -> None:
@@ -146,7 +180,7 @@ def _init_process_group(instruction: StartInstruction) -> None:
     with _named("meeting the other ranks", instruction):
         url = instruction.rendezvous.init_url
         common, _, _ = next(iter(torch_rendezvous(url, instruction.rank, instruction.world_size, timeout=budget)))
-    with _named(f"creating the {instruction.backend} process group", instruction):
+    with _named(f"creating the {instruction.backend} process group", instruction, GroupFormationError):
         dist.init_process_group(
             instruction.backend,
             # The same prefix as init_process_group puts before a store that it makes itself.
@@ -183,15 +217,19 @@ def _advice(instruction: StartInstruction) -> str:
 
 
 @contextmanager
-def _named(step: str, instruction: StartInstruction) -> Iterator[None]:
+def _named(step: str, instruction: StartInstruction, kind: type[RendezvousError] = RendezvousError) -> Iterator[None]:
     try:
         yield
     except FracBackendError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        sentence = refusal_in(str(error))
+        if sentence:
+            raise SharedDeviceError(
+                f"NCCL refused ranks that share a GPU: {sentence}", ranks=refused_ranks(sentence)
+            ) from error
         where = f"{instruction.rendezvous.master_addr}:{instruction.rendezvous.master_port}"
-        raise RendezvousError(
-            f"{step} at {where} failed ({cause}). {_advice(instruction)}",
+        raise kind(
+            f"{step} at {where} failed ({cause_of(error)}). {_advice(instruction)}",
             ranks=(instruction.rank,),
         ) from error

@@ -5,24 +5,33 @@ Checked against Ray 2.40 (first supported; V1 engine only), 2.48 and 2.60 (V1 an
 ==========================================  =========================================================
 ``ray.train.torch.config._TorchBackend``    2.40 to 2.60; runs backends that are not ours, and shutdown
 ``..._set_torch_distributed_env_vars``      2.40 to 2.60; run before ``init_process_group`` by V2 only
+``ray.train._internal.session``             ``get_session`` (V1), 2.40 to 2.60; its ``storage``, V2's ``_storage_context``
 ``ray.train._internal.worker_group``        ``WorkerGroup`` (V1), 2.40 to 2.60
 ``ray.air._internal.torch_utils``           ``get_devices``, 2.40 to 2.60
 ``ray.air._internal.device_manager``        ``_torch_device_manager``, 2.40 to 2.60
-worker groups                               V1 ``.workers``, V2 ``.get_workers()``, ``.abort()``; ``Worker.metadata``
+``TorchTrainer._param_dict``                V1 trainers, 2.40 to 2.60
+``ray.train.v2._internal``                  ``WorkerGroupCallback``, ``BackendSetupCallback``, 2.48 to 2.60
+``ray.rllib.core.learner.learner_group``    ``_get_backend_config``, 2.40 to 2.60
+worker groups                               V1 ``.workers``, V2 ``.get_workers()``, ``.abort()``, ``._worker_group_state``;
+                                            ``Worker.metadata``
 ==========================================  =========================================================
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
+import ray.tune  # Ray imports it at a worker's first get_device(), which would be in the middle of a start
 from ray.air._internal import device_manager as _device_manager
 from ray.air._internal.device_manager import CPUTorchDeviceManager
 from ray.air._internal.torch_utils import get_devices as _get_devices
+from ray.train._internal.session import get_session as _get_session
 from ray.train._internal.worker_group import WorkerGroup as V1WorkerGroup
 from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 
@@ -30,6 +39,9 @@ if TYPE_CHECKING:
     import torch
 
 TorchBackend = _TorchBackend
+
+# A worker that takes longer to answer anything has not come back from a failed start.
+_BUSY_S = 2.0
 
 # Ray configures the level and the handlers of "ray.train" in its controller and workers, and of nothing else.
 logger = logging.getLogger("ray.train.fracbackend")
@@ -43,11 +55,13 @@ class WorkerAddress:
         rank: Index in its worker group.
         node_ip: Ray's address of its node.
         pid: Its process id.
+        node_id: Ray's id of its node.
     """
 
     rank: int
     node_ip: str
     pid: int
+    node_id: str
 
     @property
     def text(self) -> str:
@@ -61,8 +75,8 @@ def _workers(worker_group: Any) -> list[Any]:
 
 def worker_addresses(worker_group: Any) -> list[WorkerAddress]:
     """Addresses of all workers of a V1 or V2 worker group or of a V2 replica group, by rank."""
-    workers = enumerate(_workers(worker_group))
-    return [WorkerAddress(rank, worker.metadata.node_ip, worker.metadata.pid) for rank, worker in workers]
+    found = enumerate(worker.metadata for worker in _workers(worker_group))
+    return [WorkerAddress(rank, worker.node_ip, worker.pid, worker.node_id) for rank, worker in found]
 
 
 def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
@@ -76,19 +90,45 @@ def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
 
 
 def release_workers(worker_group: Any) -> None:
-    """Ends the workers of a V2 group whose start failed; V1 does it itself, and a replica group's owner does.
+    """Ends the workers of a V2 group whose start failed, and those of V1 that are still busy with it.
 
     An exception in ``on_start`` makes V2 forget the group that it has just made, with workers and placement group still
     there (WorkerGroup.create and _start, 2.48 to 2.60). ``abort`` ends them without a graceful shutdown of the backend,
-    which would wait for a rank that hangs.
+    which would wait for a rank that hangs; in 2.48 it leaves the workers to this. V1 ends its workers itself, after a
+    graceful shutdown that waits 30 s for one that hangs (BackendExecutor.shutdown, 2.40 to 2.60). A replica group's owner
+    ends its own.
     """
-    abort = getattr(worker_group, "abort", None)
-    if abort is None:
+    is_v1 = isinstance(worker_group, V1WorkerGroup)
+    if not is_v1 and not hasattr(worker_group, "abort"):
         return
     try:
-        abort()
+        _end_busy_workers(worker_group)
+        if is_v1:
+            return
+        worker_group.abort()
+        left = getattr(worker_group, "_worker_group_state", None)
+        if left is not None:
+            left.shutdown()
     except Exception as error:  # the start's own error is the one to tell
         logger.warning("the workers of the failed start may still be there: %s", error)
+
+
+def _end_busy_workers(worker_group: Any) -> None:
+    """Kills the workers that are still in the failed start: neither engine waits for one that is gone."""
+    answers = worker_group.execute_async(os.getpid)
+    _, busy = ray.wait(answers, num_returns=len(answers), timeout=_BUSY_S)
+    for worker, answer in zip(_workers(worker_group), answers, strict=True):
+        if answer in busy:
+            ray.kill(worker.actor)
+
+
+def restarts_lost_workers(worker_group: Any) -> bool:
+    """True where the engine restarts the workers when a start raises a RayActorError (V2).
+
+    V1 loses such an error: its trial has no restarts of its own, and raises None instead (BackendExecutor.start and
+    _increment_failures, 2.40 to 2.60). Any other error reaches the user, and Tune restarts the trial as FailureConfig says.
+    """
+    return not isinstance(worker_group, V1WorkerGroup)
 
 
 def sets_env_before_init(worker_group: Any) -> bool:
@@ -127,3 +167,70 @@ def train_on_cpu() -> None:
     """Makes ``ray.train.torch.get_device()`` and ``prepare_model`` of this worker use the CPU, whatever Ray reserved."""
     with _device_manager._torch_device_manager_lock:
         _device_manager._torch_device_manager = CPUTorchDeviceManager()
+
+
+def keep_torch_config(trainer: Any, config: Any) -> None:
+    """Makes V1 build the trainer with this configuration in its trial too.
+
+    V1 makes the trainer a second time there, from the arguments that the first was given (BaseTrainer.__new__).
+    """
+    arguments = getattr(trainer, "_param_dict", None)
+    if arguments is not None:
+        arguments["torch_config"] = config
+
+
+def v2_enabled() -> bool:
+    """True where ``ray.train.torch.TorchTrainer`` is that of the V2 engine."""
+    return hasattr(ray.train, "UserCallback")
+
+
+def worker_group_callback_class() -> type:
+    """V2's base class of callbacks that see a worker group start."""
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+
+    base: type = WorkerGroupCallback
+    return base
+
+
+def replace_backend_config(worker_group: Any, replace: Callable[[Any], Any]) -> None:
+    """Gives the callback that starts the backend of a V2 worker group another configuration.
+
+    Args:
+        worker_group: A V2 group whose backend has not started yet.
+        replace: From the configuration to the one to use; the same object leaves all as it is.
+    """
+    from ray.train.v2._internal.callbacks import BackendSetupCallback
+
+    for callback in worker_group._callbacks:
+        if isinstance(callback, BackendSetupCallback):
+            config = replace(callback._backend_config)
+            if config is not callback._backend_config:
+                callback._backend_config, callback._backend = config, config.backend_cls()
+
+
+@contextmanager
+def learner_backend_config(config: Any) -> Iterator[None]:
+    """Torch learners of RLlib that this process starts meanwhile get this configuration."""
+    from ray.rllib.core.learner import learner_group
+
+    original = learner_group._get_backend_config
+    learner_group._get_backend_config = lambda learner_class: (
+        config if learner_class.framework == "torch" else original(learner_class)
+    )
+    try:
+        yield
+    finally:
+        learner_group._get_backend_config = original
+
+
+def results_folder(worker_group: Any) -> tuple[Any, str] | None:
+    """File system and folder of the run's results, as in ``Result.path``; None where a group belongs to no run.
+
+    V2 calls ``on_start`` in its controller, whose group knows the storage; V1 in the trial, whose session does.
+    """
+    storage = getattr(worker_group, "_storage_context", None)
+    if storage is not None:
+        return storage.storage_filesystem, storage.experiment_fs_path
+    session = _get_session()
+    storage = getattr(session, "storage", None)
+    return (storage.storage_filesystem, storage.trial_fs_path) if storage is not None else None

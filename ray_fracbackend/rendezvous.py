@@ -45,6 +45,7 @@ class WorkerRendezvous:
         uses_gloo: Gloo connects the ranks.
         check_device: Gloo's device is in doubt, so it is tried before anybody waits.
         check_reachable: Rank 0 may be on another machine, so the connection is checked first.
+        short_lookups: This node's name server is silent: its look-ups are kept short.
     """
 
     master_addr: str
@@ -55,6 +56,7 @@ class WorkerRendezvous:
     uses_gloo: bool = False
     check_device: bool = False
     check_reachable: bool = False
+    short_lookups: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class RendezvousPlan:
         uses_gloo: Gloo connects the ranks.
         interfaces: Gloo's interface of every rank, by rank; empty where Gloo is not used.
         libuv_off: The store must not use libuv.
+        short_lookups: Whether each rank's node has a silent name server, by rank; empty where none has.
         on_linux: The workers run on Linux.
         reason: The choice in one line, as logged.
         notes: What the log will show and nobody needs to act on.
@@ -82,6 +85,7 @@ class RendezvousPlan:
     uses_gloo: bool
     interfaces: tuple[InterfaceChoice, ...] = ()
     libuv_off: bool = False
+    short_lookups: tuple[bool, ...] = ()
     on_linux: bool = True
     reason: str = ""
     notes: tuple[str, ...] = ()
@@ -112,6 +116,7 @@ class RendezvousPlan:
             # Elsewhere than on Linux names and addresses of interfaces are as Gloo sees them only by and large.
             check_device=self.uses_gloo and (not self.on_linux or choice.name is None or choice.by_user),
             check_reachable=not self.one_node,
+            short_lookups=bool(self.short_lookups) and self.short_lookups[rank],
         )
 
 
@@ -154,6 +159,7 @@ def plan_rendezvous(workers: Sequence[WorkerFacts], options: StartOptions, backe
         warnings += doubts
         gloo = f", Gloo {_over(interfaces)}"
     host = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
+    silent = [worker for worker in workers if worker.network.name_server_silent]
     return RendezvousPlan(
         master_addrs=addresses,
         master_port=port,
@@ -162,10 +168,11 @@ def plan_rendezvous(workers: Sequence[WorkerFacts], options: StartOptions, backe
         uses_gloo=uses_gloo,
         interfaces=interfaces,
         libuv_off=windows,
+        short_lookups=tuple(worker.network.name_server_silent for worker in workers) if silent else (),
         on_linux=workers[0].platform == "linux",
         reason=f"rank 0 at {host}:{port} ({origin}){gloo}{', libuv off' if windows else ''}",
         notes=(NOTE_10049,) if windows else (),
-        warnings=(*warnings, *_overridden_env(workers, windows)),
+        warnings=(*warnings, *_overridden_env(workers, windows), *_silent(silent)),
     )
 
 
@@ -278,6 +285,17 @@ def _over(interfaces: Sequence[InterfaceChoice]) -> str:
         return next(iter(ranks_of))
     shown = [f"{text} ({ranks_text(ranks)})" for text, ranks in list(ranks_of.items())[:4]]
     return ", ".join(shown) + (", ..." if len(ranks_of) > 4 else "")
+
+
+def _silent(workers: Sequence[WorkerFacts]) -> tuple[str, ...]:
+    if not workers:
+        return ()
+    nodes = list(dict.fromkeys(worker.node_ip for worker in workers))
+    where = f"node {', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''}"
+    return (
+        f"the name server of {where} does not answer ({ranks_text([worker.rank for worker in workers])}): c10d asks it for the "
+        "name of every peer, so each connection takes seconds; correct /etc/resolv.conf there",
+    )
 
 
 def _overridden_env(workers: Sequence[WorkerFacts], windows: bool) -> tuple[str, ...]:

@@ -12,9 +12,14 @@ from ray_fracbackend.errors import (
     SharedDeviceError,
 )
 from ray_fracbackend.facts import WorkerFacts, ranks_text, version_text
+from ray_fracbackend.nccl_multi_rank import kept_settings, multi_rank_env
 from ray_fracbackend.options import StartOptions
-from ray_fracbackend.sharing import NCCL_MULTI_RANK, ShareGroup
+from ray_fracbackend.sharing import NCCL_MULTI_RANK, ShareGroup, share_text
 from ray_fracbackend.start_plan import StartPlan, gloo_plan
+
+# Row 10: whether "auto" takes ipc for device memory. To be turned once a recorded run on a GPU has proven it;
+# on_shared_device="ipc" (row 9) does not ask.
+AUTO_TAKES_DEVICE_IPC = False
 
 
 def plan_shared(workers: Sequence[WorkerFacts], options: StartOptions, groups: tuple[ShareGroup, ...]) -> StartPlan:
@@ -29,7 +34,7 @@ def plan_shared(workers: Sequence[WorkerFacts], options: StartOptions, groups: t
         )
     if policy == "nccl":
         plan = _nccl_multi_rank(workers, groups)
-    elif policy == "ipc" or (policy == "auto" and _ipc_obstacle(workers, groups) is None):
+    elif policy == "ipc" or (policy == "auto" and AUTO_TAKES_DEVICE_IPC and _ipc_obstacle(workers, groups) is None):
         plan = ipc_device_plan(workers, groups, f"on_shared_device={policy!r}")
         plan = replace(plan, fallback="gloo" if policy == "auto" else None)
     else:
@@ -68,15 +73,8 @@ def _nccl_multi_rank(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, .
         )
     check_one_nccl(workers)
     fullest = max(len(group.ranks) for group in groups)
-    env = {
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_MAX_CTAS": str(max(1, 8 // fullest)),
-    }
-    if len({worker.node_id for worker in workers}) > 1:
-        env["NCCL_NET_GDR_LEVEL"] = "LOC"
-    kept = sorted({f"{name}={w.env[name]}" for w in workers for name in env if w.env.get(name, env[name]) != env[name]})
-    warnings = tuple(f"{setting} was set by the user and is kept" for setting in kept)
+    env = multi_rank_env(fullest, len({worker.node_id for worker in workers}) > 1)
+    warnings = tuple(f"{setting} was set by the user and is kept" for setting in kept_settings(workers, env))
     reason = f"{share_text(groups)}: using nccl with several ranks a GPU (NCCL {version_text(workers[0].nccl_version)})"
     return StartPlan(
         backend="nccl", device_type="cuda", reason=reason, share_groups=groups, env_defaults=env, warnings=warnings
@@ -108,10 +106,12 @@ def ipc_device_plan(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, ..
 
 def check_one_nccl(workers: Sequence[WorkerFacts]) -> None:
     """Row 5: NCCL needs one version on all ranks."""
-    ranks_by_version: dict[str, list[int]] = {}
-    for worker in workers:
-        ranks_by_version.setdefault(version_text(worker.nccl_version), []).append(worker.rank)
-    if len(ranks_by_version) > 1:
+    versions = {worker.nccl_version for worker in workers}
+    if len(versions) > 1:
+        ranks_by_version = {
+            version_text(version): [worker.rank for worker in workers if worker.nccl_version == version]
+            for version in versions
+        }
         listed = "; ".join(f"{ranks_text(ranks)}: {version}" for version, ranks in sorted(ranks_by_version.items()))
         raise IncompatibleWorkersError(
             f"the workers loaded different NCCL versions ({listed}). NCCL needs one version on all ranks; install the same "
@@ -121,7 +121,9 @@ def check_one_nccl(workers: Sequence[WorkerFacts]) -> None:
 
 def check_compute_modes(workers: Sequence[WorkerFacts], shared: tuple[ShareGroup, ...]) -> None:
     """Row 12: say it before CUDA says "device busy or unavailable"."""
-    prohibited = [worker.rank for worker in workers if worker.device and worker.device.compute_mode == "prohibited"]
+    prohibited = [
+        worker.rank for worker in workers if worker.devices and worker.devices[0].compute_mode == "prohibited"
+    ]
     if prohibited:
         raise MissingDeviceError(
             f"the device of {ranks_text(prohibited)} is in compute mode PROHIBITED, which lets no process use it. "
@@ -136,9 +138,3 @@ def check_compute_modes(workers: Sequence[WorkerFacts], shared: tuple[ShareGroup
                 "`nvidia-smi -c DEFAULT` on that node, or start the MPS daemon (`nvidia-cuda-mps-control -d`).",
                 ranks=group.ranks,
             )
-
-
-def share_text(groups: tuple[ShareGroup, ...]) -> str:
-    """The share map in words, the first three groups of it."""
-    shown = ", ".join(group.text for group in groups[:3])
-    return shown if len(groups) <= 3 else f"{shown} and {len(groups) - 3} more such groups"

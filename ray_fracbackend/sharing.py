@@ -45,6 +45,12 @@ def short_uuid(uuid: str) -> str:
     return f"{head}-{rest.partition('-')[0]}" if head in ("GPU", "MIG") and rest else uuid
 
 
+def share_text(groups: tuple[ShareGroup, ...]) -> str:
+    """The share map in words, the first three groups of it."""
+    shown = ", ".join(group.text for group in groups[:3])
+    return shown if len(groups) <= 3 else f"{shown} and {len(groups) - 3} more such groups"
+
+
 def shared_devices(workers: Sequence[WorkerFacts]) -> tuple[ShareGroup, ...]:
     """Groups of ranks with the same device UUID over the whole job, containers of one host included."""
     return tuple(_group(found, True) for found in _groups(workers, lambda _, device: device.uuid))
@@ -56,14 +62,17 @@ def nccl_confusions(workers: Sequence[WorkerFacts]) -> tuple[ShareGroup, ...]:
     NCCL compares ranks of equal host hash only (utils.cc): below 2.30.7 by PCI bus id, so that MIG slices of one GPU
     collide, from 2.30.7 on by device UUID. A version that could not be read is taken to be old.
     """
+    # One string and no tuple: the collector would go through hundreds of thousands of those on a large job.
     return _different_devices(
-        _groups(workers, lambda worker, device: f"{worker.nccl_host}/{_nccl_device(worker.nccl_version, device)}")
+        workers, lambda worker, device: f"{worker.nccl_host}\0{_nccl_device(worker.nccl_version, device)}"
     )
 
 
 def mig_siblings(workers: Sequence[WorkerFacts]) -> tuple[ShareGroup, ...]:
     """Groups of ranks on different MIG slices of one GPU; users report that NCCL may refuse these at any version."""
-    return _different_devices(_groups(workers, lambda _, device: device.parent_uuid or device.uuid))
+    if not any(worker.devices and worker.devices[0].parent_uuid for worker in workers):
+        return ()
+    return _different_devices(workers, lambda _, device: device.parent_uuid or device.uuid)
 
 
 def _nccl_device(version: NcclVersion | None, device: DeviceFacts) -> str:
@@ -72,9 +81,10 @@ def _nccl_device(version: NcclVersion | None, device: DeviceFacts) -> str:
     return device.pci_bus_id or device.parent_uuid or device.uuid
 
 
-def _groups(
-    workers: Sequence[WorkerFacts], key_of: Callable[[WorkerFacts, DeviceFacts], str]
-) -> list[list[WorkerFacts]]:
+_KeyOf = Callable[[WorkerFacts, DeviceFacts], str]
+
+
+def _groups(workers: Sequence[WorkerFacts], key_of: _KeyOf) -> list[list[WorkerFacts]]:
     first: dict[str, WorkerFacts] = {}
     # A list for shared devices only: a list each would cost more than all the rest on a job of 100,000 workers.
     members: dict[str, list[WorkerFacts]] = {}
@@ -88,9 +98,20 @@ def _groups(
     return list(members.values())
 
 
-def _different_devices(groups: list[list[WorkerFacts]]) -> tuple[ShareGroup, ...]:
+def _different_devices(workers: Sequence[WorkerFacts], key_of: _KeyOf) -> tuple[ShareGroup, ...]:
+    """Groups of equal key in which not all ranks sit on one device."""
+    uuids: dict[str, str] = {}
+    for worker in workers:
+        if worker.devices:
+            device = worker.devices[0]
+            if uuids.setdefault(key_of(worker, device), device.uuid) != device.uuid:
+                break
+    else:
+        return ()
     return tuple(
-        _group(found, False) for found in groups if any(w.devices[0].uuid != found[0].devices[0].uuid for w in found)
+        _group(found, False)
+        for found in _groups(workers, key_of)
+        if any(w.devices[0].uuid != found[0].devices[0].uuid for w in found)
     )
 
 

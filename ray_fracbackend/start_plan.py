@@ -41,6 +41,10 @@ class StartPlan:
         # Without a device of Ray's, the one that the user makes current.
         return f"cuda:{worker.device.index}" if worker.device is not None else "cuda"
 
+    def memory_fraction_of(self, worker: WorkerFacts) -> float | None:
+        """Share of its device's memory that a worker may use, in 0 to 1, None for whole devices and for the CPU."""
+        return worker.gpu_fraction if self.device_type == "cuda" and 0 < worker.gpu_fraction < 1 else None
+
     def after_failure(self, cause: str) -> StartPlan:
         """The plan one step down the ladder, or a ValueError where there is none."""
         if self.fallback is None:

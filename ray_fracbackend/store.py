@@ -16,7 +16,9 @@ import sys
 import time
 from datetime import timedelta
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.torch_version import TorchVersion
 
 from ray_fracbackend.errors import PortInUseError, UnreachableMasterError
 
@@ -24,7 +26,8 @@ from ray_fracbackend.errors import PortInUseError, UnreachableMasterError
 REACH_S = 5.0
 _NUM_TRIES = 3
 _PAUSE_S = 0.3
-_OPEN_S = 10.0
+# Its own connection takes as long as two look-ups of a name where the name server is silent (name_lookups).
+_OPEN_S = 60.0
 # Address in use: 48 on macOS, 98 on Linux, 10048 on Windows; 10013 is a port that Windows reserved or holds exclusively.
 _IN_USE_ERRNOS = {48, 98, 10048, 10013, errno.EADDRINUSE}
 _IN_USE_TEXT = re.compile(
@@ -34,11 +37,12 @@ _IN_USE_TEXT = re.compile(
 _held: TCPStore | None = None
 
 
-def hold_store(port: int | tuple[int, int] | None) -> int:
+def hold_store(port: int | tuple[int, int] | None, one_node: bool = False) -> int:
     """Opens the store of a start whose rank 0 is this worker, and keeps it open until ``release_store``.
 
     Args:
         port: The configured port or inclusive range, None for any.
+        one_node: All ranks are on this node, so that nobody else has to reach the store: loopback is enough.
 
     Returns:
         The store's port, free on IPv4 and IPv6 alike.
@@ -58,8 +62,8 @@ def hold_store(port: int | tuple[int, int] | None) -> int:
         if candidate and (clash := _taken(candidate)):
             continue
         try:
-            _held = _open(candidate)
-        except RuntimeError as error:
+            _held = _open_local(candidate) if one_node else open_store(candidate)
+        except (RuntimeError, OSError) as error:
             if not is_address_in_use(error):
                 raise
             clash = str(error).splitlines()[0]
@@ -116,17 +120,50 @@ def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None
     )
 
 
-def _open(port: int) -> TCPStore:
+def _open_local(port: int) -> TCPStore:
+    """The store on the loopback address that this node has, on all addresses where it has none."""
+    for host in ("127.0.0.1", "::1"):
+        try:
+            return open_store(port, host)
+        except OSError as error:
+            if is_address_in_use(error):
+                raise
+    return open_store(port)
+
+
+def open_store(port: int = 0, host: str | None = None) -> TCPStore:
+    """A store of this process, open as long as it is referenced.
+
+    Args:
+        port: Port to listen on, 0 for any free one.
+        host: Literal IP to listen on alone, None for all addresses of this machine; on Windows, where torch cannot be
+            given a socket, always all.
+
+    Raises:
+        RuntimeError: The port is taken.
+        OSError: The port is taken on ``host``, or ``host`` is no address of this machine.
+    """
+    listener = None
+    if host is not None and sys.platform != "win32":
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+        port = listener.getsockname()[1]
     return TCPStore(
-        "127.0.0.1",
+        host or "127.0.0.1",
         port,
         None,
         True,
         timedelta(seconds=_OPEN_S),
         wait_for_workers=False,
         multi_tenant=True,
-        use_libuv=uses_libuv(),
+        master_listen_fd=listener.detach() if listener else None,
+        use_libuv=uses_libuv() and (listener is None or _libuv_takes_sockets()),
     )
+
+
+def _libuv_takes_sockets() -> bool:
+    """Before torch 2.8 a store with libuv refuses an open socket (pytorch#150215). Clients with libuv use either store."""
+    return TorchVersion(torch.__version__) >= "2.8"
 
 
 def _taken(port: int) -> str:

@@ -6,6 +6,7 @@ rank whose collective fails or stalls says so in the group's store and reads the
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
-from ray_fracbackend.errors import VerificationError
+from ray_fracbackend.errors import SharedDeviceError, VerificationError
 from ray_fracbackend.facts import ranks_text
+from ray_fracbackend.nccl_words import cause_of, refusal_in, refused_ranks
 
 SMALL_BYTES = 1024
 LARGE_BYTES = 1024 * 1024
@@ -72,6 +74,7 @@ def verify_process_group(
         Latency, bandwidth and the time of each rank.
 
     Raises:
+        SharedDeviceError: NCCL refused ranks that share a GPU.
         VerificationError: A collective failed, stalled or computed a wrong answer; ``ranks`` are those at fault where
             that is known.
         ValueError: ``timeout_s`` is not above 0, or torch.distributed is not initialised.
@@ -143,10 +146,12 @@ class _Verification:
         try:
             return call()  # type: ignore[return-value]
         except VerificationError:
-            self._store.set(str(self._rank), "failed")
+            self._say_failed()
             raise
         except RuntimeError as error:  # what c10d raises for a lost peer and for a timeout
-            raise self._failure(step, error) from error
+            # NCCL connects in the first collective, so that its refusals come out here.
+            sentence = refusal_in(str(error))
+            raise (self._refused(sentence) if sentence else self._failure(step, error)) from error
 
     def _wait(self, work: dist.Work | None) -> None:
         left_s = self._timeout_s - (time.monotonic() - self._started)
@@ -202,15 +207,26 @@ class _Verification:
             ranks=ranks,
         )
 
+    def _say_failed(self) -> None:
+        """Tells the others that this rank is not the one that is missing."""
+        with contextlib.suppress(RuntimeError):  # the store's own host may be gone already
+            self._store.set(str(self._rank), "failed")
+
+    def _refused(self, sentence: str) -> SharedDeviceError:
+        self._say_failed()
+        ranks = [dist.get_global_rank(self._group, rank) for rank in refused_ranks(sentence)]
+        return SharedDeviceError(
+            f"NCCL refused ranks that share a GPU: {sentence}. Use backend='gloo', or a GPU for each rank.", ranks=ranks
+        )
+
     def _failure(self, step: int, error: RuntimeError) -> VerificationError:
         elapsed = time.monotonic() - self._started
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         text = f"{_STEPS[step]} failed on rank {self._rank} after {elapsed:.1f} s"
         absent = self._absent()
         if absent:
             text += f": {ranks_text(absent)} {'is' if len(absent) == 1 else 'are'} not in it"
         return VerificationError(
-            f"{text} ({cause}). Look at the log of that rank and at its node's network.", ranks=absent
+            f"{text} ({cause_of(error)}). Look at the log of that rank and at its node's network.", ranks=absent
         )
 
     def _absent(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Runs a function in N real processes with a hard limit, and leaves none behind."""
+"""Runs a function in N real processes with a hard limit, and leaves none behind; finds those of Ray Train."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import queue
 import socket
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import torch  # noqa: F401  imported once here, so that forked children need not
 
 
@@ -18,6 +20,31 @@ def free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
+    """Until something listens there on loopback. torch's store client sleeps longer between attempts the longer it waits."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=timeout_s).close()
+        except ConnectionRefusedError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+def train_worker_processes(above: psutil.Process | None = None) -> list[psutil.Process]:
+    """Processes of Ray Train workers below a process, by default of this one's own Ray, oldest first."""
+    found = []
+    for process in (above or psutil.Process()).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # one may end meanwhile
+            named = "RayTrainWorker" in process.name() + " ".join(process.cmdline())
+            if named and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process.create_time(), process.pid, process))
+    return [process for *_, process in sorted(found, key=lambda each: each[:2])]
 
 
 def run_processes(function: Any, num_processes: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from ray.train._internal.utils import get_address_and_port
 from ray.train.torch.config import _setup_torch_process_group
 
-from ray_fracbackend import store
+from ray_fracbackend import isolation_helper, store
 from ray_fracbackend.environment import user_environment
 from ray_fracbackend.facts import WorkerFacts
-from ray_fracbackend.network import network_facts
-from ray_fracbackend.probe import boot_id
+from ray_fracbackend.ipc import host_memory_support
+from ray_fracbackend.probe import boot_id, probe_network
 from ray_fracbackend.process_group import StartInstruction, start_worker
 
 
@@ -42,8 +42,7 @@ def our_probe(
     rank: int, node: str, node_ip: str, master_addr: str | None, master_port: int | tuple[int, int] | None
 ) -> WorkerFacts:
     """The network part of our probe, with Ray's view of the node given."""
-    port = store.hold_store(master_port) if rank == 0 else None
-    return WorkerFacts(
+    facts = WorkerFacts(
         rank=rank,
         node_id=node,
         node_ip=node_ip,
@@ -52,8 +51,9 @@ def our_probe(
         pid=os.getpid(),
         torch_version=torch.__version__,
         env={name: value for name, value in user_environment().items() if name.startswith(("GLOO_", "USE_LIBUV"))},
-        network=network_facts(boot_id(), master_addr, port),
+        ipc_host_memory_missing=host_memory_support(),
     )
+    return replace(facts, network=probe_network(facts, master_addr, master_port))
 
 
 def our_start(instruction: StartInstruction) -> float:
@@ -62,12 +62,12 @@ def our_start(instruction: StartInstruction) -> float:
     return all_reduced()
 
 
-def our_start_verified(instruction: StartInstruction) -> Any:
-    return start_worker(replace(instruction, verify=True))
-
-
 def gloo_env() -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def resolver_options() -> str | None:
+    return os.environ.get("RES_OPTIONS")
 
 
 def leave() -> None:
@@ -86,6 +86,13 @@ def occupy(port: int) -> int:
     return listener.getsockname()[1]
 
 
+def stay_silent(address: str) -> None:
+    """Stands where a name server should be, and answers nobody."""
+    server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    server.bind((address, 53))
+    _occupied.append(server)
+
+
 def occupy_after_the_choice() -> None:
     """From now on somebody else takes the first port that our store found free, before the store binds it."""
     ask, stolen = store._taken, []
@@ -101,3 +108,26 @@ def occupy_after_the_choice() -> None:
 
 def stolen_port() -> int:
     return _occupied[0].getsockname()[1]
+
+
+_helpers: list[isolation_helper.Helper] = []
+
+
+def open_finder(address: str) -> dict[str, Any]:
+    """Opens the sockets of a helper of the search for a fault."""
+    torch.set_num_threads(1)
+    _helpers.append(isolation_helper.Helper(address))
+    return asdict(_helpers[-1].address)
+
+
+def find_alone(task: str, wrong: bool) -> dict[str, Any]:
+    """Lets it search, and in a bad rank adds wrong numbers to every collective."""
+    if wrong:
+        isolation_helper.ProcessGroupGloo = _WrongGroup
+    return asdict(_helpers[-1].run(isolation_helper.HelperTask.from_json(task)))
+
+
+class _WrongGroup(dist.ProcessGroupGloo):
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        tensor[3] += 1
+        return super().allreduce(tensor)

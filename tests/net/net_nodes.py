@@ -1,4 +1,4 @@
-"""Two nodes in network namespaces, joined by a veth pair, each with its own host name, hosts file and sysctls."""
+"""Nodes in network namespaces, joined by a veth pair or a switch, each with its own host name, hosts file and sysctls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Worker:
     def __init__(self, node: Node, listener: Listener, log: Path) -> None:
         self.node, self.log = node, log
         self._connection = listener.accept()
-        self._pid = self._connection.recv()
+        self.pid = self._connection.recv()
 
     def send(self, function: Callable[..., Any], *args: Any, **env: str) -> None:
         self._connection.send((function.__module__, function.__name__, args, env))
@@ -75,7 +75,7 @@ class Worker:
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self._pid, 9)
+            os.kill(self.pid, 9)
         self._connection.close()
 
 
@@ -88,9 +88,8 @@ class Node:
         self.workers: list[Worker] = []
         self._etc = Path("/etc/netns") / name
         self._etc.mkdir(parents=True)
-        (self._etc / "nsswitch.conf").write_text("hosts: files\n")
-        (self._etc / "resolv.conf").write_text("")
         self.hosts()
+        self.name_server(None)
         run("ip", "netns", "add", name)
         self.ip_command("link", "set", "lo", "up")
         self._agent: subprocess.Popen[str] | None = None
@@ -111,6 +110,11 @@ class Node:
         """Rewrites the hosts file in place; by default the host name is the node's true address."""
         own = lines or (f"{self.ip} {self.hostname}",)
         (self._etc / "hosts").write_text("\n".join((*own, "127.0.0.1 localhost", "::1 localhost", "")))
+
+    def name_server(self, address: str | None) -> None:
+        """Rewrites the resolver's files in place; by default no name server is asked."""
+        (self._etc / "nsswitch.conf").write_text("hosts: files dns\n" if address else "hosts: files\n")
+        (self._etc / "resolv.conf").write_text(f"nameserver {address}\n" if address else "")
 
     def environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(HERE), str(REPOSITORY)])
@@ -155,11 +159,18 @@ class Node:
         self.workers.append(worker)
         return worker
 
+    def strangers(self) -> list[int]:
+        """Processes on this node but its agent; workers are among them."""
+        agent = self._agent.pid if self._agent is not None else None
+        pids = map(int, run("ip", "netns", "pids", self.name, check=False).split())
+        return [pid for pid in pids if pid != agent]
+
     def reset(self) -> None:
         for worker in self.workers:
             worker.kill()
         self.workers.clear()
         self.hosts()
+        self.name_server(None)
         self.sysctl(bindv6only=0, conf__all__disable_ipv6=0, conf__lo__disable_ipv6=0)
         if shutil.which("nft"):
             self.execute("nft", "flush", "ruleset")
@@ -184,6 +195,26 @@ def join(first: Node, second: Node, interfaces: Sequence[str] = ("eth0", "eth0")
     for node, end, interface in ((first, f"va{short}", interfaces[0]), (second, f"vb{short}", interfaces[1])):
         run("ip", "link", "set", end, "netns", node.name, "name", interface)
         address(node, interface)
+
+
+class Switch:
+    """Connects any number of nodes, each by its eth0; stands in a namespace of its own."""
+
+    def __init__(self, name: str, nodes: Sequence[Node]) -> None:
+        self.name = name
+        run("ip", "netns", "add", name)
+        run("ip", "-n", name, "link", "add", "br0", "type", "bridge")
+        run("ip", "-n", name, "link", "set", "br0", "up")
+        for number, node in enumerate(nodes):
+            end = f"v{uuid.uuid4().hex[:8]}"
+            run("ip", "link", "add", end, "type", "veth", "peer", "name", f"p{end}")
+            run("ip", "link", "set", end, "netns", node.name, "name", "eth0")
+            run("ip", "link", "set", f"p{end}", "netns", name, "name", f"port{number}")
+            run("ip", "-n", name, "link", "set", f"port{number}", "master", "br0", "up")
+            address(node, "eth0")
+
+    def close(self) -> None:
+        run("ip", "netns", "del", self.name, check=False)
 
 
 def address(node: Node, interface: str) -> None:

@@ -35,10 +35,17 @@ def stock(
 def probe(
     nodes: Sequence[Node], folder: Path, node_ips: Sequence[str] | None = None, options: Any = None, **env: str
 ) -> tuple[list[WorkerFacts], list[Worker]]:
-    """Our probe on every node."""
-    options = options or StartOptions()
+    """Our probe in a fresh process on every node."""
     workers = [node.spawn(folder) for node in nodes]
-    ips = node_ips or [node.ip for node in nodes]
+    return probe_workers(workers, node_ips, options, **env), workers
+
+
+def probe_workers(
+    workers: Sequence[Worker], node_ips: Sequence[str] | None = None, options: Any = None, **env: str
+) -> list[WorkerFacts]:
+    """Our probe in processes that are there."""
+    options = options or StartOptions()
+    ips = node_ips or [worker.node.ip for worker in workers]
     for rank, worker in enumerate(workers):
         worker.send(
             net_calls.our_probe, rank, worker.node.name, ips[rank], options.master_addr, options.master_port, **env
@@ -47,7 +54,35 @@ def probe(
     for found in facts:
         if isinstance(found, BaseException):
             raise found
-    return facts, workers
+    return facts
+
+
+def instructions(
+    facts: Sequence[WorkerFacts],
+    options: Any = None,
+    *,
+    budget_s: float = 20.0,
+    timeout_s: float = 30.0,
+    verify: bool = False,
+) -> tuple[list[StartInstruction], RendezvousPlan]:
+    """What our decision has every rank do, on the CPU."""
+    options = options or StartOptions()
+    backend = plan_start(facts, options).backend
+    plan = plan_rendezvous(facts, options, backend)
+    found = [
+        StartInstruction(
+            rank=rank,
+            world_size=len(facts),
+            backend=backend,
+            device="cpu",
+            rendezvous=plan.of(rank),
+            timeout_s=timeout_s,
+            budget_s=budget_s,
+            verify=verify,
+        )
+        for rank in range(len(facts))
+    ]
+    return found, plan
 
 
 def start(
@@ -58,20 +93,8 @@ def start(
     wait_for: Sequence[int] | None = None,
 ) -> tuple[list[Any], RendezvousPlan]:
     """Our start on every node, after our decision; answers of the ranks ``wait_for``, by default of all."""
-    options = options or StartOptions()
-    backend = plan_start(facts, options).backend
-    plan = plan_rendezvous(facts, options, backend)
-    for rank, worker in enumerate(workers):
-        instruction = StartInstruction(
-            rank=rank,
-            world_size=len(workers),
-            backend=backend,
-            device="cpu",
-            rendezvous=plan.of(rank),
-            timeout_s=30.0,
-            budget_s=budget_s,
-            verify=False,
-        )
+    told, plan = instructions(facts, options, budget_s=budget_s)
+    for worker, instruction in zip(workers, told, strict=True):
         worker.send(net_calls.our_start, instruction)
     end = time.monotonic() + budget_s + 5
     ranks = range(len(workers)) if wait_for is None else wait_for

@@ -206,6 +206,17 @@ def test_an_unresolvable_configured_name_names_the_rank(two_nodes: Nodes, tmp_pa
     assert info.value.ranks == (1,)
 
 
+def test_a_silent_name_server_does_not_stop_the_start(two_nodes: Nodes, tmp_path: Path) -> None:
+    """c10d asks for every peer's name, 10 s each; where nobody answers, we cut that short, say so, and leave it as it was."""
+    for node in two_nodes:
+        node.name_server("127.0.0.77")
+        node.spawn(tmp_path).call(net_calls.stay_silent, "127.0.0.77")
+    results, plan, workers = ours(two_nodes, tmp_path, RES_OPTIONS="ndots:1")
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    assert "the name server of node 10.77.0.1, 10.77.0.2 does not answer (ranks 0,1)" in plan.warnings[0]
+    assert [worker.call(net_calls.resolver_options) for worker in workers] == ["ndots:1", "ndots:1"]
+
+
 @pytest.mark.parametrize("name", ["netz-\u00fc0", "eth0.100", "a" * 15])
 def test_hostile_but_usable_interface_names(two_nodes: Nodes, tmp_path: Path, name: str) -> None:
     """Non-ASCII, dotted and very long names reach Gloo unharmed on Linux, with the host names leading nowhere."""

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
-import psutil
 import pytest
 import ray
 from ray.train._internal.worker_group import WorkerGroup
 
 HALF_GPU = {"CPU": 1, "GPU": 0.5}
 ONE_CPU = {"CPU": 1}
+_ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def cluster():
     """A local Ray whose CPUs and GPUs are bare numbers."""
-    ray.init(num_cpus=32, num_gpus=2, log_to_driver=False)
+    ray.init("local", num_cpus=32, num_gpus=2, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -42,10 +46,11 @@ def import_package():
     import ray_fracbackend.process_group  # noqa: F401
 
 
-def train_worker_processes():
-    """Processes of Ray Train workers of this test's own Ray."""
-    processes = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    return [process for process in processes if "RayTrainWorker" in process.name() + " ".join(process.cmdline())]
+def run_example(name, *arguments):
+    """Runs a script of examples/ as a user would, in a process and with a Ray of its own."""
+    command = [sys.executable, _ROOT / "examples" / name, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
 
 
 def wait_until(condition, timeout_s=20.0):

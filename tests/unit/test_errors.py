@@ -3,19 +3,38 @@
 import pickle
 
 import pytest
-from ray.exceptions import RayActorError
+from ray import cloudpickle
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ray_fracbackend import errors
-from ray_fracbackend.gather import WorkerDiedError
+from ray_fracbackend.gather import LostWorkerError
 
 _ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RuntimeError)]
 
 
-@pytest.mark.parametrize("cls", [*_ALL, WorkerDiedError], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [*_ALL, LostWorkerError], ids=lambda cls: cls.__name__)
 def test_pickle(cls):
     """Type, message, ranks and reason survive pickling, as between worker and driver."""
     error = pickle.loads(pickle.dumps(cls("what happened", ranks=[3, 1])))
     assert (type(error), str(error), error.ranks, error.reason) == (cls, "what happened", (1, 3), cls.reason)
+
+
+def test_pickle_as_an_error_of_a_task():
+    """What Ray makes of an error that a task raised survives pickling too; up to Ray 2.40 by the error's own rule."""
+
+    class AsInTask(RayError, errors.MissingDeviceError):
+        def __init__(self, cause):
+            self.cause = cause
+            self.args = (cause,)
+
+        def __str__(self):
+            return f"in a task: {self.cause}"
+
+    error = pickle.loads(cloudpickle.dumps(AsInTask(errors.MissingDeviceError("no device", ranks=[2]))))
+    assert isinstance(error, errors.MissingDeviceError)
+    assert (str(error), error.cause.ranks) == ("in a task: no device", (2,))
+    in_task = RayTaskError("f", "traceback", errors.MissingDeviceError("no device", ranks=[2])).as_instanceof_cause()
+    assert pickle.loads(cloudpickle.dumps(in_task)).ranks == (2,)
 
 
 def test_reasons_are_distinct():
@@ -24,5 +43,5 @@ def test_reasons_are_distinct():
 
 
 def test_a_dead_worker_is_a_ray_actor_error():
-    """Ray Train restarts workers on RayActorError only."""
-    assert isinstance(WorkerDiedError("gone"), RayActorError)
+    """The V2 engine restarts workers on RayActorError only."""
+    assert isinstance(LostWorkerError("gone"), RayActorError)

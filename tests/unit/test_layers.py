@@ -1,6 +1,8 @@
 """Who may import what."""
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,18 +10,23 @@ from pathlib import Path
 import pytest
 
 _PACKAGE = Path(__file__).parents[2] / "ray_fracbackend"
+_UPSTREAM = Path(__file__).parents[2] / "upstream"
 _PURE = (
     "errors",
     "facts",
     "options",
     "sharing",
     "hints",
+    "nccl_words",
+    "nccl_multi_rank",
     "start_plan",
+    "libraries",
     "shared_plan",
     "plan",
     "interfaces",
     "rendezvous",
     "environment",
+    "isolation",
 )
 
 
@@ -30,8 +37,12 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            module = node.module or ""
+            if node.level:
+                folder = path.relative_to(_PACKAGE.parent).parts[: -node.level]
+                module = ".".join([*folder, *([module] if module else [])])
+            found.add(module)
+            found |= {f"{module}.{alias.name}" for alias in node.names}
     return found
 
 
@@ -62,6 +73,46 @@ def test_ipc_knows_nothing_of_ray(path):
     foreign = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
     assert {module.split(".")[0] for module in foreign} <= {"torch", "mpi4py", "ray_fracbackend"}
     assert all(module.startswith("ray_fracbackend.ipc") for module in foreign if module.startswith("ray_fracbackend"))
+
+
+def files_to_move():
+    """Files of the package that the pieces for Ray import, and all that those import in turn."""
+    waiting, found = sorted(_UPSTREAM.glob("*.py")), set()
+    while waiting:
+        names = {name for name in imported(waiting.pop()) if name.split(".")[0] == _PACKAGE.name}
+        stems = {_PACKAGE.parent / name.replace(".", "/") for name in names}
+        files = {stem.with_suffix(".py") for stem in stems} | {stem / "__init__.py" for stem in stems}
+        fresh = {path for path in files if path.is_file() and path != _PACKAGE / "__init__.py"} - found
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+def test_what_would_move_to_ray_needs_ray_and_torch_alone():
+    """Moving is a rename: no import but of the standard library, torch, Ray, and two libraries that Ray brings along."""
+    moving = files_to_move()
+    assert {"gather", "probe", "sharing", "verify"} <= {path.stem for path in moving}
+    assert not {"cli", "demo", "bench"} & {path.stem for path in moving}
+    roots = {name.split(".")[0] for path in moving for name in imported(path)} - sys.stdlib_module_names - {""}
+    assert roots <= {"ray_fracbackend", "ray", "torch", "psutil", "pynvml"}
+
+
+def test_ray_brings_the_two_libraries():
+    """psutil and pynvml are part of Ray itself, and its pynvml has every name that the probe uses."""
+    import ray
+
+    assert (Path(ray.__file__).parent / "thirdparty_files" / "psutil").is_dir()
+    pynvml = importlib.import_module("ray._private.thirdparty.pynvml")
+    used = set(re.findall(r"\bnvml\.(\w+)", (_PACKAGE / "probe.py").read_text()))
+    assert used
+    assert {name for name in used if not hasattr(pynvml, name)} == set()
+
+
+def test_pieces_replace_only_what_is_listed():
+    """Nothing in upstream/ assigns to a name of Ray; install.py does it, by the list in seams.py."""
+    for path in _UPSTREAM.glob("*.py"):
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert path.name == "install.py" or "setattr" not in {getattr(call, "id", None) for call in calls}
 
 
 def test_verification_works_without_ray():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ray_fracbackend import shared_plan
 from ray_fracbackend.errors import (
     BackendUnavailableError,
     IncompatibleWorkersError,
@@ -112,7 +113,7 @@ class TestOwnDevices:
 
     def test_nccl_untouched(self):
         """Every worker on its own device: NCCL, with no environment at all."""
-        found = plan(job(gpu("a"), gpu("b"), num_visible_devices=2))
+        found = plan(job(gpu("a"), gpu("b", index=1), num_visible_devices=2))
         assert (found.backend, found.device_type, dict(found.env_defaults)) == ("nccl", "cuda", {})
         assert (found.share_groups, found.warnings, found.fallback, found.hints) == ((), (), None, ())
 
@@ -153,13 +154,20 @@ class TestShared:
         )
         assert (found.backend, found.device_type, found.device_of(self.workers[1])) == ("gloo", "cuda", "cuda:0")
 
-    def test_auto_uses_ipc_where_every_worker_can(self):
-        """With the capability in the facts auto takes ipc, and keeps Gloo to fall back on."""
+    def test_auto_does_not_use_ipc_yet(self):
+        """Until a run on a GPU has proven ipc on device memory, auto takes Gloo where ipc could run too."""
+        found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None))
+        assert (found.backend, found.fallback) == ("gloo", None)
+
+    def test_auto_uses_ipc_where_every_worker_can(self, monkeypatch):
+        """With the rule turned, auto takes ipc where all facts allow it, and keeps Gloo to fall back on."""
+        monkeypatch.setattr(shared_plan, "AUTO_TAKES_DEVICE_IPC", True)
         found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None))
         assert (found.backend, found.fallback) == ("ipc", "gloo")
 
-    def test_one_worker_without_ipc_is_enough_for_gloo(self):
+    def test_one_worker_without_ipc_is_enough_for_gloo(self, monkeypatch):
         """ipc needs all workers."""
+        monkeypatch.setattr(shared_plan, "AUTO_TAKES_DEVICE_IPC", True)
         workers = [worker(0, gpu(), ipc_device_memory_missing=None), worker(1, gpu())]
         assert plan(workers).backend == "gloo"
 
@@ -186,9 +194,9 @@ class TestShared:
             plan(self.workers, on_shared_device="ipc")
 
     def test_ipc_policy_has_no_way_back(self):
-        """An explicit choice of ipc is not silently replaced when it fails."""
-        workers = job(gpu(), gpu(), ipc_device_memory_missing=None)
-        assert plan(workers, on_shared_device="ipc").fallback is None
+        """An explicit choice of ipc is taken, and not silently replaced when it fails."""
+        found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None), on_shared_device="ipc")
+        assert (found.backend, found.fallback) == ("ipc", None)
 
     @pytest.mark.parametrize(("ranks", "ctas"), [(2, "4"), (3, "2"), (8, "1"), (16, "1")])
     def test_nccl_policy_sets_the_flags(self, ranks, ctas):
@@ -277,6 +285,11 @@ class TestMig:
         found = plan(job(mig("1"), mig("2"), nccl_version=(2, 30, 7)))
         assert (found.backend, found.fallback) == ("nccl", "gloo")
 
+    def test_slices_with_ncclss_own_flags(self):
+        """on_shared_device='nccl' sets NCCL's flags for slices of one GPU, which users saw refused without (nccl#1716)."""
+        found = plan(job(mig("1"), mig("2"), nccl_version=(2, 30, 7)), on_shared_device="nccl")
+        assert (found.backend, found.env_defaults["NCCL_MULTI_RANK_GPU_ENABLE"]) == ("nccl", "1")
+
     def test_slices_cannot_use_ipc(self):
         """Slices cannot map each other's memory, whatever the workers could do within one."""
         with pytest.raises(BackendUnavailableError, match="cannot map each other's memory"):
@@ -328,7 +341,7 @@ class TestHints:
         """A fraction that is not 1/k can leave workers waiting; the next 1/k above is named."""
         workers = job(gpu(), gpu(), resources={"GPU": 0.3})
         assert any("0.3 GPU a worker is not 1/k" in h and "use 1/3 (0.333)" in h for h in plan(workers).hints)
-        assert not plan(job(gpu(), gpu(), resources={"GPU": 1 / 3}, num_visible_devices=2)).hints
+        assert not any("of a device" in h for h in plan(job(gpu(), gpu(), resources={"GPU": 1 / 3})).hints)
 
     def test_multi_rank_variable(self):
         """NCCL's multi-rank variable of the user's, without effect on the chosen backend, is told with the way to use it."""
@@ -339,12 +352,19 @@ class TestHints:
         """LOCAL_RANK beyond the visible devices is named with the call to use instead."""
         assert any("LOCAL_RANK 1 is not a valid device index" in h for h in plan(job(gpu(), gpu())).hints)
 
+    def test_local_rank_of_another_device(self):
+        """Four ranks on two devices: LOCAL_RANK 1 is the index of a device, and not of its own rank's."""
+        devices = (gpu("a"), gpu("a"), gpu("b", index=1), gpu("b", index=1))
+        hints = plan(job(*devices, num_visible_devices=2, num_node_devices=2)).hints
+        assert any("LOCAL_RANK 1 is not the device of rank 1 on node 10.0.0.1, which is cuda:0" in h for h in hints)
+
 
 class TestFallback:
     """The failure ladder."""
 
-    def test_one_step_down(self):
+    def test_one_step_down(self, monkeypatch):
         """A failed ipc becomes Gloo with a warning that has the cause, and no further step."""
+        monkeypatch.setattr(shared_plan, "AUTO_TAKES_DEVICE_IPC", True)
         found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None)).after_failure("wrong sum")
         assert (found.backend, found.fallback) == ("gloo", None)
         assert "ipc failed its verification, fell back to gloo: wrong sum" in found.warnings

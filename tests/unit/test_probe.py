@@ -189,3 +189,14 @@ def test_mps_needs_a_daemon_that_reads(monkeypatch, tmp_path):
 def test_boot_id_is_the_kernels():
     """Equal in all containers of a host, so it is read from the kernel."""
     assert uuid.UUID(probe.boot_id())
+
+
+def test_device_memory_of_a_worker_without_a_device():
+    """ipc on device memory is asked of the worker's own device, and of nothing where it has none."""
+    assert probe._no_device_ipc([]) == "the worker has no CUDA device"
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
+def test_device_memory_of_a_torch_without_cuda():
+    """The reason comes from the ipc backend itself."""
+    assert "was built without CUDA" in probe._no_device_ipc([torch.device("cuda:0")])

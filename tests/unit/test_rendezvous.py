@@ -412,3 +412,12 @@ def test_the_choice_is_linear() -> None:
         return min(best)
 
     assert seconds(20_000) < 30 * max(seconds(2_000), 0.005)
+
+
+def test_silent_name_servers_are_named_and_their_ranks_told() -> None:
+    """Only the ranks of such a node keep their look-ups short; the warning has node, ranks and file."""
+    found = plan([worker(0), worker(1, "10.0.0.2", network={"name_server_silent": True})])
+    assert [found.of(rank).short_lookups for rank in (0, 1)] == [False, True]
+    assert len(found.warnings) == 1
+    assert found.warnings[0].startswith("the name server of node 10.0.0.2 does not answer (rank 1)")
+    assert "/etc/resolv.conf" in found.warnings[0]

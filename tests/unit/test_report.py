@@ -11,18 +11,8 @@ from ray_fracbackend.options import StartOptions
 from ray_fracbackend.plan import plan_start
 from ray_fracbackend.rendezvous import RendezvousPlan
 from ray_fracbackend.report import StartReport, get_start_report
-from ray_fracbackend.verify import VerificationResult, slow_ranks
-from tests.unit.builders import gpu, job
-
-_FIGURES = VerificationResult(
-    backend="gloo",
-    device="cuda:0",
-    world_size=2,
-    latency_s=0.0002,
-    bandwidth_bytes_per_s=5e8,
-    rank_seconds=(0.002, 0.003),
-    total_s=0.012,
-)
+from ray_fracbackend.verify import slow_ranks
+from tests.unit.builders import FIGURES, gpu, job
 
 
 @pytest.fixture
@@ -38,7 +28,7 @@ def start_report():
         reason="rank 0 at 10.0.0.1:29500 (one node)",
         warnings=("a doubt about the network",),
     )
-    return StartReport(plan=plan, workers=workers, rendezvous=rendezvous, verification=_FIGURES)
+    return StartReport(plan=plan, workers=workers, rendezvous=rendezvous, verification=FIGURES)
 
 
 def test_log_line(start_report):

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
+import psutil
 import pytest
 from torch.distributed import TCPStore
 from torch.distributed.rendezvous import rendezvous
@@ -50,6 +51,20 @@ def test_the_store_outlives_its_release_while_a_group_uses_it() -> None:
     store.release_store()
     shared.set("key", "value")
     assert shared.get("key") == b"value"
+
+
+def test_the_store_of_one_node_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other machines cannot reach it; torch's rendezvous of this process and of others on the node can."""
+    port = store.hold_store(None, one_node=True)
+    listening = [entry.laddr for entry in psutil.Process().net_connections("tcp") if entry.status == "LISTEN"]
+    assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=5))))
+    shared.set("key", "value")
+    client = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
+    assert client.get("key") == b"value"
+    del shared, client
+    with listener() as other, pytest.raises(PortInUseError):
+        store.hold_store(other.getsockname()[1], one_node=True)
 
 
 def test_released_ports_can_be_taken_again() -> None:
@@ -133,10 +148,10 @@ def test_address_in_use_of_every_platform(error: Exception, in_use: bool) -> Non
 def test_other_failures_of_the_store_are_not_called_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that is not about the port passes unchanged."""
 
-    def fail(port: int) -> TCPStore:
+    def fail(port: int, host: str | None = None) -> TCPStore:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(store, "_open", fail)
+    monkeypatch.setattr(store, "open_store", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         store.hold_store(None)
 
@@ -167,3 +182,17 @@ def test_a_store_without_libuv_works_as_well(monkeypatch: pytest.MonkeyPatch) ->
     port = store.hold_store(None)
     shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}?use_libuv=0", 0, 1, timeout=timedelta(seconds=5))))
     assert not shared.libuvBackend
+
+
+def test_a_torch_whose_libuv_takes_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.8 the store on loopback is one without libuv; torch's rendezvous and clients with libuv use it."""
+    monkeypatch.setenv("USE_LIBUV", "1")
+    monkeypatch.setattr(store.torch, "__version__", "2.7.1+cu126")
+    port = store.hold_store(None, one_node=True)
+    assert store._held is not None
+    assert not store._held.libuvBackend
+    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=5))))
+    assert shared.libuvBackend
+    shared.set("key", "value")
+    client = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
+    assert client.get("key") == b"value"

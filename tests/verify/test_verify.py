@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_fracbackend import VerificationError, VerificationResult, verify_process_group
+from ray_fracbackend import SharedDeviceError, VerificationError, VerificationResult, verify_process_group
+from ray_fracbackend.nccl_words import is_invalid_usage
 from tests.processes import free_port, run_processes
+from tests.unit.test_nccl_words import DUPLICATE, torch_text
 
 
 def init(rank, world_size, port):
@@ -90,6 +92,31 @@ def test_wrong_answers(name, match):
     errors = run_processes(corrupt, 2, name, bad)
     assert isinstance(errors[bad], VerificationError)
     assert re.search(match, str(errors[bad]))
+
+
+def refused(rank, world_size, port, text):
+    """The first collective of a subgroup fails as NCCL would fail it."""
+    init(rank, world_size, port)
+    group = dist.new_group([1, 2])
+
+    def fail(*args, **kwargs):
+        raise dist.DistBackendError(text)
+
+    dist.barrier = fail
+    if rank:
+        verify_process_group(group, timeout_s=10)
+    time.sleep(2)  # rank 0 hosts the store that the others use
+
+
+def test_nccl_refuses_ranks_on_one_gpu():
+    """NCCL's own words become a SharedDeviceError with the job's ranks; ncclInvalidUsage alone is told as it is."""
+    first, second = run_processes(refused, 3, torch_text(DUPLICATE))[1:]
+    assert isinstance(first, SharedDeviceError)
+    assert (first.ranks, second.ranks) == ((1, 2), (1, 2))
+    assert str(first).startswith(f"NCCL refused ranks that share a GPU: {DUPLICATE}. Use backend='gloo'")
+    bare = run_processes(refused, 3, torch_text())[1]
+    assert isinstance(bare, VerificationError)
+    assert is_invalid_usage(str(bare))
 
 
 def swapped(rank, world_size, port):

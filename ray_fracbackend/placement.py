@@ -1,0 +1,183 @@
+"""The decision for a ScalingConfig on a real cluster, without training: Ray places probe workers, and they say what they sit on.
+
+Driver side, and the probe worker.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.train import ScalingConfig
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ray_fracbackend import ray_compat
+from ray_fracbackend.cluster import root_cause, wait
+from ray_fracbackend.config import FracTorchConfig
+from ray_fracbackend.errors import FracBackendError, InsufficientResourcesError, StartTimeoutError
+from ray_fracbackend.facts import WorkerFacts
+from ray_fracbackend.gather import Deadline, gather
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.plan import left_to_ray, plan_start
+from ray_fracbackend.probe import probe_worker
+from ray_fracbackend.progress import progress
+from ray_fracbackend.rendezvous import plan_rendezvous
+from ray_fracbackend.report import StartReport
+
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where Ray put one probe worker."""
+
+    node_id: str
+    node_ip: str
+    pid: int
+    gpu_ids: tuple[str, ...]
+
+
+class _ProbeWorker:
+    """Stands where a worker of Ray Train would."""
+
+    def place(self) -> _Place:
+        node_id, node_ip = ray_compat.node_ids()
+        return _Place(node_id, node_ip, os.getpid(), tuple(map(str, ray_compat.accelerator_ids().get("GPU", []))))
+
+    def probe(self, rank: int, visible: str, master_addr: str | None, master_port: Any, one_node: bool) -> WorkerFacts:
+        if visible:
+            # As Ray Train does for its workers: each sees the devices of all workers on its node.
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        return probe_worker(rank, master_addr, master_port, one_node)
+
+
+def plan_workers(
+    scaling_config: ScalingConfig, torch_config: FracTorchConfig | None = None, *, timeout_s: float = 30.0
+) -> StartReport:
+    """Places probe workers with the bundles and strategy of a training run, and decides what their start would do.
+
+    Needs a connection to Ray. Trains nothing, starts no process group, and leaves no actor and no placement group behind.
+
+    Args:
+        scaling_config: As for a TorchTrainer, with a fixed number of workers of at least 1.
+        torch_config: The settings, by default those of ``FracTorchConfig()``.
+        timeout_s: How long to wait for the resources, in seconds. Once they are there, ``start_timeout_s`` of the settings is
+            the bound.
+
+    Returns:
+        The report of that start, without figures: share map, decision, reasons. Shows itself as a table in notebooks.
+
+    Raises:
+        InsufficientResourcesError: The cluster has not placed the workers in time.
+        FracBackendError: The start would fail; the message says why and what to do.
+        ValueError: There is nothing to plan: no fixed number of workers, or a start that is left to Ray.
+    """
+    num_workers = scaling_config.num_workers
+    if not isinstance(num_workers, int) or num_workers < 1:
+        raise ValueError(f"ScalingConfig(num_workers={num_workers!r}): a plan needs a fixed number of at least 1.")
+    options = StartOptions.from_config(torch_config or FracTorchConfig())
+    factory = scaling_config.as_placement_group_factory()
+    bundles = [bundle for bundle in factory.bundles if bundle]
+    reason = left_to_ray(options.backend, bundles[-1])
+    if reason is not None:
+        raise ValueError(f"{reason}: there is nothing to plan.")
+    group = placement_group(bundles, strategy=factory.strategy)
+    actors: list[Any] = []
+    try:
+        _wait_for_resources(group, bundles, factory.strategy, timeout_s)
+        actors.extend(_probe_worker(scaling_config, group, index) for index in range(num_workers))
+        workers = _probe(actors, options)
+        plan = plan_start(workers, options)
+        return StartReport(plan=plan, workers=workers, rendezvous=plan_rendezvous(workers, options, plan.backend))
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+
+
+def _wait_for_resources(
+    group: PlacementGroup, bundles: Sequence[dict[str, float]], strategy: str, timeout_s: float
+) -> None:
+    end = time.monotonic() + timeout_s
+    with progress(1, "waiting for the resources") as show:
+        while (left_s := end - time.monotonic()) > 0:
+            if group.wait(min(_POLL_S, left_s)):
+                return
+            show(0)
+    needed: dict[str, float] = defaultdict(float)
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            needed[name] += amount
+    total, free = ray.cluster_resources(), ray.available_resources()
+    listed = ", ".join(
+        f"{name}: {amount:g} needed, {total.get(name, 0):g} in the cluster, {free.get(name, 0):g} free"
+        for name, amount in needed.items()
+        if amount
+    )
+    raise InsufficientResourcesError(
+        f"Ray did not place {len(bundles)} workers ({strategy}) within {timeout_s:g} s. {listed}. Ask for less, wait until others "
+        "are done, or start Ray with more."
+    )
+
+
+def _probe_worker(scaling_config: ScalingConfig, group: PlacementGroup, index: int) -> Any:
+    return (
+        ray.remote(_ProbeWorker)
+        .options(
+            num_cpus=scaling_config.num_cpus_per_worker,
+            num_gpus=scaling_config.num_gpus_per_worker,
+            resources=scaling_config.additional_resources_per_worker,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+        )
+        .remote()
+    )
+
+
+def _probe(actors: Sequence[Any], options: StartOptions) -> tuple[WorkerFacts, ...]:
+    deadline = Deadline(options.start_timeout_s)
+    refs = [actor.place.remote() for actor in actors]
+    if pending := wait(refs, deadline.left_s, "starting the probe workers"):
+        raise StartTimeoutError(
+            f"{len(pending)} of {len(refs)} probe workers did not start within start_timeout_s={options.start_timeout_s:g}. Look at "
+            "the nodes' load and logs, or raise it."
+        )
+    try:
+        places: list[_Place] = ray.get(refs)
+    except RayError as error:
+        cause = root_cause(error)
+        raise FracBackendError(f"a probe worker did not start ({type(cause).__name__}: {cause}).") from error
+    order = rank_order([place.node_id for place in places], [place.gpu_ids for place in places])
+    visible: dict[str, set[str]] = defaultdict(set)
+    for place in places:
+        visible[place.node_id].update(place.gpu_ids)
+    one_node = len({place.node_id for place in places}) == 1
+    addresses, refs = [], []
+    for rank, index in enumerate(order):
+        place = places[index]
+        addresses.append(ray_compat.WorkerAddress(rank, place.node_ip, place.pid, place.node_id))
+        devices = ",".join(sorted(visible[place.node_id]))
+        refs.append(actors[index].probe.remote(rank, devices, options.master_addr, options.master_port, one_node))
+    return tuple(gather(refs, addresses, deadline, "probing the workers"))
+
+
+def rank_order(node_ids: Sequence[str], gpu_ids: Sequence[Sequence[str]]) -> list[int]:
+    """Indices of workers in the order in which Ray Train ranks them: by node, in it by lowest GPU id.
+
+    Args:
+        node_ids: Node of each worker; nodes keep the order in which they first appear.
+        gpu_ids: Ray's GPU ids of each worker.
+    """
+    first = {node_id: place for place, node_id in reversed(list(enumerate(node_ids)))}
+
+    def key(index: int) -> tuple[int, tuple[int, str]]:
+        lowest = min(((int(i), "") if i.isdecimal() else (0, i) for i in gpu_ids[index]), default=(0, ""))
+        return first[node_ids[index]], lowest
+
+    return sorted(range(len(node_ids)), key=key)

@@ -1,0 +1,115 @@
+"""ray-fracbackend plan: real probe workers on a real local Ray."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import psutil
+import pytest
+import ray
+import torch
+from ray.train import ScalingConfig
+from ray.util.placement_group import placement_group_table
+
+from ray_fracbackend import FracTorchConfig, InsufficientResourcesError, MissingDeviceError
+from ray_fracbackend.placement import plan_workers, rank_order
+from tests.ray.conftest import HALF_GPU, wait_until
+
+COMMAND = [sys.executable, "-m", "ray_fracbackend", "plan"]
+HALVES = ScalingConfig(num_workers=3, use_gpu=True, resources_per_worker=HALF_GPU)
+
+
+def plan(*arguments):
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=250, check=False)
+
+
+def nothing_is_left():
+    groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    processes = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return not groups and not [p for p in processes if "_ProbeWorker" in " ".join(p.cmdline())]
+
+
+def test_plan(cluster):
+    """Three workers at half a GPU: real placement, decision, table and notebook table; nothing is left behind."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: the gpu suite plans on it")
+    report = plan_workers(HALVES, FracTorchConfig(on_missing_cuda="cpu"))
+    assert report.backend == "gloo"
+    assert report.verification is None
+    assert [worker.rank for worker in report.workers] == [0, 1, 2]
+    assert [worker.gpu_fraction for worker in report.workers] == [0.5] * 3
+    # Ray packs two workers on its first GPU and the third on its second, and Train ranks them in that order.
+    assert [worker.gpu_ids for worker in report.workers] == [("0",), ("0",), ("1",)]
+    assert len({worker.pid for worker in report.workers}) == 3
+    # As Ray Train does for its workers, so that indices of devices mean the same.
+    assert {worker.cuda_visible_devices for worker in report.workers} == {"0,1"}
+    assert "not verified" in report.to_text()
+    assert report._repr_html_().count("<tr>") == 4
+    assert wait_until(nothing_is_left)
+
+
+def test_a_start_that_would_fail(cluster):
+    """The plan fails as the start would, and leaves nothing behind either."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: nothing is missing")
+    with pytest.raises(MissingDeviceError, match="on_missing_cuda='cpu'"):
+        plan_workers(HALVES)
+    assert wait_until(nothing_is_left)
+
+
+def test_too_few_resources(cluster):
+    """A bounded error that says what is needed, what there is and what is free."""
+    with pytest.raises(
+        InsufficientResourcesError, match=r"5 workers \(PACK\) within 1 s.*GPU: 2.5 needed, 2 in the cluster, 2 free"
+    ):
+        plan_workers(ScalingConfig(num_workers=5, use_gpu=True, resources_per_worker=HALF_GPU), timeout_s=1)
+    assert wait_until(nothing_is_left)
+
+
+@pytest.mark.parametrize("config", [FracTorchConfig(backend="ucc"), FracTorchConfig(backend="tpu_dist")])
+def test_nothing_to_plan(cluster, config):
+    """A start that is Ray's own business is not planned here."""
+    with pytest.raises(ValueError, match="left to Ray Train"):
+        plan_workers(ScalingConfig(num_workers=1), config)
+
+
+def test_no_workers(cluster):
+    """Without a fixed number of workers there is nothing to place."""
+    with pytest.raises(ValueError, match="a fixed number of at least 1"):
+        plan_workers(ScalingConfig(num_workers=0))
+
+
+def test_command(cluster):
+    """The command on a running cluster prints the plan as JSON, or the error with its reason and exit code 1."""
+    address = ["--address", ray.get_runtime_context().gcs_address, "--json"]
+    done = plan("--num-workers", "2", *address)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ok"], found["backend"], len(found["workers"])) == (True, "gloo", 2)
+    done = plan("--num-workers", "2", "--gpus-per-worker", "3", "--timeout-s", "1", *address)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"]["reason"] == "insufficient_resources"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--num-workers"),
+        (["--num-workers", "0"], "must be at least 1"),
+        (["--num-workers", "1", "--gpus-per-worker", "-1"], "at least 0"),
+        (["--num-workers", "1", "--backend", "GLOO"], "FracTorchConfig(backend='GLOO')"),
+    ],
+)
+def test_wrong_usage(arguments, said):
+    """Wrong usage is exit code 2 and says what is wrong."""
+    done = plan(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_rank_order():
+    """By node in order of appearance, on it by lowest GPU id, numbers as numbers; workers without GPUs keep their order."""
+    assert rank_order(["b", "a", "b", "a"], [["1"], ["10"], ["0"], ["9"]]) == [2, 0, 3, 1]
+    assert rank_order(["a", "b", "a"], [[], [], []]) == [0, 2, 1]

@@ -1,0 +1,178 @@
+"""The verdict on what all ranks found, against a model of a network with one planted fault."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import asdict
+
+import pytest
+
+from ray_fracbackend.isolation import (
+    MAX_MESH,
+    Fault,
+    Findings,
+    LinkFinding,
+    PairFinding,
+    diagnose,
+    num_rounds,
+    partner,
+    peers_of,
+)
+
+KINDS = (
+    "silent rank",
+    "wrong rank",
+    "wrong sums",
+    "slow rank",
+    "starved rank",
+    "cut rank",
+    "boundary",
+    "cut link",
+    "one-way link",
+    "slow link",
+    "pair",
+    "scale",
+)
+
+
+def model(kind: str, ranks: tuple[int, ...], world_size: int, rng: random.Random) -> dict[int, Findings]:
+    """What the ranks would find where `kind` is planted at `ranks`."""
+
+    def crosses(i: int, j: int) -> bool:
+        return (i in ranks) != (j in ranks)
+
+    def link(i: int, j: int) -> LinkFinding:
+        on_it = {i, j} == set(ranks)
+        dead = kind == "silent rank" and (i in ranks or j in ranks)
+        cut = dead or (kind == "cut link" and on_it) or (kind in ("cut rank", "boundary") and crosses(i, j))
+        one_way = kind == "one-way link" and on_it
+        slow = (kind in ("slow rank", "starved rank") and crosses(i, j)) or (kind == "slow link" and on_it)
+        seconds = rng.uniform(0.001, 0.02) * (200 if slow else 1) + (1.0 if slow else 0.0)
+        endless = cut or one_way or (slow and rng.random() < 0.3)
+        return LinkFinding(
+            connected=not cut and not one_way,
+            # Packets pass from the first rank of a one-way link to the second.
+            heard=not cut and (not one_way or (j, i) == ranks),
+            seconds=None if endless else seconds,
+        )
+
+    def pair(i: int, j: int) -> PairFinding:
+        if not link(i, j).connected or (kind == "pair" and {i, j} == set(ranks)):
+            return PairFinding(peer=j, outcome="failed", error="connectFullMesh failed")
+        wrong = kind == "wrong rank" and (i in ranks or j in ranks)
+        return PairFinding(peer=j, outcome="wrong" if wrong else "ok", seconds=0.01)
+
+    found = {}
+    for rank in range(world_size):
+        if kind == "silent rank" and rank in ranks:
+            continue
+        partners = [partner(rank, number, world_size) for number in range(num_rounds(world_size))]
+        starved = kind == "starved rank" and rank in ranks
+        found[rank] = Findings(
+            right=not (kind == "wrong sums" and rank in ranks),
+            seconds=None if starved and rng.random() < 0.5 else rng.uniform(0.005, 0.03) + (2 if starved else 0),
+            links={peer: link(rank, peer) for peer in peers_of(rank, world_size)},
+            pairs=[pair(rank, peer) for peer in partners if peer is not None],
+        )
+    return found
+
+
+def plant(kind: str, world_size: int, rng: random.Random) -> tuple[int, ...]:
+    if kind == "scale":
+        return ()
+    if kind == "boundary":
+        return tuple(sorted(rng.sample(range(world_size), rng.randint(2, (world_size - 1) // 2))))
+    if kind == "pair":
+        rank = rng.randrange(world_size - 1) & ~1
+        return rank, rank + 1
+    return tuple(rng.sample(range(world_size), 2 if "link" in kind else 1))
+
+
+def smallest(kind: str) -> int:
+    """Fewest ranks in which a fault is what it is: alone with one peer, a rank's fault is also its link's."""
+    return {"boundary": 5, "cut rank": 3, "slow rank": 3, "wrong rank": 3}.get(kind, 2)
+
+
+def verdict(kind: str) -> str:
+    return {"wrong sums": "wrong rank", "starved rank": "slow rank"}.get(kind, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_planted_fault_is_named(kind: str) -> None:
+    """For every world size from 2 to 16 and random places: the kind, the ranks and nothing else."""
+    rng = random.Random(7)
+    for number in range(300):
+        world_size = rng.randint(smallest(kind), 16)
+        ranks = plant(kind, world_size, rng)
+        faults = diagnose(model(kind, ranks, world_size, rng), [f"rank {rank}" for rank in range(world_size)])
+        found = [(fault.kind, set(fault.ranks)) for fault in faults]
+        assert found == [(verdict(kind), set(ranks))], (number, world_size, ranks, faults)
+
+
+@pytest.mark.parametrize("kind", ["cut rank", "cut link", "slow rank", "wrong rank"])
+def test_a_fault_among_thousands_is_named(kind: str) -> None:
+    """Where not every link is tried, those that are suffice, and the verdict comes while the start still waits for it."""
+    ranks = (6, 7) if kind == "cut link" else (77,)
+    faults = diagnose(model(kind, ranks, 2000, random.Random(1)), [f"rank {rank}" for rank in range(2000)])
+    assert [(fault.kind, fault.ranks) for fault in faults] == [(kind, ranks)]
+
+
+def test_a_rank_that_alone_sees_wrong_answers_is_named_among_two() -> None:
+    """Where only one side of the only pair gets a wrong answer, it is that side."""
+    found = model("scale", (), 2, random.Random(1))
+    wrong = PairFinding(peer=0, outcome="wrong", seconds=0.01)
+    found[1] = Findings(right=True, seconds=found[1].seconds, links=found[1].links, pairs=[wrong])
+    (fault,) = diagnose(found, ["rank 0", "rank 1"])
+    assert (fault.kind, fault.ranks) == ("wrong rank", (1,))
+    assert fault.text == "rank 1 gets wrong answers in collectives with rank 0"
+
+
+def test_two_that_both_see_wrong_answers_are_named_both() -> None:
+    """With two ranks there is nobody to tell them apart by."""
+    (fault,) = diagnose(model("wrong rank", (0,), 2, random.Random(1)), ["rank 0", "rank 1"])
+    assert fault == Fault("wrong rank", (0, 1), "rank 0 or rank 1 gets wrong answers in collectives")
+
+
+def test_a_firewall_is_told_from_a_cut() -> None:
+    """Datagrams pass and connections do not, both ways or one."""
+    for other, expected in (
+        (False, "passes datagrams and no TCP connection: a firewall"),
+        (True, "only rank 1 can open"),
+    ):
+        found = model("scale", (), 4, random.Random(1))
+        for i, j, connected in ((0, 1, False), (1, 0, other)):
+            links = {**found[i].links, j: LinkFinding(connected=connected, heard=True)}
+            found[i] = Findings(right=True, seconds=0.01, links=links, pairs=found[i].pairs)
+        (fault,) = diagnose(found, [f"rank {rank}" for rank in range(4)])
+        assert fault.ranks == (0, 1)
+        assert expected in fault.text
+
+
+def test_the_direction_of_a_one_way_link_is_told() -> None:
+    """The rank that hears nothing is at the blind end."""
+    (fault,) = diagnose(model("one-way link", (3, 1), 5, random.Random(1)), [f"rank {rank}" for rank in range(5)])
+    assert "passes packets from rank 3 to rank 1 and none back" in fault.text
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 6, 7, 8, 100, 1000])
+def test_rounds_pair_every_rank_with_every_part_of_the_job(world_size: int) -> None:
+    """ceil(log2 N) rounds, each rank in at most one pair of a round, and partners that agree."""
+    rounds = num_rounds(world_size)
+    assert rounds == math.ceil(math.log2(world_size))
+    for number in range(rounds):
+        for rank in range(world_size):
+            other = partner(rank, number, world_size)
+            assert other is None or partner(other, number, world_size) == rank
+    for rank in range(world_size):
+        peers = peers_of(rank, world_size)
+        assert rank not in peers
+        assert len(peers) == world_size - 1 if world_size <= MAX_MESH else len(peers) <= rounds + 2
+        assert all(rank in peers_of(peer, world_size) for peer in peers)
+
+
+def test_findings_survive_json() -> None:
+    """A helper prints them, its worker reads them."""
+    for findings in model("one-way link", (0, 2), 3, random.Random(3)).values():
+        assert Findings.from_json(json.loads(json.dumps(asdict(findings)))) == findings

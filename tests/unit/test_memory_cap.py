@@ -1,0 +1,101 @@
+"""The memory cap, with CUDA's answers injected."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+
+import pytest
+import torch
+
+from ray_fracbackend import FracTorchConfig, memory_cap
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.plan import plan_start
+from tests.unit.builders import gpu, job
+
+_GIB = 1 << 30
+
+
+@pytest.fixture
+def fractions(monkeypatch):
+    """What torch's allocator was told, on a device of 80 GiB of which 39.5 are taken."""
+    told = []
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: told.append((fraction, str(device)))
+    )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=80 * _GIB)
+    )
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(39.5 * _GIB))
+    yield told
+    memory_cap._cap = None
+
+
+@pytest.mark.parametrize(("num_gpus", "expected"), [(0.5, 0.5), (0.25, 0.25), (1, None), (2, None)])
+def test_fraction_of_a_worker(num_gpus, expected):
+    """A fraction of a device is the cap; workers with whole devices have none."""
+    workers = job(gpu("a"), gpu("a") if num_gpus < 1 else gpu("b"), resources={"GPU": num_gpus})
+    assert plan_start(workers, StartOptions()).memory_fraction_of(workers[0]) == expected
+
+
+def test_no_cap_on_the_cpu():
+    """A job that trains on the CPU instead has no CUDA memory to cap."""
+    workers = job(None, None, resources={"GPU": 0.5}, cuda_missing="no driver")
+    plan = plan_start(workers, StartOptions(on_missing_cuda="cpu"))
+    assert plan.memory_fraction_of(workers[0]) is None
+
+
+def test_set_and_take_back(fractions):
+    """A later start without a cap, or with another one, takes the earlier one back; no cap touches nothing."""
+    memory_cap.set_cap(None)
+    assert fractions == []
+    memory_cap.set_cap(0.5, "cuda:1")
+    memory_cap.set_cap(0.25, "cuda:0")
+    memory_cap.set_cap(None)
+    assert fractions == [(0.5, "cuda:1"), (1.0, "cuda:1"), (0.25, "cuda:0"), (1.0, "cuda:0")]
+
+
+def train(context, error):
+    with context():
+        raise error
+
+
+def test_out_of_memory_names_the_cap(fractions):
+    """torch's error leaves the train function with the cap, the fraction and what to do, and stays torch's."""
+    memory_cap.set_cap(0.5, "cuda:0")
+    context = FracTorchConfig(limit_gpu_memory=True).train_func_context
+    original = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="Tried to allocate") as caught:
+        train(context, original)
+    text = str(caught.value)
+    assert "limit_gpu_memory=True caps this worker at its fraction 0.5 of cuda:0: 40.00 of 80.00 GiB" in text
+    assert "torch holds 39.50" in text
+    assert "ask for a larger GPU fraction a worker" in text
+    assert caught.value.__cause__ is original
+
+
+def test_other_errors_pass(fractions):
+    """Any other error, and out of memory without a cap, leaves the train function as it was raised."""
+    context = FracTorchConfig(limit_gpu_memory=True).train_func_context
+    for error in (torch.cuda.OutOfMemoryError("full"), RuntimeError("mine")):
+        with pytest.raises(type(error)) as caught:
+            train(context, error)
+        assert caught.value is error
+
+
+def test_stock_context_inside(monkeypatch):
+    """Ray's own context is entered and left around the train function; without the setting it is the only one."""
+    seen = []
+
+    @contextlib.contextmanager
+    def stock():
+        seen.append("enter")
+        yield
+        seen.append("leave")
+
+    with memory_cap.explain_out_of_memory(stock):
+        seen.append("train")
+    assert seen == ["enter", "train", "leave"]
+    from ray.train.torch import TorchConfig
+
+    assert FracTorchConfig().train_func_context is TorchConfig().train_func_context

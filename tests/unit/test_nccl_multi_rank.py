@@ -1,0 +1,82 @@
+"""What a failed start of NCCL means on shared devices."""
+
+import pytest
+
+from ray_fracbackend.errors import RendezvousError, SharedDeviceError, StartTimeoutError, VerificationError
+from ray_fracbackend.nccl_multi_rank import explain_failure
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.plan import plan_start
+from ray_fracbackend.start_plan import StartPlan
+from tests.unit.builders import gpu, job, mig
+from tests.unit.test_nccl_words import DUPLICATE, REFUSALS, torch_text
+
+_NEW = (2, 30, 7)
+
+
+def multi_rank(**facts):
+    workers = job(gpu(), gpu(), nccl_version=_NEW, **facts)
+    return plan_start(workers, StartOptions(on_shared_device="nccl")), workers
+
+
+@pytest.mark.parametrize("sentence", REFUSALS.values(), ids=REFUSALS)
+def test_refusal_becomes_one_error(sentence):
+    """NCCL's words become a SharedDeviceError with the share map, the version and what to do."""
+    plan, workers = multi_rank()
+    error = explain_failure(VerificationError(torch_text(sentence), ranks=[1]), plan, workers)
+    assert isinstance(error, SharedDeviceError)
+    assert error.ranks == (0, 1)
+    assert str(error).startswith(
+        "NCCL 2.30.7 refused the start: ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1 ("
+    )
+    assert str(error).endswith("use on_shared_device='gloo'.")
+
+
+def test_bare_invalid_usage_of_ranks_that_share():
+    """ncclInvalidUsage alone is the refusal where the ranks are known to share a device, and nowhere else."""
+    plan, workers = multi_rank()
+    bare = VerificationError(torch_text().splitlines()[0])
+    assert isinstance(explain_failure(bare, plan, workers), SharedDeviceError)
+    apart = job(gpu("a"), gpu("b"))
+    assert explain_failure(bare, plan_start(apart, StartOptions()), apart) is bare
+
+
+def test_users_own_variables_are_named():
+    """A variable of the user's that was kept is the first suspect."""
+    plan, workers = multi_rank(env={"NCCL_MULTI_RANK_GPU_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"})
+    text = str(explain_failure(VerificationError(REFUSALS["2.30.7"]), plan, workers))
+    assert "The user set NCCL_MULTI_RANK_GPU_ENABLE=0, NCCL_NVLS_ENABLE=1, which was kept: unset it" in text
+
+
+def test_mig_slices_are_named():
+    """Slices that NCCL took for one device are named with their GPU."""
+    workers = job(mig("1"), mig("2"), nccl_version=_NEW)
+    error = explain_failure(VerificationError(REFUSALS["2.30.7"]), plan_start(workers, StartOptions()), workers)
+    assert "ranks 0,1 use MIG slices of GPU-a" in str(error)
+    assert error.ranks == (0, 1)
+
+
+def test_devices_that_ray_does_not_count():
+    """Without facts of devices NCCL's own ranks are told."""
+    plan = StartPlan(backend="nccl", device_type="cuda", reason="as asked for")
+    error = explain_failure(SharedDeviceError(DUPLICATE, ranks=[0, 1]), plan, job(None, None))
+    assert "ranks 0,1 share a GPU" in str(error)
+    assert "backend='gloo'" in str(error)
+
+
+@pytest.mark.parametrize("kind", [StartTimeoutError, VerificationError])
+def test_hang_has_its_usual_cause(kind):
+    """A hang with several ranks a GPU says what NCCL's documentation says of it, in the same class."""
+    plan, workers = multi_rank()
+    error = explain_failure(kind("rank 1 did not answer.", ranks=[1]), plan, workers)
+    assert (type(error), error.ranks) == (kind, (1,))
+    assert "NCCL_MAX_CTAS" in str(error)
+
+
+def test_other_failures_are_left_alone():
+    """A firewall is no refusal, and Gloo never is."""
+    plan, workers = multi_rank()
+    error = RendezvousError("no route to host")
+    assert explain_failure(error, plan, workers) is error
+    gloo = plan_start(workers, StartOptions(on_shared_device="gloo"))
+    stalled = VerificationError("stalled")
+    assert explain_failure(stalled, gloo, workers) is stalled

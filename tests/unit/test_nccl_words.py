@@ -1,0 +1,60 @@
+"""NCCL's refusals as torch passes them on."""
+
+import pytest
+
+from ray_fracbackend.nccl_words import cause_of, is_invalid_usage, refusal_in, refused_ranks
+
+_HEAD = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN for "
+    "details), NCCL version 2.28.9\nncclInvalidUsage: This usually reflects invalid usage of NCCL library."
+)
+DUPLICATE = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+REFUSALS = {
+    "2.28.9": DUPLICATE,
+    "2.30.3": "Multiple ranks detected using the same GPU on this node. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to allow it.",
+    "2.30.3 with NVLS": (
+        'Multiple ranks detected using the same GPU on this node and NCCL_NVLS_ENABLE has been set to "1". At this time '
+        "multiple ranks per gpu is incompatible with NVLS."
+    ),
+    "2.30.7": (
+        "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration."
+    ),
+    "2.30.7 with NVLS": (
+        'NCCL_NVLS_ENABLE has been set to "1" and communicator has multiple ranks using the same NVML device. This is not '
+        "compatible with NCCL_NVLS_ENABLE=1."
+    ),
+}
+
+
+def torch_text(sentence=None):
+    """The text of torch's DistBackendError."""
+    return _HEAD if sentence is None else f"{_HEAD}\nLast error:\n{sentence}"
+
+
+@pytest.mark.parametrize("sentence", REFUSALS.values(), ids=REFUSALS)
+def test_every_text_of_every_version(sentence):
+    """Each of NCCL's sentences is found in torch's error, without what stands around it."""
+    found = refusal_in(torch_text(sentence))
+    assert found == sentence.split(". ")[0]
+    assert refusal_in(f"rank 0 (node a): all failed ({found}). Do this; rank 1 (node a): other") == found
+
+
+def test_ranks_where_nccl_names_them():
+    """The old text has two ranks, the new ones have none."""
+    assert refused_ranks(torch_text(DUPLICATE)) == (0, 1)
+    assert refused_ranks(torch_text(REFUSALS["2.30.7"])) == ()
+
+
+def test_bare_invalid_usage():
+    """Without a sentence there is no refusal in the text, but NCCL's result is told."""
+    assert refusal_in(torch_text()) is None
+    assert is_invalid_usage(torch_text())
+    assert is_invalid_usage(torch_text().splitlines()[0])
+    assert not is_invalid_usage("Connection reset by peer: invalid usage")
+
+
+def test_cause_in_one_line():
+    """torch's first line and NCCL's last error, or the type where there is no text."""
+    assert cause_of(RuntimeError(torch_text("remote process exited"))).endswith("2.28.9: remote process exited")
+    assert cause_of(RuntimeError("first\nsecond")) == "first"
+    assert cause_of(TimeoutError()) == "TimeoutError"

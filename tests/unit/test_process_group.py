@@ -1,0 +1,79 @@
+"""What a worker makes of its process group where the real part, a GPU, is not at hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from ray_fracbackend import process_group
+from ray_fracbackend.errors import GroupFormationError, VerificationError
+from ray_fracbackend.process_group import StartInstruction, start_worker
+from ray_fracbackend.rendezvous import WorkerRendezvous
+from tests.processes import free_port, run_processes, wait_for_port
+
+
+def instruction(backend: str, device: str) -> StartInstruction:
+    rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=1, init_url="env://")
+    return StartInstruction(
+        rank=0,
+        world_size=2,
+        backend=backend,
+        device=device,
+        rendezvous=rendezvous,
+        timeout_s=1800,
+        budget_s=60,
+        verify=True,
+    )
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    found = SimpleNamespace(gloo_reason=None)
+    monkeypatch.setattr(process_group.distributed_c10d, "_get_default_group", lambda: found)
+    return found
+
+
+def test_ipc_that_carries_cuda_tensors_over_gloo_is_a_failure(group: SimpleNamespace) -> None:
+    """Row 9: ipc or an error that says what stands against it; what only the group found out counts as well."""
+    group.gloo_reason = "rank 1: cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT"
+    with pytest.raises(VerificationError, match=r"memory of cuda:0: rank 1: cuIpcOpen.*on_shared_device='gloo'"):
+        process_group._check_memory(instruction("ipc", "cuda:0"))
+
+
+def test_ipc_that_uses_the_memory_it_was_chosen_for_passes(group: SimpleNamespace) -> None:
+    """Device memory that works, and CPU tensors, which Gloo never carries unasked."""
+    process_group._check_memory(instruction("ipc", "cuda:0"))
+    group.gloo_reason = "there is no CUDA here"
+    process_group._check_memory(instruction("ipc", "cpu"))
+    process_group._check_memory(instruction("gloo", "cuda:0"))
+
+
+def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: int) -> int:
+    """Both come to a start, which rank 1 leaves before the group is made; then both start."""
+    if rank == 0:
+        with pytest.raises(GroupFormationError):
+            # Enough for the other process to come; then it is waited for in vain for the rest.
+            start_worker(cpu_instruction(rank, first_port, budget_s=20))
+    else:
+        wait_for_port(first_port)
+        TCPStore("127.0.0.1", first_port, num_processes, is_master=False)
+        wait_for_port(port)
+    start_worker(cpu_instruction(rank, port, budget_s=90))
+    return dist.get_world_size()
+
+
+def cpu_instruction(rank: int, port: int, budget_s: float) -> StartInstruction:
+    rendezvous = WorkerRendezvous(
+        master_addr="127.0.0.1", master_port=port, init_url=f"tcp://127.0.0.1:{port}", env={"GLOO_SOCKET_IFNAME": "lo"}
+    )
+    return replace(instruction("gloo", "cpu"), rank=rank, rendezvous=rendezvous, budget_s=budget_s)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_last_start_failed_meets_one_that_is_new() -> None:
+    """What torch counts in a process is the same on all ranks again after a group that did not form."""
+    assert run_processes(start_after_a_failure, 2, free_port(), timeout_s=120) == [2, 2]

@@ -1,0 +1,62 @@
+"""The start report beside the run's results, where the storage does not do as it should."""
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from pyarrow.fs import LocalFileSystem
+
+from ray_fracbackend import backend
+from ray_fracbackend.backend import REPORT_FILE
+
+REPORT = SimpleNamespace(to_json=lambda: json.dumps({"backend": "gloo"}))
+
+
+def group(path, file_system=None):
+    """A worker group of the V2 engine, as far as its storage."""
+    storage = SimpleNamespace(storage_filesystem=file_system or LocalFileSystem(), experiment_fs_path=str(path))
+    return SimpleNamespace(_storage_context=storage)
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What was logged as a warning."""
+    found = []
+    monkeypatch.setattr(backend.logger, "warning", lambda text, *values: found.append(text % values))
+    return found
+
+
+def test_it_is_written_and_replaced(tmp_path, warnings):
+    """In a folder that need not be there yet; a later start of the run replaces it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / REPORT_FILE).write_text("old " * 100)
+    for name in ("run", "new/run"):
+        backend._save(group(tmp_path / name), REPORT)
+        assert json.loads((tmp_path / name / REPORT_FILE).read_text()) == {"backend": "gloo"}
+    assert not warnings
+
+
+def test_storage_that_refuses(tmp_path, warnings):
+    """A warning with the reason, and the start goes on."""
+    (tmp_path / "run").write_text("a file where the folder should be")
+    backend._save(group(tmp_path / "run"), REPORT)
+    assert "start_report.json was not written beside the results: " in warnings[0]
+
+
+def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
+    """The start goes on without it."""
+    monkeypatch.setattr(backend, "_SAVE_S", 0.2)
+    release = threading.Event()
+    started = time.monotonic()
+    backend._save(group(tmp_path, SimpleNamespace(create_dir=lambda *_, **__: release.wait(60))), REPORT)
+    assert time.monotonic() - started < 30
+    assert "no answer within 0.2 s" in warnings[0]
+    release.set()
+
+
+def test_group_of_no_run(warnings):
+    """A worker group without a run has no place for it."""
+    backend._save(SimpleNamespace(), REPORT)
+    assert not warnings
