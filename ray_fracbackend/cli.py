@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ray_fracbackend import __version__
+from ray_fracbackend.options import ON_MISSING_CUDA, ON_SHARED_DEVICE, StartOptions, setting_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,13 +50,74 @@ def _parser() -> argparse.ArgumentParser:
         "--plot", type=Path, default=None, help="also draw a picture, such as bench.png (needs matplotlib)"
     )
     bench.set_defaults(run=_bench)
+    plan = commands.add_parser("plan", help="place probe workers on the cluster and print what a start would do")
+    plan.add_argument("--num-workers", type=_positive, required=True, help="as in ScalingConfig")
+    plan.add_argument("--gpus-per-worker", type=_amount, default=0, help="such as 0.5 (default 0)")
+    plan.add_argument("--cpus-per-worker", type=_amount, default=1, help="(default 1)")
+    plan.add_argument(
+        "--placement-strategy", choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"), default="PACK"
+    )
+    plan.add_argument(
+        "--timeout-s", type=_seconds, default=30, metavar="SECONDS", help="wait for resources (default 30)"
+    )
+    _add_cluster(plan, "default: the running one that ray.init() finds, else a local one")
+    _add_settings(plan)
+    plan.set_defaults(run=_plan)
+    doctor = commands.add_parser("doctor", help="check this machine, or every node of a cluster")
+    doctor.add_argument("--timeout-s", type=_seconds, default=60, metavar="SECONDS", help="wait for nodes (default 60)")
+    _add_cluster(doctor, "auto for the one that runs here; default: this machine alone, without Ray")
+    doctor.set_defaults(run=_doctor)
+    run = commands.add_parser(
+        "run",
+        help="run an unedited Ray Train script with FracTorchConfig in place of TorchConfig",
+        usage="%(prog)s [SETTING ...] SCRIPT [ARGUMENT ...]",
+    )
+    _add_settings(run)
+    run.add_argument("script", metavar="SCRIPT", help="Python script that makes a TorchTrainer")
+    run.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own command line")
+    run.set_defaults(run=_run)
     return parser
+
+
+def _add_cluster(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("--address", help=f"of a Ray cluster, as ray.init takes it ({default})")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Settings of FracTorchConfig, each left out unless given."""
+    group = parser.add_argument_group("settings of FracTorchConfig")
+    add = partial(group.add_argument, default=argparse.SUPPRESS)
+    add("--backend", help="auto, nccl, gloo, ipc, or a pair such as cpu:gloo,cuda:nccl")
+    add("--on-shared-device", choices=ON_SHARED_DEVICE, help="what to do where ranks share a device")
+    add("--on-missing-cuda", choices=ON_MISSING_CUDA, help="what to do where Ray gave GPUs that torch cannot use")
+    add("--no-verify", dest="verify", action="store_false", help="do not check the group before training")
+    add("--start-timeout-s", type=float, metavar="SECONDS", help="bound on the start")
+    add("--limit-gpu-memory", action="store_true", help="cap each worker's CUDA memory at its GPU fraction")
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in setting_names() if hasattr(options, name)}
 
 
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _amount(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text}")
     return value
 
 
@@ -63,12 +128,13 @@ def _demo(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         print(f"the demo needs {error.name}: pip install 'ray-fracbackend[demo]'", file=sys.stderr)
         return 1
+    from ray_fracbackend.cluster import root_cause
     from ray_fracbackend.demo import run_demo
 
     try:
         accuracy = run_demo(stock=options.stock, epochs=options.epochs)
     except Exception as error:
-        root = _root_cause(error)
+        root = root_cause(error)
         print(f"training failed: {type(root).__name__}: {root}", file=sys.stderr)
         return 1
     return 0 if accuracy > 0.9 or options.epochs < 10 else 1
@@ -102,8 +168,70 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
-def _root_cause(error: BaseException) -> BaseException:
-    """What Ray Train wrapped: its V1 engine says only that the run failed."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+def _plan(options: argparse.Namespace) -> int:
+    settings = _settings(options)
+    if (wrong := _wrong(settings)) is not None:
+        return wrong
+    from ray.train import ScalingConfig
+
+    from ray_fracbackend.cluster import connected
+    from ray_fracbackend.config import FracTorchConfig
+    from ray_fracbackend.errors import FracBackendError
+    from ray_fracbackend.placement import plan_workers
+
+    scaling_config = ScalingConfig(
+        num_workers=options.num_workers,
+        use_gpu=options.gpus_per_worker > 0,
+        resources_per_worker={"CPU": options.cpus_per_worker, "GPU": options.gpus_per_worker},
+        placement_strategy=options.placement_strategy,
+    )
+    try:
+        with connected(options.address):
+            report = plan_workers(scaling_config, FracTorchConfig(**settings), timeout_s=options.timeout_s)
+    except (ConnectionError, FracBackendError) as error:
+        reason, ranks = getattr(error, "reason", "no_cluster"), list(getattr(error, "ranks", ()))
+        found = {"ok": False, "error": {"reason": reason, "message": str(error), "ranks": ranks}}
+        print(json.dumps(found, indent=1) if options.json else f"{reason}: {error}", file=sys.stdout)
+        return 1
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps({"ok": True, **report.to_dict()}, indent=1) if options.json else report.to_text())
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from ray_fracbackend.machine import diagnose_cluster, diagnose_machine
+
+    try:
+        found = diagnose_machine() if options.address is None else diagnose_cluster(options.address, options.timeout_s)
+    except ConnectionError as error:
+        print(json.dumps({"ok": False, "error": str(error)}, indent=1) if options.json else error)
+        return 1
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(json.dumps(found.to_dict(), indent=1) if options.json else found.to_text(color))
+    return 0 if found.ok else 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    settings = _settings(options)
+    if (wrong := _wrong(settings)) is not None:
+        return wrong
+    if not Path(options.script).is_file():
+        print(f"SCRIPT {options.script!r} is not a file", file=sys.stderr)
+        return 2
+    # As python does, and before Ray is imported, which puts a folder of its own first.
+    sys.path[0] = os.path.dirname(os.path.realpath(options.script))
+    from ray_fracbackend.run import run_script
+
+    run_script(options.script, options.arguments, settings)
+    return 0
+
+
+def _wrong(settings: dict[str, Any]) -> int | None:
+    try:
+        StartOptions(**settings)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return None

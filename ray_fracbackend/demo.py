@@ -193,4 +193,4 @@ def _start_ray() -> None:
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         print("no CUDA device here: declaring one logical GPU to Ray; training runs on the CPU")
-    ray.init(num_cpus=max(4, os.cpu_count() or 1), num_gpus=1, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=max(4, os.cpu_count() or 1), num_gpus=1, log_to_driver=False, logging_level="ERROR")

@@ -1,0 +1,71 @@
+"""A short connection to a Ray cluster, for commands. Runs on the driver."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from ray_fracbackend.progress import progress
+
+_POLL_S = 0.5
+_REACH_S = 5.0
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Connects to a cluster, or starts Ray on this machine as ``ray.init()`` does, and leaves it again.
+
+    Args:
+        address: As ``ray.init`` takes it; None for the running cluster that ``ray.init()`` would find, else a local one.
+
+    Raises:
+        ConnectionError: There is no cluster at the address.
+    """
+    try:
+        _reach(address or os.environ.get("RAY_ADDRESS", ""))
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConnectionError(f"no Ray cluster at {address!r}: {str(error).strip().splitlines()[0]}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Connects to the address once, where it is one: Ray itself tries for minutes."""
+    if found := re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address):
+        socket.create_connection((found[1], int(found[2])), timeout=_REACH_S).close()
+
+
+def wait(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float, what: str) -> set[ray.ObjectRef[Any]]:
+    """Waits for results, with a progress bar, and returns the references that are still open.
+
+    Args:
+        refs: What to wait for.
+        timeout_s: How long, in seconds.
+        what: What is being done.
+    """
+    end, pending = time.monotonic() + timeout_s, list(refs)
+    with progress(len(refs), what) as show:
+        while pending and (left_s := end - time.monotonic()) > 0:
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=min(_POLL_S, left_s))
+            show(len(refs) - len(pending))
+    return set(pending)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What Ray wrapped: a task's own error, or what its V1 training engine says only to be the cause."""
+    if isinstance(error, RayTaskError) and error.cause is not None:
+        return root_cause(error.cause)
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
