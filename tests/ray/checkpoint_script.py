@@ -79,7 +79,7 @@ def fit(how: str, storage: str) -> ray.train.Result:
 
 def main() -> None:
     storage = sys.argv[1]
-    ray.init(num_cpus=3, include_dashboard=False)
+    ray.init("local", num_cpus=3, include_dashboard=False)
     try:
         fit("stock", storage)
     except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
+from pathlib import Path
 
 import pytest
 import ray.train
@@ -15,9 +15,9 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.base_trainer import TrainingFailedError as V1TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from ray_fracbackend import FracTorchConfig
-from tests.ray import getting_started
-from tests.ray.conftest import HALF_GPU, train_worker_processes, wait_until
+from ray_fracbackend import FracTorchConfig, MissingDeviceError
+from tests.processes import train_worker_processes
+from tests.ray.conftest import HALF_GPU, run_example, wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -87,16 +87,9 @@ def test_same_as_stock_where_nothing_is_shared(tmp_path):
 
 def test_getting_started_script(tmp_path):
     """The script of Ray's documentation trains on logical half GPUs with our config swapped in, and its checkpoint loads."""
-    result = TorchTrainer(
-        getting_started.train_func,
-        torch_config=FracTorchConfig(on_missing_cuda="cpu"),
-        scaling_config=TWO_HALF_GPUS,
-        run_config=RunConfig(storage_path=str(tmp_path)),
-    ).fit()
-    assert result.metrics["epoch"] == 2
-    with result.checkpoint.as_directory() as checkpoint_dir:
-        state = torch.load(os.path.join(checkpoint_dir, "model.pt"))
-    getting_started.small_resnet(num_classes=10).load_state_dict(state)
+    done = run_example("fashion_mnist_like.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "loaded the model of epoch 2" in done.stdout
 
 
 def test_stock_fails_on_logical_gpus(tmp_path):
@@ -116,12 +109,11 @@ def test_gpu_script_on_the_cpu(tmp_path):
 
 
 def test_missing_cuda_is_an_error_by_default(tmp_path):
-    """The error reaches the user of fit() with its cause, in time, and no worker is left."""
-    started = time.monotonic()
-    with pytest.raises(TRAINING_FAILED) as caught:
+    """The error reaches the user of fit() with its cause, and no worker is left."""
+    # The first V2 engines (2.48) raise it as it is.
+    with pytest.raises((*TRAINING_FAILED, MissingDeviceError)) as caught:
         fit(look_around, tmp_path, FracTorchConfig(start_timeout_s=30), TWO_HALF_GPUS)
     assert "on_missing_cuda='cpu'" in causes(caught.value)
-    assert time.monotonic() - started < 90
     assert wait_until(lambda: not train_worker_processes())
 
 
@@ -147,9 +139,12 @@ def test_restart(tmp_path):
 
 
 def test_one_worker(tmp_path):
-    """One worker is a group of one."""
-    fit(look_around, tmp_path, FracTorchConfig(), ScalingConfig(num_workers=1))
+    """One worker is a group of one, and its start report lies beside the run's results."""
+    result = fit(look_around, tmp_path, FracTorchConfig(), ScalingConfig(num_workers=1))
     assert answers(tmp_path)[0]["module"] == "Linear"
+    saved = json.loads((Path(result.path) / "start_report.json").read_text())
+    assert (saved["backend"], len(saved["workers"]), saved["verification"]["world_size"]) == ("gloo", 1, 1)
+    assert saved["seconds"]["start"] > 0
 
 
 def test_config_is_not_replaced_by_the_trainer(tmp_path):

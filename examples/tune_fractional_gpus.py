@@ -1,0 +1,77 @@
+"""Ray Tune with fractional GPUs: two trials at once on one GPU, each a trainer of two workers at a quarter of a GPU.
+
+usage: python tune_fractional_gpus.py [RESULTS_FOLDER]
+
+The GPU is a number in Ray's books here, so that this runs on any machine; with a real one leave ``num_gpus`` and
+``on_missing_cuda`` out. This is the way of Ray Train V2: a Tune function that fits a trainer. With V1 give Tune the
+trainer itself, ``Tuner(make_trainer(...), param_space={"train_loop_config": ...})``.
+"""
+
+import sys
+import tempfile
+
+import ray
+import ray.train.torch
+import torch
+from ray import train, tune
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.tune.integration.ray_train import TuneReportCallback
+
+from ray_fracbackend import FracTorchConfig, get_start_report
+
+
+def train_func(config):
+    torch.manual_seed(0)
+    model = ray.train.torch.prepare_model(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+    device = ray.train.torch.get_device()
+    inputs = torch.randn(64, 8).to(device)
+    targets = inputs.sum(dim=1, keepdim=True)
+    for _ in range(50):
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        if not loss.isfinite():
+            raise ValueError(f"diverged at lr={config['lr']}")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    # Every trial has a start of its own: another port, other workers.
+    start = get_start_report()
+    train.report({"loss": loss.item(), "backend": start.backend, "port": start.master_port})
+
+
+def make_trainer(config, results_folder, name, **run_settings):
+    return TorchTrainer(
+        train_func,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.25}),
+        torch_config=FracTorchConfig(on_missing_cuda="cpu"),
+        run_config=RunConfig(name=name, storage_path=results_folder, **run_settings),
+    )
+
+
+def fit_trial(config):
+    """One trial: it takes one CPU itself, and its trainer asks Ray for the workers."""
+    name = tune.get_context().get_trial_id()
+    # What rank 0 reports goes on to Tune.
+    make_trainer({"lr": config["lr"]}, config["results_folder"], name, callbacks=[TuneReportCallback()]).fit()
+
+
+def main(results_folder):
+    ray.init("local", num_cpus=6, num_gpus=1)
+    results = tune.Tuner(
+        fit_trial,
+        param_space={"lr": tune.grid_search([1e3, 0.1, 0.01]), "results_folder": results_folder},
+        # As many trials as there is room for with their workers: Tune counts the trials alone.
+        tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=2),
+        run_config=tune.RunConfig(name="tune", storage_path=results_folder),
+    ).fit()
+    for result in results:
+        outcome = "failed" if result.error else f"loss {result.metrics['loss']:.4f}, port {result.metrics['port']}"
+        print(f"lr {result.config['lr']}: {outcome}")
+    print(f"best lr: {results.get_best_result().config['lr']}")
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="tune_fractional_gpus_"))

@@ -1,0 +1,56 @@
+"""PyTorch Lightning by Ray's strategies: over this package's process group, to the weights of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from examples import lightning_mnist_like as example
+from tests.ray.training_runs import BACKENDS, assert_close, assert_equal_on_ranks, fit, train_example
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+EPOCHS, BATCH_SIZE, NUM_WORKERS = 2, 32, 2
+CONFIG = {"example": "lightning_mnist_like", "epochs": EPOCHS, "batch_size": BATCH_SIZE}
+
+
+@pytest.fixture(scope="module")
+def single():
+    """Weights after the same epochs in one process, with the batches of all ranks as one, without Lightning's loop."""
+    import lightning
+
+    lightning.seed_everything(0)
+    data, model = example.images_like_mnist(), example.Classifier()
+    # The ranks of a DistributedSampler take turns in one order, which is that of a single rank.
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0)
+    optimizer = model.configure_optimizers()
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for images, labels in DataLoader(data, batch_size=BATCH_SIZE * NUM_WORKERS, sampler=sampler):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model.layers(images), labels).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def train_by_both_strategies(config):
+    """The example; before it, how far the strategy for FSDP gets on a CPU."""
+    from ray.train.lightning import RayDDPStrategy, RayFSDPStrategy
+
+    example.RayDDPStrategy = RayFSDPStrategy
+    with pytest.raises(RuntimeError, match="FSDP needs a non-CPU accelerator device"):
+        example.train_func(config)
+    example.RayDDPStrategy = RayDDPStrategy
+    train_example(config)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lightning(backend, tmp_path, single):
+    """Under RayDDPStrategy ranks, checkpoint and a single process agree; RayFSDPStrategy reaches torch, which wants a GPU."""
+    result, told = fit(train_by_both_strategies, tmp_path, backend, **CONFIG)
+    assert_equal_on_ranks(told)
+    assert_close({name.removeprefix("module."): value for name, value in told[0]["state"].items()}, single)
+    with result.checkpoint.as_directory() as folder:
+        assert_close(torch.load(f"{folder}/checkpoint.ckpt", weights_only=False)["state_dict"], single)
+    assert (result.metrics["epoch"], result.metrics["step"]) == (EPOCHS - 1, 512 // BATCH_SIZE // NUM_WORKERS * EPOCHS)

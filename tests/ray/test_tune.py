@@ -1,0 +1,65 @@
+"""Ray Tune: trials that train at once on one logical GPU, each with a start of its own, and one that fails.
+
+With the engine of RAY_TRAIN_V2_ENABLED: a Tune function that fits a trainer with V2, Tuner(TorchTrainer) with V1.
+ci/test.py runs both. That the trials really train at one time is shown in test_gpu_jobs.py.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import ray
+from ray import train, tune
+
+from examples import tune_fractional_gpus
+from ray_fracbackend.ray_compat import v2_enabled
+from tests.ray.conftest import run_example
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+
+
+def starts(folder):
+    """The start reports beside the results of all trials."""
+    return [json.loads(path.read_text()) for path in folder.rglob("start_report.json")]
+
+
+def check(folder):
+    """Three trials have started, each with workers and a port that no other had."""
+    found = starts(folder)
+    assert [len(start["workers"]) for start in found] == [2, 2, 2]
+    assert len({worker["pid"] for start in found for worker in start["workers"]}) == 6
+    assert {worker["resources"]["GPU"] for start in found for worker in start["workers"]} == {0.25}
+    assert len({start["master_port"] for start in found}) == 3
+
+
+@pytest.mark.skipif(not v2_enabled(), reason="a Tune function that fits a trainer is the way of the V2 engine")
+def test_function_that_fits_a_trainer(tmp_path):
+    """The example: one trial diverges, the two others finish and the better one is found."""
+    done = run_example("tune_fractional_gpus.py", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(",")[0] for line in lines if line.startswith("lr 1000.0")] == ["lr 1000.0: failed"]
+    assert len([line for line in lines if ": loss " in line]) == 2
+    assert "best lr: 0.1" in lines
+    check(tmp_path)
+
+
+@pytest.mark.skipif(v2_enabled(), reason="Tuner(TorchTrainer) is the way of the V1 engine")
+def test_tuner_of_a_trainer(tmp_path):
+    """The same trials by V1's way: Tune is given the trainer itself."""
+    ray.init("local", num_cpus=9, num_gpus=1, log_to_driver=False)
+    try:
+        results = tune.Tuner(
+            tune_fractional_gpus.make_trainer({}, str(tmp_path), "tune"),
+            param_space={"train_loop_config": {"lr": tune.grid_search([1e3, 0.1, 0.01])}},
+            tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=2),
+            run_config=getattr(tune, "RunConfig", train.RunConfig)(name="tune", storage_path=str(tmp_path)),
+        ).fit()
+    finally:
+        ray.shutdown()
+    assert [result.error is not None for result in results] == [True, False, False]
+    assert "diverged at lr=1000.0" in str(results[0].error)
+    assert results.get_best_result().config["train_loop_config"]["lr"] == 0.1
+    assert len({result.metrics["port"] for result in results[1:]}) == 2
+    check(tmp_path)
