@@ -1,0 +1,274 @@
+"""Ranks of a GPU benchmark as processes that can be killed, one set a case, each with a bound; MPS around them.
+
+A benchmark script starts itself as its ranks: `run_case` in the parent, `in_rank` and `Rank` in the children. A case that
+fails or hangs is a row with its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from ray_fracbackend.facts import version_text
+from ray_fracbackend.nccl_multi_rank import multi_rank_env
+from ray_fracbackend.nccl_words import refusal_in
+
+Row = dict[str, Any]
+_SPEC = "GPU_BENCHMARK_SPEC"
+_MPS_S = 15.0
+# A rank that outlives the first failure waits for a peer that is gone.
+_GRACE_S = 5.0
+_COLLECTIVE = timedelta(seconds=120)
+
+
+def add_options(parser: ArgumentParser, budget_s: float) -> None:
+    """The options that all GPU benchmarks have."""
+    parser.add_argument("--dry", action="store_true", help="the same on CPUs with tiny sizes: a check of the script")
+    parser.add_argument(
+        "--budget-s", type=float, default=budget_s, help="seconds for everything; what is left is skipped"
+    )
+    parser.add_argument("--nccl-library", help="a libnccl.so.2 to load before torch's own, for the backend nccl alone")
+    parser.add_argument("--case-s", type=float, default=60.0, help="bound on the processes of one case")
+
+
+def env_of(spec: dict[str, Any], rank: int) -> dict[str, str]:
+    """Variables of one rank: NCCL's flags for several ranks a GPU and its library, or a host identity for each rank."""
+    if spec["backend"] == "nccl":
+        preload = {"LD_PRELOAD": spec["nccl_library"]} if spec["nccl_library"] else {}
+        return {**multi_rank_env(spec["num_ranks"]), **preload}
+    return {"NCCL_HOSTID": f"rank{rank}"} if spec["backend"] == "nccl_hostid" else {}
+
+
+class Cases:
+    """Runs the cases of one benchmark within its budget and collects their rows.
+
+    Args:
+        script: The benchmark's own file.
+        options: Command line with ``dry``, ``budget_s`` and ``case_s``.
+    """
+
+    def __init__(self, script: str, options: Any) -> None:
+        self._script, self._options = script, options
+        self._end = time.monotonic() + options.budget_s
+        self._refused: dict[tuple[str, bool], str] = {}
+        self.rows: list[Row] = []
+
+    def run(self, backend: str, num_ranks: int, mps_env: dict[str, str] | None = None, **spec: Any) -> None:
+        """Runs one case; what NCCL refused with fewer ranks is not tried again."""
+        case = {"backend": backend, "num_ranks": num_ranks, "mps": mps_env is not None}
+        reason: str | None = self._refused.get((backend, mps_env is not None))
+        rows: list[Row] = []
+        left_s = self._end - time.monotonic()
+        if reason is None and left_s < 1:
+            reason = "not run: the budget of the benchmark is spent"
+        if reason is None:
+            spec = {**spec, **case, "dry": self._options.dry, "nccl_library": self._options.nccl_library}
+            rows, reason = run_case(self._script, spec, min(self._options.case_s, left_s), mps_env or {})
+            if reason and refusal_in(reason):
+                self._refused[backend, mps_env is not None] = reason
+        self.rows += [{**case, **row} for row in rows]
+        if reason:
+            self.rows.append({**case, "failed": reason})
+        for row in self.rows[-len(rows) - bool(reason) :]:
+            print(json.dumps(row), flush=True)
+
+
+def run_case(script: str, spec: dict[str, Any], timeout_s: float, env: dict[str, str]) -> tuple[list[Row], str | None]:
+    """Starts the ranks of one case, waits, and ends what is left of them.
+
+    Returns:
+        The rows that rank 0 told, and why there are no more, None where all went well.
+    """
+    num_ranks = spec["num_ranks"]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as folder:
+        logs = [Path(folder, f"rank{rank}.txt") for rank in range(num_ranks)]
+        processes = []
+        try:
+            for rank, log in enumerate(logs):
+                told = {**spec, "rank": rank, "port": store.port, "folder": folder}
+                rank_env = {**os.environ, **env, **env_of(spec, rank), _SPEC: json.dumps(told)}
+                with log.open("w") as file:
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, script],
+                            env=rank_env,
+                            stdout=file,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,
+                        )
+                    )
+            waiting, failed = _wait(processes, timeout_s)
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        rows = [json.loads(line) for line in logs[0].read_text().splitlines() if line.startswith('{"')]
+        if failed is not None:
+            return rows, f"rank {failed}: {_reason([logs[failed], *logs])}"
+        return rows, f"ranks {waiting} did not end within {timeout_s:.0f} s and were killed" if waiting else None
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[list[int], int | None]:
+    """Waits for all to end, or for a while after one failed: the ranks that go on, and the first that failed."""
+    end = time.monotonic() + timeout_s
+    failed: int | None = None
+    while True:
+        codes = [process.poll() for process in processes]
+        if failed is None and any(codes):
+            failed = next(rank for rank, code in enumerate(codes) if code)
+            end = min(end, time.monotonic() + _GRACE_S)
+        waiting = [rank for rank, code in enumerate(codes) if code is None]
+        if not waiting or time.monotonic() >= end:
+            return waiting, failed
+        time.sleep(0.05)
+
+
+def _reason(logs: list[Path]) -> str:
+    texts = [log.read_text(errors="replace") for log in logs]
+    refused = next((found for text in texts if (found := refusal_in(text))), None)
+    lines = [line.strip() for line in texts[0].splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line or "error:" in line]
+    return refused or (errors or lines or ["ended without a word"])[-1][:500]
+
+
+@contextlib.contextmanager
+def mps() -> Iterator[dict[str, str] | str]:
+    """A CUDA MPS daemon of its own: the variables that make a process its client, or why there is none."""
+    program = shutil.which("nvidia-cuda-mps-control")
+    if program is None:
+        yield "nvidia-cuda-mps-control is not installed"
+        return
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+        env = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for path in env.values():
+            Path(path).mkdir()
+
+        def control(*arguments: str, text: str = "") -> str | None:
+            command = [program, *arguments]
+            try:
+                done = subprocess.run(
+                    command,
+                    env={**os.environ, **env},
+                    input=text,
+                    text=True,
+                    capture_output=True,
+                    timeout=_MPS_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return f"{' '.join(command)} did not answer within {_MPS_S:g} s"
+            return (done.stderr or done.stdout).strip() or f"exit code {done.returncode}" if done.returncode else None
+
+        failed = control("-d")
+        try:
+            yield failed or env
+        finally:
+            if failed is None:
+                control(text="quit\n")
+
+
+class Rank:
+    """This process as a rank of a case.
+
+    Attributes:
+        spec: What the parent told.
+        rank: Its number.
+        num_ranks: How many there are.
+        device: Where its tensors live.
+        control: A Gloo group for barriers and agreement on the host, apart from what is measured.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec, self.rank, self.num_ranks = spec, spec["rank"], spec["num_ranks"]
+        self.device = torch.device("cpu" if spec["dry"] else "cuda:0")
+        torch.set_num_threads(1)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.store = TCPStore("127.0.0.1", spec["port"], is_master=False, timeout=_COLLECTIVE)
+        backend = {"nccl_hostid": "nccl", "copy": "gloo", "none": "gloo"}.get(spec["backend"], spec["backend"])
+        if backend == "ipc":
+            import ray_fracbackend.ipc  # noqa: F401  registers the backend
+        dist.init_process_group(
+            backend, store=self.store, rank=self.rank, world_size=self.num_ranks, timeout=_COLLECTIVE
+        )
+        if backend == "ipc":
+            self._check_ipc()
+        self.control = dist.new_group(backend="gloo", timeout=_COLLECTIVE)
+
+    def _check_ipc(self) -> None:
+        """The ipc backend carries what it cannot accelerate by Gloo; such a row would be Gloo's."""
+        if self.device.type == "cpu":
+            return
+        dist.all_reduce(torch.zeros(1, device=self.device))  # sets device memory up
+        reason = dist.distributed_c10d._get_default_group().gloo_reason  # type: ignore[attr-defined]
+        if reason is not None:
+            raise RuntimeError(f"Error: no ipc on {self.device.type}: {reason}")
+
+    def tell(self, row: Row) -> None:
+        """Rank 0 tells a row at once, so that it outlives whatever comes later."""
+        if self.rank == 0:
+            print(json.dumps({**row, **self._nccl}), flush=True)
+
+    @property
+    def _nccl(self) -> Row:
+        """The library that was loaded, where the case is NCCL's."""
+        if "nccl" not in self.spec["backend"]:
+            return {}
+        from ray_fracbackend.probe import loaded_nccl_version  # imports Ray, which the other cases need not wait for
+
+        return {"nccl": version_text(loaded_nccl_version())}
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def slowest(self, seconds: float) -> float:
+        """The largest of all ranks' figures."""
+        value = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.control)
+        return value.item()
+
+    def once(self, call: Callable[[], Any]) -> float:
+        """Seconds of a call that begins after a barrier, until its device work is done on the slowest rank."""
+        self.synchronize()
+        dist.barrier(self.control)
+        started = time.perf_counter()
+        call()
+        self.synchronize()
+        return self.slowest(time.perf_counter() - started)
+
+    def time_calls(self, call: Callable[[], Any], budget_s: float, most: int = 200) -> list[float]:
+        """Seconds of each of several calls, as many as the budget has room for, at least two, after a warm-up."""
+        self.once(call)
+        again = self.once(call)
+        return [self.once(call) for _ in range(max(2, min(most, int(budget_s / again))))]
+
+
+def in_rank(body: Callable[[Rank], None]) -> bool:
+    """Runs the body where this process is a rank; False in the parent."""
+    if _SPEC not in os.environ:
+        return False
+    rank = Rank(json.loads(os.environ[_SPEC]))
+    body(rank)
+    dist.barrier(rank.control)
+    dist.destroy_process_group()
+    return True

@@ -1,0 +1,241 @@
+"""What the GPU tests train, on Ray workers or in one process, and how a trainer of it is run. Runs on CPUs as well.
+
+A job is a dictionary of plain values: ``name`` of a function below, and its arguments. What each rank found goes to
+``rankN.json`` in the job's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import ray.tune
+import torch
+import torch.distributed as dist
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ray_fracbackend import FracTorchConfig, get_start_report
+
+NUM_STEPS = 6
+# Divisible by every number of ranks that is tested.
+BATCH_SIZE = 48
+_NUM_FEATURES = 32
+_MEET_S = 60.0
+_BLOCK_BYTES = 64 << 20
+
+
+class Network(nn.Module):
+    """A small network with a branch that no loss reaches, so that DDP needs find_unused_parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(_NUM_FEATURES, 256), nn.ReLU(), nn.Linear(256, 10))
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.body(inputs)
+
+
+def batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels of a step's whole batch, the same in every process."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(BATCH_SIZE, _NUM_FEATURES, generator=generator)
+    return inputs.to(device), inputs[:, :10].argmax(dim=1).to(device)
+
+
+def run_steps(model: nn.Module, device: torch.device, rank: int, num_ranks: int, lr: float = 0.5) -> list[float]:
+    """Trains on this rank's part of each batch; the mean loss of all ranks by step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for step in range(NUM_STEPS):
+        inputs, labels = (part[rank::num_ranks] for part in batch(step, device))
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().clone()
+        if num_ranks > 1:
+            dist.all_reduce(mean)
+        losses.append(mean.item() / num_ranks)
+    return losses
+
+
+def losses_of_one_process(device: str) -> list[float]:
+    """The losses of the whole batch in one process, without Ray."""
+    torch.manual_seed(0)
+    return run_steps(Network().to(device), torch.device(device), 0, 1)
+
+
+def _tell(config: dict[str, Any], found: dict[str, Any]) -> None:
+    folder = Path(config["out"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    ray.train.report({"loss": found.get("losses", [0.0])[-1]})
+
+
+def _spread_of_parameters(model: nn.Module, device: torch.device) -> float:
+    """Difference between the largest and the smallest checksum that a rank has of its parameters."""
+    checksum = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()]).sum().to(device)
+    low, high = checksum.clone(), checksum.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    return (high - low).item()
+
+
+def _state(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """What a trained model is and runs on, and whether all ranks have the same parameters."""
+    return {
+        "spread": _spread_of_parameters(model, device),
+        "backend": dist.get_backend(),
+        "device": str(device),
+        "model": type(model).__name__,
+    }
+
+
+def train_function(config: dict[str, Any]) -> None:
+    """Trains as a user would, and tells losses, backend, device and the start's report."""
+    torch.manual_seed(0)
+    device = ray.train.torch.get_device()
+    model = ray.train.torch.prepare_model(Network(), parallel_strategy_kwargs={"find_unused_parameters": True})
+    if config.get("num_trials"):
+        _meet_other_trials(Path(config["out"]), config["num_trials"])
+    losses = run_steps(model, device, dist.get_rank(), dist.get_world_size(), config.get("lr", 0.5))
+    found = {"losses": losses, **_state(model, device)}
+    if not config["stock"]:
+        found["report"] = get_start_report().to_dict()
+    _tell(config, found)
+
+
+def accelerate_function(config: dict[str, Any]) -> None:
+    """The same training by Hugging Face Accelerate, which finds the device and the ranks and deals out the batches."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    network = Network()
+    whole = zip(*(batch(step, torch.device("cpu")) for step in range(NUM_STEPS)), strict=True)
+    data = TensorDataset(*map(torch.cat, whole))
+    loader = DataLoader(data, batch_size=BATCH_SIZE // dist.get_world_size())
+    model, optimizer, loader = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.5), loader)
+    losses = []
+    for inputs, labels in loader:
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    _tell(config, {"losses": losses, **_state(model, accelerator.device), "report": get_start_report().to_dict()})
+
+
+def _meet_other_trials(out: Path, num_trials: int) -> None:
+    """Goes on when that many trials are training at one time."""
+    folder = out.parent
+    if dist.get_rank() == 0:
+        (folder / f"here_{out.name}").touch()
+        end = time.monotonic() + _MEET_S
+        while len(list(folder.glob("here_*"))) < num_trials:
+            if time.monotonic() > end:
+                raise RuntimeError(f"fewer than {num_trials} trials train at one time")
+            time.sleep(0.1)
+    dist.barrier()
+
+
+def _uses_memory(device: torch.device) -> bool:
+    mine = torch.ones(_BLOCK_BYTES // 4, device=device)
+    return bool((mine * 2 == 2).all())
+
+
+def memory_function(config: dict[str, Any]) -> None:
+    """Rank 0 takes CUDA memory until it is refused; the others then use theirs."""
+    device = ray.train.torch.get_device()
+    total = torch.cuda.get_device_properties(device).total_memory
+    blocks: list[torch.Tensor] = []
+    refused_at = None
+    if dist.get_rank() == 0:
+        try:
+            while len(blocks) * _BLOCK_BYTES <= total:
+                blocks.append(torch.ones(_BLOCK_BYTES, dtype=torch.uint8, device=device))
+        except torch.cuda.OutOfMemoryError:
+            refused_at = torch.cuda.memory_reserved(device) / total
+            if not config["catch"]:
+                raise
+    dist.barrier()
+    works = dist.get_rank() == 0 or _uses_memory(device)  # while rank 0 holds all that it may have
+    dist.barrier()
+    blocks.clear()
+    works = works and _uses_memory(device)
+    _tell(config, {"refused_at": refused_at, "works": works})
+
+
+def _config(job: dict[str, Any]) -> TorchConfig:
+    return TorchConfig() if job.get("stock") else FracTorchConfig(**job.get("settings", {}))
+
+
+def _trainer(job: dict[str, Any], function: Any, out: str, **more: Any) -> TorchTrainer:
+    num_workers = job.get("num_workers", 2)
+    fraction = job.get("fraction", int(10_000 / num_workers) / 10_000)
+    return TorchTrainer(
+        function,
+        train_loop_config={"out": out, "stock": job.get("stock", False), **more},
+        torch_config=_config(job),
+        scaling_config=ScalingConfig(
+            num_workers=num_workers, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": fraction}
+        ),
+        run_config=RunConfig(name="run", storage_path=f"{out}_storage"),
+    )
+
+
+def _answers(folder: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(Path(folder).rglob("rank*.json"))]
+
+
+def train(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """One run of `train_function`; what each rank told."""
+    _trainer(job, train_function, job["out"]).fit()
+    return _answers(job["out"])
+
+
+def accelerate(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """One run of `accelerate_function`; what each rank told."""
+    _trainer(job, accelerate_function, job["out"]).fit()
+    return _answers(job["out"])
+
+
+def memory(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """One run of `memory_function`; what each rank told."""
+    _trainer(job, memory_function, job["out"], catch=job["catch"]).fit()
+    return _answers(job["out"])
+
+
+def tune(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two trials of `train_function` at one time, by the way of the engine; what each rank of each trial told."""
+    rates = [0.5, 0.25]
+
+    def loop_config(lr: float) -> dict[str, Any]:
+        return {"out": f"{job['out']}/{lr}", "stock": False, "lr": lr, "num_trials": len(rates)}
+
+    def trial(config: dict[str, Any]) -> None:
+        out = f"{job['out']}/{config['lr']}"
+        _trainer(job, train_function, out, lr=config["lr"], num_trials=len(rates)).fit()
+
+    Path(job["out"]).mkdir(parents=True, exist_ok=True)
+    run_config = getattr(ray.tune, "RunConfig", RunConfig)(name="tune", storage_path=f"{job['out']}_storage")
+    if job["engine"] == "v2":
+        tuner = ray.tune.Tuner(trial, param_space={"lr": ray.tune.grid_search(rates)}, run_config=run_config)
+    else:
+        space = {"train_loop_config": ray.tune.grid_search([loop_config(lr) for lr in rates])}
+        tuner = ray.tune.Tuner(_trainer(job, train_function, job["out"]), param_space=space, run_config=run_config)
+    results = tuner.fit()
+    if results.errors:
+        raise results.errors[0]
+    return _answers(job["out"])
+
+
+JOBS = {"train": train, "accelerate": accelerate, "memory": memory, "tune": tune}
