@@ -47,7 +47,7 @@ def once() -> None:
     print(
         f"Python {sys.version.split()[0]}, torch {torch.__version__}, ray {ray.__version__}, {sys.platform}", flush=True
     )
-    ray.init(num_cpus=3, include_dashboard=False)
+    ray.init("local", num_cpus=3, include_dashboard=False)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as storage:
         result = TorchTrainer(
             train,

@@ -1,0 +1,82 @@
+"""The compatibility canary: which names it looks at, and what it says of them."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+_CI = Path(__file__).parents[2] / "ci"
+
+
+@pytest.fixture(scope="module")
+def canary():
+    """The script as a module."""
+    sys.path.insert(0, str(_CI))
+    try:
+        spec = importlib.util.spec_from_file_location("canary", _CI / "canary.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(_CI))
+
+
+def test_names_of_a_source(canary):
+    """Imports from Ray count, and private attributes of what was imported; nothing else does."""
+    source = """
+from ray.air._internal import device_manager as _dm
+from ray.train.torch.config import _TorchBackend
+from torch import nn
+def call(group):
+    _dm._lock, _dm.public, group._own, nn._private
+"""
+    assert set(canary.compat_names(source)) == {
+        "ray.air._internal:device_manager",
+        "ray.train.torch.config:_TorchBackend",
+        "ray.air._internal.device_manager:_lock",
+    }
+
+
+def test_every_name_is_known(canary):
+    """The record has exactly the names that are in use; after a change run `python3 ci/canary.py --record`."""
+    assert sorted(json.loads(canary.KNOWN.read_text())["names"]) == canary.names()
+
+
+def test_record_holds_for_its_ray(canary):
+    """With the Ray of the record nothing differs."""
+    known = json.loads(canary.KNOWN.read_text())
+    if version("ray") != known["ray"]:
+        pytest.skip(f"needs Ray {known['ray']}, the one of the record")
+    train = {name: canary.describe(name) for name in canary.names() if ".rllib." not in name}
+    assert canary.differences(known, {"ray": known["ray"], "names": train}) == []
+
+
+def test_differences(canary):
+    """A name that is gone, one with other parameters and one that nobody has looked at are told apart."""
+    known = {"ray": "1", "names": {"a:x": "function ()", "a:y": "function ()", "a:z": "class ()", "a:o": "class ()"}}
+    found = {"a:x": None, "a:y": "function (self)", "a:z": "class ()", "a:new": "module", "a:o": "not installed: gym"}
+    told = canary.differences(known, {"ray": "2", "names": found})
+    assert [line.split()[:2] for line in told] == [["VANISHED", "a:x"], ["CHANGED", "a:y"], ["UNKNOWN", "a:new:"]]
+    assert "  1: function ()\n  2: function (self)" in told[1]
+
+
+def test_a_name_that_is_gone(canary):
+    """A module or an attribute that Ray no longer has is None, an extra that is not installed is not."""
+    assert canary.describe("ray.train.torch.config:_NoSuchBackend") is None
+    assert canary.describe("ray.train.no_such_module:name") is None
+
+
+@pytest.mark.slow
+def test_offline_is_said(canary, tmp_path, monkeypatch):
+    """Without a package index the canary says that it has checked nothing, and ends with 2."""
+    environment = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_EXTRA_INDEX_URL": ""}
+    for name, value in {**environment, "PIP_CONFIG_FILE": "/dev/null", "TMPDIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run([sys.executable, _CI / "canary.py"], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "NOTHING WAS CHECKED: no package index could be reached" in done.stdout
+    assert list(tmp_path.iterdir()) == []
