@@ -1,0 +1,75 @@
+"""Behaviour: what TorchConfig and TorchTrainer take, stock and as if merged."""
+
+from contextlib import nullcontext
+
+import pytest
+
+from upstream.install import as_if_merged
+from upstream.tests.conftest import ALWAYS_ON
+
+from ray.train import ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+
+@pytest.fixture(params=["stock", "merged"])
+def trainer_as(request):
+    """No cluster: what the driver does alone."""
+    merged = request.param == "merged"
+    with as_if_merged(*ALWAYS_ON) if merged else nullcontext():
+        yield request.param
+
+
+def train_func():
+    pass
+
+
+@pytest.mark.usefixtures("trainer_as")
+class TestDriver:
+    """The trainer on the driver, before any worker exists."""
+
+    def test_config_positions(self):
+        """The three settings keep their places."""
+        config = TorchConfig("gloo", "tcp", 5)
+        assert (config.backend, config.init_method, config.timeout_s) == (
+            "gloo",
+            "tcp",
+            5,
+        )
+
+    @pytest.mark.parametrize("backend", ["gloo", "nccl", "cpu:gloo,cuda:nccl"])
+    def test_explicit_backend_is_kept(self, backend):
+        """A backend that was asked for is the one that goes to the workers."""
+        config = TorchConfig(backend=backend)
+        trainer = TorchTrainer(
+            train_func,
+            torch_config=config,
+            scaling_config=ScalingConfig(num_workers=2, use_gpu=True),
+        )
+        assert trainer.backend_config is config
+        assert config.backend == backend
+
+    def test_trainer_without_config(self):
+        """The config can be left out, and the loop be given by name."""
+        trainer = TorchTrainer(train_loop_per_worker=train_func)
+        assert isinstance(trainer.backend_config, TorchConfig)
+
+    def test_wrong_scaling(self):
+        """Contradicting resources are an error as before."""
+        with pytest.raises(ValueError, match="`use_gpu` is False but `GPU` was found"):
+            ScalingConfig(num_workers=2, resources_per_worker={"GPU": 1})
+
+    def test_wrong_argument(self):
+        """An unknown setting of the trainer is a TypeError as before."""
+        with pytest.raises(TypeError):
+            TorchTrainer(train_func, torch_configuration=TorchConfig())
+
+
+@pytest.mark.parametrize("use_gpu", [False, True])
+def test_users_config_is_not_written_to(trainer_as, use_gpu):
+    """The one difference on the driver: a backend that was left open stays open."""
+    config = TorchConfig()
+    TorchTrainer(
+        train_func, torch_config=config, scaling_config=ScalingConfig(use_gpu=use_gpu)
+    )
+    written = {"stock": "nccl" if use_gpu else "gloo", "merged": None}
+    assert config.backend == written[trainer_as]
