@@ -1,8 +1,11 @@
-"""How long on_start takes: ours with verification against stock Ray Train's, on the same workers, alternating.
+"""How long on_start takes: ours with verification against stock Ray Train's, alternating in one run.
 
-A real TorchTrainer run whose backend does the measuring, so that the worker group is the engine's own.
+Ray Train starts a group once on worker processes that it has just made, and makes new ones after a failure. So what a
+user waits for is the first start in new processes: one TorchTrainer run a figure, stock and ours in turn; beside it the
+time from ``fit()`` to the train function. For the record the script also repeats starts on one worker group, where all
+imports are done and what is left is messages and sockets.
 
-usage: [RAY_TRAIN_V2_ENABLED=0|1] python benchmarks/start.py [--starts 15] [--workers 2 4 8] [--out FOLDER]
+usage: [RAY_TRAIN_V2_ENABLED=0|1] python benchmarks/start.py [--starts 11] [--workers 2 4 8] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -24,12 +27,21 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import FracTorchConfig
 
+CONFIGS: dict[str, TorchConfig] = {
+    "stock": TorchConfig(backend="gloo"),
+    "ours": FracTorchConfig(),
+    "ours_without_verification": FracTorchConfig(verify=False),
+}
+
 
 @dataclass
 class MeasuredConfig(TorchConfig):
-    """Starts the workers of one run many times, by each configuration in turn, and writes the seconds to a file."""
+    """Starts the workers of one run by each configuration in turn, and writes the seconds to a file.
 
-    num_starts: int = 15
+    The configurations travel as a user's does, so that the workers import what they need with it.
+    """
+
+    configs: tuple[TorchConfig, ...] = ()
     result_path: str = ""
 
     @property
@@ -39,20 +51,7 @@ class MeasuredConfig(TorchConfig):
 
 class MeasuringBackend(Backend):
     def on_start(self, worker_group: Any, backend_config: MeasuredConfig) -> None:
-        configs = {
-            "stock": TorchConfig(backend="gloo"),
-            "ours": FracTorchConfig(),
-            "ours_without_verification": FracTorchConfig(verify=False),
-        }
-        names = list(configs)
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(2):  # imports, and the connections to the workers
-            for config in configs.values():
-                seconds_of_start(worker_group, config)
-        for start in range(backend_config.num_starts):
-            turn = start % len(names)
-            for name in names[turn:] + names[:turn]:
-                seconds[name].append(seconds_of_start(worker_group, configs[name]))
+        seconds = [seconds_of_start(worker_group, config) for config in backend_config.configs]
         Path(backend_config.result_path).write_text(json.dumps(seconds))
 
 
@@ -65,33 +64,67 @@ def seconds_of_start(worker_group: Any, config: TorchConfig) -> float:
     return elapsed
 
 
-def measure(num_workers: int, num_starts: int) -> dict[str, Any]:
+def run(num_workers: int, names: tuple[str, ...]) -> tuple[list[float], float]:
+    """Seconds of one start after the other on the workers of one TorchTrainer run, and from fit() to the train function."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "seconds.json"
+        path, ready = Path(folder) / "seconds.json", Path(folder) / "ready"
+
+        def train() -> None:
+            if ray.train.get_context().get_world_rank() == 0:
+                ready.write_text(repr(time.time()))
+
+        started = time.time()
         TorchTrainer(
-            lambda: None,
-            torch_config=MeasuredConfig(backend="gloo", num_starts=num_starts, result_path=str(path)),
+            train,
+            torch_config=MeasuredConfig(
+                backend="gloo", configs=tuple(CONFIGS[name] for name in names), result_path=str(path)
+            ),
             scaling_config=ScalingConfig(num_workers=num_workers),
             run_config=RunConfig(storage_path=folder),
         ).fit()
-        seconds: dict[str, list[float]] = json.loads(path.read_text())
+        seconds: list[float] = json.loads(path.read_text())
+        return seconds, float(ready.read_text()) - started
+
+
+def in_new_processes(num_workers: int, num_starts: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of on_start, and seconds from fit() to the train function, by configuration."""
+    seconds: dict[str, list[float]] = {"stock": [], "ours": []}
+    ready: dict[str, list[float]] = {"stock": [], "ours": []}
+    for number in range(num_starts):
+        for name in list(seconds) if number % 2 else list(seconds)[::-1]:
+            found, ready_s = run(num_workers, (name,))
+            seconds[name] += found
+            ready[name].append(ready_s)
+    return seconds, ready
+
+
+def on_same_workers(num_workers: int, num_starts: int) -> dict[str, list[float]]:
+    order = list(CONFIGS)
+    names = tuple(order[(turn + i) % len(order)] for turn in range(num_starts + 2) for i in range(len(order)))
+    found = list(zip(names, run(num_workers, names)[0], strict=True))[2 * len(order) :]  # after the imports
+    return {name: [seconds for other, seconds in found if other == name] for name in order}
+
+
+def summary(what: str, num_workers: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    row = {"num_workers": num_workers, "median_s": medians, "ratio": medians["ours"] / medians["stock"]}
-    print(
-        f"{num_workers} workers: stock {medians['stock'] * 1e3:.1f} ms, ours {medians['ours'] * 1e3:.1f} ms, "
-        f"without verification {medians['ours_without_verification'] * 1e3:.1f} ms, ratio {row['ratio']:.2f}",
-        flush=True,
-    )
-    return {**row, "seconds": seconds}
+    ratio = medians["ours"] / medians["stock"]
+    listed = ", ".join(f"{name} {median * 1e3:.0f} ms" for name, median in medians.items())
+    print(f"{num_workers} workers, {what}: {listed}, ratio {ratio:.3f}", flush=True)
+    return {"num_workers": num_workers, "median_s": medians, "ratio": ratio, "seconds": seconds}
 
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--starts", type=int, default=15)
+    options.add_argument("--starts", type=int, default=11)
     options.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
     arguments = options.parse_args()
-    ray.init(num_cpus=max(arguments.workers) + 2, log_to_driver=False, logging_level="ERROR")
-    rows = [measure(num_workers, arguments.starts) for num_workers in arguments.workers]
+    ray.init("local", num_cpus=max(arguments.workers) + 2, log_to_driver=False, logging_level="ERROR")
+    rows: dict[str, list[dict[str, Any]]] = {"new processes": [], "until training": [], "same workers": []}
+    for num_workers in arguments.workers:
+        seconds, ready = in_new_processes(num_workers, arguments.starts)
+        repeated = on_same_workers(num_workers, arguments.starts)
+        for what, found in zip(rows, (seconds, ready, repeated), strict=True):
+            rows[what].append(summary(what, num_workers, found))
     ray.shutdown()
     engine = "v1" if os.environ.get("RAY_TRAIN_V2_ENABLED") == "0" else "v2"
     print(save(f"start_{engine}", arguments.out, {"engine": engine, "num_starts": arguments.starts, "rows": rows}))

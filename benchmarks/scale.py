@@ -1,0 +1,198 @@
+"""What a start costs the driver as the job grows, in simulation, and what it costs real processes on this machine.
+
+Simulated: the real probe, plan, rendezvous, start and report code of the driver, with a worker group that answers at once
+from made-up facts and a Ray that carries nothing; so the seconds are the driver's own, without Ray's messages. Bytes are
+those of the pickled arguments and answers. Real: so many forked processes that start and verify a Gloo group, without Ray.
+
+usage: python benchmarks/scale.py [--simulated 1000 10000 100000] [--real 2 8 32 64] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from common import parser, save
+from planning import made_up_workers
+
+from ray_fracbackend import backend, gather, probe, process_group
+from ray_fracbackend.facts import NetworkFacts, WorkerFacts
+from ray_fracbackend.options import StartOptions
+from ray_fracbackend.process_group import StartInstruction
+from ray_fracbackend.ray_compat import WorkerAddress
+from ray_fracbackend.rendezvous import plan_rendezvous
+from ray_fracbackend.verify import VerificationResult
+
+_REPEATS = 3
+
+
+class Metadata:
+    """What Ray knows of a worker."""
+
+    def __init__(self, worker: WorkerFacts) -> None:
+        self.metadata = WorkerAddress(worker.rank, worker.node_ip, worker.pid, worker.node_id)
+
+
+class SimulatedGroup:
+    """A worker group without processes."""
+
+    def __init__(self, num_workers: int) -> None:
+        workers = made_up_workers(num_workers, 2)
+        facts = [replace(worker, network=network(worker)) for worker in workers]
+        self._workers = [Metadata(worker) for worker in workers]
+        figures = VerificationResult(
+            backend="gloo",
+            device="cuda:0",
+            world_size=num_workers,
+            latency_s=0.001,
+            bandwidth_bytes_per_s=1e9,
+            rank_seconds=(0.002,) * num_workers,
+            total_s=0.01,
+        )
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        # As real workers answer: facts of each; the figures from rank 0.
+        self.answers: dict[str, list[Any]] = {
+            probe.probe_worker.__name__: facts,
+            process_group.start_worker_of_many.__name__: [figures] + [None] * (num_workers - 1),
+        }
+
+    def get_workers(self) -> Sequence[Metadata]:
+        return self._workers
+
+    def execute_single_async(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        self.calls.append((function, args))
+        return Answer(self.answers[function.__name__][rank])
+
+
+class Answer:
+    """A reference to a result that is there already."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class SimulatedRay:
+    """What the driver's code calls of Ray."""
+
+    ObjectRef = Answer
+    put = staticmethod(lambda value: Answer(None))
+    wait = staticmethod(lambda refs, **_: (refs, []))
+    get = staticmethod(lambda refs: [ref.value for ref in refs])
+
+
+def network(worker: WorkerFacts) -> NetworkFacts:
+    return NetworkFacts(
+        network_id=f"{worker.boot_id}/1",
+        interfaces={"lo": ("127.0.0.1",), "eth0": (worker.node_ip,)},
+        store_port=29500 if worker.rank == 0 else None,
+    )
+
+
+def simulate(num_workers: int) -> dict[str, Any]:
+    """Medians of the seconds of each phase, and the bytes that each round would carry."""
+    runs = []
+    for _ in range(_REPEATS):
+        group = SimulatedGroup(num_workers)
+        started = time.perf_counter()
+        report = backend._Start(group, StartOptions()).run()
+        total_s = time.perf_counter() - started
+        told = time.perf_counter()
+        report.log_line(), report.to_json()
+        probe_s, start_s = report.seconds["probe"], report.seconds["start"]
+        runs.append(
+            {
+                "probe_s": probe_s,
+                "plan_s": total_s - probe_s - start_s,
+                "start_s": start_s,
+                "report_s": time.perf_counter() - told,
+            }
+        )
+    sent = {function.__name__: 0 for function, _ in group.calls}
+    for function, args in group.calls:
+        sent[function.__name__] += len(pickle.dumps(args))
+    return {
+        "num_workers": num_workers,
+        **{phase: statistics.median(run[phase] for run in runs) for phase in runs[0]},
+        "rounds": len(group.calls) / num_workers,
+        "bytes_to_workers": sent,
+        "bytes_from_workers": {
+            name: sum(len(pickle.dumps(answer)) for answer in told) for name, told in group.answers.items()
+        },
+    }
+
+
+def real(num_ranks: int) -> dict[str, Any]:
+    """Seconds until every one of so many processes has its Gloo group, verified."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    facts = [
+        replace(worker, node_id="node", network=NetworkFacts(store_port=port if worker.rank == 0 else None))
+        for worker in made_up_workers(num_ranks, 1)
+    ]
+    rendezvous = plan_rendezvous(facts, StartOptions(), "gloo")
+    context = multiprocessing.get_context("fork")
+    answers: Any = context.Queue()
+    instructions = [
+        StartInstruction(
+            rank=rank,
+            world_size=num_ranks,
+            backend="gloo",
+            device="cpu",
+            rendezvous=rendezvous.of(rank),
+            timeout_s=600,
+            budget_s=600,
+            verify=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    processes = [context.Process(target=start_one, args=(answers, each), daemon=True) for each in instructions]
+    started = time.perf_counter()
+    for process in processes:
+        process.start()
+    results = [answers.get(timeout=600) for _ in processes]
+    (figures,) = [figures for _, figures in results if figures is not None]
+    total_s = time.perf_counter() - started
+    for process in processes:
+        process.join(30)
+    return {
+        "num_ranks": num_ranks,
+        "total_s": total_s,
+        "median_start_s": statistics.median(seconds for seconds, _ in results),
+        "verification_s": figures.total_s,
+    }
+
+
+def start_one(answers: Any, instruction: StartInstruction) -> None:
+    started = time.perf_counter()
+    figures = process_group.start_worker_of_many(instruction)
+    answers.put((time.perf_counter() - started, figures))
+    answers.close()
+    answers.join_thread()
+    process_group.stop_worker()
+
+
+def main() -> None:
+    command_line = parser(__doc__ or "")
+    command_line.add_argument("--simulated", type=int, nargs="*", default=[1_000, 10_000, 100_000])
+    command_line.add_argument("--real", type=int, nargs="*", default=[2, 8, 32, 64])
+    arguments = command_line.parse_args()
+    really = []
+    for num_ranks in arguments.real:
+        really.append(real(num_ranks))
+        print(really[-1], flush=True)
+    backend.ray = gather.ray = SimulatedRay  # type: ignore[attr-defined,assignment]
+    simulated = []
+    for num_workers in arguments.simulated:
+        simulated.append(simulate(num_workers))
+        print(simulated[-1], flush=True)
+    print(save("scale", arguments.out, {"simulated": simulated, "real": really}))
+
+
+if __name__ == "__main__":
+    main()

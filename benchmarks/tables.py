@@ -1,0 +1,239 @@
+"""Writes the newest results into the pages that quote them. usage: python benchmarks/tables.py [--check]
+
+A page has ``<!-- numbers: NAME -->`` before such a text and ``<!-- end -->`` after it; NAME is a key of TEXTS.
+Only for a table may the comment begin a line: Markdown leaves the rest of such a line as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from common import RESULTS, newest
+
+ROOT = RESULTS.parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "ipc.md", ROOT / "docs" / "faults.md")
+_MARKED = re.compile(r"(<!-- numbers: ([\w ]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+_PHASES = ("probe", "rendezvous", "init", "verify", "train", "shutdown")
+_FAULTS = ("kill", "stop", "raise", "hang", "wrong")
+_LONGEST = 200
+_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+
+
+def newest_result(kind: str) -> tuple[str, Any]:
+    """Name and content of the newest result of a kind."""
+    path = newest(kind)
+    if path is None:
+        raise FileNotFoundError(f"no {kind} result in {RESULTS}")
+    return path.name, json.loads(path.read_text())
+
+
+def three_digits(value: float) -> str:
+    """``0.029``, ``2.64``, ``21``."""
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def size_text(num_bytes: float) -> str:
+    """``64 KiB``, ``25 MiB``."""
+    return f"{num_bytes / 2**20:g} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:g} KiB"
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    head, *lines = [f"| {' | '.join(line)} |" for line in (columns, *rows)]
+    return "\n\n" + "\n".join([head, "|" + "---|" * len(columns), *lines]) + "\n\n"
+
+
+def start() -> str:
+    """What a start with two workers takes, beside stock."""
+    _, result = newest_result("start_v2")
+    medians = {
+        kind: next(row["median_s"] for row in rows if row["num_workers"] == 2) for kind, rows in result["rows"].items()
+    }
+    new, warm = (
+        {name: f"{value * 1e3:.0f}" for name, value in medians[kind].items()}
+        for kind in ("new processes", "same workers")
+    )
+    return (
+        f"With 2 CPU workers in new processes, as Ray makes them, `on_start` took {new['ours']} ms and stock's {new['stock']}; "
+        f"repeated on warm workers {warm['ours']} ms and {warm['stock']}"
+    )
+
+
+def ipc_rows(operations: tuple[str, ...], num_ranks: int) -> dict[tuple[str, int], dict[str, float]]:
+    """Median milliseconds by backend, by operation and size, in the order of measurement."""
+    medians: dict[tuple[str, int], dict[str, float]] = {}
+    for row in newest_result("ipc")[1]["rows"]:
+        if row["operation"] in operations and row["num_ranks"] == num_ranks:
+            medians.setdefault((row["operation"], row["num_bytes"]), {})[row["backend"]] = row["median_ms"]
+    return medians
+
+
+def ipc_setting() -> str:
+    """Where the ipc backend was measured."""
+    name, result = newest_result("ipc")
+    hardware, versions = result["hardware"], result["versions"]
+    mpi = f", {versions['open_mpi'].split('(')[-1].replace(')', '')}" if "open_mpi" in versions else ""
+    return (
+        f"`benchmarks/results/{name}`: {hardware['cores']} cores of {hardware['cpu']}, torch {versions['torch']}{mpi}, "
+        f"{result['settings']['dtype']}, {result['settings']['rounds']} rounds"
+    )
+
+
+def ipc_collectives(num_ranks: int) -> str:
+    """Every collective, beside Gloo, Open MPI and a plain copy."""
+    rows = []
+    for (operation, size), ms in ipc_rows(_COLLECTIVES, num_ranks).items():
+        ratios = [("gloo", "ipc", 1), ("open_mpi", "ipc", 2), ("ipc", "copy", 2)]
+        rows.append(
+            [
+                operation,
+                size_text(size),
+                *(
+                    three_digits(ms[backend]) if backend in ms else "-"
+                    for backend in ("ipc", "gloo", "open_mpi", "copy")
+                ),
+                *(f"{ms[a] / ms[b]:.{digits}f}" if a in ms and b in ms else "-" for a, b, digits in ratios),
+            ]
+        )
+    columns = [
+        "operation",
+        "size",
+        "ipc",
+        "Gloo",
+        "Open MPI",
+        "plain copy",
+        "Gloo / ipc",
+        "Open MPI / ipc",
+        "ipc / copy",
+    ]
+    return table(columns, rows)
+
+
+def ipc_ddp() -> str:
+    """A step of DDP by backend."""
+    rows = [
+        [size_text(size), *(three_digits(ms[backend]) for backend in ("ipc", "gloo", "copy"))]
+        for (_, size), ms in ipc_rows(("ddp_step",), 2).items()
+    ]
+    return table(["parameters", "ipc", "Gloo", "no communication"], rows)
+
+
+def ipc_others(num_ranks: int) -> str:
+    """The most that other processes took of the machine in a round."""
+    shares = [row["others"] for row in newest_result("ipc")[1]["rows"] if row["num_ranks"] == num_ranks]
+    return f"{max(shares) * 100:.0f}%"
+
+
+def ipc_demo() -> str:
+    """An epoch of the demo by backend."""
+    name, result = newest_result("ipc_demo")
+    ipc, gloo = (result["median_s"][backend] * 1e3 for backend in ("ipc", "gloo"))
+    return (
+        f"{ipc:.0f} ms with ipc and {gloo:.0f} ms with Gloo, a ratio of {gloo / ipc:.2f} (`benchmarks/results/{name}`)"
+    )
+
+
+def faults_setting() -> str:
+    """Where the faults were planted, and with which timeouts."""
+    name, result = newest_result("faults")
+    where = result["environment"]
+    loads = [cell["load"] for cell in result["cells"]]
+    return (
+        f"`benchmarks/results/{name}`: {where['num_cpus']} cores of {where['cpu']}, Ray {where['ray']}, torch {where['torch']}, "
+        f"load average {min(loads):.0f} to {max(loads):.0f}, {len(loads)} cells; {result['num_workers']} CPU workers, `start_timeout_s`, `timeout_s` and "
+        f"TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S at {result['timeout_s']:g} s"
+    )
+
+
+def faults_rows() -> dict[tuple[str, str], dict[tuple[str, str, str], Any]]:
+    """What was seen, by phase and fault, then by configuration, backend and engine."""
+    cells = newest_result("faults")[1]["cells"]
+    rows: dict[tuple[str, str], dict[tuple[str, str, str], Any]] = {}
+    for cell in sorted(cells, key=lambda cell: (_PHASES.index(cell["phase"]), _FAULTS.index(cell["fault"]))):
+        row = rows.setdefault((cell["phase"], cell["fault"]), {})
+        row[cell["config"], cell["backend"], cell["engine"]] = cell["seen"]
+    return rows
+
+
+def fault_seen(seen: Any, limit_s: float) -> str:
+    """``VerificationError, 0.3 s``: the error and the seconds from the fault to the end of ``fit()``."""
+    if seen is None:
+        return f"no end in {limit_s:g} s"
+    kind = seen["error"]["cause_class"] if seen["error"] else "trained"
+    if seen["fault_s"] is None:
+        return kind
+    return f"{kind}, {seen['fault_s']:.{0 if seen['fault_s'] >= 10 else 1}f} s"
+
+
+def faults() -> str:
+    """Error and seconds of every cell; nothing for what was not run."""
+    limit_s = newest_result("faults")[1]["limit_s"]
+    configs = (("ours", "gloo"), ("ours", "ipc"), ("stock", "gloo"))
+    keys = [(*config, engine) for config in configs for engine in ("V1", "V2")]
+    rows = [
+        [phase, fault, *(fault_seen(row[key], limit_s) if key in row else _missing(key, phase) for key in keys)]
+        for (phase, fault), row in faults_rows().items()
+    ]
+    names = [f"{backend if config == 'ours' else config} {engine}" for config, backend, engine in keys]
+    return table(["phase", "fault", *names], rows)
+
+
+def _missing(key: tuple[str, str, str], phase: str) -> str:
+    return "-" if key[0] == "stock" and phase in ("probe", "verify") else ""
+
+
+def faults_text() -> str:
+    """First line of every error of V2, ours with Gloo beside stock's."""
+    rows = []
+    for names, row in faults_rows().items():
+        seen = [row.get((config, "gloo", "V2")) for config in ("ours", "stock")]
+        rows.append([*names, *(first_line(one["error"]["cause"]) if one and one["error"] else "-" for one in seen)])
+    return table(["phase", "fault", "ours", "stock"], rows)
+
+
+def first_line(text: str) -> str:
+    """For a cell of a table, and cut where it is very long."""
+    line = text.splitlines()[0].replace("|", "\\|")
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
+
+
+TEXTS: dict[str, Callable[[], str]] = {
+    "start": start,
+    "ipc setting": ipc_setting,
+    "ipc 2 ranks": lambda: ipc_collectives(2),
+    "ipc 4 ranks": lambda: ipc_collectives(4),
+    "ipc others 2": lambda: ipc_others(2),
+    "ipc others 4": lambda: ipc_others(4),
+    "ipc ddp": ipc_ddp,
+    "ipc demo": ipc_demo,
+    "faults setting": faults_setting,
+    "faults": faults,
+    "faults text": faults_text,
+}
+
+
+def renewed(page: str) -> str:
+    """The page with the newest numbers in it."""
+    return _MARKED.sub(lambda found: f"{found[1]}{TEXTS[found[2]]()}{found[4]}", page)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 where a page is out of date"
+    )
+    check = arguments.parse_args().check
+    stale = [page for page in PAGES if renewed(page.read_text()) != page.read_text()]
+    for page in stale:
+        print(f"{page} is out of date" if check else page)
+        if not check:
+            page.write_text(renewed(page.read_text()))
+    sys.exit(1 if check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()

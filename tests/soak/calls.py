@@ -1,0 +1,51 @@
+"""What the runs under faults have a worker process do: start, train, stop, and say what it still holds."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ray_fracbackend.process_group import StartInstruction, start_worker, stop_worker
+from tests.soak.belongings import belongings
+
+# The variables of a start that worked stay for the train function, until the next one.
+_KEPT = ("rss_bytes", "children", "variables")
+
+
+def start(instruction: StartInstruction) -> None:
+    """Our start; one that fails has to leave the environment as it was."""
+    before = dict(os.environ)
+    try:
+        start_worker(instruction)
+    except BaseException:
+        assert dict(os.environ) == before, "the failed start left variables behind"
+        assert not dist.is_initialized(), "the failed start left a process group behind"
+        raise
+
+
+def train(num_steps: int, pause_s: float) -> None:
+    """Collectives with known answers: sums of a small and a large tensor, and everybody's rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(num_steps):
+        numbers = torch.full((300_000 if step % 8 == 0 else 512,), float(rank + step))
+        dist.all_reduce(numbers)
+        expected = size * (size - 1) / 2 + size * step
+        assert bool((numbers == expected).all()), f"all_reduce is wrong in step {step}"
+        gathered = [torch.zeros(1) for _ in range(size)]
+        dist.all_gather(gathered, torch.full((1,), float(rank)))
+        assert [each.item() for each in gathered] == list(range(size)), f"all_gather is wrong in step {step}"
+        time.sleep(pause_s)
+
+
+def stop() -> None:
+    """What Ray Train's shutdown does, after a failure too."""
+    stop_worker()
+
+
+def held() -> dict[str, Any]:
+    """What a process without a group still holds."""
+    return {name: number for name, number in belongings().items() if name not in _KEPT}

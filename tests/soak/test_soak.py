@@ -1,0 +1,146 @@
+"""The long runs in small: each program does its work, and sees what it is there to see."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import ray
+import torch.distributed as dist
+from net_nodes import why_not
+
+from ray_fracbackend import VerificationError
+from ray_fracbackend.ray_compat import v2_enabled
+from tests.soak import cycles, starts, trials
+from tests.soak.belongings import Samples, belongings
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is read from /proc"),
+    pytest.mark.timeout(900),
+]
+
+_ROOT = Path(__file__).parents[2]
+_FLAT = {"descriptors": [40] * 10, "threads": [7] * 10}
+
+
+def sampled(**figures: list[int]) -> Samples:
+    return Samples(list(range(20, 220, 20)), {"driver": {**_FLAT, **figures}}, threads=[["python"]] * 10)
+
+
+def test_belongings_counts_what_a_start_could_leave() -> None:
+    """A thread, a listening socket and its descriptor, shared memory, a child and a variable are each counted."""
+    before = belongings()
+    memory = os.memfd_create("ray_fracbackend_ipc")
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    os.environ["RFB_LEFT"] = "1"
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            now = belongings()
+    finally:
+        del os.environ["RFB_LEFT"]
+        os.close(memory)
+        over.set()
+        thread.join()
+        child.kill()
+        child.communicate()
+    more = {name: now[name] - before[name] for name in before if name != "rss_bytes"}
+    assert min(more.values()) >= 1, more
+    after = belongings()
+    assert {name: after[name] - before[name] for name in more} == dict.fromkeys(more, 0)
+
+
+class TestGrowth:
+    """What counts as growth."""
+
+    def test_flat_figures_and_noise_pass(self) -> None:
+        """Equal counts, single outliers and memory below its bound are no growth."""
+        found = sampled(ports=[1] * 5 + [3] + [1] * 4, rss_bytes=[10**8 + 30_000 * (i % 2) for i in range(10)])
+        assert found.judged(0, rss_bytes_per_start=2048)["grew"] == []
+
+    def test_one_descriptor_in_a_hundred_starts_is_found(self) -> None:
+        """Growth has the name of process and figure."""
+        (text,) = sampled(descriptors=[40 + i // 5 for i in range(10)]).judged(0, 2048)["grew"]
+        assert text.startswith("driver: descriptors grew from 40 to 41")
+
+    def test_memory_is_found_above_its_bound(self) -> None:
+        """Memory may grow by a bound for each start; what comes before the end of the warm-up is left out."""
+        found = sampled(rss_bytes=[0] + [10**8 + 3000 * 20 * i for i in range(9)])
+        assert len(found.judged(40, 2048)["grew"]) == 1
+        assert found.judged(40, 4096)["grew"] == []
+
+
+class TestRuns:
+    """Runs made from seeds."""
+
+    def test_a_seed_makes_one_run(self) -> None:
+        """The same seed makes the same run again; many seeds make every kind of strike in every phase."""
+        runs = [starts.StartRun.random(random.Random(seed)) for seed in range(500)]
+        assert runs == [starts.StartRun.random(random.Random(seed)) for seed in range(500)]
+        made = {(run.strike.kind, run.strike.phase, run.backend) for run in runs}
+        assert len(made) == len(starts.KINDS) * len(starts.PHASES) * 2
+        assert {len(run.nodes) for run in runs} == {2, 3, 4, 5, 6}
+
+    def test_errors_without_a_name_are_problems(self) -> None:
+        """A start may raise this package's errors alone, training those of c10d and Gloo too, and a stop none."""
+        ours, c10d, gloo = (
+            VerificationError("no"),
+            dist.DistBackendError("no"),
+            RuntimeError("Connection closed by peer"),
+        )
+        named = {phase: [starts.is_named(phase, e) for e in (ours, c10d, gloo)] for phase in starts.PHASES}
+        assert named == {"start": [True, False, False], "train": [True, True, True], "stop": [False, False, False]}
+        assert not starts.is_named("train", AssertionError("all_reduce is wrong in step 3"))
+
+
+def soak(*arguments: str) -> list[dict[str, object]]:
+    command = [sys.executable, "-m", "tests.soak", *arguments]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+@pytest.mark.net
+def test_runs_of_starts() -> None:
+    """Starts in namespaces end well or in a named error and leave nothing, as the program itself checks."""
+    if reason := why_not():
+        pytest.skip(reason)
+    runs = soak("--kind", "starts", "--runs", "3", "--seed", "5")
+    assert [run["problems"] for run in runs] == [[], [], []]
+
+
+@pytest.mark.slow
+def test_a_fit_with_a_killed_worker() -> None:
+    """A worker is killed while it trains; Ray starts the workers again and the fit ends well."""
+    (run,) = soak("--kind", "fits", "--only", "22")
+    assert run["killed"]
+    assert run["finished"]
+
+
+@pytest.mark.slow
+def test_cycles_and_trials() -> None:
+    """A few cycles and trials: every figure is sampled, and what has no warm-up does not grow."""
+    ray.init("local", num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        cycled = (cycles.with_v2 if v2_enabled() else cycles.with_v1)((6, 2, 3))
+        tried, errors = trials.trials(1, 2)
+    finally:
+        ray.shutdown()
+    assert cycled.at == [2, 4, 6]
+    assert set(cycled.figures) == {"driver", "ray", "worker 0", "worker 1"}
+    for process in ("worker 0", "worker 1"):
+        for name in ("shared_memory", "ports", "variables"):
+            assert len(set(cycled.figures[process][name][1:])) == 1, (process, name)
+    assert len(set(cycled.figures["ray"]["actors"])) == 1
+    assert errors == []
+    assert set(tried.figures) == {"driver", "ray"}

@@ -1,0 +1,105 @@
+"""Runs many trials under Ray Tune in one driver, two at once, and sees that nothing grows there.
+
+Each trial trains two workers with half of a logical GPU each. With V1 Tune is given the trainer, with V2 a function that fits
+it. The trials come in a row of tuners; the driver is looked at between those, when no trial runs.
+
+usage: [RAY_TRAIN_V2_ENABLED=0|1] python -m tests.soak.trials [--tuners 10] [--trials 20] [--out FOLDER]
+
+Writes ``trials_ENGINE_DATE.json``; exit code 1 where something grew or a trial failed.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray import train, tune
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from benchmarks.common import parser, save
+from ray_fracbackend import FracTorchConfig, get_start_report, ray_compat
+from tests.soak.belongings import Samples, belongings
+from tests.soak.cycles import of_ray, settle
+
+# Tune keeps a record of each trial as long as its results are kept, and the driver one of each task of Ray.
+RSS_BYTES_PER_TRIAL = 64 * 1024
+
+
+def train_func() -> None:
+    numbers = torch.ones(8)
+    torch.distributed.all_reduce(numbers)
+    train.report({"sum": numbers.sum().item(), "port": get_start_report().master_port})
+
+
+def make_trainer(folder: str, **run_settings: Any) -> TorchTrainer:
+    return TorchTrainer(
+        train_func,
+        scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5}),
+        torch_config=FracTorchConfig(on_missing_cuda="cpu"),
+        run_config=RunConfig(storage_path=folder, **run_settings),
+    )
+
+
+def fit_trial(config: dict[str, Any]) -> None:
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    name = tune.get_context().get_trial_id()
+    make_trainer(config["folder"], name=name, callbacks=[TuneReportCallback()]).fit()
+
+
+def tuner(num_trials: int, folder: str) -> tune.Tuner:
+    tune_config = tune.TuneConfig(num_samples=num_trials, max_concurrent_trials=2)
+    if ray_compat.v2_enabled():
+        settings = {"run_config": tune.RunConfig(storage_path=folder, verbose=0), "tune_config": tune_config}
+        return tune.Tuner(fit_trial, param_space={"folder": folder}, **settings)
+    run_config = getattr(tune, "RunConfig", train.RunConfig)(storage_path=folder, verbose=0)
+    return tune.Tuner(make_trainer(folder), tune_config=tune_config, run_config=run_config)
+
+
+def trials(num_tuners: int, num_trials: int) -> tuple[Samples, list[str]]:
+    """The samples after each tuner, and the errors of trials."""
+    samples, errors = Samples(), []
+    for number in range(1, num_tuners + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            results = tuner(num_trials, folder).fit()
+            errors += [str(result.error) for result in results if result.error]
+            errors += [
+                f"sum {result.metrics}" for result in results if not result.error and result.metrics["sum"] != 16
+            ]
+            del results
+        settle(samples)
+        samples.add(number * num_trials, {"driver": belongings(), "ray": of_ray()})
+        print(
+            f"{number * num_trials}: {samples.figures['driver']['rss_bytes'][-1] >> 20} MiB",
+            file=sys.stderr,
+            flush=True,
+        )
+    return samples, errors
+
+
+def main() -> None:
+    command_line = parser(__doc__ or "")
+    command_line.add_argument("--tuners", type=int, default=10)
+    command_line.add_argument("--trials", type=int, default=20, help="trials of each tuner; the first tuner warms up")
+    arguments = command_line.parse_args()
+    engine = "v2" if ray_compat.v2_enabled() else "v1"
+    ray.init("local", num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    started = time.monotonic()
+    samples, errors = trials(arguments.tuners, arguments.trials)
+    seconds = time.monotonic() - started
+    ray.shutdown()
+    judged = samples.judged(arguments.trials, RSS_BYTES_PER_TRIAL)
+    results = {"engine": engine, "trials": arguments.tuners * arguments.trials, "seconds": seconds, "errors": errors}
+    print(save(f"trials_{engine}", arguments.out, {**results, **judged}))
+    print("\n".join(errors + judged["grew"]) or "nothing grew")
+    raise SystemExit(bool(errors or judged["grew"]))
+
+
+if __name__ == "__main__":
+    main()
