@@ -1,6 +1,6 @@
-"""The benchmark of the ipc backend beside Gloo, a plain copy and Open MPI: measure, table, plot. Driver side, no Ray.
+"""The benchmark of the ipc backend beside Gloo, NCCL, a plain copy and Open MPI: measure, table, plot. Driver side.
 
-Open MPI is measured where ``mpirun`` and mpi4py are installed. What other processes took of the machine meanwhile is part
+Open MPI is measured where ``mpirun`` and mpi4py are installed, NCCL on CUDA devices where it takes the ranks. What other processes took of the machine meanwhile is part
 of the result.
 """
 
@@ -19,10 +19,14 @@ from typing import Any
 
 import torch
 
+from ray_fracbackend.facts import version_text
 from ray_fracbackend.ipc import bench
+from ray_fracbackend.nccl_multi_rank import multi_rank_env
+from ray_fracbackend.probe import loaded_nccl_version
+from ray_fracbackend.sharing import NCCL_MULTI_RANK
 
-LABELS = {"ipc": "ipc", "gloo": "Gloo", "open_mpi": "Open MPI", "copy": "plain copy"}
-COLORS = {"ipc": "tab:blue", "gloo": "tab:red", "open_mpi": "tab:green", "copy": "tab:gray"}
+LABELS = {"ipc": "ipc", "gloo": "Gloo", "nccl": "NCCL", "open_mpi": "Open MPI", "copy": "plain copy"}
+COLORS = {"ipc": "tab:blue", "gloo": "tab:red", "nccl": "tab:purple", "open_mpi": "tab:green", "copy": "tab:gray"}
 
 
 def measure(
@@ -31,7 +35,9 @@ def measure(
     operations: Sequence[str] = bench.OPERATIONS,
     sizes: Sequence[int] = bench.SIZES,
     rounds: int = 5,
+    starts: int = 1,
     tries: int = 8,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Measures every operation and size for each number of ranks, with a progress bar on terminals.
 
@@ -39,8 +45,10 @@ def measure(
         ranks: Numbers of processes, each measured on its own.
         operations: Of `bench.OPERATIONS`.
         sizes: Bytes of the float32 tensors.
-        rounds: How often everything is measured; medians are over all rounds.
+        rounds: How often everything is measured in one start; medians are over all rounds of all starts.
+        starts: How often the processes are started anew.
         tries: Of a case, until other processes leave the machine alone.
+        device: ``"cpu"``, or ``"cuda"`` for tensors on the CUDA devices of this machine, the ranks on them in turn.
 
     Returns:
         Plain values for JSON: date, hardware, versions, load and ``rows`` as `bench.run_benchmark` gives them.
@@ -65,16 +73,26 @@ def measure(
                 operations=operations,
                 sizes=sizes,
                 rounds=rounds,
+                starts=starts,
                 tries=tries,
-                mpirun=mpirun(num_ranks),
+                device=device,
+                nccl_env=_nccl_env(num_ranks) if device == "cuda" else None,
+                mpirun=mpirun(num_ranks) if device == "cpu" else None,
                 progress=show,
             )
     return {
         "benchmark": "ipc",
         "date": now.isoformat(timespec="seconds"),
-        "hardware": {"cpu": _cpu_model(), "cores": os.cpu_count(), "caches": _caches()},
-        "versions": _versions(),
-        "settings": {"threads_per_rank": 1, "rounds": rounds, "tries": tries, "dtype": "float32"},
+        "hardware": {"cpu": _cpu_model(), "cores": os.cpu_count(), "caches": _caches(), "gpus": _gpus(device)},
+        "versions": _versions(device),
+        "settings": {
+            "threads_per_rank": 1,
+            "rounds": rounds,
+            "starts": starts,
+            "tries": tries,
+            "dtype": "float32",
+            "device": device,
+        },
         "load_average_before": load_before,
         "load_average_after": os.getloadavg(),
         "cpu_share_of_other_processes": others(),
@@ -88,11 +106,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         key = (row["operation"], row["num_ranks"], row["num_bytes"])
         medians.setdefault(key, {})[row["backend"]] = row["median_ms"]
-    lines = [
-        f"{'operation':<15}{'ranks':>5}{'KiB':>9}" + "".join(f"{b:>11}" for b in bench.BACKENDS) + f"{'x Gloo':>9}"
-    ]
+    backends = [backend for backend in bench.BACKENDS if any(backend in by for by in medians.values())]
+    lines = [f"{'operation':<15}{'ranks':>5}{'KiB':>9}" + "".join(f"{b:>11}" for b in backends) + f"{'x Gloo':>9}"]
     for (operation, ranks, size), by_backend in sorted(medians.items()):
-        cells = "".join(f"{by_backend[b]:>11.3f}" if b in by_backend else f"{'-':>11}" for b in bench.BACKENDS)
+        cells = "".join(f"{by_backend[b]:>11.3f}" if b in by_backend else f"{'-':>11}" for b in backends)
         lines.append(f"{operation:<15}{ranks:>5}{size >> 10:>9}{cells}{by_backend['gloo'] / by_backend['ipc']:>9.1f}")
     return "\n".join(lines)
 
@@ -184,10 +201,28 @@ def mpirun(num_ranks: int) -> list[str] | None:
     return [path, *root, "-n", str(num_ranks), "--oversubscribe", "--bind-to", "none", *yielding]
 
 
-def _versions() -> dict[str, str]:
+def _nccl_env(num_ranks: int) -> dict[str, str] | None:
+    """Variables with which NCCL takes so many ranks on this machine's devices, None where it does not."""
+    num_devices = torch.cuda.device_count()
+    if num_ranks <= num_devices:
+        return {}
+    ranks_per_device = -(-num_ranks // num_devices)
+    return multi_rank_env(ranks_per_device) if (loaded_nccl_version() or ()) >= NCCL_MULTI_RANK else None
+
+
+def _gpus(device: str) -> list[str]:
+    """Names of the devices that the tensors are on."""
+    if device == "cpu":
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _versions(device: str) -> dict[str, str]:
     """Versions of everything that was measured."""
     result = {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()}
-    if mpirun(2) is not None:
+    if device == "cuda":
+        result |= {"cuda": str(torch.version.cuda), "nccl": version_text(loaded_nccl_version())}
+    elif mpirun(2) is not None:
         text = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
         result["open_mpi"] = text.splitlines()[0]
     return result

@@ -38,13 +38,16 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--stock", action="store_true", help="use Ray's own TorchConfig, to see what it does")
     demo.add_argument("--epochs", type=_positive, default=10, help="passes over the data (default 10)")
     demo.set_defaults(run=_demo)
-    bench = commands.add_parser("bench", help="measure the ipc backend beside Gloo on this machine")
+    bench = commands.add_parser(
+        "bench", help="measure the ipc backend beside Gloo, and what else there is, on this machine"
+    )
     bench.add_argument("--ranks", type=_positive, nargs="+", default=[2, 4], help="numbers of processes (default 2 4)")
     bench.add_argument("--sizes", type=_positive, nargs="+", default=None, help="bytes (default 4 KiB to 100 MiB)")
     bench.add_argument(
         "--operations", nargs="+", default=["all_reduce", "ddp_step"], help="(default all_reduce ddp_step)"
     )
     bench.add_argument("--rounds", type=_positive, default=5, help="medians are over all rounds (default 5)")
+    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default cpu)")
     bench.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     bench.add_argument(
         "--plot", type=Path, default=None, help="also draw a picture, such as bench.png (needs matplotlib)"
@@ -152,15 +155,25 @@ def _bench(options: argparse.Namespace) -> int:
     if absent:
         print(f"bench needs {', '.join(absent)}: pip install 'ray-fracbackend[bench]'", file=sys.stderr)
         return 1
+    import torch
+
     from ray_fracbackend import bench
     from ray_fracbackend.ipc.bench import OPERATIONS, SIZES
 
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: torch sees no CUDA device here; ray-fracbackend doctor says why", file=sys.stderr)
+        return 1
     unknown = [name for name in options.operations if name not in OPERATIONS]
     if unknown:
         print(f"--operations {unknown[0]}: must be one of {', '.join(OPERATIONS)}", file=sys.stderr)
         return 2
     result = bench.measure(
-        options.ranks, operations=options.operations, sizes=options.sizes or SIZES, rounds=options.rounds, tries=1
+        options.ranks,
+        operations=options.operations,
+        sizes=options.sizes or SIZES,
+        rounds=options.rounds,
+        tries=1,
+        device=options.device,
     )
     print(json.dumps(result, indent=1) if options.json else bench.table(result["rows"]))
     if options.plot:

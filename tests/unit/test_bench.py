@@ -5,8 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from ray_fracbackend import bench
 from ray_fracbackend.ipc import host_memory_support
+from ray_fracbackend.nccl_multi_rank import multi_rank_env
 
 pytestmark = pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
 
@@ -32,3 +35,28 @@ def test_unknown_operation():
     done = run("--operations", "all_reduze")
     assert done.returncode == 2
     assert "must be one of all_reduce" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine where torch sees no CUDA device")
+def test_no_device_to_measure_on():
+    """Without CUDA, --device cuda says where to look."""
+    done = run("--device", "cuda")
+    assert done.returncode == 1
+    assert "no CUDA device here; ray-fracbackend doctor" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "devices", "version", "expected"),
+    [
+        (2, 2, (2, 21, 5), {}),
+        (3, 2, (2, 29, 7), None),
+        (3, 2, None, None),
+        (3, 2, (2, 30, 7), multi_rank_env(2)),
+        (8, 1, (2, 30, 0), multi_rank_env(8)),
+    ],
+)
+def test_nccl_is_measured_where_it_takes_the_ranks(monkeypatch, ranks, devices, version, expected):
+    """A device each, or a version that lets ranks share one and its flags for the fullest device."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(bench, "loaded_nccl_version", lambda: version)
+    assert bench._nccl_env(ranks) == expected
