@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 NcclVersion = tuple[int, int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFacts:
     """One CUDA device as one worker sees it.
 
@@ -36,7 +36,7 @@ class DeviceFacts:
         return self.parent_uuid is not None or self.uuid.startswith("MIG-")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkFacts:
     """A worker's node as the network sees it, and what torch can do with it.
 
@@ -63,7 +63,7 @@ class NetworkFacts:
     name_server_silent: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFacts:
     """One worker of the job, as it found itself before any process group existed.
 

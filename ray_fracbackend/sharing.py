@@ -13,7 +13,7 @@ NCCL_COMPARES_UUID: NcclVersion = (2, 30, 7)
 NCCL_MULTI_RANK: NcclVersion = (2, 30, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShareGroup:
     """Ranks that sit on one device, or on MIG slices of one GPU that NCCL takes for one device.
 
