@@ -156,22 +156,27 @@ def scale(result: dict[str, Any], target: Path) -> None:
     for phase, color in phases.items():
         seconds = [row[phase] for row in simulated]
         axes[0].plot(workers, seconds, marker="o", markersize=4, color=color, label=phase.removesuffix("_s"))
-    for way, color in (("to", _BLUE), ("from", _ORANGE)):
-        mib = [sum(row[f"bytes_{way}_workers"].values()) / 2**20 for row in simulated]
-        axes[1].plot(workers, mib, marker="o", markersize=4, color=color, label=f"{way} the workers")
+    calls = {"probe_worker": ("probe", _GRAY), "start_worker_of_many": ("start", _ORANGE)}
+    for call, (phase, color) in calls.items():
+        for way, line in (("to", "-"), ("from", "--")):
+            mib = [row[f"bytes_{way}_workers"][call] / 2**20 for row in simulated]
+            axes[1].plot(workers, mib, line, marker="o", markersize=4, color=color, label=f"{phase}, {way} the workers")
+    rounds = ", ".join(sorted({f"{row['rounds']:g}" for row in simulated}))
     ranks = [row["num_ranks"] for row in real]
     for key, label, color in (
         ("total_s", "all ranks through", _BLUE),
         ("verification_s", "of it verification", _ORANGE),
     ):
         axes[2].plot(ranks, [row[key] for row in real], marker="o", markersize=4, color=color, label=label)
-    titles = ("driver, simulated workers", "messages, simulated workers", "real processes, Gloo")
+    titles = ("driver, simulated workers", f"messages, simulated workers; {rounds} rounds", "real processes, Gloo")
     for axis, title, unit in zip(axes, titles, ("s", "MiB", "s"), strict=True):
         axis.set(title=title, xscale="log", yscale="log", xlabel="workers", ylabel=unit)
         plain(axis.xaxis, "{:,.0f}".format)
         plain(axis.yaxis)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
+    low, high = axes[1].get_ylim()
+    axes[1].set_ylim(low, high * 100)  # room for the legend
     axes[2].set_xscale("log", base=2)
     axes[2].set(yscale="linear", ylim=(0, None))
     plain(axes[2].xaxis)
