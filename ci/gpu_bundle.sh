@@ -35,9 +35,10 @@ fetch() { # fetch TARGET REQUIREMENT...
 ray_needs=(click filelock jsonschema jsonschema-specifications referencing rpds-py attrs typing-extensions msgpack protobuf
   pyyaml requests urllib3 idna certifi charset-normalizer fsspec tensorboardX pydantic annotated-types typing-inspection)
 ours=(psutil nvidia-ml-py)
-# For its test in tests/gpu. Older releases of the hub's client need requests alone, which Ray brings.
-accelerate=(accelerate safetensors tqdm "huggingface-hub<1")
-fetch "$work/site" "ray==$ray_version" "${ray_needs[@]}" "${ours[@]}" "${accelerate[@]}"
+# For tests/gpu/gpu_libraries.py. Older releases of the hub's client need requests alone, which Ray brings.
+libraries=(accelerate safetensors tqdm "huggingface-hub<1" "transformers<5" "tokenizers<0.23" regex
+  lightning lightning-utilities torchmetrics)
+fetch "$work/site" "ray==$ray_version" "${ray_needs[@]}" "${ours[@]}" "${libraries[@]}"
 # pydantic pins pydantic-core exactly.
 core=$(sed -n 's/^Requires-Dist: pydantic-core==\([0-9.]*\).*/\1/p' "$work"/site/pydantic-*.dist-info/METADATA | head -1)
 fetch "$work/site" "pydantic-core==$core"

@@ -51,7 +51,7 @@ class Engine:
         self._num_jobs = 0
 
     def run(self, name: str, timeout_s: float = 100.0, **job: Any) -> dict[str, Any]:
-        """Runs a job of `gpu_training.JOBS`.
+        """Runs a job of `gpu_server.JOBS`.
 
         Args:
             name: The job's name.

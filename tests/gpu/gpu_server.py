@@ -1,4 +1,4 @@
-"""A process with one local Ray that runs jobs of `gpu_training`: a JSON line in on stdin, a JSON line out on stdout."""
+"""A process with one local Ray that runs jobs: a JSON line in on stdin, a JSON line out on stdout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import time
 
 import ray
 
-from tests.gpu.gpu_training import JOBS
+from tests.gpu import gpu_libraries, gpu_training
+
+JOBS = {**gpu_training.JOBS, "library": gpu_libraries.library}
 
 
 def causes(error: BaseException | None) -> list[dict[str, str]]:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from ray_fracbackend import FracTorchConfig, get_start_report
 
@@ -73,7 +72,8 @@ def losses_of_one_process(device: str) -> list[float]:
     return run_steps(Network().to(device), torch.device(device), 0, 1)
 
 
-def _tell(config: dict[str, Any], found: dict[str, Any]) -> None:
+def tell(config: dict[str, Any], found: dict[str, Any]) -> None:
+    """Leaves what this rank found for whoever runs the job."""
     folder = Path(config["out"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
@@ -89,7 +89,7 @@ def _spread_of_parameters(model: nn.Module, device: torch.device) -> float:
     return (high - low).item()
 
 
-def _state(model: nn.Module, device: torch.device) -> dict[str, Any]:
+def state_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
     """What a trained model is and runs on, and whether all ranks have the same parameters."""
     return {
         "spread": _spread_of_parameters(model, device),
@@ -107,31 +107,10 @@ def train_function(config: dict[str, Any]) -> None:
     if config.get("num_trials"):
         _meet_other_trials(Path(config["out"]), config["num_trials"])
     losses = run_steps(model, device, dist.get_rank(), dist.get_world_size(), config.get("lr", 0.5))
-    found = {"losses": losses, **_state(model, device)}
+    found = {"losses": losses, **state_of(model, device)}
     if not config["stock"]:
         found["report"] = get_start_report().to_dict()
-    _tell(config, found)
-
-
-def accelerate_function(config: dict[str, Any]) -> None:
-    """The same training by Hugging Face Accelerate, which finds the device and the ranks and deals out the batches."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-
-    torch.manual_seed(0)
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
-    network = Network()
-    whole = zip(*(batch(step, torch.device("cpu")) for step in range(NUM_STEPS)), strict=True)
-    data = TensorDataset(*map(torch.cat, whole))
-    loader = DataLoader(data, batch_size=BATCH_SIZE // dist.get_world_size())
-    model, optimizer, loader = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.5), loader)
-    losses = []
-    for inputs, labels in loader:
-        loss = nn.functional.cross_entropy(model(inputs), labels)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    _tell(config, {"losses": losses, **_state(model, accelerator.device), "report": get_start_report().to_dict()})
+    tell(config, found)
 
 
 def _meet_other_trials(out: Path, num_trials: int) -> None:
@@ -171,14 +150,15 @@ def memory_function(config: dict[str, Any]) -> None:
     dist.barrier()
     blocks.clear()
     works = works and _uses_memory(device)
-    _tell(config, {"refused_at": refused_at, "works": works})
+    tell(config, {"refused_at": refused_at, "works": works})
 
 
 def _config(job: dict[str, Any]) -> TorchConfig:
     return TorchConfig() if job.get("stock") else FracTorchConfig(**job.get("settings", {}))
 
 
-def _trainer(job: dict[str, Any], function: Any, out: str, **more: Any) -> TorchTrainer:
+def make_trainer(job: dict[str, Any], function: Any, out: str, **more: Any) -> TorchTrainer:
+    """A trainer whose workers share the GPU; the function is told ``more`` as well."""
     num_workers = job.get("num_workers", 2)
     fraction = job.get("fraction", int(10_000 / num_workers) / 10_000)
     return TorchTrainer(
@@ -192,26 +172,21 @@ def _trainer(job: dict[str, Any], function: Any, out: str, **more: Any) -> Torch
     )
 
 
-def _answers(folder: str) -> list[dict[str, Any]]:
+def answers_in(folder: str) -> list[dict[str, Any]]:
+    """What each rank told."""
     return [json.loads(path.read_text()) for path in sorted(Path(folder).rglob("rank*.json"))]
 
 
 def train(job: dict[str, Any]) -> list[dict[str, Any]]:
     """One run of `train_function`; what each rank told."""
-    _trainer(job, train_function, job["out"]).fit()
-    return _answers(job["out"])
-
-
-def accelerate(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """One run of `accelerate_function`; what each rank told."""
-    _trainer(job, accelerate_function, job["out"]).fit()
-    return _answers(job["out"])
+    make_trainer(job, train_function, job["out"]).fit()
+    return answers_in(job["out"])
 
 
 def memory(job: dict[str, Any]) -> list[dict[str, Any]]:
     """One run of `memory_function`; what each rank told."""
-    _trainer(job, memory_function, job["out"], catch=job["catch"]).fit()
-    return _answers(job["out"])
+    make_trainer(job, memory_function, job["out"], catch=job["catch"]).fit()
+    return answers_in(job["out"])
 
 
 def tune(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -223,7 +198,7 @@ def tune(job: dict[str, Any]) -> list[dict[str, Any]]:
 
     def trial(config: dict[str, Any]) -> None:
         out = f"{job['out']}/{config['lr']}"
-        _trainer(job, train_function, out, lr=config["lr"], num_trials=len(rates)).fit()
+        make_trainer(job, train_function, out, lr=config["lr"], num_trials=len(rates)).fit()
 
     Path(job["out"]).mkdir(parents=True, exist_ok=True)
     run_config = getattr(ray.tune, "RunConfig", RunConfig)(name="tune", storage_path=f"{job['out']}_storage")
@@ -231,11 +206,11 @@ def tune(job: dict[str, Any]) -> list[dict[str, Any]]:
         tuner = ray.tune.Tuner(trial, param_space={"lr": ray.tune.grid_search(rates)}, run_config=run_config)
     else:
         space = {"train_loop_config": ray.tune.grid_search([loop_config(lr) for lr in rates])}
-        tuner = ray.tune.Tuner(_trainer(job, train_function, job["out"]), param_space=space, run_config=run_config)
+        tuner = ray.tune.Tuner(make_trainer(job, train_function, job["out"]), param_space=space, run_config=run_config)
     results = tuner.fit()
     if results.errors:
         raise results.errors[0]
-    return _answers(job["out"])
+    return answers_in(job["out"])
 
 
-JOBS = {"train": train, "accelerate": accelerate, "memory": memory, "tune": tune}
+JOBS = {"train": train, "memory": memory, "tune": tune}

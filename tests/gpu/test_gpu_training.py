@@ -30,7 +30,7 @@ def expected():
     return losses_of_one_process("cuda")
 
 
-def check(answer, expected, backend, num_ranks):
+def check(answer, expected, backend, num_ranks, model="DistributedDataParallel"):
     """Every rank trained on the GPU with the backend, to the expected losses, and all have the same parameters."""
     told = "\n".join(error["text"] for error in answer["errors"])
     if backend == "ipc" and "the ipc backend cannot be used" in told:
@@ -38,12 +38,11 @@ def check(answer, expected, backend, num_ranks):
     assert answer["errors"] == []
     ranks = answer["ranks"]
     assert len(ranks) == num_ranks
-    assert {(rank["backend"], rank["device"], rank["model"]) for rank in ranks} == {
-        (backend, "cuda:0", "DistributedDataParallel")
-    }
+    assert {(rank["backend"], rank["device"], rank["model"]) for rank in ranks} == {(backend, "cuda:0", model)}
     for rank in ranks:
         assert rank["losses"] == pytest.approx(expected, rel=1e-4)
-        assert rank["spread"] == 0
+        if model != "FullyShardedDataParallel":  # else each rank has its part of the parameters
+            assert rank["spread"] == 0
         assert [group["ranks"] for group in rank["report"]["plan"]["share_groups"]] == [list(range(num_ranks))]
 
 
@@ -78,11 +77,24 @@ def test_auto(engines, expected):
     assert answer["ranks"][0]["losses"] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate; ci/gpu_bundle.sh packs it")
-def test_accelerate(engines, expected):
-    """Accelerate trains on the shared GPU to the same losses: LOCAL_RANK 1 is no index of a device there."""
-    answer = engines("v2").run("accelerate", settings={"on_shared_device": "gloo"})
-    check(answer, expected, "gloo", 2)
+def needs(library):
+    return pytest.mark.skipif(find_spec(library) is None, reason=f"needs {library}; ci/gpu_bundle.sh packs it")
+
+
+@pytest.mark.parametrize(
+    ("library", "strategy", "backend", "model"),
+    [
+        pytest.param("accelerate", None, "gloo", "DistributedDataParallel", marks=needs("accelerate")),
+        pytest.param("transformers", None, "gloo", "DistributedDataParallel", marks=needs("transformers")),
+        pytest.param("lightning", "ddp", "gloo", "DistributedDataParallel", marks=needs("lightning")),
+        pytest.param("lightning", "fsdp", "ipc", "FullyShardedDataParallel", marks=needs("lightning")),
+    ],
+)
+def test_libraries(engines, expected, library, strategy, backend, model):
+    """Each trains on the shared GPU to the same losses: LOCAL_RANK 1 is no index of a device there."""
+    settings = {"on_shared_device": backend}
+    answer = engines("v2").run("library", settings=settings, library=library, strategy=strategy)
+    check(answer, expected, backend, 2, model)
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
