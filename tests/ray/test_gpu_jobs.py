@@ -1,4 +1,4 @@
-"""The jobs of the GPU tests on CPU workers: the harness works; Gloo, ipc, Accelerate and Tune train to the same losses."""
+"""The jobs of the GPU tests on CPU workers: the harness works; Gloo, ipc, Tune and the libraries train to the same losses."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def test_same_losses(engine, expected):
         assert all(rank["losses"] == pytest.approx(expected, rel=1e-4) for rank in answer["ranks"])
 
 
-def test_accelerate(engine, expected):
-    """Accelerate finds the ranks by itself, and they train to the losses of one process."""
-    answer = engine.run("accelerate", timeout_s=_BOUND_S, settings=SETTINGS)
+@pytest.mark.parametrize("library", ["accelerate", "transformers", "lightning"])
+def test_libraries(engine, expected, library):
+    """Each finds the ranks by itself, and they train to the losses of one process."""
+    answer = engine.run("library", timeout_s=_BOUND_S, settings=SETTINGS, library=library, strategy="ddp")
     assert answer["errors"] == []
     found = [(rank["model"], rank["device"], rank["spread"]) for rank in answer["ranks"]]
     assert found == [("DistributedDataParallel", "cpu", 0.0)] * 2
