@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import psutil
-import torch  # noqa: F401  imported once here, so that forked children need not
+import torch  # imported once here, so that forked children need not
 
 
 def free_port() -> int:
@@ -80,6 +80,8 @@ def run_processes(function: Any, num_processes: int, *args: Any, timeout_s: floa
 
 
 def _call(answers: Any, function: Any, rank: int, num_processes: int, port: int, args: tuple[Any, ...]) -> None:
+    # A thread pool that torch made in the parent is not there after the fork: a parallel region would wait for it for ever.
+    torch.set_num_threads(1)
     try:
         value = function(rank, num_processes, port, *args)
     except Exception as error:

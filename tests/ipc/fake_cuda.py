@@ -317,6 +317,12 @@ _names: dict[int, ArenaName] = {}
 released: list[bool] = []
 
 
+def close_names() -> None:
+    """Closes what another process could attach to, where ranks were threads and no process was."""
+    while _names:
+        os.close(_names.popitem()[1].fd)
+
+
 class _AfterStream:
     """A Gloo group that, as with CUDA tensors, begins when the current stream has come that far."""
 

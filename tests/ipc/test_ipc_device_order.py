@@ -94,7 +94,10 @@ def program(ranks: Ranks, rank: int, seed: int) -> list[tuple[torch.Tensor, floa
 def wrong_results(num_ranks: int, plan: ReductionPlan, seed: int) -> int:
     """Run a program on all ranks with the device held back, let it go, count wrong tensors; -1 if it gets stuck."""
     with contextlib.closing(FakeGpu(seed)) as gpu:
-        return run_program(gpu, num_ranks, plan, seed)
+        try:
+            return run_program(gpu, num_ranks, plan, seed)
+        finally:
+            fake_cuda.close_names()
 
 
 def run_program(gpu: FakeGpu, num_ranks: int, plan: ReductionPlan, seed: int) -> int:

@@ -11,7 +11,6 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from ray_fracbackend import SharedDeviceError, VerificationError, VerificationResult, verify_process_group
@@ -21,7 +20,6 @@ from tests.unit.test_nccl_words import DUPLICATE, torch_text
 
 
 def init(rank, world_size, port):
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
