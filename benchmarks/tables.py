@@ -79,7 +79,7 @@ def ipc_setting() -> str:
     mpi = f", {versions['open_mpi'].split('(')[-1].replace(')', '')}" if "open_mpi" in versions else ""
     return (
         f"`benchmarks/results/{name}`: {hardware['cores']} cores of {hardware['cpu']}, torch {versions['torch']}{mpi}, "
-        f"{result['settings']['dtype']}, {result['settings']['rounds']} rounds"
+        f"{result['settings']['dtype']}, {result['settings']['starts']} starts of {result['settings']['rounds']} rounds"
     )
 
 
