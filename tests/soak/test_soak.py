@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -102,7 +103,7 @@ class TestRuns:
         assert not starts.is_named("train", AssertionError("all_reduce is wrong in step 3"))
 
 
-def soak(*arguments: str) -> list[dict[str, object]]:
+def soak(*arguments: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "tests.soak", *arguments]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -117,6 +118,18 @@ def test_runs_of_starts() -> None:
         pytest.skip(reason)
     runs = soak("--kind", "starts", "--runs", "3", "--seed", "5")
     assert [run["problems"] for run in runs] == [[], [], []]
+
+
+@pytest.mark.slow
+@pytest.mark.net
+def test_a_rank_that_a_stopped_one_keeps_waiting() -> None:
+    """Rank 0, which has the store, is stopped as the start begins: the driver would end rank 1, and all start anew."""
+    if reason := why_not():
+        pytest.skip(reason)
+    (run,) = soak("--kind", "starts", "--only", "563925448")
+    assert run["problems"] == []
+    assert "good" not in run["answers"][0]["start"]
+    assert set(run["answers"][1]["start"]) == {"good"}
 
 
 @pytest.mark.slow
