@@ -3,13 +3,17 @@
 Each trial trains two workers with half of a logical GPU each. With V1 Tune is given the trainer, with V2 a function that fits
 it. The trials come in a row of tuners; the driver is looked at between those, when no trial runs.
 
-usage: [RAY_TRAIN_V2_ENABLED=0|1] python -m tests.soak.trials [--tuners 10] [--trials 20] [--out FOLDER]
+usage: [RAY_TRAIN_V2_ENABLED=0|1] python -m tests.soak.trials [--tuners 10] [--trials 20] [--stock] [--out FOLDER]
+
+``--stock`` takes Ray's own TorchConfig: what grows then too is not ours.
+
 
 Writes ``trials_ENGINE_DATE.json``; exit code 1 where something grew or a trial failed.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -20,7 +24,7 @@ import ray.train
 import torch
 from ray import train, tune
 from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 
 from benchmarks.common import parser, save
 from ray_fracbackend import FracTorchConfig, get_start_report, ray_compat
@@ -31,17 +35,19 @@ from tests.soak.cycles import of_ray, settle
 RSS_BYTES_PER_TRIAL = 64 * 1024
 
 
-def train_func() -> None:
+def train_func(config: dict[str, Any]) -> None:
     numbers = torch.ones(8)
     torch.distributed.all_reduce(numbers)
-    train.report({"sum": numbers.sum().item(), "port": get_start_report().master_port})
+    port = int(os.environ["MASTER_PORT"]) if config["stock"] else get_start_report().master_port
+    train.report({"sum": numbers.sum().item(), "port": port})
 
 
-def make_trainer(folder: str, **run_settings: Any) -> TorchTrainer:
+def make_trainer(folder: str, stock: bool, **run_settings: Any) -> TorchTrainer:
     return TorchTrainer(
         train_func,
+        train_loop_config={"stock": stock},
         scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5}),
-        torch_config=FracTorchConfig(on_missing_cuda="cpu"),
+        torch_config=TorchConfig(backend="gloo") if stock else FracTorchConfig(on_missing_cuda="cpu"),
         run_config=RunConfig(storage_path=folder, **run_settings),
     )
 
@@ -50,24 +56,24 @@ def fit_trial(config: dict[str, Any]) -> None:
     from ray.tune.integration.ray_train import TuneReportCallback
 
     name = tune.get_context().get_trial_id()
-    make_trainer(config["folder"], name=name, callbacks=[TuneReportCallback()]).fit()
+    make_trainer(config["folder"], config["stock"], name=name, callbacks=[TuneReportCallback()]).fit()
 
 
-def tuner(num_trials: int, folder: str) -> tune.Tuner:
+def tuner(num_trials: int, folder: str, stock: bool) -> tune.Tuner:
     tune_config = tune.TuneConfig(num_samples=num_trials, max_concurrent_trials=2)
     if ray_compat.v2_enabled():
         settings = {"run_config": tune.RunConfig(storage_path=folder, verbose=0), "tune_config": tune_config}
-        return tune.Tuner(fit_trial, param_space={"folder": folder}, **settings)
+        return tune.Tuner(fit_trial, param_space={"folder": folder, "stock": stock}, **settings)
     run_config = getattr(tune, "RunConfig", train.RunConfig)(storage_path=folder, verbose=0)
-    return tune.Tuner(make_trainer(folder), tune_config=tune_config, run_config=run_config)
+    return tune.Tuner(make_trainer(folder, stock), tune_config=tune_config, run_config=run_config)
 
 
-def trials(num_tuners: int, num_trials: int) -> tuple[Samples, list[str]]:
+def trials(num_tuners: int, num_trials: int, stock: bool = False) -> tuple[Samples, list[str]]:
     """The samples after each tuner, and the errors of trials."""
     samples, errors = Samples(), []
     for number in range(1, num_tuners + 1):
         with tempfile.TemporaryDirectory() as folder:
-            results = tuner(num_trials, folder).fit()
+            results = tuner(num_trials, folder, stock).fit()
             errors += [str(result.error) for result in results if result.error]
             errors += [
                 f"sum {result.metrics}" for result in results if not result.error and result.metrics["sum"] != 16
@@ -87,16 +93,17 @@ def main() -> None:
     command_line = parser(__doc__ or "")
     command_line.add_argument("--tuners", type=int, default=10)
     command_line.add_argument("--trials", type=int, default=20, help="trials of each tuner; the first tuner warms up")
+    command_line.add_argument("--stock", action="store_true", help="Ray's own TorchConfig")
     arguments = command_line.parse_args()
     engine = "v2" if ray_compat.v2_enabled() else "v1"
     ray.init("local", num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     started = time.monotonic()
-    samples, errors = trials(arguments.tuners, arguments.trials)
+    samples, errors = trials(arguments.tuners, arguments.trials, arguments.stock)
     seconds = time.monotonic() - started
     ray.shutdown()
     judged = samples.judged(arguments.trials, RSS_BYTES_PER_TRIAL)
     results = {"engine": engine, "trials": arguments.tuners * arguments.trials, "seconds": seconds, "errors": errors}
-    print(save(f"trials_{engine}", arguments.out, {**results, **judged}))
+    print(save(f"trials_{engine}{'_stock' if arguments.stock else ''}", arguments.out, {**results, **judged}))
     print("\n".join(errors + judged["grew"]) or "nothing grew")
     raise SystemExit(bool(errors or judged["grew"]))
 
