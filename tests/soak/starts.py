@@ -220,7 +220,7 @@ class _Played:
         return text
 
     def _may_hang(self, phase: str, answer: Any) -> bool:
-        """torch's store client and Gloo's handshake wait without a limit for a stopped process, whose kernel accepts."""
+        """torch's store client waits without a limit for a stopped process, whose kernel accepts."""
         stopped = self._run.strike.kind == "stop" and bool(self._struck)
         return phase == "start" and isinstance(answer, TimeoutError) and stopped
 
