@@ -12,7 +12,7 @@ import ray
 
 from tests.gpu import gpu_libraries, gpu_training
 
-JOBS = {**gpu_training.JOBS, "library": gpu_libraries.library}
+JOBS = {**gpu_training.JOBS, **gpu_libraries.JOBS}
 
 
 def causes(error: BaseException | None) -> list[dict[str, str]]:
