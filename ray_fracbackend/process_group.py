@@ -28,7 +28,11 @@ from ray_fracbackend.name_lookups import kept_short
 from ray_fracbackend.nccl_words import cause_of, refusal_in, refused_ranks
 from ray_fracbackend.network import check_gloo_device, route_interface
 from ray_fracbackend.rendezvous import WorkerRendezvous
+from ray_fracbackend.store_limit import limited
 from ray_fracbackend.verify import VerificationResult, verify_process_group
+
+# After a start's time is over, for c10d and Gloo to end by themselves; the driver waits longer for the answer.
+_SILENCE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +82,20 @@ def start_worker(instruction: StartInstruction) -> VerificationResult | None:
     """
     deadline = time.monotonic() + instruction.budget_s
     before = dict(os.environ)
+    meeting = instruction.rendezvous
     try:
         stop_worker()  # what a failed attempt in this process may have left
         environment.clear()
-        _prepare(instruction)
-        _check_network(instruction, deadline)
-        with kept_short(instruction.rendezvous.short_lookups):
-            _init_process_group(instruction)
-        result = None
-        if instruction.verify:
-            left_s = max(deadline - time.monotonic(), 0.001)
-            result = verify_process_group(device=instruction.device, timeout_s=left_s)
-            _check_memory(instruction)
-        _set_group_timeout(instruction)
+        with limited(meeting.master_addr, meeting.master_port, instruction.budget_s + _SILENCE_S):
+            _prepare(instruction)
+            _check_network(instruction, deadline)
+            with kept_short(meeting.short_lookups):
+                _init_process_group(instruction, deadline)
+            result = None
+            if instruction.verify:
+                result = verify_process_group(device=instruction.device, timeout_s=_left_s(deadline))
+                _check_memory(instruction)
+            _set_group_timeout(instruction)
         report.publish(instruction.report, result)
         return result
     except BaseException as error:
@@ -169,17 +174,19 @@ def _check_network(instruction: StartInstruction, deadline: float) -> None:
     if rendezvous.check_device:
         check_gloo_device(os.environ.get(IFNAME))
     if rendezvous.check_reachable:
-        left_s = max(deadline - time.monotonic(), 0.001)
-        store.check_reachable(rendezvous.master_addr, rendezvous.master_port, min(store.REACH_S, left_s))
+        store.check_reachable(rendezvous.master_addr, rendezvous.master_port, min(store.REACH_S, _left_s(deadline)))
 
 
-def _init_process_group(instruction: StartInstruction) -> None:
+def _left_s(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)
+
+
+def _init_process_group(instruction: StartInstruction, deadline: float) -> None:
     if instruction.backend == "ipc":
         import ray_fracbackend.ipc  # noqa: F401  registers the backend
-    budget = timedelta(seconds=instruction.budget_s)
     with _named("meeting the other ranks", instruction):
-        url = instruction.rendezvous.init_url
-        common, _, _ = next(iter(torch_rendezvous(url, instruction.rank, instruction.world_size, timeout=budget)))
+        url, left = instruction.rendezvous.init_url, timedelta(seconds=_left_s(deadline))
+        common, _, _ = next(iter(torch_rendezvous(url, instruction.rank, instruction.world_size, timeout=left)))
     with _named(f"creating the {instruction.backend} process group", instruction, GroupFormationError):
         dist.init_process_group(
             instruction.backend,
@@ -187,7 +194,7 @@ def _init_process_group(instruction: StartInstruction) -> None:
             store=PrefixStore("default_pg", common),
             rank=instruction.rank,
             world_size=instruction.world_size,
-            timeout=budget if _connects_at_init(instruction) else timedelta(seconds=instruction.timeout_s),
+            timeout=timedelta(seconds=_left_s(deadline) if _connects_at_init(instruction) else instruction.timeout_s),
         )
     common.set_timeout(timedelta(seconds=instruction.timeout_s))
 
