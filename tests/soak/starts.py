@@ -209,20 +209,10 @@ class _Played:
             return "good"
         if rank in self._struck:
             return "struck"
-        if self._may_hang(phase, answer):
-            # As the driver does after a failed start, which it has named by then (ray_compat.release_workers).
-            self._workers[rank].kill()
-            self._struck.add(rank)
-            return "ended by the driver"
         text = f"{type(answer).__name__}: {str(answer)[:300]}"
         if not self._has_struck or not is_named(phase, answer):
             self.problems.append(f"attempt {len(self.answers)}, {phase}, rank {rank}: {text}")
         return text
-
-    def _may_hang(self, phase: str, answer: Any) -> bool:
-        """torch's store client waits without a limit for a stopped process, whose kernel accepts."""
-        stopped = self._run.strike.kind == "stop" and bool(self._struck)
-        return phase == "start" and isinstance(answer, TimeoutError) and stopped
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         timer = threading.Timer(seconds, action)
