@@ -1,9 +1,14 @@
-"""How long the decision takes for 1,000, 10,000 and 100,000 made-up workers. usage: python benchmarks/planning.py"""
+"""How long the decision takes for 1,000 to 300,000 made-up workers, and how much of that Python's garbage collector takes.
+
+usage: python benchmarks/planning.py [--out FOLDER]
+"""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
+from typing import Any
 
 from common import parser, save
 
@@ -12,6 +17,7 @@ from ray_fracbackend.options import StartOptions
 from ray_fracbackend.plan import plan_start
 
 _GPUS_PER_NODE = 8
+_REPEATS = 9
 
 
 def made_up_workers(num_workers: int, ranks_per_gpu: int) -> list[WorkerFacts]:
@@ -40,17 +46,34 @@ def made_up_workers(num_workers: int, ranks_per_gpu: int) -> list[WorkerFacts]:
     return workers
 
 
+class CollectorTime:
+    """Counts the seconds that garbage collections take, while it is among ``gc.callbacks``."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def __call__(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._began
+
+
 def main() -> None:
     arguments = parser(__doc__ or "").parse_args()
     rows = []
     for ranks_per_gpu in (1, 2):
-        for num_workers in (1_000, 10_000, 100_000):
+        for num_workers in (1_000, 10_000, 100_000, 300_000):
             workers = made_up_workers(num_workers, ranks_per_gpu)
             seconds = []
-            for _ in range(9):
+            collector = CollectorTime()
+            gc.callbacks.append(collector)
+            for _ in range(_REPEATS):
                 started = time.perf_counter()
                 plan = plan_start(workers, StartOptions())
                 seconds.append(time.perf_counter() - started)
+            gc.callbacks.remove(collector)
             median_s = statistics.median(seconds)
             rows.append(
                 {
@@ -59,6 +82,8 @@ def main() -> None:
                     "backend": plan.backend,
                     "median_s": median_s,
                     "min_s": min(seconds),
+                    "mean_s": statistics.mean(seconds),
+                    "mean_gc_s": collector.seconds / _REPEATS,
                 }
             )
             print(f"{num_workers:>7} workers, {ranks_per_gpu} a GPU: {median_s * 1e3:8.2f} ms", flush=True)

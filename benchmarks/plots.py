@@ -78,25 +78,31 @@ def dots(axis: Any, x: float, values: Sequence[float], color: str, label: str | 
     axis.plot([x] * len(values), values, "o", color=color, markersize=3.5, alpha=0.45, markeredgewidth=0)
     median = statistics.median(values)
     axis.plot([x - 0.07, x + 0.07], [median] * 2, color=color, linewidth=2.2, label=label)
-    axis.annotate(f"{median:.0f}", (x + 0.085, median), color=color, fontsize=7.5, va="center")
+    axis.annotate(f"{median:.{0 if median >= 30 else 1}f}", (x + 0.085, median), color=color, fontsize=7.5, va="center")
 
 
 def start(result: dict[str, Any], target: Path) -> None:
-    """Milliseconds of on_start over workers, in new processes and on the same ones again."""
-    kinds = {"new processes": "in new processes, as Ray Train makes them", "same workers": "again on the same workers"}
-    figure, axes = plt.subplots(1, 2, figsize=(7.6, 3.3), sharey=True)
-    for axis, (kind, title) in zip(axes, kinds.items(), strict=True):
+    """Milliseconds of on_start over workers, in new processes and on the same ones again; seconds until training."""
+    kinds = {
+        "new processes": ("in new processes, as Ray Train makes them", 1e3),
+        "same workers": ("again on the same workers", 1e3),
+        "until training": ("from fit() to the train function", 1),
+    }
+    figure, axes = plt.subplots(1, len(kinds), figsize=(11.4, 3.3))
+    axes[1].sharey(axes[0])
+    for axis, (kind, (title, factor)) in zip(axes, kinds.items(), strict=True):
         rows = result["rows"][kind]
         for x, row in enumerate(rows):
             for number, (name, seconds) in enumerate(row["seconds"].items()):
                 label, color = _STARTS[name]
                 place = x + (number - (len(row["seconds"]) - 1) / 2) * 0.9 / len(row["seconds"])
-                dots(axis, place, [value * 1e3 for value in seconds], color, None if x else label)
-        axis.set(title=title, yscale="log", xlabel="workers", xlim=(-0.6, len(rows) - 0.4))
+                dots(axis, place, [value * factor for value in seconds], color, None if x else label)
+        axis.set(title=title, xlabel="workers", xlim=(-0.6, len(rows) - 0.4))
         axis.set_xticks(range(len(rows)), [str(row["num_workers"]) for row in rows])
         axis.grid(axis="y", alpha=0.3)
-    axes[0].set_ylabel("on_start, ms")
+    axes[0].set(ylabel="on_start, ms", yscale="log")
     plain(axes[0].yaxis)
+    axes[2].set(ylabel="time, s", ylim=(0, None))
     figure.legend(*axes[1].get_legend_handles_labels(), loc="upper center", ncol=3, fontsize=8)
     told = f"Ray Train {result['engine'].upper()}, CPU workers, Gloo; dots: {result['num_starts']} starts each, line: median"
     save(figure, target, result, told, top=0.93)
