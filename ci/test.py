@@ -42,7 +42,8 @@ def main() -> None:
     install(python, "--editable", ".[test]")
     os.environ.setdefault("RES_OPTIONS", RESOLVER)
     pytest = [python, "-m", "pytest", *([] if quick else ["-m", ""]), *arguments]
-    run(*pytest, "-n", "2", "--dist", "loadfile", RAY_TRAIN_V2_ENABLED="1")
+    # In the order of collection: sorted by their number of tests, files with a few long ones would come last.
+    run(*pytest, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", RAY_TRAIN_V2_ENABLED="1")
     run(*pytest, *ENGINE_TESTS, RAY_TRAIN_V2_ENABLED="0")
     run(*pytest, *SMOKE, PYTHONPATH=str(install_lowest(python)), RAY_TRAIN_V2_ENABLED="0")
     run(*pytest, "upstream/tests", RAY_TRAIN_V2_ENABLED="1")

@@ -36,6 +36,7 @@ def run(cells):
     return answers
 
 
+@pytest.mark.slow
 def test_a_few_faults():
     """A wrong answer, and a rank killed in training and on its way to the others: there V2 starts the workers again."""
     error = run(_FEW)[_KILLED]["error"]

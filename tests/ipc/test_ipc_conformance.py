@@ -8,7 +8,7 @@ import torch
 from ipc_harness import run_ranks, values
 from ipc_table import SMALL_CHUNKS, whole_table
 
-WORLD_SIZES = [1, 2, 3, 4, 7]
+WORLD_SIZES = [1, 2, 3, 4, pytest.param(7, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("size", WORLD_SIZES)

@@ -132,6 +132,7 @@ def test_a_killed_rank_is_reported_by_every_other_collective(name: str) -> None:
     check_signal(name, "kill", 20.0, {"PeerLostError", "GroupPoisonedError"}, ASYNC)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_reported_at_every_phase() -> None:
     """Both survivors raise when the deadline has passed."""
     check_signal("all_reduce", "stop", 2.0, {"CollectiveTimeoutError", "GroupPoisonedError"}, ASYNC)

@@ -22,6 +22,7 @@ def test_demo():
     assert float(done.stdout.rsplit("accuracy ", 1)[1]) > 0.9
 
 
+@pytest.mark.slow
 def test_stock_demo_fails_without_gpus():
     """--stock shows what Ray's own TorchConfig does on the same cluster."""
     torch = pytest.importorskip("torch")

@@ -158,6 +158,7 @@ class TestGoodPath:
             (1, "start_worker_of_many"),
         ]
 
+    @pytest.mark.slow
     def test_instructions_do_not_grow_with_the_job(self, make_group):
         """A worker is sent its own instruction, never the facts of all others, and answers without the times of all others."""
         sizes, answers = {}, {}

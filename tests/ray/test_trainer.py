@@ -69,6 +69,7 @@ def look_around(config):
     ray.train.report({"done": 1})
 
 
+@pytest.mark.slow
 def test_same_as_stock_where_nothing_is_shared(tmp_path):
     """A CPU job has the same environment, backend, timeout and model wrapping as under TorchConfig."""
     found = {}
@@ -92,6 +93,7 @@ def test_getting_started_script(tmp_path):
     assert "loaded the model of epoch 2" in done.stdout
 
 
+@pytest.mark.slow
 def test_stock_fails_on_logical_gpus(tmp_path):
     """What the script does under TorchConfig on the same cluster: the reason why this package exists."""
     with pytest.raises(TRAINING_FAILED) as caught:
