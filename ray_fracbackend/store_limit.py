@@ -39,7 +39,9 @@ def limited(address: str, port: int, after_s: float) -> Iterator[None]:
             with connections that are closed.
     """
     closed: list[int] = []
-    timer = threading.Timer(after_s, lambda: closed.append(close_connections(address, port)))
+    timer = threading.Timer(
+        min(after_s, threading.TIMEOUT_MAX), lambda: closed.append(close_connections(address, port))
+    )
     timer.daemon = True
     timer.start()
     where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -81,6 +81,15 @@ def test_in_time_nothing_is_closed(server: tuple[int, int]) -> None:
     assert store.get("there") == b"1"
 
 
+def test_a_time_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds beyond what a thread can wait for are as good as none."""
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with limited("127.0.0.1", 1, 1e12):
+        time.sleep(0.1)
+    assert raised == []
+
+
 def test_an_end_after_the_time_is_an_error(server: tuple[int, int]) -> None:
     """A body that ends well too late must not go on with a store that is closed."""
     _, port = server
