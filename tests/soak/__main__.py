@@ -17,11 +17,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 from net_faults import network
 from net_nodes import Node, why_not
 from net_nodes import run as run_command
@@ -54,7 +55,7 @@ class Soak:
 
     def play(self, kind: str, seed: int) -> dict[str, Any]:
         """One run, made from its seed."""
-        rng, before, started = random.Random(seed), shared_files(), time.monotonic()
+        rng, before, since, started = random.Random(seed), shared_files(), time.time(), time.monotonic()
         self._num_runs += 1
         run = fits.FitRun.random(rng) if kind == "fits" else starts.StartRun.random(rng)
         try:
@@ -62,7 +63,7 @@ class Soak:
         except Exception as error:
             found = {"problems": [f"{type(error).__name__}: {error}"]}
         end = time.monotonic() + _VANISH_S
-        while (left := shared_files() - before) and time.monotonic() < end:
+        while (left := left_files(before, since)) and time.monotonic() < end:
             time.sleep(0.05)
         found["problems"] += [f"/dev/shm/{name} is left" for name in left]
         seconds = round(time.monotonic() - started, 2)
@@ -87,6 +88,26 @@ class Soak:
 def shared_files() -> set[str]:
     """Names in /dev/shm."""
     return set(os.listdir("/dev/shm"))
+
+
+def left_files(before: set[str], since: float) -> set[str]:
+    """Names in /dev/shm that were not there before, without those of other programs.
+
+    Args:
+        before: The names before.
+        since: When that was, by ``time.time()``. What a process that began earlier has mapped is its own, unless it is this
+            one or below it.
+    """
+    left = shared_files() - before
+    if not left:
+        return left
+    this = psutil.Process()
+    ours = {this.pid, *(child.pid for child in this.children(recursive=True))}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid not in ours and process.create_time() < since:
+                left -= {Path(each.path).name for each in process.memory_maps() if each.path.startswith("/dev/shm/")}
+    return left
 
 
 def arguments() -> argparse.Namespace:
