@@ -117,7 +117,9 @@ def test_groups_that_come_and_go_free_their_memory() -> None:
         assert released.count(False) >= 3, rank
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_to_all"])
+@pytest.mark.parametrize(
+    "name", ["all_reduce", *(pytest.param(name, marks=pytest.mark.slow) for name in ("broadcast", "all_to_all"))]
+)
 def test_a_killed_rank_is_reported_at_every_phase(name: str) -> None:
     """As in host memory: both survivors raise at once, and leave without waiting for the device."""
     check_signal(name, "kill", 20.0, {"PeerLostError", "GroupPoisonedError"}, ASYNC)

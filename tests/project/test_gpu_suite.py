@@ -139,7 +139,12 @@ in_rank(body)
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [("end", None), ("raise", "rank 1: .*the reason"), ("hang", r"ranks \[0, 1\] did not end")]
+    ("how", "expected"),
+    [
+        ("end", None),
+        ("raise", "rank 1: .*the reason"),
+        pytest.param("hang", r"ranks \[0, 1\] did not end", marks=pytest.mark.slow),
+    ],
 )
 def test_a_case_of_a_benchmark_is_bounded(tmp_path, how, expected):
     """Rows that were told are kept, a failure or a hang has its reason, and no rank is left."""

@@ -11,6 +11,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
+@pytest.mark.slow
 def test_demo():
     """It prints share map, choice, figures and epochs, ends above 0.9, and loads rank 0's checkpoint back."""
     done = run("demo")

@@ -55,6 +55,7 @@ def train_accelerate(config):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
 def test_accelerate(backend, tmp_path):
     """A plain Accelerator() is distributed, on the CPU, over our group; its ranks and a single process agree."""
     _, told = fit(train_accelerate, tmp_path, backend)

@@ -46,6 +46,7 @@ def train_by_both_strategies(config):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
 def test_lightning(backend, tmp_path, single):
     """Under RayDDPStrategy ranks, checkpoint and a single process agree; RayFSDPStrategy reaches torch, which wants a GPU."""
     result, told = fit(train_by_both_strategies, tmp_path, backend, **CONFIG)

@@ -89,6 +89,7 @@ def test_configs_that_are_no_torch_config_stay(replaced):
         assert (trainer.backend_config if v2_enabled() else trainer._backend_config) is config
 
 
+@pytest.mark.slow
 def test_settings_reach_the_start(tmp_path):
     """Without --on-missing-cuda the same script ends with our error, which names the cause, and with exit code 1."""
     if torch.cuda.is_available():
@@ -110,6 +111,7 @@ def test_trainers_in_a_tune_function(tmp_path):
 
 
 @needs_v2
+@pytest.mark.slow
 def test_callback_alone(tmp_path):
     """With the two variables set, plain python trains with FracTorchConfig: no change of script or command."""
     done = run(

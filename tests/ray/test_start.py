@@ -194,6 +194,7 @@ class TestGoodPath:
         start(pair, timeout_s=77)
         assert {state["timeout_s"] for state in pair.execute(group_state)} == {77.0}
 
+    @pytest.mark.slow
     def test_several_groups_side_by_side(self, make_group):
         """Two groups of one driver get ports of their own: nothing of a run is kept on the backend."""
         one, two = make_group(2), make_group(2)
@@ -302,7 +303,9 @@ class TestFailures:
         assert not isinstance(error, RayActorError)
         assert error.ranks == (2,)
 
-    @pytest.mark.parametrize("step", ["_init_process_group", "verify_process_group"])
+    @pytest.mark.parametrize(
+        "step", [pytest.param("_init_process_group", marks=pytest.mark.slow), "verify_process_group"]
+    )
     def test_rank_that_hangs_during_start(self, make_group, step):
         """A worker that stops in the middle is the one that is named, not those that wait for it."""
         group = make_group(3)

@@ -86,6 +86,7 @@ def test_same_as_stock_where_nothing_is_shared(tmp_path):
     assert found["ours"][1]["env"]["RANK"] == "1"
 
 
+@pytest.mark.slow
 def test_getting_started_script(tmp_path):
     """The script of Ray's documentation trains on logical half GPUs with our config swapped in, and its checkpoint loads."""
     done = run_example("fashion_mnist_like.py", tmp_path)
