@@ -126,7 +126,10 @@ class _Start:
             told = self._located(explain_failure(error, plan, self.workers), report)
             if told is error:
                 raise  # an error that is its own cause would send V1 round in circles
-            raise told from error
+            try:
+                raise told from error
+            finally:
+                del told  # as in raise_for_engine
         self._seconds["start"] = time.monotonic() - started
         return self._finish(replace(report, verification=results[0], seconds=self._seconds))
 

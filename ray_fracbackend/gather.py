@@ -201,6 +201,10 @@ def _blamed(failures: dict[int, BaseException]) -> list[int]:
 
 def raise_for_engine(error: BaseException, worker_group: Any) -> NoReturn:
     """Raises the error of a failed start as the group's engine of Ray Train has to see it, to restart lost workers."""
-    if isinstance(error, WorkerDiedError) and restarts_lost_workers(worker_group):
-        raise LostWorkerError(str(error), ranks=error.ranks) from error
-    raise error
+    try:
+        if isinstance(error, WorkerDiedError) and restarts_lost_workers(worker_group):
+            raise LostWorkerError(str(error), ranks=error.ranks) from error
+        raise error
+    finally:
+        # An error that this frame holds holds the frame: the workers would live until the next garbage collection.
+        del error

@@ -1,13 +1,15 @@
 """Errors cross processes whole."""
 
+import gc
 import pickle
+import weakref
 
 import pytest
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ray_fracbackend import errors
-from ray_fracbackend.gather import LostWorkerError
+from ray_fracbackend.gather import LostWorkerError, raise_for_engine
 
 _ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RuntimeError)]
 
@@ -45,3 +47,20 @@ def test_reasons_are_distinct():
 def test_a_dead_worker_is_a_ray_actor_error():
     """The V2 engine restarts workers on RayActorError only."""
     assert isinstance(LostWorkerError("gone"), RayActorError)
+
+
+def test_a_failed_start_is_freed_at_once():
+    """Its error holds no frame that holds the error: the worker group in those frames would wait for a garbage collection."""
+
+    class Failed(errors.FracBackendError):
+        pass
+
+    gc.disable()
+    try:
+        try:
+            raise_for_engine(Failed("the reason"), None)
+        except Failed as error:
+            seen = weakref.ref(error)
+        assert seen() is None
+    finally:
+        gc.enable()
