@@ -120,8 +120,13 @@ class RendezvousPlan:
         )
 
 
+def bracketed(address: str) -> str:
+    """A literal IP as it stands before a port: IPv6 in brackets."""
+    return f"[{address}]" if ":" in address else address
+
+
 def init_url(init_method: str, address: str, port: int, *, libuv_off: bool) -> str:
-    """``env://`` or ``tcp://10.0.0.3:29500``; brackets around IPv6 belong here and nowhere else.
+    """``env://`` or ``tcp://10.0.0.3:29500``.
 
     Args:
         init_method: ``env`` or ``tcp``.
@@ -129,7 +134,7 @@ def init_url(init_method: str, address: str, port: int, *, libuv_off: bool) -> s
         port: Port of rank 0's store.
         libuv_off: Say so in the URL, where it wins over an inherited ``USE_LIBUV``.
     """
-    host = f"[{address}]" if ":" in address else address
+    host = bracketed(address)
     base = "env://" if init_method == "env" else f"tcp://{host}:{port}"
     return f"{base}?use_libuv=0" if libuv_off else base
 
@@ -158,7 +163,7 @@ def plan_rendezvous(workers: Sequence[WorkerFacts], options: StartOptions, backe
         interfaces, doubts = choose_interfaces(workers, one_node, addresses)
         warnings += doubts
         gloo = f", Gloo {_over(interfaces)}"
-    host = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
+    host = bracketed(addresses[0])
     silent = [worker for worker in workers if worker.network.name_server_silent]
     return RendezvousPlan(
         master_addrs=addresses,

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.torch_version import TorchVersion
 
 from ray_fracbackend.errors import PortInUseError, UnreachableMasterError
+from ray_fracbackend.rendezvous import bracketed
 
 # Bound on one worker's attempt to reach rank 0's store.
 REACH_S = 5.0
@@ -112,7 +113,7 @@ def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None
             if isinstance(error, TimeoutError):
                 break
         time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
-    where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    where = f"{bracketed(address)}:{port}"
     raise UnreachableMasterError(
         f"cannot reach rank 0's store at {where} within {timeout_s:g} s ({_told(cause)}). The store is open: let the "
         "firewalls of both nodes pass that port (FracTorchConfig(master_port=...) takes a fixed one or a range), or name an "

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ray_fracbackend.errors import RendezvousError
+from ray_fracbackend.rendezvous import bracketed
 
 # Where a process sees its descriptors: Linux, macOS. Windows has no such folder, and its sockets are no descriptors.
 _DESCRIPTORS = (Path("/proc/self/fd"), Path("/dev/fd"))
@@ -44,7 +45,7 @@ def limited(address: str, port: int, after_s: float) -> Iterator[None]:
     )
     timer.daemon = True
     timer.start()
-    where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    where = f"{bracketed(address)}:{port}"
     try:
         yield
     except RendezvousError as error:
