@@ -124,9 +124,9 @@ class _Start:
             )
         except FracBackendError as error:
             told = self._located(explain_failure(error, plan, self.workers), report)
-            if told is error:
-                raise  # an error that is its own cause would send V1 round in circles
             try:
+                if told is error:
+                    raise  # an error that is its own cause would send V1 round in circles
                 raise told from error
             finally:
                 del told  # as in raise_for_engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -95,8 +94,9 @@ def collect(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float) -> dict[int, A
     index_of = {ref: index for index, ref in enumerate(refs)}
     results = {}
     for ref in done:
-        with contextlib.suppress(Exception):  # of any kind: the worker may be gone
-            results[index_of[ref]] = ray.get(ref)
+        value, error = _get(ref)  # an error of any kind: the worker may be gone
+        if error is None:
+            results[index_of[ref]] = value
     return results
 
 
@@ -131,17 +131,15 @@ class _Wait:
             raise self._error() from next(iter(self._failures.values()), None)
 
     def _collect(self, done: list[ray.ObjectRef[Any]]) -> None:
-        try:
-            values = ray.get(done)
-        except Exception:  # one of them failed: find out which
-            for ref in done:
-                try:
-                    self.results[self._rank_of[ref]] = ray.get(ref)
-                except Exception as error:
-                    self._failures[self._rank_of[ref]] = _cause(error)
-        else:
+        values, failed = _get(done)
+        if failed is None:
             for ref, value in zip(done, values, strict=True):
                 self.results[self._rank_of[ref]] = value
+            return
+        for ref in done:  # one of them failed: find out which
+            self.results[self._rank_of[ref]], error = _get(ref)
+            if error is not None:
+                self._failures[self._rank_of[ref]] = _cause(error)
 
     def _error(self) -> FracBackendError:
         silent = self._overdue
@@ -177,6 +175,14 @@ class _Wait:
             nodes = sorted({self._addresses[rank].node_ip for rank in ranks})
             return f"{ranks_text(ranks)} (nodes {', '.join(nodes[:_NUM_NAMED])})"
         return ", ".join(self._addresses[rank].text for rank in ranks)
+
+
+def _get(refs: Any) -> tuple[Any, Exception | None]:
+    """What ``ray.get`` returns, or raises: without the traceback, in whose frames Ray holds the error and so their callers."""
+    try:
+        return ray.get(refs), None
+    except Exception as error:
+        return None, error.with_traceback(None)
 
 
 def _cause(error: BaseException) -> BaseException:

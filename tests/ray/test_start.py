@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
 import signal
@@ -15,6 +17,7 @@ from ray.exceptions import RayActorError
 from ray.train._internal.worker_group import WorkerGroup
 
 from ray_fracbackend import (
+    FracBackendError,
     FracTorchConfig,
     MissingDeviceError,
     RendezvousError,
@@ -330,6 +333,25 @@ class TestFailures:
             pair, VerificationError, r"all_reduce .* wrong answer on rank 1: element 3 is 13 and must be 12"
         )
         assert pair.execute(initialized) == [False, False]
+
+    @pytest.mark.parametrize("how", ["wrong answer", "raise", "kill", "silence"])
+    def test_it_is_freed_at_once(self, make_group, how):
+        """Its error holds no frame that holds the worker group: workers would live until the next garbage collection."""
+        group, step = make_group(2), "verify_process_group"
+        if how == "wrong answer":
+            group.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
+        elif how == "silence":
+            group.execute_single_async(1, time.sleep, 3600)
+        else:
+            group.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", step, how, 1)
+        gc.collect()
+        gc.disable()
+        try:
+            with contextlib.suppress(FracBackendError):
+                start(group, start_timeout_s=3 if how == "silence" else START_S)
+            assert [each for each in gc.get_objects() if isinstance(each, backend_module._Start)] == []
+        finally:
+            gc.enable()
 
     def test_environment_is_restored(self, pair):
         """A failed start leaves no variable behind."""
