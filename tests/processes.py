@@ -1,17 +1,23 @@
-"""Runs a function in N real processes with a hard limit, and leaves none behind; finds those of Ray Train."""
+"""Runs a function in N real processes with a hard limit, and leaves none behind; finds those of Ray Train and files left."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 import socket
 import time
 import traceback
+import uuid
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch  # imported once here, so that forked children need not
+
+# In the environment of all that a program of the tests starts.
+_RUN = "RAY_FRACBACKEND_TEST_RUN"
 
 
 def free_port() -> int:
@@ -45,6 +51,33 @@ def train_worker_processes(above: psutil.Process | None = None) -> list[psutil.P
             if named and process.status() != psutil.STATUS_ZOMBIE:
                 found.append((process.create_time(), process.pid, process))
     return [process for *_, process in sorted(found, key=lambda each: each[:2])]
+
+
+def mark_processes() -> None:
+    """Makes what this process starts from now on known to ``left_files``, also after its parent has ended."""
+    os.environ[_RUN] = uuid.uuid4().hex
+
+
+def shared_files() -> set[str]:
+    """Names in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+def left_files(before: set[str]) -> set[str]:
+    """Names in /dev/shm that were not there before, without those that a living process of another program has mapped.
+
+    Processes are of this program where they are below this one, or started since ``mark_processes``.
+    """
+    left = shared_files() - before
+    if not left:
+        return left
+    this = psutil.Process()
+    ours = {this.pid, *(child.pid for child in this.children(recursive=True))}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid not in ours and process.environ().get(_RUN, "") != os.environ[_RUN]:
+                left -= {Path(each.path).name for each in process.memory_maps() if each.path.startswith("/dev/shm/")}
+    return left
 
 
 def run_processes(function: Any, num_processes: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:

@@ -22,6 +22,7 @@ from ray.train.torch import TorchTrainer
 
 from ray_fracbackend import FracBackendError
 from tests.faults.planted import BEGIN, END, FAULT, PlantedFracConfig, PlantedTorchConfig, Planting, told_at, train_func
+from tests.processes import left_files, mark_processes, shared_files
 
 _GONE_S = 30.0
 # Workers, and the helpers of the search for a fault. Ray itself keeps its controller of the last run.
@@ -35,7 +36,7 @@ def run_cell(planting: Planting, timeout_s: float, folder: str) -> Iterator[dict
         First what ``fit()`` raised, None where it ended well, and seconds: of the first ``on_start``, from its begin to the
         end of ``fit()``, and from the fault to there. Then what is still there when Ray has had its time.
     """
-    before = _shared_memory()
+    before = shared_files()
     shared = {"backend": planting.backend, "timeout_s": timeout_s, "planting": planting, "folder": folder}
     if planting.config == "ours":
         config = PlantedFracConfig(start_timeout_s=timeout_s, **shared)
@@ -92,21 +93,21 @@ def _class_name(error: BaseException) -> str:
     return next(kind.__name__ for kind in type(error).__mro__ if "RayTaskError(" not in kind.__name__)
 
 
-def _left(shared_memory: set[str]) -> list[str]:
+def _left(before: set[str]) -> list[str]:
     """What is still there when Ray has had its time."""
     end = time.monotonic() + _GONE_S
-    while (found := _found(shared_memory)) and time.monotonic() < end:
+    while (found := _found(before)) and time.monotonic() < end:
         time.sleep(0.2)
     return found
 
 
-def _found(shared_memory: set[str]) -> list[str]:
+def _found(before: set[str]) -> list[str]:
     groups = [
         f"placement group {name}"
         for name, group in ray.util.placement_group_table().items()
         if group["state"] != "REMOVED"
     ]
-    return [*_processes(), *groups, *(f"/dev/shm/{name}" for name in _shared_memory() - shared_memory)]
+    return [*_processes(), *groups, *(f"/dev/shm/{name}" for name in left_files(before))]
 
 
 def _processes() -> list[str]:
@@ -120,13 +121,10 @@ def _processes() -> list[str]:
     return found
 
 
-def _shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints does not go among the answers
+    mark_processes()
     ray.init("local", num_cpus=8, log_to_driver=False, include_dashboard=False)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:

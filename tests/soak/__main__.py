@@ -17,16 +17,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 from net_faults import network
 from net_nodes import Node, why_not
 from net_nodes import run as run_command
 
+from tests.processes import left_files, mark_processes, shared_files
 from tests.soak import fits, starts
 
 KINDS = ("starts", "fits")
@@ -55,7 +55,7 @@ class Soak:
 
     def play(self, kind: str, seed: int) -> dict[str, Any]:
         """One run, made from its seed."""
-        rng, before, since, started = random.Random(seed), shared_files(), time.time(), time.monotonic()
+        rng, before, started = random.Random(seed), shared_files(), time.monotonic()
         self._num_runs += 1
         run = fits.FitRun.random(rng) if kind == "fits" else starts.StartRun.random(rng)
         try:
@@ -63,7 +63,7 @@ class Soak:
         except Exception as error:
             found = {"problems": [f"{type(error).__name__}: {error}"]}
         end = time.monotonic() + _VANISH_S
-        while (left := left_files(before, since)) and time.monotonic() < end:
+        while (left := left_files(before)) and time.monotonic() < end:
             time.sleep(0.05)
         found["problems"] += [f"/dev/shm/{name} is left" for name in left]
         seconds = round(time.monotonic() - started, 2)
@@ -83,31 +83,6 @@ class Soak:
         if "starts" not in self._kinds:
             return []
         return [name for name in run_command("ip", "netns", "list").split() if name.startswith(f"rfb-{os.getpid()}-")]
-
-
-def shared_files() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
-
-
-def left_files(before: set[str], since: float) -> set[str]:
-    """Names in /dev/shm that were not there before, without those of other programs.
-
-    Args:
-        before: The names before.
-        since: When that was, by ``time.time()``. What a process that began earlier has mapped is its own, unless it is this
-            one or below it.
-    """
-    left = shared_files() - before
-    if not left:
-        return left
-    this = psutil.Process()
-    ours = {this.pid, *(child.pid for child in this.children(recursive=True))}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.pid not in ours and process.create_time() < since:
-                left -= {Path(each.path).name for each in process.memory_maps() if each.path.startswith("/dev/shm/")}
-    return left
 
 
 def arguments() -> argparse.Namespace:
@@ -134,6 +109,7 @@ def main() -> None:
         raise SystemExit(1)
     # Ended from outside, it still removes what it has made.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    mark_processes()
     soak = Soak(options.seed, kinds)
     end = time.monotonic() + 60 * options.minutes
     most = 1 if options.only is not None else options.runs

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from net_nodes import why_not
 
 from ray_fracbackend import VerificationError
 from ray_fracbackend.ray_compat import v2_enabled
-from tests.ray.conftest import wait_until
 from tests.soak import cycles, starts, trials
-from tests.soak.__main__ import left_files, shared_files
 from tests.soak.belongings import Samples, belongings
 
 pytestmark = [
@@ -111,30 +108,6 @@ def soak(*arguments: str) -> list[dict[str, Any]]:
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def test_files_of_other_programs_are_not_left_ones() -> None:
-    """A file in /dev/shm is left where nobody has it mapped, or a process that this one started; not where another has."""
-    program = "import mmap, os; file = open(input(), 'w+b'); file.truncate(9); held = mmap.mmap(file.fileno(), 9); print(1); input()"
-    script = f"import subprocess, sys; subprocess.Popen([sys.executable, '-uc', {program!r}])"
-    name = f"rfb-{os.getpid()}"
-    path = Path("/dev/shm", name)
-    read, write = os.pipe(), os.pipe()
-    # Its parent ends at once, so that it is not below this process.
-    subprocess.run([sys.executable, "-c", script], stdin=read[0], stdout=write[1], check=True, timeout=60)
-    try:
-        time.sleep(1.1)  # the system tells when a process began to a second
-        before, since = shared_files(), time.time()
-        os.write(read[1], f"{path}\n".encode())
-        assert os.read(write[0], 1) == b"1"
-        assert name not in left_files(before, since)
-        assert name in left_files(before, since - 1000)
-        os.write(read[1], b"\n")
-        assert wait_until(lambda: name in left_files(before, since))
-    finally:
-        path.unlink(missing_ok=True)
-        for descriptor in (*read, *write):
-            os.close(descriptor)
 
 
 @pytest.mark.slow
