@@ -26,6 +26,8 @@ from ray_fracbackend.ray_compat import TorchBackend
 # Events of a run, noted in its folder.
 BEGIN, END, FAULT = "on_start begins", "on_start ends", "fault"
 FAULTS = ("kill", "stop", "raise", "hang", "wrong")
+# A rank that dies while V2 launches the train functions ends in a ControllerError, and Ray keeps the other workers.
+_LAUNCHED_S = 2.0
 # What a worker runs in each phase; stock looks the address up on rank 0 alone. The train function is the user's own.
 _STEPS = {
     ("ours", "probe"): ("ray_fracbackend.probe", "probe_devices", 1),
@@ -107,6 +109,7 @@ def train_func(config: dict[str, Any]) -> None:
     planting, folder = config["planting"], config["folder"]
     for step in range(4):
         if step == 2 and planting.phase == "train" and dist.get_rank() == planting.rank:
+            time.sleep(_LAUNCHED_S)
             strike(planting.fault, folder)
         total = torch.ones(1000)
         dist.all_reduce(total)

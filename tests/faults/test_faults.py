@@ -32,7 +32,7 @@ def run(cells):
     """What the user saw in each cell, after the check that all ended as they must."""
     answers = dict(run_cells(cells, _ENGINE, _TIMEOUT_S, _LIMIT_S))
     wrong = {planting: found for planting, answer in answers.items() if (found := problems(planting, answer))}
-    assert wrong == {}
+    assert wrong == {}, [answers[planting] for planting in wrong]
     return answers
 
 

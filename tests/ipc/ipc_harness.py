@@ -167,7 +167,11 @@ def _collect(pipe: Connection, outcome: Outcome) -> None:
 
 def values(outcomes: list[Outcome]) -> list[Any]:
     """Values of a run in which every rank had to return."""
-    for outcome in outcomes:
-        if not outcome.returned:
-            raise AssertionError(f"rank {outcome.rank}: exit {outcome.exitcode}, {outcome.error!r}\n{outcome.trace}")
+    # All of them: what the first met is often a consequence.
+    failed = [
+        f"rank {outcome.rank}: exit {outcome.exitcode} after {outcome.seconds:.1f} s, {outcome.error!r}\n{outcome.trace}"
+        for outcome in outcomes
+        if not outcome.returned
+    ]
+    assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
