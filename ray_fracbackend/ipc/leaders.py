@@ -28,9 +28,12 @@ def gloo_leaders(store: Any, membership: Membership, timeout: timedelta) -> Any:
     if not leads(membership):
         return None
     try:
-        return ProcessGroupGloo(
+        group = ProcessGroupGloo(
             PrefixStore("ipc-leaders", store), membership.place_index, len(membership.places), timeout
         )
+        # A leader whose connections stand may leave at once; to one that still connects that is a broken network.
+        group.barrier().wait()
+        return group
     except RuntimeError as error:
         raise IpcError(
             f"The leaders of {len(membership.places)} places cannot connect through Gloo: {error}"

@@ -17,11 +17,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ipc_calls import CALLS, bare_group, filled, memfd_count, open_memfds, options, shared_names
 from ipc_harness import Job, run_ranks, values
 
-from ray_fracbackend.ipc import IpcUnavailableError, arena, atomics, host_memory_support, knobs, place_id, support
+from ray_fracbackend.ipc import (
+    IpcUnavailableError,
+    arena,
+    atomics,
+    host_memory_support,
+    knobs,
+    leaders,
+    place_id,
+    support,
+)
 from ray_fracbackend.ipc.liveness import Peer, start_time
+from ray_fracbackend.ipc.setup import Membership
 
 
 def test_support_leaves_nothing_behind() -> None:
@@ -259,3 +270,25 @@ def names_of_global_ranks(job: Job) -> Any:
 def test_messages_name_global_ranks() -> None:
     """A sub-group of ranks 4 and 7 speaks of rank 7, not of its own rank 1."""
     assert "rank 7 (pid" in values(run_ranks(names_of_global_ranks, 2, limit_s=120))[0]
+
+
+def late_leader(job: Job) -> bool:
+    """Whether both leaders' connections stood when this rank was through with them."""
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
+    connect = leaders.ProcessGroupGloo
+
+    def slowly(*args: Any) -> Any:
+        group = connect(*args)
+        time.sleep(1.0)
+        store.set("connected", "")
+        return group
+
+    if job.rank == 1:
+        leaders.ProcessGroupGloo = slowly
+    leaders.gloo_leaders(store, Membership(job.rank, ((0,), (1,)), ("rank 0", "rank 1")), timedelta(seconds=60))
+    return bool(store.check(["connected"]))
+
+
+def test_no_leader_is_through_before_all_are_connected() -> None:
+    """One that leaves at once would close the connection on one that still connects: a broken network to that one."""
+    assert values(run_ranks(late_leader, 2, limit_s=120)) == [True, True]
