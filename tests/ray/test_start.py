@@ -334,7 +334,9 @@ class TestFailures:
         )
         assert pair.execute(initialized) == [False, False]
 
-    @pytest.mark.parametrize("how", ["wrong answer", "raise", "kill", "silence"])
+    @pytest.mark.parametrize(
+        "how", ["wrong answer", "kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "silence"))]
+    )
     def test_it_is_freed_at_once(self, make_group, how):
         """Its error holds no frame that holds the worker group: workers would live until the next garbage collection."""
         group, step = make_group(2), "verify_process_group"
