@@ -18,8 +18,6 @@ from common import RESULTS, newest
 ROOT = RESULTS.parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "ipc.md", ROOT / "docs" / "faults.md")
 _MARKED = re.compile(r"(<!-- numbers: ([\w ]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
-_PHASES = ("probe", "rendezvous", "init", "verify", "train", "shutdown")
-_FAULTS = ("kill", "stop", "raise", "hang", "wrong")
 _LONGEST = 200
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 
@@ -150,10 +148,9 @@ def faults_setting() -> str:
 
 
 def faults_rows() -> dict[tuple[str, str], dict[tuple[str, str, str], Any]]:
-    """What was seen, by phase and fault, then by configuration, backend and engine."""
-    cells = newest_result("faults")[1]["cells"]
+    """What was seen, by phase and fault in the order of the runs, then by configuration, backend and engine."""
     rows: dict[tuple[str, str], dict[tuple[str, str, str], Any]] = {}
-    for cell in sorted(cells, key=lambda cell: (_PHASES.index(cell["phase"]), _FAULTS.index(cell["fault"]))):
+    for cell in newest_result("faults")[1]["cells"]:
         row = rows.setdefault((cell["phase"], cell["fault"]), {})
         row[cell["config"], cell["backend"], cell["engine"]] = cell["seen"]
     return rows
