@@ -21,7 +21,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     from ray_fracbackend.facts import version_text
-    from ray_fracbackend.probe import loaded_nccl_version
+    from ray_fracbackend.nccl_library import loaded_nccl_version
 
     return {
         "machine": platform.machine(),

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from ray_fracbackend.facts import version_text
+from ray_fracbackend.nccl_library import loaded_nccl_version
 from ray_fracbackend.nccl_multi_rank import multi_rank_env
 from ray_fracbackend.nccl_words import refusal_in
 
@@ -232,8 +233,6 @@ class Rank:
         """The library that was loaded, where the case is NCCL's."""
         if "nccl" not in self.spec["backend"]:
             return {}
-        from ray_fracbackend.probe import loaded_nccl_version  # imports Ray, which the other cases need not wait for
-
         return {"nccl": version_text(loaded_nccl_version())}
 
     def synchronize(self) -> None:

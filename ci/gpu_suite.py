@@ -42,7 +42,7 @@ if "torch" in found:
     found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 if "ray_fracbackend.config" in found:
     from ray_fracbackend.facts import version_text
-    from ray_fracbackend.probe import loaded_nccl_version
+    from ray_fracbackend.nccl_library import loaded_nccl_version
     found["nccl"] = version_text(loaded_nccl_version())
 print(json.dumps({"found": found, "missing": missing}))
 sys.exit(bool(missing))

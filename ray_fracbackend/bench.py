@@ -1,7 +1,7 @@
 """The benchmark of the ipc backend beside Gloo, NCCL, a plain copy and Open MPI: measure, table, plot. Driver side.
 
-Open MPI is measured where ``mpirun`` and mpi4py are installed, NCCL on CUDA devices where it takes the ranks. What other processes took of the machine meanwhile is part
-of the result.
+Open MPI is measured where ``mpirun`` and mpi4py are installed, NCCL on CUDA devices where it takes the ranks. What other
+processes took of the machine meanwhile is part of the result.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 
 from ray_fracbackend.facts import version_text
 from ray_fracbackend.ipc import bench
+from ray_fracbackend.nccl_library import loaded_nccl_version
 from ray_fracbackend.nccl_multi_rank import multi_rank_env
-from ray_fracbackend.probe import loaded_nccl_version
 from ray_fracbackend.sharing import NCCL_MULTI_RANK
 
 LABELS = {"ipc": "ipc", "gloo": "Gloo", "nccl": "NCCL", "open_mpi": "Open MPI", "copy": "plain copy"}

@@ -6,9 +6,7 @@ workers can use for one device, or one name for two. NVML adds what CUDA does no
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
 import socket
 import stat
 import sys
@@ -24,8 +22,9 @@ import torch.distributed as dist
 
 from ray_fracbackend import ray_compat
 from ray_fracbackend.environment import user_environment
-from ray_fracbackend.facts import DeviceFacts, NcclVersion, NetworkFacts, WorkerFacts
+from ray_fracbackend.facts import DeviceFacts, NetworkFacts, WorkerFacts
 from ray_fracbackend.name_lookups import kept_short, name_server_silent
+from ray_fracbackend.nccl_library import loaded_nccl_version
 from ray_fracbackend.network import network_facts
 from ray_fracbackend.store import hold_store
 
@@ -274,44 +273,6 @@ def _nvml() -> Iterator[Any]:
         yield pynvml
     finally:
         pynvml.nvmlShutdown()
-
-
-def loaded_nccl_version() -> NcclVersion | None:
-    """Version of the NCCL library in this process, None where there is none.
-
-    ``torch.cuda.nccl.version()`` is the constant that torch was compiled with; a newer library by LD_PRELOAD or package
-    differs from it, so the loaded library itself is asked (ncclGetVersion).
-    """
-    if not dist.is_nccl_available():
-        return None
-    for path in _loaded_nccl_paths():
-        number = ctypes.c_int()
-        try:
-            failed = ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number))
-        except (OSError, AttributeError):
-            continue
-        if failed == 0:
-            return decode_nccl_version(number.value)
-    # Linked into torch itself: then the constant is the version.
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return (version[0], version[1], version[2]) if isinstance(version, tuple) and len(version) >= 3 else None
-
-
-def decode_nccl_version(number: int) -> NcclVersion:
-    """``21805`` is 2.18.5 and ``23007`` 2.30.7; below 2.9 the number had four digits (nccl.h, NCCL_VERSION)."""
-    if number < 10000:
-        return number // 1000, number % 1000 // 100, number % 100
-    return number // 10000, number % 10000 // 100, number % 100
-
-
-def _loaded_nccl_paths() -> list[str]:
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return []
-    paths = dict.fromkeys(re.findall(r"\s(/\S*lib[nr]ccl[^/\s]*\.so[^/\s]*)$", maps, flags=re.MULTILINE))
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    return sorted(paths, key=lambda path: path not in preloaded)
 
 
 def mps_reachable() -> bool:

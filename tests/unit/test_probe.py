@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ray_fracbackend import probe, ray_compat
-from ray_fracbackend.probe import decode_nccl_version, mps_reachable
+from ray_fracbackend.probe import mps_reachable
 
 _UUID = "ab12cd34-0000-0000-0000-000000000001"
 
@@ -154,23 +154,6 @@ def test_why_there_is_no_cuda(monkeypatch, cuda, cuda_build, count, expected):
 def test_cpu_worker_has_no_devices():
     """A worker without GPUs is not told that CUDA is missing."""
     assert probe._devices(False) == ([], None)
-
-
-@pytest.mark.parametrize(
-    ("number", "version"), [(21805, (2, 18, 5)), (22809, (2, 28, 9)), (23007, (2, 30, 7)), (2708, (2, 7, 8))]
-)
-def test_nccl_version_numbers(number, version):
-    """Both of NCCL's number schemes."""
-    assert decode_nccl_version(number) == version
-
-
-def test_nccl_library_is_found_in_this_processs_maps(monkeypatch, tmp_path):
-    """A preloaded library comes before torch's own."""
-    paths = ["/site/nvidia/nccl/lib/libnccl.so.2", "/opt/libnccl.so.2", "/lib/libc.so"]
-    maps = "".join(f"7f0 r-xp 0 0 1 {path}\n" for path in paths)
-    monkeypatch.setattr(probe.Path, "read_text", lambda self: maps)
-    monkeypatch.setenv("LD_PRELOAD", "/opt/libnccl.so.2")
-    assert probe._loaded_nccl_paths() == ["/opt/libnccl.so.2", "/site/nvidia/nccl/lib/libnccl.so.2"]
 
 
 def test_mps_needs_a_daemon_that_reads(monkeypatch, tmp_path):
