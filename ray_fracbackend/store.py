@@ -60,7 +60,10 @@ def hold_store(port: int | tuple[int, int] | None, one_node: bool = False) -> in
             # What holds it may be the store of a failed start of this very worker, alive in the frames of its error.
             gc.collect()
             time.sleep(_PAUSE_S)
-        if candidate and (clash := _taken(candidate)):
+        try:
+            candidate = _listenable(candidate)
+        except OSError as error:
+            clash = str(error)
             continue
         try:
             _held = _open_local(candidate) if one_node else open_store(candidate)
@@ -149,6 +152,9 @@ def open_store(port: int = 0, host: str | None = None) -> TCPStore:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
         port = listener.getsockname()[1]
+    # Never 0 for torch: where the free port is one that an ended store of this process had, torch's list of open stores keeps
+    # the ended one (TCPServer::start), and torch's rendezvous then opens the port once more instead of sharing it.
+    port = port or _listenable(0)
     return TCPStore(
         host or "127.0.0.1",
         port,
@@ -167,8 +173,12 @@ def _libuv_takes_sockets() -> bool:
     return TorchVersion(torch.__version__) >= "2.8"
 
 
-def _taken(port: int) -> str:
-    """Why c10d could not listen on the port, empty where it can. Asked first because c10d logs every failed attempt."""
+def _listenable(port: int) -> int:
+    """The port, any free one for 0, on which c10d can listen. Asked first because c10d logs every failed attempt.
+
+    Raises:
+        OSError: It cannot, on all addresses of this machine.
+    """
     for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -180,11 +190,12 @@ def _taken(port: int) -> str:
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
                 listener.bind((host, port))
                 listener.listen(1)
-            return ""
+                return int(listener.getsockname()[1])
         except OSError as error:
-            if is_address_in_use(error) or family == socket.AF_INET:
-                return str(error)
-    return ""
+            cause = error
+            if is_address_in_use(error):
+                break
+    raise cause
 
 
 def _in_use_text(port: int | tuple[int, int] | None, clash: str) -> str:

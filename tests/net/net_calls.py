@@ -95,15 +95,15 @@ def stay_silent(address: str) -> None:
 
 def occupy_after_the_choice() -> None:
     """From now on somebody else takes the first port that our store found free, before the store binds it."""
-    ask, stolen = store._taken, []
+    ask, stolen = store._listenable, []
 
-    def taken(port: int) -> str:
-        answer = ask(port)
-        if not answer and not stolen:
-            stolen.append(occupy(port))
-        return answer
+    def listenable(port: int) -> int:
+        free = ask(port)
+        if not stolen:
+            stolen.append(occupy(free))
+        return free
 
-    store._taken = taken
+    store._listenable = listenable
 
 
 def stolen_port() -> int:

@@ -28,8 +28,12 @@ def listener(port: int = 0) -> socket.socket:
 def free_range(length: int) -> int:
     """First port of a run of free ports."""
     for first in range(23000, 40000, length):
-        if not any(store._taken(port) for port in range(first, first + length)):
-            return first
+        try:
+            for port in range(first, first + length):
+                store._listenable(port)
+        except OSError:
+            continue
+        return first
     raise AssertionError("no free ports")
 
 
@@ -42,6 +46,17 @@ def test_a_held_store_takes_clients_and_is_shared_with_torchs_rendezvous(monkeyp
     monkeypatch.setenv("MASTER_PORT", str(port))
     shared, _, _ = next(iter(rendezvous("env://", 0, 1, timeout=timedelta(seconds=5))))
     assert shared.get("key") == b"value"
+
+
+def test_a_store_on_a_port_of_an_ended_one_is_shared_too() -> None:
+    """A worker that starts many groups meets a port again; torch's rendezvous still finds the store that is open there."""
+    ports = set()
+    while (port := store.hold_store(None)) not in ports:
+        ports.add(port)
+    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=5))))
+    shared.set("key", "value")
+    assert store._held is not None
+    assert store._held.get("key") == b"value"
 
 
 def test_the_store_outlives_its_release_while_a_group_uses_it() -> None:
@@ -120,7 +135,7 @@ def test_a_port_that_is_freed_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) 
 def test_a_port_lost_between_check_and_bind_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What c10d itself finds in use counts like what the check finds."""
     first = free_range(2)
-    monkeypatch.setattr(store, "_taken", lambda port: "")
+    monkeypatch.setattr(store, "_listenable", lambda port: port)
     with listener(first):
         assert store.hold_store((first, first + 1)) == first + 1
 
