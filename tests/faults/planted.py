@@ -70,7 +70,11 @@ def told_at(folder: str, event: str) -> float | None:
 
 
 def _note(folder: str, event: str) -> None:
-    Path(folder, event).write_text(repr(time.time()))
+    # Whole at once: others look for it all the time.
+    path = Path(folder, event)
+    draft = path.with_name(f"{event}.{os.getpid()}")
+    draft.write_text(repr(time.time()))
+    draft.replace(path)
 
 
 def strike(fault: str, folder: str) -> None:
@@ -82,7 +86,8 @@ def strike(fault: str, folder: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "raise":
         raise OSError("the disk is on fire")
-    if fault == "hang":
+    if fault in ("kill", "stop", "hang"):
+        # Another thread may take the signal, and this one would go on for a moment: two fast collectives and the run is over.
         time.sleep(3600)
 
 
