@@ -111,14 +111,15 @@ class Driver:
 def run_cells(
     cells: Sequence[Planting], engine: str, timeout_s: float, limit_s: float
 ) -> Iterator[tuple[Planting, dict[str, Any] | None]]:
-    """Runs cells one after the other; after one without an end the next gets a new driver."""
+    """Runs cells one after the other; after one without an end, or that left something, the next gets a new driver."""
     driver = None
     try:
         for planting in cells:
             driver = driver or Driver(engine, timeout_s)
             answer = driver.run(planting, limit_s)
             yield planting, answer
-            if not driver.is_alive:
+            # What a start left holds CPUs that the next one needs.
+            if not driver.is_alive or (answer or {}).get("left"):
                 driver.close()
                 driver = None
     finally:
