@@ -61,6 +61,8 @@ def hold_store(port: int | tuple[int, int] | None, one_node: bool = False) -> in
             gc.collect()
             time.sleep(_PAUSE_S)
         try:
+            # torch is never given 0: where the free port is one that an ended store of this process had, its list of open
+            # stores keeps the ended one (TCPServer::start), and its rendezvous opens the port again instead of sharing it.
             candidate = _listenable(candidate)
         except OSError as error:
             clash = str(error)
@@ -152,9 +154,6 @@ def open_store(port: int = 0, host: str | None = None) -> TCPStore:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
         port = listener.getsockname()[1]
-    # Never 0 for torch: where the free port is one that an ended store of this process had, torch's list of open stores keeps
-    # the ended one (TCPServer::start), and torch's rendezvous then opens the port once more instead of sharing it.
-    port = port or _listenable(0)
     return TCPStore(
         host or "127.0.0.1",
         port,
