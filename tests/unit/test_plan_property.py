@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -87,7 +88,13 @@ def oracle_uuid_shared(workers: list[WorkerFacts]) -> bool:
     return any(a.devices[0].uuid == b.devices[0].uuid for a, b in itertools.combinations(workers, 2))
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def oracle_siblings(workers: list[WorkerFacts]) -> bool:
+    """Two ranks on different MIG slices of one GPU."""
+    parents = [(w.devices[0].parent_uuid, w.devices[0].uuid) for w in workers if w.devices[0].parent_uuid]
+    return any(a[0] == b[0] and a[1] != b[1] for a, b in itertools.combinations(parents, 2))
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     jobs(), st.sampled_from(["auto", "nccl", "cpu:gloo,cuda:nccl"]), st.sampled_from(["auto", "gloo", "nccl", "error"])
 )
@@ -97,6 +104,9 @@ def test_plain_nccl_exactly_where_it_works(workers, backend, policy):
     same_version = len({w.nccl_version for w in workers}) == 1
     shared = oracle_uuid_shared(workers)
     conflict = shared or (everywhere and same_version and oracle_nccl_refuses(workers))
+    # NCCL's flags were asked for, and this NCCL has them: they are for slices of one GPU too.
+    if policy == "nccl" and everywhere and same_version and workers[0].nccl_version >= (2, 30):
+        conflict = conflict or oracle_siblings(workers)
     try:
         plan = plan_start(workers, StartOptions(backend=backend, on_shared_device=policy))
     except IncompatibleWorkersError:
@@ -119,7 +129,24 @@ def oracle_refuses_any_version(workers: list[WorkerFacts]) -> bool:
     return any(one.devices[0].pci_bus_id == other.devices[0].pci_bus_id for one, other in pairs)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def outcome(workers: list[WorkerFacts], options: StartOptions) -> str:
+    """The backend, or the class of the error."""
+    try:
+        return plan_start(workers, options).backend
+    except FracBackendError as error:
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("without", [0, 1])
+@pytest.mark.parametrize("policy", ["auto", "gloo", "nccl"])
+def test_one_rank_without_nccl_decides_whichever_it_is(without, policy):
+    """Two MIG slices of one GPU, NCCL 2.30.7 on one rank alone: gloo, whether it is rank 0 or rank 1 that has it."""
+    workers = [worker(rank, mig(f"s{rank}"), nccl_version=(2, 30, 7)) for rank in range(2)]
+    workers[without] = replace(workers[without], nccl_available=False, nccl_version=None)
+    assert outcome(workers, StartOptions(on_shared_device=policy)) == "gloo"
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(jobs())
 def test_every_shared_rank_is_named(workers):
     """The share map holds exactly the ranks that sit on one device with another, by device."""
