@@ -193,4 +193,14 @@ def _start_ray() -> None:
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         print("no CUDA device here: declaring one logical GPU to Ray; training runs on the CPU")
-    ray.init("local", num_cpus=max(4, os.cpu_count() or 1), num_gpus=1, log_to_driver=False, logging_level="ERROR")
+    # V2's report() waits for the controller, which by default looks at its workers every 2 s: once an epoch here.
+    polls = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")}
+    ray.init(
+        "local",
+        num_cpus=max(4, os.cpu_count() or 1),
+        num_gpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": polls},
+    )
