@@ -7,17 +7,23 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 
 
+def call(*command: str | Path, output: IO[str] | None = None, **env: str) -> int:
+    """Run a command in the project's folder, with what it prints to a file or on screen; returns its exit code."""
+    words = list(map(str, command))
+    print("+", *(f"{name}={value}" for name, value in env.items()), *words, file=output, flush=True)
+    variables = {**os.environ, **env}
+    return subprocess.run(words, cwd=ROOT, env=variables, stdout=output, stderr=output, check=False).returncode
+
+
 def run(*command: str | Path, **env: str) -> None:
-    """Runs a command in the project's folder, shows it, and ends the script with its exit code if it fails."""
-    shown = " ".join([*(f"{name}={value}" for name, value in env.items()), *map(str, command)])
-    print(f"+ {shown}", flush=True)
-    code = subprocess.run(list(map(str, command)), cwd=ROOT, env={**os.environ, **env}, check=False).returncode
-    if code:
+    """Run a command in the project's folder, show it, and end the script with its exit code if it fails."""
+    if code := call(*command, **env):
         sys.exit(code)
 
 

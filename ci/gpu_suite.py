@@ -108,7 +108,7 @@ class Suite:
             ),
         ]
         if (ROOT / _IPC_TESTS).is_file():
-            steps.append(self._pytest("tests_ipc", [_IPC_TESTS, "-m", ""], 420))
+            steps.append(self._pytest("tests_ipc", [_IPC_TESTS], 420))
         return [steps]
 
     def _pytest(self, name: str, arguments: list[str], limit_s: float, env: dict[str, str] | None = None) -> Step:

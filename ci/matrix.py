@@ -105,7 +105,7 @@ def try_cell(torch: str, ray: str) -> dict[str, Any]:
 def try_engine(engine: str) -> str:
     """``passed``, or what failed."""
     environment = {**os.environ, "RAY_TRAIN_V2_ENABLED": _ENGINES[engine]}
-    commands = [["-m", "pytest", "--quiet", *SMOKE], ["ci/start_smoke.py", "--once"]]
+    commands = [["-m", "pytest", "--quiet", "--full", *SMOKE], ["ci/start_smoke.py", "--once"]]
     for command in commands:
         print(f"--- {engine}: {' '.join(command)}", flush=True)
         done = subprocess.run(

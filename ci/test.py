@@ -1,33 +1,41 @@
-"""Installs the project into a virtual environment of its own and runs every test that can run on this machine.
+"""Install the project into a virtual environment of its own and run its tests.
 
-usage: python3 ci/test.py [--quick] [PYTEST ARGUMENT ...]
+usage: python3 ci/test.py [--full] [PYTEST ARGUMENT ...]
 
---quick leaves out what takes minutes. Tests that need a GPU or root skip themselves and say so. The trainer tests run
-twice, once with each engine of Ray Train, and a few of them once more with the lowest Ray that is supported. Those of the
-pieces for Ray, in upstream/, come last.
+The default suite runs every behaviour once and takes minutes. --full runs everything that can run on this machine: all
+parameters, long runs, both engines of Ray Train, the lowest supported Ray and the patches for Ray. Tests that lack a GPU, root or
+a package skip themselves and say so.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common import ROOT, install, make_venv, run
+from common import ROOT, call, install, make_venv, run
 from matrix import RAYS, SMOKE
 
-ENGINE_TESTS = (
-    *(f"tests/ray/test_{name}.py" for name in ("trainer", "demo", "run", "jobs", "tune")),
+V1_TESTS = (
+    *(
+        f"tests/ray/test_{name}.py"
+        for name in ("trainer", "run", "jobs", "checkpoint", "training_libraries", "demo", "tune")
+    ),
     "tests/faults/test_faults.py",
 )
 # c10d's stores ask for the name of every peer: a slow name server must not stop a test for longer than this.
 RESOLVER = "timeout:1"
+# Exit codes of pytest: passed, and nothing to run, as with -k.
+GOOD = (0, 5)
 # Ray has wheels for Python 3.13 from this one on.
 LOWEST = RAYS[0] if sys.version_info < (3, 13) else "2.48.0"
 
 
 def install_lowest(python: Path) -> Path:
-    """Puts the lowest Ray alone into a folder that goes before the environment's own: what else it needs is there."""
+    """Install the lowest Ray alone into a folder that goes before the environment's own, which has what else it needs."""
     folder = ROOT / ".venv-lowest"
     if not (folder / f"ray-{LOWEST}.dist-info").exists():
         run(python, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", folder, f"ray=={LOWEST}")
@@ -35,18 +43,40 @@ def install_lowest(python: Path) -> Path:
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    quick = "--quick" in arguments
-    arguments = [argument for argument in arguments if argument != "--quick"]
     python = make_venv(ROOT / ".venv-test")
     install(python, "--editable", ".[test]")
+    lowest = install_lowest(python)
     os.environ.setdefault("RES_OPTIONS", RESOLVER)
-    pytest = [python, "-m", "pytest", *([] if quick else ["-m", ""]), *arguments]
-    # In the order of collection: sorted by their number of tests, files with a few long ones would come last.
-    run(*pytest, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", RAY_TRAIN_V2_ENABLED="1")
-    run(*pytest, *ENGINE_TESTS, RAY_TRAIN_V2_ENABLED="0")
-    run(*pytest, *SMOKE, PYTHONPATH=str(install_lowest(python)), RAY_TRAIN_V2_ENABLED="0")
-    run(*pytest, "upstream/tests", RAY_TRAIN_V2_ENABLED="1")
+    pytest = [python, "-m", "pytest", *sys.argv[1:]]
+    smoke = SMOKE if "--full" in sys.argv else SMOKE[:1]
+    started = time.perf_counter()
+    # One process more than there are cores: tests wait a fifth of their time. In the order of collection: sorted by their number
+    # of tests, files with a few long ones would come last.
+    spread = ["-n", str((os.cpu_count() or 2) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
+    failed = call(*pytest, *spread, RAY_TRAIN_V2_ENABLED="1") not in GOOD
+    side_by_side = (
+        [([*pytest, *V1_TESTS], {"RAY_TRAIN_V2_ENABLED": "0"})],
+        [
+            ([*pytest, *smoke], {"RAY_TRAIN_V2_ENABLED": "0", "PYTHONPATH": str(lowest)}),
+            ([*pytest, "upstream/tests"], {"RAY_TRAIN_V2_ENABLED": "1"}),
+        ],
+    )
+    with ThreadPoolExecutor(len(side_by_side)) as pool:
+        failed |= any(list(pool.map(call_quietly, side_by_side)))
+    print(f"tests: {time.perf_counter() - started:.0f} s", flush=True)
+    if failed:
+        sys.exit("tests failed, see above")
+
+
+def call_quietly(passes: list[tuple[list[str | Path], dict[str, str]]]) -> bool:
+    """Run one after the other and show the output of each when it has ended, so that two at a time stay apart."""
+    failed = False
+    for command, env in passes:
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+            failed |= call(*command, output=output, **env) not in GOOD
+            output.seek(0)
+            print(output.read(), flush=True)
+    return failed
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import socket
 import time
 import traceback
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,17 @@ def left_files(before: set[str]) -> set[str]:
     return left
 
 
-def run_processes(function: Any, num_processes: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_processes(
+    function: Any, num_processes: int, *args: Any, timeout_s: float = 60.0, needed: Sequence[int] | None = None
+) -> list[Any]:
     """Calls ``function(rank, num_processes, port, *args)`` in forked processes.
+
+    Args:
+        function: What each process calls.
+        num_processes: How many there are.
+        args: Further arguments, equal for all.
+        timeout_s: How long to wait for their answers, in seconds.
+        needed: Ranks to wait for, by default all; the others are killed then.
 
     Returns:
         What each rank returned, its exception where it raised one, or None where it ended or hung without an answer.
@@ -96,7 +106,7 @@ def run_processes(function: Any, num_processes: int, *args: Any, timeout_s: floa
     for process in processes:
         process.start()
     results: list[Any] = [None] * num_processes
-    missing = set(range(num_processes))
+    missing = set(range(num_processes)) if needed is None else set(needed)
     end = time.monotonic() + timeout_s
     while missing and time.monotonic() < end:
         try:

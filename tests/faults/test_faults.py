@@ -36,14 +36,14 @@ def run(cells):
     return answers
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_few_faults():
     """A wrong answer, and a rank killed in training and on its way to the others: there V2 starts the workers again."""
     error = run(_FEW)[_KILLED]["error"]
     assert (error and error["cause_class"]) == (None if v2_enabled() else "WorkerDiedError")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_random_faults():
     """A part of the table, drawn by the seed in FAULTS_SEED."""
     seed = int(os.environ.get("FAULTS_SEED", "7"))

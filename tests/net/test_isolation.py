@@ -10,22 +10,26 @@ import pytest
 from net_faults import KINDS, Planting, network, search
 from net_nodes import Node
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)"),
-]
-LARGEST = 7
+pytestmark = pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
+# A busy machine looks like slow ranks and links.
+TRIES = 3
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[list[Node]]:
-    with network(LARGEST) as nodes:
+def nodes(full: bool) -> Iterator[list[Node]]:
+    with network(7 if full else 3) as nodes:
         yield nodes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["cut link", *(pytest.param(k, marks=pytest.mark.full) for k in KINDS if k != "cut link")]
+)
 def test_a_planted_fault_is_named(nodes: list[Node], kind: str) -> None:
     """The verdict is the planted fault, its ranks and nothing else. The program net_faults.py makes many more plantings."""
-    planting = Planting.random(random.Random(kind), LARGEST, kind)
-    faults = search(nodes, planting)
-    assert planting.named_by(faults), (planting, faults)
+    planting = Planting.random(random.Random(kind), len(nodes), kind)
+    found = []
+    for _ in range(TRIES):
+        found.append(search(nodes, planting))
+        if planting.named_by(found[-1]):
+            return
+    raise AssertionError((planting, found))

@@ -96,7 +96,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "where"), [("firewalled", f":{FIREWALLED_PORT}"), ("wrong_interface", "10.88.0.1:")])
 def test_an_unreachable_master_ends_in_one_sentence(cluster: Cluster, name: str, where: str) -> None:
     """A firewalled port and an address of the wrong interface end the start in under 15 s, by rank, node and address."""
@@ -111,7 +111,7 @@ def test_an_unreachable_master_ends_in_one_sentence(cluster: Cluster, name: str,
     assert "rank 1 (node 10.77.0." in found["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_trains_where_host_names_resolve_wrongly(cluster: Cluster) -> None:
     """Each node's name leads to loopback or to a foreign address: ours trains in step, stock's Gloo cannot connect."""
     ours = cluster.fit("ours")
@@ -122,7 +122,7 @@ def test_trains_where_host_names_resolve_wrongly(cluster: Cluster) -> None:
     assert not cluster.trains_before("stock", "connectFullMesh failed", STOCK_S)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_t9_an_offline_machine_with_a_debian_hosts_file_trains() -> None:
     """Without any network but loopback Ray calls the node 127.0.1.1; one node needs no more than that."""
     folder = Path(tempfile.mkdtemp(prefix="rfb-"))

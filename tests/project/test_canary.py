@@ -70,7 +70,7 @@ def test_a_name_that_is_gone(canary):
     assert canary.describe("ray.train.no_such_module:name") is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_offline_is_said(canary, tmp_path, monkeypatch):
     """Without a package index the canary says that it has checked nothing, and ends with 2."""
     environment = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_EXTRA_INDEX_URL": ""}

@@ -1,19 +1,30 @@
-"""What the pages show is true: their links lead somewhere, their snippets are valid, quoted messages are the code's own."""
+"""The pages hold: links lead somewhere, snippets and commands are valid, named settings and error classes exist."""
 
 import ast
+import builtins
+import importlib
+import os
 import re
+import shlex
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import ray.exceptions
+import ray.train
+import ray.train.base_trainer
+import torch.distributed as dist
 
-from ray_fracbackend import FracTorchConfig
+from ray_fracbackend import FracTorchConfig, errors, gather, ipc
+from ray_fracbackend.cli import _parser
 from ray_fracbackend.errors import FracBackendError
-from ray_fracbackend.facts import NetworkFacts
-from ray_fracbackend.options import StartOptions, setting_names
-from ray_fracbackend.plan import plan_start
-from tests.unit.builders import gpu, job, worker
+from ray_fracbackend.options import setting_names
+from ray_fracbackend.ray_compat import v2_enabled
 
 _ROOT = Path(__file__).parents[2]
+_BIN = Path(sys.executable).parent
 _PAGES = sorted([*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md")])
 _each_page = pytest.mark.parametrize("page", _PAGES, ids=lambda path: str(path.relative_to(_ROOT)))
 
@@ -84,61 +95,71 @@ def config_calls(page):
 
 @_each_page
 def test_settings(page):
-    """Every FracTorchConfig that a page shows can be made; one with an error's text after it raises that error."""
+    """Every FracTorchConfig that a page shows can be made; one with an error after it cannot."""
     for names, positional, values, after in config_calls(page):
         assert names <= set(setting_names())
         settings = {name: ast.literal_eval(value) for name, value in values.items()}
-        if after.startswith(": "):
-            with pytest.raises(ValueError, match=re.escape(after.removeprefix(": "))):
-                FracTorchConfig(*positional, **settings)
-        else:
+        with pytest.raises(ValueError) if after.startswith(": ") else nullcontext():  # noqa: PT011 (any text)
             FracTorchConfig(*positional, **settings)
 
 
-_SHARED = job(gpu("ab12cd34"), gpu("ab12cd34"), node="3")
-_MODE = gpu("ab12cd34", compute_mode="exclusive_process")
-_WSL = "this is Windows Subsystem for Linux, where CUDA memory cannot be shared between processes"
-_NO_GLOO = (
-    "torch 2.9.1 on win32 has no Gloo transport (unsupported gloo device). The Windows wheels of torch 2.8.0 to 2.10.0 were "
-    "built without one; install torch 2.7.1 or older, or 2.11.0 or newer"
-)
+_SCRIPT = re.compile(r"# (\S+\.py), run as: (.+)\n")
 
 
-@pytest.mark.parametrize(
-    ("workers", "settings"),
-    [
-        (_SHARED, {"on_shared_device": "error"}),
-        (_SHARED, {"on_shared_device": "nccl"}),
-        (job(_MODE, _MODE, node="3"), {}),
-        (job(gpu(compute_mode="prohibited")), {}),
-        (job(gpu(), gpu(), node="3", cuda_missing="torch 2.13.0+cpu is a CPU-only build"), {}),
-        (job(None), {"backend": "nccl"}),
-        ([worker(0, gpu("a")), worker(1, gpu("b"), nccl_version=(2, 27, 3))], {}),
-        ([worker(0), worker(1, platform="win32")], {}),
-        (job(gpu(), gpu(), node="3", pid=4711, ipc_device_memory_missing=_WSL), {"on_shared_device": "ipc"}),
-        (job(None, node_ip="127.0.0.1", pid=4711, network=NetworkFacts(gloo_missing=_NO_GLOO)), {}),
-    ],
-)
-def test_quoted_errors(workers, settings):
-    """The errors of the decision stand in docs/errors.md, under the class that they have, word for word."""
-    with pytest.raises(FracBackendError) as caught:
-        plan_start(workers, StartOptions(**settings))
-    page = (_ROOT / "docs" / "errors.md").read_text()
-    section = page.split(f"\n## {type(caught.value).__name__}\n")[1].split("\n## ")[0]
-    assert f"    {caught.value}\n" in section
+def test_scripts_run(tmp_path):
+    """A Python snippet that says how to run it runs as it says; README's is one without Ray."""
+    (tmp_path / "ray.py").write_text("raise ImportError('there is no Ray here')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(_ROOT)])}
+    found = 0
+    for page in _PAGES:
+        for _, _, code in _FENCE.findall(page.read_text()):
+            if script := _SCRIPT.match(code):
+                found += 1
+                (tmp_path / script[1]).write_text(code)
+                words = [str(_BIN / word) if (_BIN / word).exists() else word for word in shlex.split(script[2])]
+                done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+                assert done.returncode == 0, done.stderr
+    assert found
 
 
-@pytest.mark.parametrize(("page", "folder"), [("architecture.md", ""), ("ipc.md", "ipc")])
-def test_modules(page, folder):
-    """Every module is in the table of its page."""
-    named = set(re.findall(r"`(\w+)(?:\.py)?`", (_ROOT / "docs" / page).read_text()))
-    modules = {path.stem for path in (_ROOT / "ray_fracbackend" / folder).glob("[!_]*.py")}
-    assert modules - named == set()
+@_each_page
+def test_commands(page):
+    """Every command line of ray-fracbackend is one that it takes."""
+    for line in re.findall(r"(?:^    |`)ray-fracbackend ([a-z][^`\n#]*)", page.read_text(), flags=re.MULTILINE):
+        if (words := shlex.split(line)) and (len(words) > 1 or words[0] in ("demo", "doctor", "bench")):
+            _parser().parse_args(words)
 
 
-def test_quoted_log_line():
-    """The README's log line is what the code says of such workers."""
-    assert plan_start(_SHARED, StartOptions()).reason in (_ROOT / "README.md").read_text()
+def known_errors():
+    """Names of exceptions that a page may name: ours, Python's, and those of Ray and torch that users meet."""
+    modules = [
+        errors,
+        gather,
+        ipc,
+        builtins,
+        ray.exceptions,
+        ray.train,
+        ray.train.base_trainer,
+        dist,
+        subprocess,
+    ]
+    modules += [importlib.import_module("ray.train.v2.api.exceptions")] if v2_enabled() else []
+    return {name for module in modules for name in dir(module)}
+
+
+@_each_page
+def test_error_classes(page):
+    """Every class of errors that a page names exists."""
+    assert set(re.findall(r"`([A-Z]\w+Error)\b", page.read_text())) - known_errors() == set()
+
+
+def test_every_error_has_a_section():
+    """docs/errors.md has a section for each class of the package."""
+    ours = {
+        name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, FracBackendError)
+    }
+    headings = re.findall(r"^## (\w+Error)$", (_ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
+    assert ours - set(headings) == set()
 
 
 def test_settings_table():

@@ -53,18 +53,19 @@ def test_no_step_stops_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_steps, "_GRACE_S", 0.5)
     steps = [
         python("fails", "import sys; sys.exit('the reason')"),
-        python("hangs", hang, limit_s=8.0),
+        python("hangs", hang, limit_s=4.0),
         python("passes", "import os; print(os.environ['MINE'])", env={"MINE": "here"}),
     ]
     failed, hung, passed = run_together(steps, tmp_path, left_s=100)
     assert (failed.status, failed.exit_code, "the reason" in failed.output_tail) == ("failed", 1, True)
-    assert (hung.status, "began" in hung.output_tail, hung.seconds < 60) == ("timed out", True, True)
+    assert (hung.status, "began" in hung.output_tail) == ("timed out", True)
     assert (passed.status, passed.output_tail.strip()) == ("passed", "here")
     assert ended(int(pid_file.read_text()))
 
 
-def test_what_is_left_of_the_suites_time_bounds_a_step(tmp_path):
+def test_what_is_left_of_the_suites_time_bounds_a_step(tmp_path, monkeypatch):
     """A step gets no more than the suite has left."""
+    monkeypatch.setattr(gpu_steps, "_GRACE_S", 0.5)
     (outcome,) = run_together([python("sleeps", "import time; time.sleep(100)", limit_s=60)], tmp_path, left_s=1.0)
     assert outcome.status == "timed out"
 
@@ -143,7 +144,7 @@ in_rank(body)
     [
         ("end", None),
         ("raise", "rank 1: .*the reason"),
-        pytest.param("hang", r"ranks \[0, 1\] did not end", marks=pytest.mark.slow),
+        pytest.param("hang", r"ranks \[0, 1\] did not end", marks=pytest.mark.full),
     ],
 )
 def test_a_case_of_a_benchmark_is_bounded(tmp_path, how, expected):
@@ -151,9 +152,7 @@ def test_a_case_of_a_benchmark_is_bounded(tmp_path, how, expected):
     script = tmp_path / "ranks.py"
     script.write_text(_RANKS.format(benchmarks=str(_ROOT / "benchmarks")))
     spec = {"backend": "gloo", "num_ranks": 2, "dry": True, "how": how, "nccl_library": None}
-    started = time.monotonic()
     rows, reason = gpu_ranks.run_case(str(script), spec, 25.0, {})
-    assert time.monotonic() - started < 60
     assert rows == [{"told": 2}]
     assert reason is None if expected is None else re.search(expected, reason), reason
     assert all(ended(p.pid) for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or []))
@@ -213,7 +212,7 @@ def test_wrong_use():
     assert "'all', 'tests', 'benchmarks'" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_dry_run(tmp_path):
     """ci/gpu.sh --dry imports all, collects all tests, runs every benchmark on CPUs and leaves both summaries."""

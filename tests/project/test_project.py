@@ -9,7 +9,7 @@ import pytest
 _ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", ["lint.py", "wheel.py"])
 def test_script(script):

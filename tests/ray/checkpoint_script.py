@@ -1,7 +1,7 @@
 """Two ranks report a checkpoint of one file name at one time, where copying shares files as Windows does.
 
-``checkpoint_script.py STORAGE`` does it with ray.train.report and prints the error, then with report_rank0 and prints the
-files of the stored checkpoint.
+``checkpoint_script.py STORAGE HOW`` does it with ray.train.report (HOW is ``stock``) and prints the error, or with report_rank0
+(``rank0``) and prints the files of the stored checkpoint.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ def fit(how: str, storage: str) -> ray.train.Result:
 
 
 def main() -> None:
-    storage = sys.argv[1]
+    storage, how = sys.argv[1:]
     ray.init("local", num_cpus=3, include_dashboard=False)
     try:
-        fit("stock", storage)
+        result = fit(how, storage)
     except Exception as error:
-        print("stock:", *f"{error} {error.__cause__}".split())
-    result = fit("rank0", storage)
-    with result.checkpoint.as_directory() as folder:
-        print("files:", sorted(path.name for path in Path(folder).glob("*.pt")), result.metrics["loss"])
+        print("failed:", *f"{error} {error.__cause__}".split())
+    else:
+        with result.checkpoint.as_directory() as folder:
+            print("files:", sorted(path.name for path in Path(folder).glob("*.pt")), result.metrics["loss"])
 
 
 if __name__ == "__main__":

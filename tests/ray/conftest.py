@@ -1,4 +1,4 @@
-"""A real local Ray for a module of tests, and small ways to run workers on it."""
+"""A real local Ray for all tests of a process, and small ways to run workers on it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ import pytest
 import ray
 from ray.train._internal.worker_group import WorkerGroup
 
+# For this process and all that its tests start: V2's controller looks at its workers every 2 s otherwise, and one process more
+# of each run waits for preemptions that never come.
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Libraries that would download something fail instead.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 HALF_GPU = {"CPU": 1, "GPU": 0.5}
 ONE_CPU = {"CPU": 1}
 _ROOT = Path(__file__).parents[2]
@@ -19,8 +27,15 @@ _ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A local Ray whose CPUs and GPUs are bare numbers."""
-    ray.init("local", num_cpus=32, num_gpus=2, log_to_driver=False)
+    """A local Ray whose CPUs and GPUs are logical. Later modules use the same one, unless one between them starts its own."""
+    if not ray.is_initialized():
+        ray.init("local", num_cpus=32, num_gpus=2, include_dashboard=False, log_to_driver=False)
+
+
+@pytest.fixture(scope="module")
+def no_cluster():
+    """For a module that starts a Ray of its own: none before it, and none after it."""
+    ray.shutdown()
     yield
     ray.shutdown()
 

@@ -18,7 +18,7 @@ from ray_fracbackend.ray_compat import v2_enabled
 from tests.ray.conftest import HALF_GPU
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.timeout(500),
     pytest.mark.skipif(not v2_enabled(), reason="elastic worker groups are of the V2 engine"),
 ]
@@ -26,7 +26,7 @@ _WAIT_S = 300.0
 
 
 @pytest.fixture
-def cluster():
+def cluster(no_cluster):
     """A head with room for two halves, and a node with room for a third."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "num_gpus": 1})
     lost = cluster.add_node(num_cpus=1, num_gpus=1)

@@ -70,7 +70,7 @@ def train_sharded(config):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_fully_shard_and_resize(tmp_path):
     """Two ranks shard, train and save; three load, train on, and end where one process with the whole batches does."""

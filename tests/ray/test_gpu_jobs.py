@@ -8,7 +8,7 @@ from ray_fracbackend.ipc import host_memory_support
 from tests.gpu.gpu_engine import Engine
 from tests.gpu.gpu_training import losses_of_one_process
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 SETTINGS = {"on_missing_cuda": "cpu"}
 _BOUND_S = 400.0

@@ -45,7 +45,7 @@ def weights(tmp_path, expected_backend, **settings):
         return torch.load(f"{folder}/model.pt")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_same_weights_as_gloo(tmp_path):
     """Two ranks train under ipc, by name and by policy, to the weights that they have under Gloo."""
     expected = weights(tmp_path / "gloo", "gloo")

@@ -6,6 +6,7 @@ With the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both.
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,14 +16,15 @@ import pytest
 import ray
 import ray.train
 import ray.train.torch
-from ray.train import RunConfig, ScalingConfig
+from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from ray_fracbackend import FracTorchConfig
+from ray_fracbackend import FracTorchConfig, report_rank0
 from ray_fracbackend.ray_compat import v2_enabled
+from tests.ray.checkpoint_script import share_like_windows
 from tests.ray.conftest import HALF_GPU, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.full(but="V1"), pytest.mark.timeout(500)]
 
 _MEET_S = 200.0
 _NUM_ROWS = 12
@@ -34,7 +36,7 @@ _TRAINER = {} if v2_enabled() else {"trainer_resources": {"CPU": 1, "licence": 1
 
 
 def train_func(config):
-    """Waits until both runs train, adds up the rows of all shards, and tells what it found."""
+    """Waits until both runs train, adds up the rows of all shards, tells what it found, and reports a checkpoint."""
     import os
 
     import torch
@@ -62,7 +64,11 @@ def train_func(config):
         "report": get_start_report().to_dict(),
     }
     (folder / f"{config['name']}-{rank}.json").write_text(json.dumps(found))
-    ray.train.report({"total": total[0].item()})
+    share_like_windows()
+    with tempfile.TemporaryDirectory() as checkpoint:
+        torch.save({"total": total}, Path(checkpoint, "model.pt"))
+        dist.barrier()
+        report_rank0({"total": total[0].item()}, Checkpoint.from_directory(checkpoint))
 
 
 def make_trainer(name, folder, scaling_config, datasets=None):
@@ -77,14 +83,15 @@ def make_trainer(name, folder, scaling_config, datasets=None):
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """What every rank told, by the name of its run."""
+def fits(no_cluster, tmp_path_factory):
+    """What every rank told and the files of the checkpoint, by the name of the run."""
     folder = tmp_path_factory.mktemp("jobs")
     ray.init(
         "local",
         num_cpus=12,
         num_gpus=5,
         resources={"licence": 3, "accelerator_type:A100": 1},
+        include_dashboard=False,
         log_to_driver=False,
         runtime_env={"env_vars": _VARIABLES},
     )
@@ -106,13 +113,20 @@ def jobs(tmp_path_factory):
             # V1's Tune keeps trainables in a dictionary without a lock: two fits must not begin in the same instant.
             wait_until(lambda: (folder / "halves-0.here").exists() or runs[0].done(), _MEET_S)
         runs.append(pool.submit(trainers[1].fit))
-        for run in runs:
-            run.result()
-    yield {
-        name: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))]
-        for name in ("halves", "pairs")
+        results = dict(zip(("halves", "pairs"), [run.result() for run in runs], strict=True))
+    return {
+        name: (
+            [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))],
+            sorted(path.name for path in Path(result.checkpoint.path).glob("*.pt")),
+        )
+        for name, result in results.items()
     }
-    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def jobs(fits):
+    """What every rank told, by the name of its run."""
+    return {name: ranks for name, (ranks, _) in fits.items()}
 
 
 def test_two_trainers_side_by_side(jobs):
@@ -124,6 +138,11 @@ def test_two_trainers_side_by_side(jobs):
     for ranks in jobs.values():
         assert [worker["pid"] for worker in ranks[0]["report"]["workers"]] == [rank["pid"] for rank in ranks]
     assert len({rank["pid"] for ranks in jobs.values() for rank in ranks}) == 4
+
+
+def test_checkpoints_of_one_file_name(fits):
+    """Where copying shares files as Windows does, report_rank0 stores what every rank has under one name."""
+    assert [files for _, files in fits.values()] == [["model.pt"]] * 2
 
 
 def test_dataset_shards(jobs):

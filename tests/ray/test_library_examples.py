@@ -7,11 +7,10 @@ import pytest
 from tests.ray.conftest import run_example
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["lightning_mnist_like.py", "transformers_trainer.py"])
-def test_example(name, tmp_path, monkeypatch):
+def test_example(name, tmp_path):
     """The script ends well, learns what it is given, and leaves its results where it was told."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     done = run_example(name, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"^loss (\S+) after", done.stdout, re.MULTILINE)[1]) < 1.0

@@ -1,4 +1,7 @@
-"""PyTorch Lightning by Ray's strategies: over this package's process group, to the weights of one process."""
+"""PyTorch Lightning by Ray's strategies: over this package's process group, to the weights of one process.
+
+Lightning is imported in the functions: it takes seconds, in every process that collects the tests.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from examples import lightning_mnist_like as example
 from tests.ray.training_runs import BACKENDS, assert_close, assert_equal_on_ranks, fit, train_example
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -19,6 +21,8 @@ CONFIG = {"example": "lightning_mnist_like", "epochs": EPOCHS, "batch_size": BAT
 def single():
     """Weights after the same epochs in one process, with the batches of all ranks as one, without Lightning's loop."""
     import lightning
+
+    from examples import lightning_mnist_like as example
 
     lightning.seed_everything(0)
     data, model = example.images_like_mnist(), example.Classifier()
@@ -38,6 +42,8 @@ def train_by_both_strategies(config):
     """The example; before it, how far the strategy for FSDP gets on a CPU."""
     from ray.train.lightning import RayDDPStrategy, RayFSDPStrategy
 
+    from examples import lightning_mnist_like as example
+
     example.RayDDPStrategy = RayFSDPStrategy
     with pytest.raises(RuntimeError, match="FSDP needs a non-CPU accelerator device"):
         example.train_func(config)
@@ -45,8 +51,8 @@ def train_by_both_strategies(config):
     train_example(config)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.slow
 def test_lightning(backend, tmp_path, single):
     """Under RayDDPStrategy ranks, checkpoint and a single process agree; RayFSDPStrategy reaches torch, which wants a GPU."""
     result, told = fit(train_by_both_strategies, tmp_path, backend, **CONFIG)

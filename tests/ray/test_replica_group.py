@@ -22,20 +22,20 @@ def identity():
 
 @pytest.mark.usefixtures("cluster")
 def test_each_replica_group_is_a_job_of_its_own(monkeypatch):
-    """Two groups of two workers each get a process group of two, on ports of their own."""
+    """A group of two workers and one of one get process groups of those sizes."""
     from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 
     from ray_fracbackend import ray_compat
 
     # RANK and its kin come from a train context, which only a whole V2 run has.
     monkeypatch.setattr(ray_compat, "sets_env_before_init", lambda worker_group: False)
-    actors = [ray.remote(num_cpus=1)(RayTrainWorker).remote() for _ in range(4)]
+    actors = [ray.remote(num_cpus=1)(RayTrainWorker).remote() for _ in range(3)]
     workers = [Worker(actor, ray.get(actor.get_metadata.remote()), {"CPU": 1}) for actor in actors]
     groups = [replica.ReplicaGroup(workers[:2], {"CPU": 1}), replica.ReplicaGroup(workers[2:], {"CPU": 1})]
     for group in groups:
         group.execute(import_package)
         FracTorchBackend().on_start(group, FracTorchConfig())
     found = [group.execute(identity) for group in groups]
-    assert found == [[(0, 2, "gloo"), (1, 2, "gloo")]] * 2
+    assert found == [[(0, 2, "gloo"), (1, 2, "gloo")], [(0, 1, "gloo")]]
     for actor in actors:
         ray.kill(actor)

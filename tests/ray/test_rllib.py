@@ -1,14 +1,11 @@
-"""RLlib's learners under FracTorchConfig."""
+"""RLlib's learners under FracTorchConfig. RLlib is imported in the tests: it takes seconds, in every process that collects."""
 
 from __future__ import annotations
 
-import gymnasium
 import pytest
-from ray.rllib.algorithms.ppo import PPOConfig
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend import FracTorchConfig
-from ray_fracbackend.rllib import for_learners, learners_use
 
 
 def start_of(learner):
@@ -23,6 +20,11 @@ def start_of(learner):
 
 def test_learners_are_started_and_verified(cluster):
     """Two remote learners have our group inside the context, and RLlib's own outside."""
+    import gymnasium
+    from ray.rllib.algorithms.ppo import PPOConfig
+
+    from ray_fracbackend.rllib import learners_use
+
     config = PPOConfig().environment("CartPole-v1").learners(num_learners=2)
     with learners_use(FracTorchConfig()):
         group = config.build_learner_group(env=gymnasium.make("CartPole-v1"))
@@ -38,12 +40,15 @@ def test_learners_are_started_and_verified(cluster):
 
 def test_wrong_type():
     """A name is not a configuration."""
+    from ray_fracbackend.rllib import learners_use
+
     with pytest.raises(ValueError, match=r"learners_use\('gloo'\).*such as FracTorchConfig\(\)"), learners_use("gloo"):
         pass
 
 
 def test_subclasses_keep_their_backend():
     """A configuration of another class starts by its own backend, on own devices only."""
+    from ray_fracbackend.rllib import for_learners
 
     class Backend(TorchConfig().backend_cls):
         pass

@@ -36,6 +36,7 @@ def answers(folder, name):
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-rank*.json"))]
 
 
+@pytest.mark.full
 def test_the_script_trains(tmp_path):
     """A script without a word on TorchConfig trains with FracTorchConfig, its module beside it and its class included."""
     done = run("--on-missing-cuda", "cpu", SCRIPT, "none", tmp_path)
@@ -89,7 +90,7 @@ def test_configs_that_are_no_torch_config_stay(replaced):
         assert (trainer.backend_config if v2_enabled() else trainer._backend_config) is config
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_settings_reach_the_start(tmp_path):
     """Without --on-missing-cuda the same script ends with our error, which names the cause, and with exit code 1."""
     if torch.cuda.is_available():
@@ -101,17 +102,17 @@ def test_settings_reach_the_start(tmp_path):
 
 
 @needs_v2
-@pytest.mark.slow
-def test_trainers_in_a_tune_function(tmp_path):
+@pytest.mark.parametrize("names", ["a", pytest.param("ab", marks=pytest.mark.full)])
+def test_trainers_in_a_tune_function(tmp_path, names):
     """Trainers that a Tune function makes in processes of their own are replaced too."""
-    done = run("--on-missing-cuda", "cpu", SCRIPT, "tune", tmp_path)
+    done = run("--on-missing-cuda", "cpu", SCRIPT, f"tune-{names}", tmp_path)
     assert done.returncode == 0, done.stderr
-    for name in "ab":
+    for name in names:
         assert [answer["started_by_us"] for answer in answers(tmp_path, name)] == [True, True]
 
 
 @needs_v2
-@pytest.mark.slow
+@pytest.mark.full
 def test_callback_alone(tmp_path):
     """With the two variables set, plain python trains with FracTorchConfig: no change of script or command."""
     done = run(
@@ -137,6 +138,7 @@ def test_callback_with_wrong_settings(monkeypatch, settings):
         FracTorchCallback()
 
 
+@pytest.mark.full(but="V2")
 def test_as_with_python(tmp_path):
     """argv, __main__, sys.path, the working directory and the exit code are those of python SCRIPT."""
     arguments = ("exit", "x", "--json", "--", "--on-missing-cuda", "-h")
@@ -147,6 +149,7 @@ def test_as_with_python(tmp_path):
     assert "main __main__" in ours.stdout
 
 
+@pytest.mark.full(but="V2")
 def test_exception_of_the_script(tmp_path):
     """An exception of the script is its traceback and exit code 1."""
     done = run(SCRIPT, "raise", tmp_path)
@@ -154,6 +157,7 @@ def test_exception_of_the_script(tmp_path):
     assert "KeyError: 'from the script'" in done.stderr
 
 
+@pytest.mark.full(but="V2")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -52,7 +52,7 @@ def causes(error):
     return "\n".join(texts)
 
 
-def look_around(config):
+def look_around(config, **more):
     """What a train function finds: environment, backend, device."""
     import torch.distributed as dist
 
@@ -63,13 +63,14 @@ def look_around(config):
         "timeout_s": group.options._timeout.total_seconds(),
         "device": str(ray.train.torch.get_device()),
         "module": type(ray.train.torch.prepare_model(torch.nn.Linear(2, 2))).__name__,
+        **more,
     }
     with open(os.path.join(config["out"], f"rank{dist.get_rank()}.json"), "w") as file:
         json.dump(found, file)
     ray.train.report({"done": 1})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_same_as_stock_where_nothing_is_shared(tmp_path):
     """A CPU job has the same environment, backend, timeout and model wrapping as under TorchConfig."""
     found = {}
@@ -86,7 +87,7 @@ def test_same_as_stock_where_nothing_is_shared(tmp_path):
     assert found["ours"][1]["env"]["RANK"] == "1"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_getting_started_script(tmp_path):
     """The script of Ray's documentation trains on logical half GPUs with our config swapped in, and its checkpoint loads."""
     done = run_example("fashion_mnist_like.py", tmp_path)
@@ -94,7 +95,7 @@ def test_getting_started_script(tmp_path):
     assert "loaded the model of epoch 2" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_stock_fails_on_logical_gpus(tmp_path):
     """What the script does under TorchConfig on the same cluster: the reason why this package exists."""
     with pytest.raises(TRAINING_FAILED) as caught:
@@ -102,13 +103,45 @@ def test_stock_fails_on_logical_gpus(tmp_path):
     assert re.search("nccl|cuda", causes(caught.value), re.IGNORECASE)
 
 
-def test_gpu_script_on_the_cpu(tmp_path):
-    """get_device() says cpu in the train function, and the model is wrapped in DDP there."""
-    fit(look_around, tmp_path, FracTorchConfig(backend="gloo", on_missing_cuda="cpu"), TWO_HALF_GPUS)
+def fails_once(config):
+    """Ends the first attempt; finds its way about in the second, whose workers are new."""
+    from ray_fracbackend import get_start_report
+
+    marker = os.path.join(config["out"], "failed")
+    if ray.train.get_context().get_world_rank() == 0 and not os.path.exists(marker):
+        open(marker, "w").close()
+        raise RuntimeError("the first attempt fails")
+    look_around(config, pid=os.getpid(), pids=[worker.pid for worker in get_start_report().workers])
+
+
+def check_cpu_workers(tmp_path):
+    """What every rank of a GPU script has found on the CPU."""
     assert [(a["device"], a["backend"], a["module"]) for a in answers(tmp_path)] == [
         ("cpu", "gloo", "DistributedDataParallel")
     ] * 2
     assert {a["env"]["ACCELERATE_TORCH_DEVICE"] for a in answers(tmp_path)} == {"cpu"}
+
+
+@pytest.mark.full(but="V1")
+def test_gpu_script_on_the_cpu(tmp_path):
+    """get_device() says cpu in the train function, and the model is wrapped in DDP there."""
+    fit(look_around, tmp_path, FracTorchConfig(backend="gloo", on_missing_cuda="cpu"), TWO_HALF_GPUS)
+    check_cpu_workers(tmp_path)
+
+
+@pytest.mark.full(but="V2")
+def test_gpu_script_that_fails_once(tmp_path):
+    """Ray starts new workers, which train on the CPU and have a report of their own; it lies beside the results."""
+    config = FracTorchConfig(backend="gloo", on_missing_cuda="cpu")
+    result = fit(fails_once, tmp_path, config, TWO_HALF_GPUS, failure_config=FailureConfig(max_failures=1))
+    check_cpu_workers(tmp_path)
+    assert (tmp_path / "failed").exists()
+    pids = answers(tmp_path)[0]["pids"]
+    assert [answer["pid"] for answer in answers(tmp_path)] == pids
+    saved = json.loads((Path(result.path) / "start_report.json").read_text())
+    assert (saved["backend"], saved["verification"]["world_size"]) == ("gloo", 2)
+    assert [worker["pid"] for worker in saved["workers"]] == pids
+    assert saved["seconds"]["start"] > 0
 
 
 def test_missing_cuda_is_an_error_by_default(tmp_path):
@@ -120,34 +153,11 @@ def test_missing_cuda_is_an_error_by_default(tmp_path):
     assert wait_until(lambda: not train_worker_processes())
 
 
-def fails_once(config):
-    from ray_fracbackend import get_start_report
-
-    marker = os.path.join(config["out"], "failed")
-    rank = ray.train.get_context().get_world_rank()
-    if rank == 0 and not os.path.exists(marker):
-        open(marker, "w").close()
-        raise RuntimeError("the first attempt fails")
-    report = get_start_report()
-    with open(os.path.join(config["out"], f"rank{rank}.json"), "w") as file:
-        json.dump({"pids": [worker.pid for worker in report.workers], "pid": os.getpid()}, file)
-    ray.train.report({"done": 1})
-
-
-def test_restart(tmp_path):
-    """After a failure Ray starts new workers, and they get a start and a report of their own."""
-    fit(fails_once, tmp_path, FracTorchConfig(), failure_config=FailureConfig(max_failures=1))
-    found = answers(tmp_path)
-    assert [answer["pid"] for answer in found] == found[0]["pids"]
-
-
+@pytest.mark.full
 def test_one_worker(tmp_path):
-    """One worker is a group of one, and its start report lies beside the run's results."""
-    result = fit(look_around, tmp_path, FracTorchConfig(), ScalingConfig(num_workers=1))
+    """One worker is a group of one, whose model is not wrapped."""
+    fit(look_around, tmp_path, FracTorchConfig(), ScalingConfig(num_workers=1))
     assert answers(tmp_path)[0]["module"] == "Linear"
-    saved = json.loads((Path(result.path) / "start_report.json").read_text())
-    assert (saved["backend"], len(saved["workers"]), saved["verification"]["world_size"]) == ("gloo", 1, 1)
-    assert saved["seconds"]["start"] > 0
 
 
 def test_config_is_not_replaced_by_the_trainer(tmp_path):

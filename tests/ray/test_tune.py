@@ -16,7 +16,7 @@ from examples import tune_fractional_gpus
 from ray_fracbackend.ray_compat import v2_enabled
 from tests.ray.conftest import run_example
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 
 
 def starts(folder):
@@ -46,18 +46,15 @@ def test_function_that_fits_a_trainer(tmp_path):
 
 
 @pytest.mark.skipif(v2_enabled(), reason="Tuner(TorchTrainer) is the way of the V1 engine")
-def test_tuner_of_a_trainer(tmp_path):
+def test_tuner_of_a_trainer(no_cluster, tmp_path):
     """The same trials by V1's way: Tune is given the trainer itself."""
-    ray.init("local", num_cpus=9, num_gpus=1, log_to_driver=False)
-    try:
-        results = tune.Tuner(
-            tune_fractional_gpus.make_trainer({}, str(tmp_path), "tune"),
-            param_space={"train_loop_config": {"lr": tune.grid_search([1e3, 0.1, 0.01])}},
-            tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=2),
-            run_config=getattr(tune, "RunConfig", train.RunConfig)(name="tune", storage_path=str(tmp_path)),
-        ).fit()
-    finally:
-        ray.shutdown()
+    ray.init("local", num_cpus=9, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    results = tune.Tuner(
+        tune_fractional_gpus.make_trainer({}, str(tmp_path), "tune"),
+        param_space={"train_loop_config": {"lr": tune.grid_search([1e3, 0.1, 0.01])}},
+        tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=2),
+        run_config=getattr(tune, "RunConfig", train.RunConfig)(name="tune", storage_path=str(tmp_path)),
+    ).fit()
     assert [result.error is not None for result in results] == [True, False, False]
     assert "diverged at lr=1000.0" in str(results[0].error)
     assert results.get_best_result().config["train_loop_config"]["lr"] == 0.1

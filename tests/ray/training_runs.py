@@ -16,9 +16,8 @@ from ray_fracbackend import FracTorchConfig, get_start_report
 from ray_fracbackend.ipc import host_memory_support
 from tests.ray.conftest import HALF_GPU
 
-_NO_IPC = pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
-# One fit of each library by default.
-BACKENDS = [pytest.param("gloo", marks=pytest.mark.slow), pytest.param("ipc", marks=_NO_IPC)]
+NO_IPC = pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
+BACKENDS = ["gloo", pytest.param("ipc", marks=NO_IPC)]
 
 
 def tell(config: dict[str, Any], state: dict[str, torch.Tensor], **more: Any) -> None:
@@ -54,16 +53,28 @@ def fit(
     Returns:
         Ray's result, and what each rank told, after the check that all trained over the backend that was asked for.
     """
-    result = TorchTrainer(
+    result = run(train, tmp_path, backend, num_workers, **config)
+    return result, told_in(tmp_path, backend, num_workers)
+
+
+def run(
+    train: Callable[[dict[str, Any]], None], tmp_path: Any, backend: str, num_workers: int = 2, **config: Any
+) -> Result:
+    """Trains on logical half GPUs; returns Ray's result."""
+    return TorchTrainer(
         train,
         train_loop_config={"out": str(tmp_path), **config},
         torch_config=FracTorchConfig(backend=backend, on_missing_cuda="cpu"),
         scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=True, resources_per_worker=HALF_GPU),
         run_config=RunConfig(name=backend, storage_path=str(tmp_path)),
     ).fit()
-    told = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(num_workers)]
+
+
+def told_in(folder: Any, backend: str, num_workers: int) -> list[dict[str, Any]]:
+    """What each rank told, after the check that all trained over the backend that was asked for."""
+    told = [torch.load(folder / f"rank{rank}.pt") for rank in range(num_workers)]
     assert [rank["backends"] for rank in told] == [(backend, backend)] * num_workers
-    return result, told
+    return told
 
 
 def assert_equal_on_ranks(told: list[dict[str, Any]]) -> None:

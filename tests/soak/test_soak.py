@@ -110,7 +110,7 @@ def soak(*arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.net
 def test_runs_of_starts() -> None:
     """Starts in namespaces end well or in a named error and leave nothing, as the program itself checks."""
@@ -120,7 +120,7 @@ def test_runs_of_starts() -> None:
     assert [run["problems"] for run in runs] == [[], [], []]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.net
 def test_a_rank_that_a_stopped_one_keeps_waiting() -> None:
     """Rank 0, which has the store, is stopped as the start begins: rank 1 is told in time, and all start anew."""
@@ -133,7 +133,7 @@ def test_a_rank_that_a_stopped_one_keeps_waiting() -> None:
     assert set(run["answers"][1]["start"]) == {"good"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_fit_with_a_killed_worker() -> None:
     """A worker is killed while it trains; Ray starts the workers again and the fit ends well."""
     (run,) = soak("--kind", "fits", "--only", "22")
@@ -141,7 +141,7 @@ def test_a_fit_with_a_killed_worker() -> None:
     assert run["finished"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_cycles() -> None:
     """A few cycles: every figure is sampled, and what has no warm-up does not grow."""
     ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False)
@@ -157,7 +157,7 @@ def test_cycles() -> None:
     assert len(set(cycled.figures["ray"]["actors"])) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_trials(tmp_path: Path) -> None:
     """Two trials of each side: all end well, driver and Ray are sampled, and ours is judged beside stock."""
     command = [sys.executable, "-m", "tests.soak.trials", "--tuners", "1", "--trials", "2", "--out", str(tmp_path)]

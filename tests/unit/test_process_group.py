@@ -73,7 +73,7 @@ def cpu_instruction(rank: int, port: int, budget_s: float) -> StartInstruction:
     return replace(instruction("gloo", "cpu"), rank=rank, rendezvous=rendezvous, budget_s=budget_s)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_whose_last_start_failed_meets_one_that_is_new() -> None:
     """What torch counts in a process is the same on all ranks again after a group that did not form."""
     assert run_processes(start_after_a_failure, 2, free_port(), timeout_s=120) == [2, 2]

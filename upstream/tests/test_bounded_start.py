@@ -69,12 +69,13 @@ def start_with_a_stopped_worker(workers):
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_stock_hangs(workers):
     """The start neither ends nor says which rank it waits for."""
     assert start_with_a_stopped_worker(workers) == (True, None)
 
 
+@pytest.mark.full
 def test_hung_rank_is_named(workers):
     """The start ends by its budget with the rank, its node and its process."""
     pid = workers.workers[1].metadata.pid
@@ -86,6 +87,7 @@ def test_hung_rank_is_named(workers):
     assert error.ranks == (1,)
 
 
+@pytest.mark.full
 def test_dead_rank_is_named(workers):
     """A worker that dies in its start is named, where V1 would raise None for Ray's own."""
     with as_if_merged("bounded_start"):
@@ -94,6 +96,7 @@ def test_dead_rank_is_named(workers):
             _TorchBackend().on_start(workers, TorchConfig(backend="gloo"))
 
 
+@pytest.mark.full
 def test_good_start_is_as_before(healthy, monkeypatch):
     """A start that works ends in the same group, and the group of workers is whole."""
     monkeypatch.setenv(TORCH_PROCESS_GROUP_START_TIMEOUT_S, "60")
@@ -104,6 +107,7 @@ def test_good_start_is_as_before(healthy, monkeypatch):
     _TorchBackend().on_shutdown(healthy, TorchConfig())
 
 
+@pytest.mark.full
 def test_worker_error_is_told(healthy):
     """What torch says on a worker is in the error, with rank and node."""
     told = r"rank 0 \(node .*\), rank 1 \(node .*\): .*NCCL built in"

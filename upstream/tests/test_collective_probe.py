@@ -48,7 +48,7 @@ def fit(tmp_path):
     return str(raised.value)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 class TestTwoNodes:
     """A run of Ray Train on both nodes."""
 
@@ -121,7 +121,7 @@ def local_ray():
     ray.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 class TestProbe:
     """The probe itself, on this machine alone."""
 

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(params=["stock", "merged"])

@@ -5,16 +5,16 @@ import torch
 import torch.distributed as dist
 
 from upstream.install import as_if_merged
+from upstream.tests.conftest import ALWAYS_ON
 
 import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(dist.is_nccl_available(), reason="needs a torch without NCCL"),
-]
+pytestmark = pytest.mark.skipif(
+    dist.is_nccl_available(), reason="needs a torch without NCCL"
+)
 
 
 def train_func():
@@ -53,10 +53,14 @@ def ray_with(request):
 
 stock = pytest.mark.parametrize("ray_with", [()], indirect=True, ids=["stock"])
 merged = pytest.mark.parametrize(
-    "ray_with", [("gloo_default",)], indirect=True, ids=["merged"]
+    "ray_with",
+    [ALWAYS_ON, pytest.param(("gloo_default",), marks=pytest.mark.full)],
+    indirect=True,
+    ids=["all merged", "merged"],
 )
 
 
+@pytest.mark.full
 @stock
 def test_stock_fails(ray_with, tmp_path):
     """Ray chooses NCCL, and torch has none."""
@@ -72,6 +76,7 @@ def test_default_is_gloo(ray_with, tmp_path):
     assert torch_config.backend is None
 
 
+@pytest.mark.full
 @merged
 def test_explicit_nccl_still_fails(ray_with, tmp_path):
     """What the user asks for by name is not replaced."""

@@ -14,6 +14,8 @@ import ray
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(params=["stock", "merged"])
 def local_as(request):

@@ -12,7 +12,7 @@ import ray.train.collective
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 NUM_STEPS = 4
 FAILS_AFTER = 1

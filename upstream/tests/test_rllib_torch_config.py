@@ -46,7 +46,7 @@ def test_wrong_type():
             config(torch_config="gloo")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_learners_use_the_config():
     """The learners' group has the timeout that was asked for, and else Ray's own."""
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)

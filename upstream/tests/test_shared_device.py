@@ -88,6 +88,7 @@ def half_gpu_workers():
     ray.shutdown()
 
 
+@pytest.mark.full
 def test_start_with_gloo(half_gpu_workers, monkeypatch):
     """A start whose workers find one device under both ends in a gloo group."""
     monkeypatch.setattr(shared_device, "probe_devices", half_a_gpu)
@@ -97,6 +98,7 @@ def test_start_with_gloo(half_gpu_workers, monkeypatch):
     _TorchBackend().on_shutdown(half_gpu_workers, TorchConfig())
 
 
+@pytest.mark.full
 def test_start_with_explicit_nccl(half_gpu_workers, monkeypatch):
     """The same start with NCCL by name ends before any process group exists."""
     monkeypatch.setattr(shared_device, "probe_devices", half_a_gpu)

@@ -12,7 +12,7 @@ from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def fit(train_func, torch_config, tmp_path):

@@ -12,7 +12,7 @@ from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def fit(train_func, num_workers, tmp_path, **config):

@@ -1,0 +1,47 @@
+"""The two levels of the test suite: by default every behaviour once, and with --full all there is."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+_ENGINE = "V1" if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() in ("0", "false") else "V2"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --full, which ci/test.py passes on."""
+    parser.addoption("--full", action="store_true", help="also run the tests marked full: all parameters, long runs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the default suite the same on every run; --full draws new examples each time, and more of them."""
+    if not config.pluginmanager.hasplugin("hypothesispytest"):
+        return  # ci/matrix.py runs a few tests with pytest alone
+    from hypothesis import settings
+
+    settings.register_profile("default", derandomize=True, deadline=None)
+    settings.register_profile("full", max_examples=2_000, deadline=None)
+    settings.load_profile("full" if config.getoption("full") else "default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests marked full out of the default suite."""
+    if config.getoption("full"):
+        return
+    left_out = [item for item in items if _is_full(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not _is_full(item)]
+
+
+def _is_full(item: pytest.Item) -> bool:
+    # ``full(but="V1")``: what is the same with both engines of Ray Train runs by default with the one named.
+    mark = item.get_closest_marker("full")
+    return mark is not None and mark.kwargs.get("but") != _ENGINE
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether this run is --full; tests with long tables take pairs of their values otherwise."""
+    return bool(request.config.getoption("full"))
