@@ -21,7 +21,7 @@ def _importable_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_are_complete() -> None:
     """Each operation, size and backend has a row with positive, ordered quartiles, and progress reaches its total."""
     seen = []

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from ipc_calls import CALLS, SMALL_CHUNKS, bare_group, filled, options
 from ipc_fault_runs import error_of, strike
 from ipc_harness import Job, open_local_store, run_ranks, values
@@ -46,29 +47,31 @@ def test_splits_that_disagree_are_named() -> None:
 
 
 def busy_and_dead(job: Job) -> tuple[str, str, float]:
-    """Rank 1, the first that rank 0 waits for, is busy for long; rank 2 dies meanwhile."""
+    """Rank 1, the first that rank 0 waits for, is busy until rank 0 has raised; rank 2 dies meanwhile."""
     pg = bare_group(job, "busy", job.rank, job.size, 30.0)
     pg.barrier(options("Barrier"))
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
     if job.rank == 1:
-        time.sleep(4)
+        store.wait(["rank 0 has raised"])
     elif job.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    return error_of(lambda: pg.barrier(options("Barrier")))
+    error = error_of(lambda: pg.barrier(options("Barrier")))
+    store.set("rank 0 has raised", "")
+    return error
 
 
 def test_a_death_is_noticed_while_another_rank_is_waited_for() -> None:
     """Rank 0 does not sit out rank 1's delay before it looks at rank 2."""
-    outcomes = run_ranks(busy_and_dead, 3, limit_s=20)
-    error_type, text, seconds = values(outcomes[:1])[0]
+    outcomes = run_ranks(busy_and_dead, 3, limit_s=60)
+    error_type, text, _ = values(outcomes[:1])[0]
     assert (error_type, "rank 2" in text) == ("PeerLostError", True)
-    assert seconds < 2
     assert values(outcomes[1:2])[0][0] == "GroupPoisonedError"
 
 
 def killed_between_places(job: Job, victim: int, name: str) -> tuple[str, str, float]:
     """A rank dies in the second of a few collectives between places."""
     torch.set_num_threads(1)
-    pg = bare_group(job, "places", job.rank, job.size, 8.0)
+    pg = bare_group(job, "places", job.rank, job.size, 60.0)
     pg.barrier(options("Barrier"))
     if job.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -78,13 +81,12 @@ def killed_between_places(job: Job, victim: int, name: str) -> tuple[str, str, f
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_death_in_one_place_is_noticed_in_the_other(victim: int, name: str) -> None:
-    """Leader or not, all survivors of both places raise well before the timeout."""
+    """Leader or not, all survivors of both places raise, and none because its time is over."""
     env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_PLACE": "aabb"[rank]}  # noqa: E731
-    outcomes = run_ranks(killed_between_places, 4, victim, name, limit_s=20, env=env)
+    outcomes = run_ranks(killed_between_places, 4, victim, name, limit_s=50, env=env)
     for outcome in outcomes[:victim] + outcomes[victim + 1 :]:
-        error_type, text, seconds = values([outcome])[0]
-        assert error_type, outcome
-        assert seconds < 4, (outcome.rank, text)
+        error_type, text, _ = values([outcome])[0]
+        assert error_type not in ("", "CollectiveTimeoutError"), (outcome.rank, text)
 
 
 def stopped_between_places(job: Job) -> tuple[str, str, float]:
@@ -100,9 +102,9 @@ def stopped_between_places(job: Job) -> tuple[str, str, float]:
 def test_a_time_limit_of_a_call_holds_between_places() -> None:
     """Leader and member raise CollectiveTimeoutError after the second asked for, not after the group's minute."""
     env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_PLACE": "aab"[rank]}  # noqa: E731
-    for error_type, text, seconds in values(run_ranks(stopped_between_places, 3, limit_s=120, env=env, needed=2)[:2]):
+    # Less than the group's own limit.
+    for error_type, text, _ in values(run_ranks(stopped_between_places, 3, limit_s=50, env=env, needed=2)[:2]):
         assert error_type in ("CollectiveTimeoutError", "GroupPoisonedError"), text
-        assert seconds < 15, text
 
 
 RANK_THAT_FAILS = """
@@ -150,7 +152,7 @@ def test_random_faults_in_random_schedules(seed: int) -> None:
     check_random(seed, "host", SMALL_CHUNKS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_more_random_faults_in_random_schedules(seed: int) -> None:
     """As above, a hundred more times."""
@@ -191,10 +193,9 @@ def abort_from_a_thread(job: Job) -> tuple[str, str, float]:
 
 def test_abort_ends_a_call_in_progress_on_every_rank() -> None:
     """The waiting rank and the one that comes late both raise that rank 0 aborted."""
-    for error_type, text, seconds in values(run_ranks(abort_from_a_thread, 2, limit_s=20)):
+    for error_type, text, _ in values(run_ranks(abort_from_a_thread, 2, limit_s=60)):
         assert error_type == "GroupPoisonedError"
         assert "rank 0 aborted the process group" in text
-        assert seconds < 2
 
 
 def fail_asynchronously(job: Job) -> tuple[str, str, str, bool]:

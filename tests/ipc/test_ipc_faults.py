@@ -88,7 +88,7 @@ def test_a_fault_anywhere_reaches_every_rank(seed: int, fault: str) -> None:
     run_cases(sample(seed)[fault])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("collective", CALLS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_every_phase_of_every_collective_reaches_every_rank(fault: str, collective: str) -> None:

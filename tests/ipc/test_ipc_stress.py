@@ -71,7 +71,7 @@ def test_some_thousand_collectives_are_exact_and_take_no_memory() -> None:
     check(2, 3000, 30, 1_000_003, 60)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_hundred_thousand_collectives_are_exact_and_take_no_memory(size: int) -> None:
     """100,000 small and 1,000 large collectives on two groups with random pauses."""

@@ -1,0 +1,44 @@
+"""Where the fences stand. x86 forgives a missing one in nearly every run, so their places are looked at, not their effect."""
+
+from __future__ import annotations
+
+from ipc_calls import CALLS, SMALL_CHUNKS, bare_group
+from ipc_harness import Job, run_ranks, values
+
+
+def order_of(job: Job) -> list[str]:
+    """What a rank does in an all_reduce of several chunks: actions, stores of its counter, and fences."""
+    pg = bare_group(job, "fences", job.rank, job.size, 20.0)
+    engine, log = pg._local.engine, []
+    memory, waiter = engine.transport, engine.waiter
+
+    def logged(name, function):
+        def call(*args):
+            log.append(name)
+            return function(*args)
+
+        return call
+
+    memory._release_fence = logged("release", memory._release_fence)
+    memory._acquire_fence = logged("acquire", memory._acquire_fence)
+    waiter._full_fence = logged("full", waiter._full_fence)
+    waiter.publish = logged("store", waiter.publish)
+    waiter.wait = logged("seen", waiter.wait)
+    engine.observer = lambda action, chunk: log.append(action.name)
+    CALLS["all_reduce"](pg).wait()
+    pg.shutdown()
+    return log
+
+
+def test_every_counter_is_stored_and_read_behind_its_fence() -> None:
+    """Data is fenced before the counter that announces it, the counter before sleepers are looked at, and reads after it."""
+    for log in values(run_ranks(order_of, 2, limit_s=120, env=SMALL_CHUNKS)):
+        stores = [number for number, entry in enumerate(log) if entry == "store"]
+        assert len(stores) >= 3
+        for number in stores:
+            assert log[number - 2 : number + 2] == ["PUBLISH", "release", "store", "full"]
+        awaits = [number for number, entry in enumerate(log) if entry == "AWAIT"]
+        assert len(awaits) == len(stores)
+        for number in awaits:
+            # A rank that sleeps fences its own mark.
+            assert [entry for entry in log[number : number + 9] if entry != "full"][:3] == ["AWAIT", "seen", "acquire"]
