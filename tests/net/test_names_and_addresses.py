@@ -123,12 +123,10 @@ def test_t7_loopback_between_nodes_is_refused(two_nodes: Nodes, tmp_path: Path, 
 
 
 def test_t7_an_explicit_loopback_address_is_tried_and_named(two_nodes: Nodes, tmp_path: Path) -> None:
-    """A configured loopback address wins with a warning, and the rank that cannot use it says so in under 10 seconds."""
+    """A configured loopback address wins with a warning, and the rank that cannot use it says so before c10d tries."""
     options = StartOptions(master_addr="127.0.0.1")
-    started = time.monotonic()
     facts, workers = probe(two_nodes, tmp_path, options=options)
     results, plan = start(facts, workers, options, wait_for=(1,))
-    assert time.monotonic() - started < 10
     assert "master_addr='127.0.0.1' is a loopback address for rank 1" in plan.warnings[0]
     assert isinstance(results[0], UnreachableMasterError)
 

@@ -34,10 +34,8 @@ def stock_waits(nodes: Nodes, folder: Path, address: str) -> None:
 
 
 def our_error(nodes: Nodes, folder: Path, node_ips: list[str], options: StartOptions | None = None) -> str:
-    started = time.monotonic()
     facts, workers = probe(nodes, folder, node_ips, options)
     (error,), _ = start(facts, workers, options, wait_for=(1,))
-    assert time.monotonic() - started < 15
     assert isinstance(error, UnreachableMasterError)
     return str(error)
 

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -46,12 +45,10 @@ def test_storage_that_refuses(tmp_path, warnings):
 
 
 def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
-    """The start goes on without it."""
+    """The start goes on without it, while the storage still hangs."""
     monkeypatch.setattr(backend, "_SAVE_S", 0.2)
     release = threading.Event()
-    started = time.monotonic()
-    backend._save(group(tmp_path, SimpleNamespace(create_dir=lambda *_, **__: release.wait(60))), REPORT)
-    assert time.monotonic() - started < 30
+    backend._save(group(tmp_path, SimpleNamespace(create_dir=lambda *_, **__: release.wait())), REPORT)
     assert "no answer within 0.2 s" in warnings[0]
     release.set()
 
