@@ -144,6 +144,7 @@ def test_a_fit_with_a_killed_worker() -> None:
 @pytest.mark.full
 def test_cycles() -> None:
     """A few cycles: every figure is sampled, and what has no warm-up does not grow."""
+    ray.shutdown()  # of earlier tests in this process
     ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False)
     try:
         cycled = (cycles.with_v2 if v2_enabled() else cycles.with_v1)((6, 2, 3))
