@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import ray.train.torch
 import torch
-from ray.train import ScalingConfig
+from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend.ray_compat import v2_enabled
 from ray_fracbackend.run import replace_torch_config
+from tests.ray.conftest import HALF_GPU
 
 SCRIPT = Path(__file__).with_name("stock_script.py")
 needs_v2 = pytest.mark.skipif(not v2_enabled(), reason="callbacks by environment variable are of the V2 engine")
@@ -102,13 +103,38 @@ def test_settings_reach_the_start(tmp_path):
 
 
 @needs_v2
-@pytest.mark.parametrize("names", ["a", pytest.param("ab", marks=pytest.mark.full)])
-def test_trainers_in_a_tune_function(tmp_path, names):
+@pytest.mark.full
+def test_trainers_in_a_tune_function(tmp_path):
     """Trainers that a Tune function makes in processes of their own are replaced too."""
-    done = run("--on-missing-cuda", "cpu", SCRIPT, f"tune-{names}", tmp_path)
+    done = run("--on-missing-cuda", "cpu", SCRIPT, "tune", tmp_path)
     assert done.returncode == 0, done.stderr
-    for name in names:
+    for name in "ab":
         assert [answer["started_by_us"] for answer in answers(tmp_path, name)] == [True, True]
+
+
+def tell_backend(config):
+    """Which start a worker had."""
+    import torch.distributed as dist
+
+    from ray_fracbackend import get_start_report
+
+    told = [get_start_report().backend, dist.get_backend()]
+    Path(config["out"], f"{dist.get_rank()}.json").write_text(json.dumps(told))
+
+
+@needs_v2
+def test_callback(cluster, tmp_path, monkeypatch):
+    """With the two variables set, a trainer with a plain TorchConfig starts with FracTorchConfig and the settings."""
+    monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "ray_fracbackend.callback.FracTorchCallback")
+    monkeypatch.setenv("RAY_FRACBACKEND_SETTINGS", '{"on_missing_cuda": "cpu"}')
+    TorchTrainer(
+        tell_backend,
+        train_loop_config={"out": str(tmp_path)},
+        torch_config=TorchConfig("nccl"),
+        scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    ).fit()
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [["gloo", "gloo"]] * 2
 
 
 @needs_v2

@@ -10,9 +10,7 @@ import json
 
 import pytest
 import ray
-from ray import train, tune
 
-from examples import tune_fractional_gpus
 from ray_fracbackend.ray_compat import v2_enabled
 from tests.ray.conftest import run_example
 
@@ -48,6 +46,10 @@ def test_function_that_fits_a_trainer(tmp_path):
 @pytest.mark.skipif(v2_enabled(), reason="Tuner(TorchTrainer) is the way of the V1 engine")
 def test_tuner_of_a_trainer(no_cluster, tmp_path):
     """The same trials by V1's way: Tune is given the trainer itself."""
+    from ray import train, tune
+
+    from examples import tune_fractional_gpus
+
     ray.init("local", num_cpus=9, num_gpus=1, include_dashboard=False, log_to_driver=False)
     results = tune.Tuner(
         tune_fractional_gpus.make_trainer({}, str(tmp_path), "tune"),
