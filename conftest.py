@@ -9,7 +9,7 @@ import pytest
 # Ray gives its workers nice 15: beside anything else they hardly run at all, and tests reach their limits.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-_ENGINE = "V1" if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() in ("0", "false") else "V2"
+_ENGINE = "V2" if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() in ("1", "true") else "V1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -136,8 +136,8 @@ def _plan_on_devices(workers: Sequence[WorkerFacts], options: StartOptions) -> S
     without_nccl = [worker.rank for worker in workers if not worker.nccl_available]
     conflicts = shared if without_nccl else (*shared, *nccl_confusions(workers))
     siblings = mig_siblings(workers)
-    takes_flags = all(worker.nccl_available and (worker.nccl_version or (0,)) >= NCCL_MULTI_RANK for worker in workers)
-    if not conflicts and options.on_shared_device == "nccl" and takes_flags:
+    asked = options.on_shared_device == "nccl" and not conflicts
+    if asked and all(worker.nccl_available and (worker.nccl_version or (0,)) >= NCCL_MULTI_RANK for worker in workers):
         conflicts = siblings  # told apart by NCCL's source, refused without the flags as users saw it (nccl#1716)
     if conflicts:
         return plan_shared(workers, options, conflicts)

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 ROOT = Path(__file__).parents[2]
-_START_S = 180.0
+_START_S = 90.0
 _NUM_CPUS = 24
 
 

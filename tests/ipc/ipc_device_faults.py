@@ -42,7 +42,7 @@ def struck_by_signal(job: Job, name: str, actions: list[Action], kind: str, time
         error = error_of(lambda pg=pg: call_then_barrier(pg, name))
         errors.append((action.name, *error))
         again = error_of(lambda pg=pg: pg.barrier(options("Barrier")))
-        if again[0] != "GroupPoisonedError":
+        if again[0] != "GroupPoisonedError" or again[2] > 5:
             errors.append((action.name, *again))
         pg.shutdown()
     return errors
@@ -67,8 +67,9 @@ def check_signal(
     outcomes = run_ranks(struck_by_signal, SURVIVORS + len(actions), *args, limit_s=limit_s, env=env, needed=SURVIVORS)
     for reports in values(outcomes[:SURVIVORS]):
         assert [report[0] for report in reports] == [action.name for action in actions]
-        for phase, error_type, text, _ in reports:
+        for phase, error_type, text, seconds in reports:
             assert error_type in allowed, (phase, error_type, text)
+            assert seconds < timeout_s + 10, (phase, text)
             assert "rank" in text
     assert shared_names() <= before
 

@@ -22,6 +22,7 @@ from ray_fracbackend.cli import _parser
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.options import setting_names
 from ray_fracbackend.ray_compat import v2_enabled
+from tests.processes import free_port
 
 _ROOT = Path(__file__).parents[2]
 _BIN = Path(sys.executable).parent
@@ -110,6 +111,7 @@ def test_scripts_run(tmp_path):
     """A Python snippet that says how to run it runs as it says; README's is one without Ray."""
     (tmp_path / "ray.py").write_text("raise ImportError('there is no Ray here')")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(_ROOT)])}
+    environment["PET_MASTER_PORT"] = str(free_port())  # torchrun's own is the same for all
     found = 0
     for page in _PAGES:
         for _, _, code in _FENCE.findall(page.read_text()):
@@ -119,6 +121,8 @@ def test_scripts_run(tmp_path):
                 words = [str(_BIN / word) if (_BIN / word).exists() else word for word in shlex.split(script[2])]
                 done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
                 assert done.returncode == 0, done.stderr
+                if "print(verify_process_group(" in code:
+                    assert done.stdout.count("world_size=2") == 2, done.stdout
     assert found
 
 

@@ -106,12 +106,17 @@ def replace_in_worker(module, name, action, times=1_000_000):
     setattr(owner, name, replaced)
 
 
-@pytest.fixture(scope="module")
-def two_workers(cluster):
-    group = WorkerGroup(num_workers=2, resources_per_worker=ONE_CPU)
+def warm_workers(resources):
+    """Two workers that have imported what a start needs."""
+    group = WorkerGroup(num_workers=2, resources_per_worker=resources)
     group.execute(import_package)
     yield group
     group.shutdown(patience_s=0)
+
+
+@pytest.fixture(scope="module")
+def two_workers(cluster):
+    yield from warm_workers(ONE_CPU)
 
 
 @pytest.fixture
@@ -257,10 +262,7 @@ class TestGoodPath:
 @pytest.fixture(scope="class")
 def halves(cluster):
     """Two workers with half a logical GPU each."""
-    group = WorkerGroup(num_workers=2, resources_per_worker=HALF_GPU)
-    group.execute(import_package)
-    yield group
-    group.shutdown(patience_s=0)
+    yield from warm_workers(HALF_GPU)
 
 
 class TestLogicalGpus:
@@ -312,6 +314,7 @@ class TestFailures:
 
         Otherwise the workers would live until the next garbage collection.
         """
+        started = time.monotonic()
         settings = {"start_timeout_s": START_S, **settings}
         gc.collect()
         gc.disable()
@@ -320,6 +323,7 @@ class TestFailures:
             assert [each for each in gc.get_objects() if isinstance(each, backend_module._Start)] == []
         finally:
             gc.enable()
+        assert time.monotonic() - started < settings["start_timeout_s"] + 10  # the design's bound
         assert not failure.is_own_cause
         assert issubclass(failure.kind, error), failure
         assert re.search(match, failure.text), failure
