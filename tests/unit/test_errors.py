@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ray_fracbackend import errors
 from ray_fracbackend.gather import LostWorkerError, raise_for_engine
+from ray_fracbackend.ray_compat import V1WorkerGroup
 
 _ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RuntimeError)]
 
@@ -44,9 +45,15 @@ def test_reasons_are_distinct():
     assert len({cls.reason for cls in _ALL}) == len(_ALL)
 
 
-def test_a_dead_worker_is_a_ray_actor_error():
-    """The V2 engine restarts workers on RayActorError only."""
-    assert isinstance(LostWorkerError("gone"), RayActorError)
+@pytest.mark.parametrize(
+    ("worker_group", "restarts"), [(object(), True), (V1WorkerGroup.__new__(V1WorkerGroup), False)], ids=["V2", "V1"]
+)
+def test_a_dead_worker(worker_group, restarts):
+    """V2 restarts the workers of a start on a RayActorError only; V1 would lose that one, so there it is none."""
+    with pytest.raises(errors.WorkerDiedError, match="gone") as caught:
+        raise_for_engine(errors.WorkerDiedError("gone", ranks=[1]), worker_group)
+    assert isinstance(caught.value, RayActorError) == restarts
+    assert caught.value.ranks == (1,)
 
 
 def test_a_failed_start_is_freed_at_once():
