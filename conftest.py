@@ -9,8 +9,6 @@ import pytest
 # Ray gives its workers nice 15: beside anything else they hardly run at all, and tests reach their limits.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-_ENGINE = "V2" if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() in ("1", "true") else "V1"
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --full, which ci/test.py passes on."""
@@ -32,16 +30,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave the tests marked full out of the default suite."""
     if config.getoption("full"):
         return
-    left_out = [item for item in items if _is_full(item)]
+    from ray_fracbackend.ray_compat import v2_enabled
+
+    engine = "V2" if v2_enabled() else "V1"
+    left_out = [item for item in items if _is_full(item, engine)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not _is_full(item)]
+        items[:] = [item for item in items if not _is_full(item, engine)]
 
 
-def _is_full(item: pytest.Item) -> bool:
+def _is_full(item: pytest.Item, engine: str) -> bool:
     # ``full(but="V1")``: what is the same with both engines of Ray Train runs by default with the one named.
     mark = item.get_closest_marker("full")
-    return mark is not None and mark.kwargs.get("but") != _ENGINE
+    return mark is not None and mark.kwargs.get("but") != engine
 
 
 @pytest.fixture(scope="session")
