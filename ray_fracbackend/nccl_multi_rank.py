@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ray_fracbackend.errors import FracBackendError, SharedDeviceError, StartTimeoutError, VerificationError
-from ray_fracbackend.facts import WorkerFacts, ranks_text, version_text
+from ray_fracbackend.facts import WorkerFacts, ranks_text
 from ray_fracbackend.nccl_words import is_invalid_usage, refusal_in
-from ray_fracbackend.sharing import mig_siblings, share_text
+from ray_fracbackend.sharing import MULTI_RANK_ENV, mig_siblings, share_text, versions_text
 from ray_fracbackend.start_plan import StartPlan
 
-ENABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 # CTAs for all ranks of a device together: NCCL's defaults are said to be enough for two ranks.
 _CTAS_PER_DEVICE = 8
 
@@ -29,7 +28,7 @@ def multi_rank_env(num_ranks: int, several_nodes: bool = False) -> dict[str, str
         num_ranks: Ranks on the fullest GPU, at least one.
         several_nodes: The job has more than one node.
     """
-    env = {ENABLE: "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": str(max(1, _CTAS_PER_DEVICE // num_ranks))}
+    env = {MULTI_RANK_ENV: "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": str(max(1, _CTAS_PER_DEVICE // num_ranks))}
     if several_nodes:
         env["NCCL_NET_GDR_LEVEL"] = "LOC"
     return env
@@ -61,7 +60,8 @@ def explain_failure(error: FracBackendError, plan: StartPlan, workers: Sequence[
         sentence = "ncclInvalidUsage"
     if sentence is not None:
         return _refused(sentence, error, plan, workers)
-    if plan.share_groups and isinstance(error, (StartTimeoutError, VerificationError)):
+    ended = "wrong answer" in str(error)
+    if plan.share_groups and isinstance(error, (StartTimeoutError, VerificationError)) and not ended:
         advice = (
             "NCCL hangs where one GPU has too few resources for all of its ranks: set NCCL_MAX_CTAS lower, put fewer ranks "
             "on the GPU, run the MPS daemon, or use on_shared_device='gloo'."
@@ -83,7 +83,7 @@ def _refused(
     )
     ranks = sorted({rank for group in groups for rank in group.ranks}) or error.ranks
     return SharedDeviceError(
-        f"NCCL {version_text(workers[0].nccl_version)} refused the start: {who} ({sentence}). {_way_out(plan, workers)}",
+        f"NCCL {versions_text(workers)} refused the start: {who} ({sentence}). {_way_out(plan, workers)}",
         ranks=ranks,
     )
 

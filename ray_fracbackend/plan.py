@@ -12,20 +12,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ray_fracbackend import shared_plan
 from ray_fracbackend.errors import IncompatibleWorkersError, MissingDeviceError
-from ray_fracbackend.facts import WorkerFacts, ranks_text, version_text
-from ray_fracbackend.hints import hints_for
+from ray_fracbackend.facts import WorkerFacts, ranks_text
+from ray_fracbackend.hints import add_hints
 from ray_fracbackend.options import StartOptions
 from ray_fracbackend.shared_plan import check_compute_modes, check_one_nccl, ipc_device_plan, plan_shared
 from ray_fracbackend.sharing import (
     NCCL_MULTI_RANK,
     ShareGroup,
     mig_siblings,
+    multi_rank_obstacle,
     nccl_confusions,
     share_text,
     shared_devices,
+    versions_text,
 )
-from ray_fracbackend.start_plan import StartPlan, gloo_plan, ipc_host_plan
+from ray_fracbackend.start_plan import GLOO_COST, StartPlan, gloo_plan, ipc_host_plan
 
 _OURS = {"auto", "nccl", "gloo", "ipc"}
 # Ray resources of accelerators whose start is Ray's own business.
@@ -42,12 +45,15 @@ def left_to_ray(backend: str, resources_per_worker: Mapping[str, float]) -> str 
     return None
 
 
-def plan_start(workers: Sequence[WorkerFacts], options: StartOptions) -> StartPlan:
-    """Decides how to start.
+def plan_start(
+    workers: Sequence[WorkerFacts], options: StartOptions, node_gpus: Mapping[str, float] | None = None
+) -> StartPlan:
+    """Decide how to start. The outcome does not depend on the order of the ranks.
 
     Args:
         workers: Facts of every rank, in rank order, at least one.
         options: What the user asked for.
+        node_gpus: GPUs that Ray gives out on each node, by Ray's node id; for hints.
 
     Returns:
         The plan, with reasons, hints and warnings.
@@ -61,10 +67,18 @@ def plan_start(workers: Sequence[WorkerFacts], options: StartOptions) -> StartPl
     _check_platforms(workers)
     if not any(worker.gpu_fraction > 0 for worker in workers):
         return _plan_without_gpus(workers, options)
-    if any(worker.cuda_missing for worker in workers):
+    if any(_lacks_cuda(worker) for worker in workers):
         return _plan_missing_cuda(workers, options)
-    plan = _plan_on_devices(workers, options)
-    return replace(plan, hints=hints_for(workers, plan.share_groups, plan.backend))
+    return add_hints(_plan_on_devices(workers, options), workers, node_gpus or {})
+
+
+def asks_for_ipc(options: StartOptions) -> bool:
+    """Whether a start with these settings may choose the ipc backend, so that its probe is worth its cost."""
+    return (
+        options.backend == "ipc"
+        or options.on_shared_device == "ipc"
+        or (options.on_shared_device == "auto" and shared_plan.AUTO_TAKES_DEVICE_IPC)
+    )
 
 
 def _is_ours(backend: str) -> bool:
@@ -76,6 +90,10 @@ def _is_ours(backend: str) -> bool:
 
 def _wants_nccl(backend: str) -> bool:
     return backend in ("auto", "nccl") or backend.endswith("nccl") or "cuda:nccl" in backend
+
+
+def _lacks_cuda(worker: WorkerFacts) -> bool:
+    return worker.cuda_missing is not None or (worker.gpu_fraction > 0 and not worker.devices)
 
 
 def _check_platforms(workers: Sequence[WorkerFacts]) -> None:
@@ -109,10 +127,17 @@ def _plan_without_gpus(workers: Sequence[WorkerFacts], options: StartOptions) ->
 
 def _plan_missing_cuda(workers: Sequence[WorkerFacts], options: StartOptions) -> StartPlan:
     """Row 3: Ray gave GPUs, torch sees none."""
-    missing = [worker for worker in workers if worker.cuda_missing]
+    missing = [worker for worker in workers if _lacks_cuda(worker)]
     ranks = [worker.rank for worker in missing]
-    causes = dict.fromkeys(f"node {worker.node_ip}: {worker.cuda_missing}" for worker in missing)
+    causes = dict.fromkeys(f"node {w.node_ip}: {w.cuda_missing or 'no CUDA device was found'}" for w in missing)
     found = f"Ray gave {ranks_text(ranks)} GPUs that torch cannot use ({'; '.join(list(causes)[:4])})"
+    if options.on_missing_cuda == "error" and not (_wants_nccl(options.backend) or options.backend == "ipc"):
+        plan = gloo_plan(workers, f"using {options.backend} as asked for", device_type="cpu")
+        warning = (
+            f"{found}: {options.backend} starts all the same, as with TorchConfig, and a train function that uses "
+            "ray.train.torch.get_device() will fail; on_missing_cuda='cpu' trains on the CPU"
+        )
+        return replace(plan, backend=options.backend, warnings=(warning,))
     if options.on_missing_cuda == "error":
         raise MissingDeviceError(
             f"{found}. Every GPU worker needs a CUDA device; correct num_gpus of those nodes or their torch and driver, "
@@ -120,8 +145,9 @@ def _plan_missing_cuda(workers: Sequence[WorkerFacts], options: StartOptions) ->
             ranks=ranks,
         )
     if options.backend == "ipc" or (options.backend == "auto" and options.on_shared_device == "ipc"):
-        return ipc_host_plan(workers, f"{found}: training on the CPU")
+        return replace(ipc_host_plan(workers, f"{found}: training on the CPU"), train_on_cpu=True)
     plan = gloo_plan(workers, f"{found}: training on the CPU with gloo", device_type="cpu")
+    plan = replace(plan, train_on_cpu=True)
     if options.backend not in ("auto", "gloo"):
         plan = replace(plan, warnings=(f"backend={options.backend!r} needs CUDA devices: using gloo",))
     return plan
@@ -136,19 +162,28 @@ def _plan_on_devices(workers: Sequence[WorkerFacts], options: StartOptions) -> S
     without_nccl = [worker.rank for worker in workers if not worker.nccl_available]
     conflicts = shared if without_nccl else (*shared, *nccl_confusions(workers))
     siblings = mig_siblings(workers)
-    asked = options.on_shared_device == "nccl" and not conflicts
-    if asked and all(worker.nccl_available and (worker.nccl_version or (0,)) >= NCCL_MULTI_RANK for worker in workers):
+    asked = options.on_shared_device == "nccl" or (
+        options.on_shared_device != "error" and siblings and multi_rank_obstacle(workers, siblings) is None
+    )
+    has_flags = all(worker.nccl_available and (worker.nccl_version or (0,)) >= NCCL_MULTI_RANK for worker in workers)
+    if asked and has_flags and not conflicts:
         conflicts = siblings  # told apart by NCCL's source, refused without the flags as users saw it (nccl#1716)
     if conflicts:
         return plan_shared(workers, options, conflicts)
     if without_nccl:  # row 5
         plan = gloo_plan(workers, f"using gloo ({ranks_text(without_nccl)}: torch has no NCCL)")
         if options.backend != "auto":
-            plan = replace(plan, warnings=(f"backend={options.backend!r} is not available: using gloo",))
+            return replace(plan, warnings=(f"backend={options.backend!r} is not available: using gloo",))
+        if len(without_nccl) < len(workers):
+            warning = (
+                f"torch of {ranks_text(without_nccl)} has no NCCL, so all {len(workers)} ranks use gloo: {GLOO_COST}; "
+                "install the same torch with NCCL on every node"
+            )
+            return replace(plan, warnings=(warning,))
         return plan
     check_one_nccl(workers)
     backend = "nccl" if options.backend == "auto" else options.backend
-    version = version_text(workers[0].nccl_version)
+    version = versions_text(workers)
     plan = StartPlan(
         backend=backend,
         device_type="cuda",

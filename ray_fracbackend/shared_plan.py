@@ -14,8 +14,15 @@ from ray_fracbackend.errors import (
 from ray_fracbackend.facts import WorkerFacts, ranks_text, version_text
 from ray_fracbackend.nccl_multi_rank import kept_settings, multi_rank_env
 from ray_fracbackend.options import StartOptions
-from ray_fracbackend.sharing import NCCL_MULTI_RANK, ShareGroup, share_text
-from ray_fracbackend.start_plan import StartPlan, gloo_plan
+from ray_fracbackend.sharing import (
+    MULTI_RANK_ENV,
+    NCCL_MULTI_RANK,
+    ShareGroup,
+    multi_rank_obstacle,
+    share_text,
+    versions_text,
+)
+from ray_fracbackend.start_plan import GLOO_COST, StartPlan, gloo_plan
 
 # Row 10: whether "auto" takes ipc for device memory. To be turned once a recorded run on a GPU has proven it;
 # on_shared_device="ipc" (row 9) does not ask.
@@ -33,41 +40,71 @@ def plan_shared(workers: Sequence[WorkerFacts], options: StartOptions, groups: t
             ranks=ranks,
         )
     if policy == "nccl":
-        plan = _nccl_multi_rank(workers, groups)
+        plan = _nccl_multi_rank(workers, groups, "on_shared_device='nccl'")
+    elif multi_rank_obstacle(workers, groups) is None:
+        plan = _nccl_multi_rank(workers, groups, f"{MULTI_RANK_ENV}=1 is set")
+        if policy in ("auto", "gloo"):
+            plan = replace(plan, fallback="gloo")
+        if policy != "auto":
+            override = f"on_shared_device={policy!r} does not count: the user's {MULTI_RANK_ENV}=1 asks for nccl"
+            plan = replace(plan, warnings=(*plan.warnings, override))
     elif policy == "ipc" or (policy == "auto" and AUTO_TAKES_DEVICE_IPC and _ipc_obstacle(workers, groups) is None):
         plan = ipc_device_plan(workers, groups, f"on_shared_device={policy!r}")
         plan = replace(plan, fallback="gloo" if policy == "auto" else None)
     else:
         why = "as on_shared_device says" if policy == "gloo" else _why_not_nccl(workers, groups)
         plan = gloo_plan(workers, f"{text}: using gloo ({why})", groups)
+        if policy == "auto" and any(worker.nccl_available for worker in workers):
+            plan = replace(plan, warnings=(_gloo_warning(workers, groups, why),))
     if options.backend == "auto":
         return plan
     if plan.backend == "nccl":
         return replace(plan, backend=options.backend)
     override = f"backend={options.backend!r} cannot be used as it is: on_shared_device={policy!r} chose {plan.backend}"
-    return replace(plan, warnings=(*plan.warnings, override))
+    return replace(plan, warnings=(". ".join((override, *plan.warnings)),))
 
 
 def _why_not_nccl(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, ...]) -> str:
-    if not all(worker.nccl_available for worker in workers):
-        return "torch has no NCCL"
-    version = workers[0].nccl_version
-    if not groups[0].same_device:
-        return f"NCCL {version_text(version)} compares PCI bus ids and refuses them"
-    hosts = {workers[rank].nccl_host for rank in groups[0].ranks}
-    if len(hosts) > 1:
-        return f"NCCL {version_text(version)} does not see it across host names and can hang"
-    return f"NCCL {version_text(version)} refuses shared devices"
+    without = [worker.rank for worker in workers if not worker.nccl_available]
+    if without:
+        return "torch has no NCCL" if len(without) == len(workers) else f"torch of {ranks_text(without)} has no NCCL"
+    version = versions_text(workers)
+    if not any(group.same_device for group in groups):
+        return f"NCCL {version} compares PCI bus ids and refuses them"
+    # One group that NCCL sees is refused at once, whatever becomes of the others.
+    seen = any(len({workers[rank].nccl_host for rank in group.ranks}) < len(group.ranks) for group in groups)
+    if not seen:
+        return f"NCCL {version} does not see it across host names and can hang"
+    return f"NCCL {version} refuses shared devices"
 
 
-def _nccl_multi_rank(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, ...]) -> StartPlan:
+def _gloo_warning(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, ...], why: str) -> str:
+    """What it costs that Gloo takes the place of NCCL, and the ways out."""
+    ranks = {rank for group in groups for rank in group.ranks}
+    found = (
+        f"{len(ranks)} of {len(workers)} ranks share a GPU ({share_text(groups)}), so all ranks use gloo instead of nccl "
+        f"({why}): {GLOO_COST}."
+    )
+    accept = "on_shared_device='gloo' accepts this without a warning, 'error' refuses such a start"
+    if not any(group.same_device for group in groups):
+        return f"{found} NCCL 2.30.7 or newer takes MIG slices for the different devices that they are; {accept}."
+    if all(workers[rank].gpu_fraction >= 1 for rank in ranks):
+        return (
+            f"{found} Each of them asked for a whole GPU: this is how the cluster hands out GPUs (time-slicing in Kubernetes, "
+            "containers or Ray nodes with one GPU in common, --num-gpus above what is there). Give every Ray node GPUs of its "
+            f"own, or leave those nodes out; {accept}."
+        )
+    return f"{found} Ask for more than half a GPU per worker where Ray has as many GPUs as workers (`ray status`); {accept}."
+
+
+def _nccl_multi_rank(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, ...], asked: str) -> StartPlan:
     """Row 8: NCCL's own flags for several ranks on one GPU (NCCL env.rst, since 2.30, experimental)."""
     old = [
         w.rank for w in workers if not w.nccl_available or w.nccl_version is None or w.nccl_version < NCCL_MULTI_RANK
     ]
     if old:
         raise BackendUnavailableError(
-            f"on_shared_device='nccl' with NCCL {version_text(workers[old[0]].nccl_version)} ({ranks_text(old)}). Several "
+            f"{asked} with NCCL {versions_text([workers[rank] for rank in old])} ({ranks_text(old)}). Several "
             "ranks on one GPU need NCCL 2.30 or newer; install a newer nvidia-nccl package or use on_shared_device='auto'.",
             ranks=old,
         )
@@ -75,7 +112,7 @@ def _nccl_multi_rank(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, .
     fullest = max(len(group.ranks) for group in groups)
     env = multi_rank_env(fullest, len({worker.node_id for worker in workers}) > 1)
     warnings = tuple(f"{setting} was set by the user and is kept" for setting in kept_settings(workers, env))
-    reason = f"{share_text(groups)}: using nccl with several ranks a GPU (NCCL {version_text(workers[0].nccl_version)})"
+    reason = f"{share_text(groups)}: using nccl with several ranks a GPU ({asked}, NCCL {versions_text(workers)})"
     return StartPlan(
         backend="nccl", device_type="cuda", reason=reason, share_groups=groups, env_defaults=env, warnings=warnings
     )
@@ -97,7 +134,7 @@ def ipc_device_plan(workers: Sequence[WorkerFacts], groups: tuple[ShareGroup, ..
     obstacle = _ipc_obstacle(workers, groups)
     if obstacle:
         raise BackendUnavailableError(
-            f"{asked}, but the ipc backend cannot be used: {obstacle}. Mend that, or use on_shared_device='gloo'."
+            f"{asked}, but the ipc backend cannot be used: {obstacle}. Fix this, or use on_shared_device='gloo'."
         )
     prefix = f"{share_text(groups)}: " if groups else ""
     why = _why_not_nccl(workers, groups) if groups else "as asked for"
@@ -131,7 +168,8 @@ def check_compute_modes(workers: Sequence[WorkerFacts], shared: tuple[ShareGroup
             ranks=prohibited,
         )
     for group in shared:
-        exclusive = group.device.compute_mode == "exclusive_process"
+        # Any rank's: without NVML one of them may not know it.
+        exclusive = any(workers[rank].devices[0].compute_mode == "exclusive_process" for rank in group.ranks)
         if exclusive and not all(workers[rank].mps_reachable for rank in group.ranks):
             raise SharedDeviceError(
                 f"{group.text}, which is in compute mode EXCLUSIVE_PROCESS: one process at a time without MPS. Run "

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ray_fracbackend.facts import DeviceFacts, NcclVersion, WorkerFacts, ranks_text
+from ray_fracbackend.facts import DeviceFacts, NcclVersion, WorkerFacts, ranks_text, version_text
 
 # From this version on NCCL compares GPU UUIDs instead of PCI bus ids (init.cc, ncclCheckMultiRank).
 NCCL_COMPARES_UUID: NcclVersion = (2, 30, 7)
 # From this version on NCCL takes several ranks on one GPU when NCCL_MULTI_RANK_GPU_ENABLE=1.
 NCCL_MULTI_RANK: NcclVersion = (2, 30, 0)
+MULTI_RANK_ENV = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,45 @@ def nccl_confusions(workers: Sequence[WorkerFacts]) -> tuple[ShareGroup, ...]:
 
 def mig_siblings(workers: Sequence[WorkerFacts]) -> tuple[ShareGroup, ...]:
     """Groups of ranks on different MIG slices of one GPU; users report that NCCL may refuse these at any version."""
-    if not any(worker.devices and worker.devices[0].parent_uuid for worker in workers):
+    if not any(worker.devices and worker.devices[0].is_mig for worker in workers):
         return ()
-    return _different_devices(workers, lambda _, device: device.parent_uuid or device.uuid)
+    return _different_devices(workers, _physical_gpu)
+
+
+def _physical_gpu(worker: WorkerFacts, device: DeviceFacts) -> str:
+    if device.is_mig and device.parent_uuid is None and device.pci_bus_id:  # NVML did not name the parent
+        return f"{worker.nccl_host}\0{device.pci_bus_id}"
+    return device.parent_uuid or device.uuid
+
+
+def multi_rank_obstacle(workers: Sequence[WorkerFacts], groups: Sequence[ShareGroup]) -> str | None:
+    """Why the user's ``NCCL_MULTI_RANK_GPU_ENABLE=1`` cannot take effect, None where it can.
+
+    It needs the variable on all ranks that share a device, and one NCCL of 2.30 or newer on all workers.
+
+    Args:
+        workers: Facts of every rank, in rank order.
+        groups: The ranks that share a device.
+
+    Returns:
+        The obstacle in a few words.
+    """
+    sharing = sorted({rank for group in groups for rank in group.ranks})
+    missing = [rank for rank in sharing if workers[rank].env.get(MULTI_RANK_ENV) != "1"]
+    if missing:
+        return f"it is not set on {ranks_text(missing)}"
+    versions = {worker.nccl_version if worker.nccl_available else None for worker in workers}
+    if len(versions) > 1 or None in versions:
+        return "the workers do not all have one version of NCCL"
+    if min(version for version in versions if version) < NCCL_MULTI_RANK:
+        return f"NCCL {versions_text(workers)} is older than 2.30"
+    return None
+
+
+def versions_text(workers: Sequence[WorkerFacts]) -> str:
+    """The NCCL versions of the workers in ascending order, such as ``2.28.9`` or ``2.27.3 and 2.28.9``."""
+    found = sorted({worker.nccl_version or (0, 0, 0) for worker in workers})
+    return " and ".join(version_text(version if version[0] else None) for version in found)
 
 
 def _nccl_device(version: NcclVersion | None, device: DeviceFacts) -> str:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from ray_fracbackend.errors import BackendUnavailableError
 from ray_fracbackend.facts import WorkerFacts, ranks_text
-from ray_fracbackend.sharing import ShareGroup
+from ray_fracbackend.sharing import ShareGroup, share_text
+
+# What a job on GPUs pays where Gloo takes the place of NCCL.
+GLOO_COST = "gradients go through host memory and TCP"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +24,10 @@ class StartPlan:
         share_groups: Ranks that share a device, or that NCCL takes to share one.
         env_defaults: Environment variables to set on every worker where the user did not.
         fallback: Backend to try when verification of ``backend`` fails, None where a failure is final.
+        train_on_cpu: ``ray.train.torch.get_device()`` must say cpu in workers for which Ray reserved GPUs.
         hints: What would be better, one line each.
-        warnings: Settings that were overridden and doubts, one line each.
+        debug_hints: The same for the debug log, where they apply to most jobs of a kind.
+        warnings: Settings that were overridden, what the choice costs, and doubts, one line each.
     """
 
     backend: str
@@ -31,7 +36,9 @@ class StartPlan:
     share_groups: tuple[ShareGroup, ...] = ()
     env_defaults: Mapping[str, str] = field(default_factory=dict)
     fallback: str | None = None
+    train_on_cpu: bool = False
     hints: tuple[str, ...] = ()
+    debug_hints: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     def device_of(self, worker: WorkerFacts) -> str:
@@ -49,8 +56,20 @@ class StartPlan:
         """The plan one step down the ladder, or a ValueError where there is none."""
         if self.fallback is None:
             raise ValueError(f"no fallback from {self.backend}")
-        warning = f"{self.backend} failed its verification, fell back to {self.fallback}: {cause}"
-        return replace(self, backend=self.fallback, fallback=None, env_defaults={}, warnings=(*self.warnings, warning))
+        who = f"{share_text(self.share_groups)}: " if self.share_groups else ""
+        # Its first sentence: the others advise against a group that is not used.
+        first = cause.partition(". ")[0]
+        warning = (
+            f"{who}{self.backend} failed its verification, fell back to {self.fallback}, so that {GLOO_COST}: {first}"
+        )
+        return replace(
+            self,
+            backend=self.fallback,
+            reason=f"{who}using {self.fallback} ({self.backend} failed its verification)",
+            fallback=None,
+            env_defaults={},
+            warnings=(*self.warnings, warning),
+        )
 
 
 def gloo_plan(
@@ -77,7 +96,7 @@ def ipc_host_plan(workers: Sequence[WorkerFacts], asked: str) -> StartPlan:
         if worker.ipc_host_memory_missing:
             raise BackendUnavailableError(
                 f"{asked}, but the ipc backend cannot be used: {worker.where}: {worker.ipc_host_memory_missing}. "
-                "Mend that, or use backend='gloo'.",
+                "Fix this, or use backend='gloo'.",
                 ranks=(worker.rank,),
             )
     return StartPlan(backend="ipc", device_type="cpu", reason=f"{asked}: using ipc on host memory")

@@ -10,7 +10,12 @@ from typing import Any, Callable, Sequence
 from ray_fracbackend.errors import SharedDeviceError
 from ray_fracbackend.facts import WorkerFacts
 from ray_fracbackend.probe import probe_devices
-from ray_fracbackend.sharing import nccl_confusions, share_text, shared_devices
+from ray_fracbackend.sharing import (
+    multi_rank_obstacle,
+    nccl_confusions,
+    share_text,
+    shared_devices,
+)
 
 from upstream.bounded_start import get_all
 from upstream.gloo_default import defaults_to_nccl, with_backend
@@ -59,11 +64,9 @@ def without_conflict(
     """
     if any(not worker.nccl_available for worker in workers):
         return backend_config
-    # NCCL 2.30 takes several ranks on a device from users who say that they mean it.
-    if all(worker.env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" for worker in workers):
-        return backend_config
     groups = (*shared_devices(workers), *nccl_confusions(workers))
-    if not groups:
+    # NCCL 2.30 takes several ranks on a device from users who set its variable for it.
+    if not groups or multi_rank_obstacle(workers, groups) is None:
         return backend_config
     found = share_text(groups)
     if backend_config.backend is None:

@@ -54,9 +54,9 @@ STEPS = (
         (
             Outcome(6, "error with the share map", ("error",), 'on_shared_device="error"'),
             Outcome(7, "gloo", ("gloo",), '"gloo"'),
-            Outcome(8, "nccl, multi-rank flags; error below 2.30", ("nccl", "error"), '"nccl"'),
+            Outcome(8, "nccl, multi-rank flags; error below 2.30", ("nccl", "error"), '"nccl"; NCCL\'s own switch'),
             Outcome(9, "ipc; error where it cannot run", ("ipc", "error"), '"ipc"'),
-            Outcome(10, "gloo", ("gloo",), '"auto", the default'),
+            Outcome(10, "gloo, with a warning", ("gloo",), '"auto", the default'),
             Outcome(11, "as above; not nccl: a warning", ("gloo", "nccl", "ipc", "error"), 'with backend="nccl"'),
         ),
     ),

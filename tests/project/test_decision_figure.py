@@ -26,6 +26,7 @@ figure = load_figure()
 _OUTCOMES = [(step.question, outcome) for step in figure.STEPS for outcome in step.outcomes]
 _SHARED, _OWN, _NEW = job(gpu(), gpu()), job(gpu("a"), gpu("b")), (2, 30, 7)
 _MULTI_RANK = job(gpu(), gpu(), nccl_version=_NEW)
+_SWITCHED = job(gpu(), gpu(), nccl_version=_NEW, env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
 _IPC = job(gpu(), gpu(), ipc_device_memory_missing=None)
 
 # Jobs and settings that end in each outcome of the picture, in its order: all results that it has.
@@ -37,7 +38,7 @@ _EXAMPLES = [
     [(job(gpu(compute_mode="exclusive_process"), gpu(compute_mode="exclusive_process")), {})],
     [(_SHARED, {"on_shared_device": "error"})],
     [(_SHARED, {"on_shared_device": "gloo"})],
-    [(workers, {"on_shared_device": "nccl"}) for workers in (_SHARED, _MULTI_RANK)],
+    [*((workers, {"on_shared_device": "nccl"}) for workers in (_SHARED, _MULTI_RANK)), (_SWITCHED, {})],
     [(workers, {"on_shared_device": "ipc"}) for workers in (_SHARED, _IPC)],
     [(workers, {}) for workers in (_SHARED, _MULTI_RANK, _IPC)],
     [

@@ -34,7 +34,8 @@ def test_verified_start():
     assert result.metrics["all_reduce_latency_s"] == 0.0002
     assert result.metrics["slowest_rank_s"] == 0.003
     assert result.devices == {"GPU-a": {"num_ranks": 2, "gpu_fraction": 1.0, "total_memory_bytes": 1 << 30}}
-    assert result.events == ["a doubt"]
+    assert result.events[0].startswith("2 of 2 ranks share a GPU")
+    assert result.events[1:] == ["a doubt"]
     assert result.detail.startswith("ranks 0,1 share GPU-a")
 
 

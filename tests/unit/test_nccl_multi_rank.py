@@ -72,6 +72,13 @@ def test_hang_has_its_usual_cause(kind):
     assert "NCCL_MAX_CTAS" in str(error)
 
 
+def test_a_wrong_answer_is_no_hang():
+    """Advice on hangs has no place where the collective ended with a wrong sum."""
+    plan, workers = multi_rank()
+    wrong = VerificationError("all_reduce of 1024 bytes computed a wrong answer on rank 0")
+    assert explain_failure(wrong, plan, workers) is wrong
+
+
 def test_other_failures_are_left_alone():
     """A firewall is no refusal, and Gloo never is."""
     plan, workers = multi_rank()

@@ -1,5 +1,7 @@
 """Every row of the decision table, on made-up workers."""
 
+import re
+
 import pytest
 
 from ray_fracbackend import shared_plan
@@ -14,8 +16,8 @@ from ray_fracbackend.plan import left_to_ray, plan_start
 from tests.unit.builders import gpu, job, mig, worker
 
 
-def plan(workers, **options):
-    return plan_start(workers, StartOptions(**options))
+def plan(workers, node_gpus=None, **options):
+    return plan_start(workers, StartOptions(**options), node_gpus)
 
 
 class TestWithoutGpus:
@@ -87,11 +89,25 @@ class TestMissingCuda:
             plan(self.workers)
         assert caught.value.ranks == (1,)
 
+    @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo"])
+    def test_explicit_gloo_starts_with_a_warning(self, backend):
+        """Gloo needs no CUDA, and stock starts it: so do we, and leave get_device() to Ray."""
+        found = plan(self.workers, backend=backend)
+        assert (found.backend, found.device_type, found.train_on_cpu) == (backend, "cpu", False)
+        assert "rank 1 GPUs that torch cannot use (node 10.0.0.2: torch 2.13.0+cpu" in found.warnings[0]
+
+    def test_reserved_gpu_without_a_device(self):
+        """A worker that has a GPU of Ray's and no device at all is no worker on a device of its own."""
+        workers = job(None, None, resources={"GPU": 1.0}, nccl_available=True, nccl_version=(2, 28, 9))
+        with pytest.raises(MissingDeviceError, match=r"ranks 0,1 GPUs .*no CUDA device was found"):
+            plan(workers)
+
     @pytest.mark.parametrize("backend", ["auto", "gloo"])
     def test_cpu_takes_every_worker_there(self, backend):
         """on_missing_cuda='cpu' trains all ranks on the CPU, also those that have a device."""
         found = plan(self.workers, on_missing_cuda="cpu", backend=backend)
         assert (found.backend, found.device_type, found.warnings) == ("gloo", "cpu", ())
+        assert found.train_on_cpu
         assert {found.device_of(w) for w in self.workers} == {"cpu"}
 
     def test_cpu_overrides_nccl_with_a_warning(self):
@@ -127,6 +143,13 @@ class TestOwnDevices:
         workers = job(gpu("a"), gpu("b"), platform="win32", nccl_available=False, nccl_version=None)
         found = plan(workers, backend=backend)
         assert (found.backend, found.device_type, len(found.warnings)) == ("gloo", "cuda", num_warnings)
+
+    def test_gloo_where_one_rank_lacks_nccl(self):
+        """One torch without NCCL takes NCCL from the whole job: a warning, with the rank."""
+        (warning,) = plan(
+            [*job(gpu("a"), gpu("b")), worker(2, gpu("c"), nccl_available=False, nccl_version=None)]
+        ).warnings
+        assert warning.startswith("torch of rank 2 has no NCCL, so all 3 ranks use gloo: gradients go through")
 
     def test_mixed_nccl_versions(self):
         """NCCL refuses ranks of different versions; the error lists which rank has which."""
@@ -232,7 +255,9 @@ class TestShared:
         """Row 11: the policy decides over an explicit NCCL, and the warning names it."""
         found = plan(self.workers, backend=backend)
         assert found.backend == "gloo"
+        assert len(found.warnings) == 1
         assert f"backend={backend!r} cannot be used" in found.warnings[0]
+        assert "2 of 2 ranks share a GPU" in found.warnings[0]
 
     def test_explicit_pair_is_kept_with_ncclss_own_flags(self):
         """NCCL's flags make the pair that the user asked for work, so nothing is overridden."""
@@ -249,6 +274,48 @@ class TestShared:
         """Windows workers that share a device use Gloo and the reason is NCCL's absence."""
         found = plan(job(gpu(), gpu(), nccl_available=False, nccl_version=None))
         assert found.reason.endswith("using gloo (torch has no NCCL)")
+
+    def test_gloo_for_fractions_is_a_warning(self):
+        """What sharing costs, how many ranks share, and what to do, in one line."""
+        (warning,) = plan([*self.workers, worker(2, gpu("b"))]).warnings
+        assert re.search(
+            r"2 of 3 ranks share a GPU \(ranks 0,1 share .*\), so all ranks use gloo instead of nccl .*host memory and TCP\. "
+            r"Ask for more than half a GPU per worker .*'gloo' accepts",
+            warning,
+        )
+        assert plan(self.workers, on_shared_device="gloo").warnings == ()
+
+    def test_gloo_for_whole_gpus_is_a_warning_of_its_own(self):
+        """Whoever asked for whole GPUs cannot ask for more: the cluster hands one out twice."""
+        (warning,) = plan(job(*[gpu(f"{rank % 63}") for rank in range(64)], resources={"GPU": 1.0})).warnings
+        assert warning.startswith("2 of 64 ranks share a GPU (ranks 0,63 share")
+        assert "asked for a whole GPU: this is how the cluster hands out GPUs" in warning
+        assert "half a GPU" not in warning
+
+    def test_gloo_for_slices_is_a_warning_of_its_own(self):
+        """Slices that NCCL takes for one GPU: a newer NCCL is the way out."""
+        (warning,) = plan(job(mig("1"), mig("2"))).warnings
+        assert "NCCL 2.30.7 or newer takes MIG slices for the different devices that they are" in warning
+
+    def test_no_nccl_anywhere_is_no_warning(self):
+        """Where torch has no NCCL nothing was left: Windows workers are not warned at every start."""
+        assert plan(job(gpu(), gpu(), nccl_available=False, nccl_version=None)).warnings == ()
+
+    @pytest.mark.parametrize("policy", ["auto", "gloo", "ipc"])
+    def test_users_own_nccl_switch(self, policy):
+        """NCCL_MULTI_RANK_GPU_ENABLE=1 on all ranks that share means nccl, with Gloo to fall back on; a policy is overridden."""
+        switch = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        workers = [worker(rank, gpu("a"), env=switch, nccl_version=(2, 30, 7)) for rank in range(2)]
+        found = plan([*workers, worker(2, gpu("b"), nccl_version=(2, 30, 7))], on_shared_device=policy)
+        assert (found.backend, found.fallback) == ("nccl", None if policy == "ipc" else "gloo")
+        assert found.env_defaults["NCCL_NVLS_ENABLE"] == "0"
+        assert len(found.warnings) == (policy != "auto")
+
+    def test_users_own_nccl_switch_and_error(self):
+        """A policy of "error" is the stricter wish of the same user."""
+        workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, nccl_version=(2, 30, 7))
+        with pytest.raises(SharedDeviceError):
+            plan(workers, on_shared_device="error")
 
     def test_containers_of_one_host(self):
         """NCCL does not see sharing across host names; the plan does, by UUID."""
@@ -333,9 +400,16 @@ class TestHints:
     """What would be better."""
 
     def test_spread(self):
-        """A node with a GPU for every rank could have used NCCL."""
-        assert any("ask for more than half a GPU each" in h for h in plan(job(gpu(), gpu(), num_node_devices=2)).hints)
-        assert not any("half a GPU" in h for h in plan(job(gpu(), gpu(), num_node_devices=1)).hints)
+        """A node on which Ray has a GPU for every rank could have used NCCL."""
+        workers = job(gpu(), gpu(), num_node_devices=8)
+        accepted = {"on_shared_device": "gloo"}
+        (hint,) = plan(workers, {"node1": 2.0}, **accepted).hints
+        assert "Ray has 2 GPUs on node 10.0.0.1 and packed ranks 0,1" in hint
+        # The node has more GPUs than Ray was started with, as under `CUDA_VISIBLE_DEVICES=1 ray start --num-gpus=1`.
+        assert plan(workers, {"node1": 1.0}, **accepted).hints == ()
+        assert plan(workers, **accepted).hints == ()
+        # The warning has the same advice.
+        assert plan(workers, {"node1": 2.0}).hints == ()
 
     def test_fraction(self):
         """A fraction that is not 1/k can leave workers waiting; the next 1/k above is named."""
@@ -344,13 +418,19 @@ class TestHints:
         assert not any("of a device" in h for h in plan(job(gpu(), gpu(), resources={"GPU": 1 / 3})).hints)
 
     def test_multi_rank_variable(self):
-        """NCCL's multi-rank variable of the user's, without effect on the chosen backend, is told with the way to use it."""
+        """NCCL's multi-rank variable of the user's, without effect on the chosen backend, is told with the reason."""
         workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
-        assert any("use on_shared_device='nccl'" in h for h in plan(workers).hints)
+        assert any("=1 has no effect: NCCL 2.28.9 is older than 2.30" in h for h in plan(workers).hints)
+        workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, nccl_version=(2, 30, 7))
+        assert any("=1 has no effect: gloo was asked for" in h for h in plan(workers, backend="gloo").hints)
+        workers[0] = worker(0, gpu(), nccl_version=(2, 30, 7))
+        assert any("=1 has no effect: it is not set on rank 0" in h for h in plan(workers).hints)
 
     def test_local_rank(self):
-        """LOCAL_RANK beyond the visible devices is named with the call to use instead."""
-        assert any("LOCAL_RANK 1 is not a valid device index" in h for h in plan(job(gpu(), gpu())).hints)
+        """LOCAL_RANK beyond the visible devices is true of every job that shares: for the debug log, with the call to use instead."""
+        found = plan(job(gpu(), gpu()))
+        assert found.hints == ()
+        assert "LOCAL_RANK 1 is not a valid device index" in found.debug_hints[0]
 
     def test_local_rank_of_another_device(self):
         """Four ranks on two devices: LOCAL_RANK 1 is the index of a device, and not of its own rank's."""
@@ -365,9 +445,17 @@ class TestFallback:
     def test_one_step_down(self, monkeypatch):
         """A failed ipc becomes Gloo with a warning that has the cause, and no further step."""
         monkeypatch.setattr(shared_plan, "AUTO_TAKES_DEVICE_IPC", True)
-        found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None)).after_failure("wrong sum")
+        found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None)).after_failure(
+            "wrong sum. Do not train with this group."
+        )
         assert (found.backend, found.fallback) == ("gloo", None)
-        assert "ipc failed its verification, fell back to gloo: wrong sum" in found.warnings
+        assert found.reason == (
+            "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: using gloo (ipc failed its verification)"
+        )
+        assert found.warnings == (
+            "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: ipc failed its verification, fell back to gloo, so that "
+            "gradients go through host memory and TCP: wrong sum",
+        )
 
     def test_no_step_down(self):
         """A stock choice has no ladder."""

@@ -21,15 +21,19 @@ _VERSIONS = [(2, minor, patch) for minor in range(18, 33) for patch in (0, 3, 7)
 
 @st.composite
 def jobs(draw: st.DrawFn) -> list[WorkerFacts]:
-    """Random jobs: nodes, containers on one host, whole GPUs, fractions, several GPUs a worker, MIG, UUID or index names,
-    missing NCCL, mixed versions, Windows."""
+    """Random jobs: nodes, containers on one host, whole GPUs and fractions that share, several GPUs a worker, MIG, AMD GPUs, UUID
+    or index names, missing NCCL, mixed versions, the user's own NCCL switch on some or all ranks, Windows."""
+    if draw(st.integers(0, 4)) == 0:
+        return draw(one_pair())
     num_nodes = draw(st.integers(1, 3))
     one_version = draw(st.sampled_from(_VERSIONS))
     fraction = draw(st.sampled_from([0.1, 0.25, 0.3, 0.5, 1.0, 2.0]))
     windows = draw(st.booleans()) and draw(st.booleans())
+    amd = not windows and draw(st.integers(0, 3)) == 0
+    switch = draw(st.sampled_from(["none", "none", "some", "all", "all"]))
     workers: list[WorkerFacts] = []
     for node in range(num_nodes):
-        devices = draw(_node_devices(node))
+        devices = draw(_amd_devices(node) if amd else _node_devices(node))
         containers = draw(st.integers(1, 2))
         hostid = draw(st.sampled_from([None, None, None, "rank", "job"]))
         for index in range(draw(st.integers(1, 4))):
@@ -38,6 +42,8 @@ def jobs(draw: st.DrawFn) -> list[WorkerFacts]:
             picked = draw(st.lists(st.sampled_from(devices), min_size=1, max_size=2, unique=True))
             mixed = draw(st.integers(0, 9)) == 0
             env = {} if hostid is None else {"NCCL_HOSTID": f"{rank}" if hostid == "rank" else "job"}
+            if switch == "all" or (switch == "some" and draw(st.booleans())):
+                env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
             has_nccl = not windows and draw(st.integers(0, 9)) > 0
             workers.append(
                 worker(
@@ -45,6 +51,7 @@ def jobs(draw: st.DrawFn) -> list[WorkerFacts]:
                     picked[0],
                     node=f"{node}",
                     hostname=f"host{node}c{container}",
+                    pid=1000 + rank,
                     devices=tuple(picked),
                     resources={"CPU": 1.0, "GPU": fraction},
                     cuda_visible_devices=draw(st.sampled_from([picked[0].uuid, str(index), None])),
@@ -58,6 +65,32 @@ def jobs(draw: st.DrawFn) -> list[WorkerFacts]:
 
 
 @st.composite
+def one_pair(draw: st.DrawFn) -> list[WorkerFacts]:
+    """64 workers with a GPU each on eight nodes, of which two on one node got the same."""
+    version = draw(st.sampled_from(_VERSIONS))
+    fraction = draw(st.sampled_from([0.5, 1.0]))
+    switch = draw(st.sampled_from(["none", "pair", "one", "all"]))
+    first = draw(st.integers(0, 7)) * 8 + draw(st.integers(0, 6))
+    pair = (first, draw(st.integers(first + 1, first // 8 * 8 + 7)))
+    workers = []
+    for rank in range(64):
+        number = pair[0] if rank == pair[1] else rank
+        has_switch = switch == "all" or (switch == "pair" and rank in pair) or (switch == "one" and rank == pair[0])
+        workers.append(
+            worker(
+                rank,
+                gpu(f"{number}", pci_bus_id=f"00000000:{number % 8}0:00.0"),
+                node=f"{rank // 8}",
+                pid=1000 + rank,
+                resources={"CPU": 1.0, "GPU": fraction},
+                nccl_version=version,
+                env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if has_switch else {},
+            )
+        )
+    return workers
+
+
+@st.composite
 def _node_devices(draw: st.DrawFn, node: int) -> list[DeviceFacts]:
     devices: list[DeviceFacts] = []
     for index in range(draw(st.integers(1, 4))):
@@ -65,68 +98,151 @@ def _node_devices(draw: st.DrawFn, node: int) -> list[DeviceFacts]:
         bus = f"00000000:{index}0:00.0"
         if draw(st.integers(0, 3)) == 0:
             parent = f"n{node}g{index}"
-            devices += [mig(f"{parent}s{number}", parent, pci_bus_id=bus) for number in range(draw(st.integers(1, 3)))]
+            # NVML may not name the parent.
+            named = {} if draw(st.integers(0, 3)) else {"parent_uuid": None}
+            slices = range(draw(st.integers(1, 3)))
+            devices += [mig(f"{parent}s{number}", parent, pci_bus_id=bus, **named) for number in slices]
         else:
             devices.append(gpu(f"n{node}g{index}", pci_bus_id=bus))
     return devices
 
 
-def oracle_nccl_refuses(workers: list[WorkerFacts]) -> bool:
-    """NCCL's own pairwise check: equal host hash, and equal bus id below 2.30.7 or equal UUID from then on."""
+@st.composite
+def _amd_devices(draw: st.DrawFn, node: int) -> list[DeviceFacts]:
+    """ROCm's devices: no NVML, so no compute mode and no parent; a bus id where torch tells it."""
+    with_bus = draw(st.booleans())
+    return [
+        DeviceFacts(
+            uuid=f"GPU-n{node}a{index}",
+            name="AMD Instinct MI300X",
+            compute_mode="unknown",
+            pci_bus_id=f"00000000:{index}0:00.0" if with_bus else None,
+        )
+        for index in range(draw(st.integers(1, 4)))
+    ]
+
+
+def oracle_nccl_refuses(workers: list[WorkerFacts]) -> set[int]:
+    """NCCL's own pairwise check: equal host hash, and equal bus id below 2.30.7 or equal UUID from then on. Ranks of all pairs."""
+    refused = set()
     for one, other in itertools.combinations(workers, 2):
         host = [w.env.get("NCCL_HOSTID", (w.hostname, w.boot_id)) for w in (one, other)]
-        if host[0] != host[1]:
-            continue
         a, b = one.devices[0], other.devices[0]
-        if a.uuid == b.uuid if one.nccl_version >= (2, 30, 7) else a.pci_bus_id == b.pci_bus_id:
-            return True
-    return False
+        by_bus = one.nccl_version < (2, 30, 7) and (a.pci_bus_id or b.pci_bus_id)
+        same = a.pci_bus_id == b.pci_bus_id if by_bus else a.uuid == b.uuid
+        if host[0] == host[1] and same:
+            refused |= {one.rank, other.rank}
+    return refused
 
 
-def oracle_uuid_shared(workers: list[WorkerFacts]) -> bool:
-    """Two ranks on one device, whatever NCCL can see of it."""
-    return any(a.devices[0].uuid == b.devices[0].uuid for a, b in itertools.combinations(workers, 2))
+def oracle_uuid_shared(workers: list[WorkerFacts]) -> set[int]:
+    """Ranks that sit on one device with another, whatever NCCL can see of it."""
+    pairs = itertools.combinations(workers, 2)
+    return {rank for a, b in pairs if a.devices[0].uuid == b.devices[0].uuid for rank in (a.rank, b.rank)}
 
 
-def oracle_siblings(workers: list[WorkerFacts]) -> bool:
-    """Two ranks on different MIG slices of one GPU."""
-    parents = [(w.devices[0].parent_uuid, w.devices[0].uuid) for w in workers if w.devices[0].parent_uuid]
-    return any(a[0] == b[0] and a[1] != b[1] for a, b in itertools.combinations(parents, 2))
+def oracle_siblings(workers: list[WorkerFacts]) -> set[int]:
+    """Ranks on different MIG slices of one GPU: of one parent, or of one bus id on one host where the parent is unknown."""
+    found = set()
+    for one, other in itertools.combinations([w for w in workers if w.devices[0].is_mig], 2):
+        a, b = one.devices[0], other.devices[0]
+        hosts = [w.env.get("NCCL_HOSTID", (w.hostname, w.boot_id)) for w in (one, other)]
+        unnamed = a.parent_uuid is None and b.parent_uuid is None
+        one_gpu = hosts[0] == hosts[1] and a.pci_bus_id == b.pci_bus_id if unnamed else a.parent_uuid == b.parent_uuid
+        if one_gpu and a.uuid != b.uuid:
+            found |= {one.rank, other.rank}
+    return found
+
+
+def oracle_switch(workers: list[WorkerFacts], sharing: set[int]) -> bool:
+    """The user switched NCCL's multi-rank mode on where it is needed, and the one NCCL of the job has it."""
+    versions = {w.nccl_version for w in workers}
+    return (
+        all(w.nccl_available for w in workers)
+        and len(versions) == 1
+        and min(versions) >= (2, 30)
+        and all(workers[rank].env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" for rank in sharing)
+    )
+
+
+_BACKENDS = st.sampled_from(["auto", "nccl", "cpu:gloo,cuda:nccl"])
+_POLICIES = st.sampled_from(["auto", "gloo", "nccl", "error"])
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
-@given(
-    jobs(), st.sampled_from(["auto", "nccl", "cpu:gloo,cuda:nccl"]), st.sampled_from(["auto", "gloo", "nccl", "error"])
-)
-def test_plain_nccl_exactly_where_it_works(workers, backend, policy):
-    """Plain NCCL is picked if and only if NCCL is on all ranks in one version, would not refuse, and nothing is shared."""
+@given(jobs(), _BACKENDS, _POLICIES)
+def test_nccl_exactly_where_it_works(workers, backend, policy):
+    """Plain NCCL if and only if it is on all ranks in one version, would not refuse and nothing is shared; with its multi-rank flags if
+    and only if the policy or the user's own switch asks for them; and a fall back to Gloo says so once."""
     everywhere = all(w.nccl_available for w in workers)
-    same_version = len({w.nccl_version for w in workers}) == 1
+    one_version = everywhere and len({w.nccl_version for w in workers}) == 1
     shared = oracle_uuid_shared(workers)
-    conflict = shared or (everywhere and same_version and oracle_nccl_refuses(workers))
-    # NCCL's flags were asked for, and this NCCL has them: they are for slices of one GPU too.
-    if policy == "nccl" and everywhere and same_version and workers[0].nccl_version >= (2, 30):
-        conflict = conflict or oracle_siblings(workers)
+    conflict = shared | (oracle_nccl_refuses(workers) if one_version else set())
+    siblings = oracle_siblings(workers)
+    has_flags = one_version and workers[0].nccl_version >= (2, 30)
+    # NCCL's flags are for slices of one GPU too, where they were asked for.
+    if not conflict and has_flags and (policy == "nccl" or (policy != "error" and oracle_switch(workers, siblings))):
+        conflict = siblings
     try:
         plan = plan_start(workers, StartOptions(backend=backend, on_shared_device=policy))
     except IncompatibleWorkersError:
         assert everywhere
-        assert not same_version
+        assert not one_version
         return
     except FracBackendError:
         assert shared or (everywhere and oracle_refuses_any_version(workers))
+        assert policy in ("error", "nccl")
         return
-    plain_nccl = "nccl" in plan.backend and not plan.env_defaults
-    if everywhere and same_version:
-        assert plain_nccl == (not conflict)
+    uses_nccl = "nccl" in plan.backend
+    if one_version:
+        assert uses_nccl == (not conflict or policy == "nccl" or oracle_switch(workers, conflict))
+        assert bool(plan.env_defaults) == (uses_nccl and bool(conflict))
+        assert not (conflict and policy == "error")
     else:
-        assert not plain_nccl
+        assert not uses_nccl
+    if plan.env_defaults:
+        assert plan.fallback == (None if policy == "nccl" else "gloo")
+    if not uses_nccl and plan.share_groups and policy == "auto" and any(w.nccl_available for w in workers):
+        ranks = {rank for group in plan.share_groups for rank in group.ranks}
+        assert len([w for w in plan.warnings if f"{len(ranks)} of {len(workers)} ranks share a GPU" in w]) == 1
+        assert ("asked for a whole GPU" in plan.warnings[0]) == (
+            workers[0].gpu_fraction >= 1 and any(group.same_device for group in plan.share_groups)
+        )
 
 
 def oracle_refuses_any_version(workers: list[WorkerFacts]) -> bool:
     """As oracle_nccl_refuses, for ranks of different versions: each pair by either one's rule."""
     pairs = itertools.combinations(workers, 2)
     return any(one.devices[0].pci_bus_id == other.devices[0].pci_bus_id for one, other in pairs)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(st.data(), jobs(), _BACKENDS, st.sampled_from(["auto", "gloo", "nccl", "error", "ipc"]))
+def test_the_order_of_ranks_decides_nothing(data, workers, backend, policy):
+    """The same workers under other ranks: the same backend, flags and way out, the same groups, or the same class of error."""
+    if data.draw(st.integers(0, 3)) == 0:  # a worker that does not know its device's compute mode, and one that does
+        odd = data.draw(st.integers(0, len(workers) - 1))
+        mode = data.draw(st.sampled_from(["exclusive_process", "prohibited", "unknown"]))
+        devices = tuple(replace(device, compute_mode=mode) for device in workers[odd].devices)
+        workers = [replace(w, devices=devices) if w.rank == odd else w for w in workers]
+    if data.draw(st.integers(0, 9)) == 0:
+        workers[0] = replace(workers[0], devices=(), cuda_missing="the driver is too old")
+    options = StartOptions(
+        backend=backend, on_shared_device=policy, on_missing_cuda=data.draw(st.sampled_from(["error", "cpu"]))
+    )
+    order = data.draw(st.permutations(range(len(workers))))
+    other = [replace(workers[old], rank=rank) for rank, old in enumerate(order)]
+    assert decided(workers, options) == decided(other, options)
+
+
+def decided(workers: list[WorkerFacts], options: StartOptions) -> object:
+    """What a plan decides, with ranks told by process, or the class of the error."""
+    try:
+        plan = plan_start(workers, options)
+    except FracBackendError as error:
+        return type(error)
+    groups = {frozenset(workers[rank].pid for rank in group.ranks) for group in plan.share_groups}
+    return plan.backend, plan.device_type, plan.fallback, dict(plan.env_defaults), plan.train_on_cpu, groups
 
 
 def outcome(workers: list[WorkerFacts], options: StartOptions) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ray_fracbackend.errors import SharedDeviceError
-from tests.unit.builders import gpu, job, mig
+from tests.unit.builders import gpu, job, mig, worker
 
 from upstream import shared_device
 from upstream.install import as_if_merged
@@ -58,10 +58,16 @@ def test_mig_slices_that_nccl_confuses():
 
 
 def test_users_own_flag_wins():
-    """Who sets NCCL's flag for several ranks a device gets NCCL."""
-    env = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    config = TorchConfig(backend="nccl")
-    assert without_conflict(job(gpu("a"), gpu("a"), env=env), config) is config
+    """Who sets NCCL's flag for all ranks that share gets NCCL, if that NCCL has it."""
+    flag = {"env": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "nccl_version": (2, 30, 7)}
+    config = TorchConfig()
+    pair = [worker(0, gpu("a"), **flag), worker(1, gpu("a"), **flag)]
+    alone = worker(2, gpu("b"), nccl_version=(2, 30, 7))
+    assert without_conflict([*pair, alone], config) is config
+    one = [pair[0], worker(1, gpu("a"), nccl_version=(2, 30, 7))]
+    assert without_conflict(one, config).backend == "gloo"
+    flag["nccl_version"] = (2, 29, 7)
+    assert without_conflict(job(gpu("a"), gpu("a"), **flag), config).backend == "gloo"
 
 
 def test_torch_without_nccl_is_left_alone():
