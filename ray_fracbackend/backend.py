@@ -6,13 +6,14 @@ group, again after every restart and for several groups side by side: nothing of
 
 from __future__ import annotations
 
+import copy
 import posixpath
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.train.torch import TorchConfig
 
 from ray_fracbackend import ray_compat
 from ray_fracbackend.errors import (
@@ -27,14 +28,14 @@ from ray_fracbackend.libraries import library_env
 from ray_fracbackend.nccl_multi_rank import explain_failure
 from ray_fracbackend.network import bounded
 from ray_fracbackend.options import StartOptions
-from ray_fracbackend.plan import left_to_ray, plan_start
+from ray_fracbackend.plan import asks_for_ipc, left_to_ray, plan_start
 from ray_fracbackend.probe import probe_worker
 from ray_fracbackend.process_group import StartInstruction, start_worker_of_many
 from ray_fracbackend.ray_compat import logger
 from ray_fracbackend.rendezvous import plan_rendezvous
 from ray_fracbackend.report import StartReport
 from ray_fracbackend.start_plan import StartPlan
-from ray_fracbackend.verify import VerificationResult, slow_ranks
+from ray_fracbackend.verify import VerificationResult
 
 # A start later in the same run, after a failure or a resize, replaces the file.
 REPORT_FILE = "start_report.json"
@@ -57,58 +58,67 @@ class FracTorchBackend(ray_compat.TorchBackend):  # type: ignore[misc]
         options = StartOptions.from_config(backend_config)
         reason = left_to_ray(options.backend, ray_compat.resources_per_worker(worker_group))
         if reason is None:
+            logged: list[str] = []
             try:
-                report = _Start(worker_group, options).run()
+                report = _Start(worker_group, options, logged).run()
             except BaseException as error:
                 ray_compat.release_workers(worker_group)
                 raise_for_engine(error, worker_group)
-            _log(report)
+            _log(report, logged)
             _save(worker_group, report)
             return
         logger.info("%s", reason)
-        name = None if options.backend == "auto" else options.backend
-        stock = TorchConfig(backend=name, init_method=options.init_method, timeout_s=backend_config.timeout_s)
+        # With every field that this Ray's TorchConfig has.
+        stock = copy.copy(backend_config)
+        stock.backend = None if options.backend == "auto" else options.backend
         super().on_start(worker_group, stock)
 
 
 class _Start:
     """One start of one worker group."""
 
-    def __init__(self, worker_group: Any, options: StartOptions) -> None:
+    def __init__(self, worker_group: Any, options: StartOptions, logged: list[str]) -> None:
         self._group = worker_group
         self._options = options
-        self._deadline = Deadline(options.start_timeout_s)
+        self._logged = logged
         self._addresses = ray_compat.worker_addresses(worker_group)
         self._seconds: dict[str, float] = {}
-        self.workers = self._probe()
+        # Imports on a cold file system take minutes: they have a bound of their own.
+        self.workers = self._probe(Deadline(options.start_timeout_s))
+        self._deadline = Deadline(options.start_timeout_s)
 
     def run(self) -> StartReport:
-        plan = plan_start(self.workers, self._options)
+        plan = plan_start(self.workers, self._options, gpus_by_node() if self._may_share() else None)
         while True:
             try:
                 return self._start(plan)
             except (SharedDeviceError, VerificationError) as error:
                 if plan.fallback is None:
                     raise
-                logger.warning("%s", error)
+                logger.debug("%s", error)
                 plan = plan.after_failure(str(error))
-                self.workers = self._probe()  # rank 0 opens a new store
+                # Now, and not with the report: the second start may fail too.
+                logger.warning("%s", plan.warnings[-1])
+                self._logged.append(plan.warnings[-1])
+                self.workers = self._probe(self._deadline)  # rank 0 opens a new store
 
-    def _probe(self) -> tuple[WorkerFacts, ...]:
-        started, options = time.monotonic(), self._options
+    def _may_share(self) -> bool:
+        return any(0 < worker.gpu_fraction < 1 for worker in self.workers)
+
+    def _probe(self, deadline: Deadline) -> tuple[WorkerFacts, ...]:
+        started, options = time.perf_counter(), self._options
         one_node = len({address.node_id for address in self._addresses}) == 1
+        arguments = (options.master_addr, options.master_port, one_node, asks_for_ipc(options))
         refs = [
-            self._group.execute_single_async(
-                rank, probe_worker, rank, options.master_addr, options.master_port, one_node
-            )
+            self._group.execute_single_async(rank, probe_worker, rank, *arguments)
             for rank in range(len(self._addresses))
         ]
-        facts = gather(refs, self._addresses, self._deadline, "probing the workers")
-        self._seconds["probe"] = time.monotonic() - started
+        facts = gather(refs, self._addresses, deadline, "probing the workers")
+        self._seconds["probe"] = time.perf_counter() - started
         return tuple(facts)
 
     def _start(self, plan: StartPlan) -> StartReport:
-        started = time.monotonic()
+        started = time.perf_counter()
         report = self._report(plan)
         source = ray.put(report)
         refs = [
@@ -130,8 +140,8 @@ class _Start:
                 raise told from error
             finally:
                 del told  # as in raise_for_engine
-        self._seconds["start"] = time.monotonic() - started
-        return self._finish(replace(report, verification=results[0], seconds=self._seconds))
+        self._seconds["start"] = time.perf_counter() - started
+        return replace(report, verification=results[0], seconds=self._seconds)
 
     def _located(self, error: FracBackendError, report: StartReport) -> FracBackendError:
         """The error of a group that did not form or work, with the ranks, nodes and links at fault."""
@@ -160,7 +170,6 @@ class _Start:
             budget_s *= 0.5
         elif options.verify and budget_s > _SEARCH_FROM_S:
             budget_s *= 0.75
-        on_cuda = plan.device_type == "cuda"
         return StartInstruction(
             rank=worker.rank,
             world_size=len(self.workers),
@@ -170,34 +179,30 @@ class _Start:
             timeout_s=options.timeout_s,
             budget_s=max(budget_s, 0.001),
             verify=options.verify,
-            train_on_cpu=not on_cuda and worker.gpu_fraction > 0,
+            train_on_cpu=plan.train_on_cpu and worker.gpu_fraction > 0,
             set_distributed_env=ray_compat.sets_env_before_init(self._group),
             memory_fraction=plan.memory_fraction_of(worker) if options.limit_gpu_memory else None,
             env_defaults={**plan.env_defaults, **library_env(worker, plan)},
             report=source,
         )
 
-    def _finish(self, report: StartReport) -> StartReport:
-        if report.verification is None:
-            return report
-        sharers = {rank: len(group.ranks) for group in report.plan.share_groups for rank in group.ranks}
-        names = [worker.device.name if worker.device else "cpu" for worker in self.workers]
-        slow = slow_ranks(report.verification.rank_seconds, lambda rank: (names[rank], sharers.get(rank, 1)))
-        if not slow:
-            return report
-        listed = ", ".join(self.workers[rank].where for rank in slow[:8])
-        warning = f"slow in the verification, over twice the median of their peers: {listed}"
-        return replace(report, plan=replace(report.plan, warnings=(*report.plan.warnings, warning)))
+
+def gpus_by_node() -> dict[str, float]:
+    """GPUs that Ray gives out on each node, by Ray's node id."""
+    return {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]}
 
 
-def _log(report: StartReport) -> None:
+def _log(report: StartReport, logged: Collection[str]) -> None:
     logger.info("%s", report.log_line())
     for warning in report.warnings:
-        logger.warning("%s", warning)
+        if warning not in logged:
+            logger.warning("%s", warning)
     for note in report.rendezvous.notes:
         logger.info("%s", note)
     for hint in report.plan.hints:
         logger.info("hint: %s", hint)
+    for hint in report.plan.debug_hints:
+        logger.debug("hint: %s", hint)
 
 
 def _save(worker_group: Any, report: StartReport) -> None:

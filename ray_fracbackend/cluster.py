@@ -63,9 +63,8 @@ def wait(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float, what: str) -> set
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """What Ray wrapped: a task's own error, or what its V1 training engine says only to be the cause."""
+    """What Ray wrapped: a task's own error, that of V2's controller, or what V1 says only to be the cause."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         return root_cause(error.cause)
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+    inner = getattr(error, "controller_failure", None) or error.__cause__
+    return root_cause(inner) if inner is not None else error

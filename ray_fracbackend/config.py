@@ -23,15 +23,17 @@ class FracTorchConfig(TorchConfig):  # type: ignore[misc]
     A drop-in for ``ray.train.torch.TorchConfig``. Where every worker has a device of its own it does what that does.
 
     Args:
-        backend: ``auto`` decides from what the workers sit on; ``nccl``, ``gloo``, ``ipc`` or a pair such as
-            ``cpu:gloo,cuda:nccl`` asks for one; any other name is left to Ray Train. None means ``auto``.
+        backend: ``auto`` decides from the devices of the workers; ``nccl``, ``gloo``, ``ipc`` or a pair such as
+            ``cpu:gloo,cuda:nccl`` asks for one; any other name is left to Ray Train. None and an empty string mean ``auto``;
+            upper case is lowered, as torch does.
         init_method: ``env`` or ``tcp``, as in TorchConfig.
         timeout_s: Seconds for collectives to time out once training runs, as in TorchConfig.
         on_shared_device: What to do when ranks share a device: ``auto``, ``ipc``, ``gloo``, ``nccl`` (NCCL's own
             multi-rank flags, 2.30 or newer) or ``error``.
         on_missing_cuda: What to do when Ray gave GPUs that torch cannot use: ``error``, or ``cpu`` to train there.
         verify: Check the group with collectives of known answers before training starts.
-        start_timeout_s: Bound on rendezvous and verification together, in seconds.
+        start_timeout_s: Bound on rendezvous and verification together, in seconds, from the time at which all workers have
+            answered the probe. The probe, with the imports of the workers, has a bound of its own of the same length.
         master_addr: Address of rank 0's node that all others reach, instead of the one that Ray knows.
         master_port: Port on rank 0's node, or an inclusive range ``(low, high)`` to take one from.
         limit_gpu_memory: Cap each worker's CUDA memory at its fraction of the device. A worker that needs more gets
@@ -49,16 +51,14 @@ class FracTorchConfig(TorchConfig):  # type: ignore[misc]
     on_shared_device: str = field(default="auto", kw_only=True)
     on_missing_cuda: str = field(default="error", kw_only=True)
     verify: bool = field(default=True, kw_only=True)
-    start_timeout_s: float = field(default=120.0, kw_only=True)
+    start_timeout_s: float = field(default=300.0, kw_only=True)
     master_addr: str | None = field(default=None, kw_only=True)
     master_port: int | tuple[int, int] | None = field(default=None, kw_only=True)
     limit_gpu_memory: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         # TorchTrainer replaces a falsy backend by "nccl" or "gloo" before the start can look at the workers.
-        if self.backend is None:
-            self.backend = "auto"
-        StartOptions.from_config(self)
+        self.backend = StartOptions.from_config(self).backend
 
     @property
     def backend_cls(self) -> type[FracTorchBackend]:

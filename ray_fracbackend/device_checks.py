@@ -18,7 +18,11 @@ def _devices(worker: WorkerFacts) -> list[Check]:
         return [_device(device, worker) for device in worker.devices]
     if not worker.num_node_devices:
         return [Check("CUDA devices", "ok", f"none ({worker.cuda_missing}): workers train on the CPU")]
-    text = f"torch uses none of the node's {worker.num_node_devices} GPUs: {worker.cuda_missing}"
+    # A cause that ends in what to do has it after its last semicolon.
+    cause, _, advice = (worker.cuda_missing or "").rpartition("; ")
+    text = f"torch uses none of the node's {worker.num_node_devices} GPUs: {cause or advice}"
+    if cause:
+        return [Check("CUDA devices", "problem", text, advice)]
     if worker.cuda_visible_devices is not None:
         return [Check("CUDA devices", "warning", text, "unset CUDA_VISIBLE_DEVICES, or set it to devices of the node")]
     return [Check("CUDA devices", "problem", text, "install a CUDA build of torch that the driver supports")]

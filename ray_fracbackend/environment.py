@@ -7,7 +7,9 @@ like a setting of the user to the second.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 _set_by_us: dict[str, str] = {}
 
@@ -38,10 +40,48 @@ def clear() -> None:
     _set_by_us.clear()
 
 
-def restore(environment: Mapping[str, str]) -> None:
-    """Puts back a copy of the environment that was taken earlier."""
-    os.environ.clear()
-    os.environ.update(environment)
+@contextmanager
+def during(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the body alone; a value that the user set already stays."""
+    set_always(values)
+    try:
+        yield
+    finally:
+        for name, value in values.items():
+            if _set_by_us.get(name) == value == os.environ.get(name):
+                del os.environ[name], _set_by_us[name]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The environment at one time.
+
+    Attributes:
+        variables: All variables.
+        set_by_us: Those that a start had set, with the values that it gave them.
+    """
+
+    variables: Mapping[str, str]
+    set_by_us: Mapping[str, str]
+
+
+def snapshot() -> Snapshot:
+    """Copy the environment, to restore it after a failure."""
+    return Snapshot(dict(os.environ), dict(_set_by_us))
+
+
+def restore(before: Snapshot) -> None:
+    """Put back what has changed since; threads of libraries may read the other variables meanwhile."""
+    for name in {*os.environ, *before.variables}:
+        value = before.variables.get(name)
+        if os.environ.get(name) == value:
+            continue
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    _set_by_us.clear()
+    _set_by_us.update(before.set_by_us)
 
 
 def _set(name: str, value: str) -> None:

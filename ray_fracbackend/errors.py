@@ -129,6 +129,15 @@ class StartTimeoutError(RendezvousError):
     reason = "start_timeout"
 
 
+class OutOfMemoryError(FracBackendError):
+    """A worker's device has too little free memory for the start; the cause is torch's own OutOfMemoryError.
+
+    Example scenario: a GPU that other processes, or more workers than fit, have filled.
+    """
+
+    reason = "out_of_memory"
+
+
 class VerificationError(FracBackendError):
     """A collective of the new process group failed, stalled or computed a wrong answer."""
 

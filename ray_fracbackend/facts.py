@@ -13,7 +13,8 @@ class DeviceFacts:
     """One CUDA device as one worker sees it.
 
     Attributes:
-        uuid: CUDA's own identity of the device: ``GPU-...``, or ``MIG-...`` for a MIG slice. Equal UUIDs are one device.
+        uuid: CUDA's own identity of the device: ``GPU-...``, or ``MIG-...`` for a MIG slice. Equal UUIDs are one device. Where
+            CUDA gives none, as old ROCm builds, ``BUS-...`` of host and PCI bus id.
         index: torch's index of the device in the worker's process.
         name: Product name, such as ``NVIDIA H200``.
         total_memory_bytes: Memory of the device or slice.
@@ -88,8 +89,8 @@ class WorkerFacts:
         nccl_version: Version of the NCCL library that is loaded into the process, None if unknown or absent.
         gloo_available: torch was built with Gloo.
         mps_reachable: A CUDA MPS control daemon answers on this node.
-        ipc_host_memory_missing: Why the ipc backend cannot use host memory here, None where it can.
-        ipc_device_memory_missing: Why the ipc backend cannot use device memory here, None where it can.
+        ipc_host_memory_missing: Why the ipc backend cannot use host memory here, None where it can; asked where it may be used.
+        ipc_device_memory_missing: Why the ipc backend cannot use device memory here, None where it can; asked as above.
         env: The worker's variables that steer NCCL, Gloo, MPS and the rendezvous, as the user set them.
         network: The node's interfaces and what torch can do with them.
     """

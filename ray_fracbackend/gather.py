@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ray_fracbackend.errors import (
     FracBackendError,
     GroupFormationError,
+    OutOfMemoryError,
     RendezvousError,
     SharedDeviceError,
     StartTimeoutError,
@@ -151,6 +152,14 @@ class _Wait:
                 "usual causes are too little memory and a preempted node.",
                 ranks=dead,
             )
+        starved = [rank for rank, error in self._failures.items() if _is_out_of_memory(error)]
+        if starved:
+            first = str(self._failures[starved[0]]).strip().splitlines()[0].rstrip(".")
+            return OutOfMemoryError(
+                f"{self._where(starved)} ran out of device memory during start-up ({self._step}): {first}. Free the device of "
+                "other processes, or ask for a larger GPU fraction so that fewer workers share it.",
+                ranks=starved,
+            )
         parts = []
         if silent:
             parts.append(
@@ -188,6 +197,11 @@ def _get(refs: Any) -> tuple[Any, Exception | None]:
 def _cause(error: BaseException) -> BaseException:
     """What the worker raised, without Ray's wrapping."""
     return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """torch's own error, by name: the driver need not import torch. Ray's error of that name is of a node's memory."""
+    return type(error).__name__ == "OutOfMemoryError" and not isinstance(error, RayError)
 
 
 def _text(error: BaseException) -> str:

@@ -27,11 +27,13 @@ class InterfaceChoice:
         name: Its name, None where Gloo is left to find one.
         by_user: The name is the user's own setting.
         by_route: The worker finds the name itself: that of its route to rank 0.
+        start_only: Groups that the train function makes later work without the name, so that it is not left behind.
     """
 
     name: str | None = None
     by_user: bool = False
     by_route: bool = False
+    start_only: bool = False
 
     @property
     def text(self) -> str:
@@ -113,7 +115,10 @@ def _choose(worker: WorkerFacts, one_node: bool, master_addr: str) -> tuple[Inte
     set_by_user = worker.env.get(IFNAME)
     if not set_by_user:
         return ruled, doubts
-    return InterfaceChoice(name=set_by_user, by_user=True), _conflicts(worker, set_by_user, ruled.name)
+    # On one node every interface reaches every rank.
+    return InterfaceChoice(name=set_by_user, by_user=True), _conflicts(
+        worker, set_by_user, None if one_node else ruled.name
+    )
 
 
 def _conflicts(worker: WorkerFacts, set_by_user: str, ruled: str | None) -> list[str]:
@@ -135,7 +140,10 @@ def _on_one_node(worker: WorkerFacts, master_addr: str) -> tuple[InterfaceChoice
         if name is None:
             return InterfaceChoice(), []
         trouble = _trouble(worker, name)
-        return (InterfaceChoice(), [_unset(name, trouble)]) if trouble else (InterfaceChoice(name=name), [])
+        if trouble:
+            return InterfaceChoice(), [_unset(name, trouble)]
+        # Without a name Gloo takes the host name's address, or loopback where there is none: on one node either will do.
+        return InterfaceChoice(name=name, start_only=not worker.network.name_server_silent), []
     if worker.network.default_device_missing is None:
         return InterfaceChoice(), []
     trouble = "there is no interface with a loopback address" if name is None else _trouble(worker, name)

@@ -81,15 +81,19 @@ class Findings:
 
     Attributes:
         right: Sums that the rank computed alone are right, as far as they ended.
-        seconds: Seconds for them, None where they did not end.
+        seconds: Seconds for them, None where they did not end, 0 where ``untried`` or ``failure`` says more.
         links: By peer.
         pairs: By round; without rounds in which it had no partner.
+        untried: Why the rank's device could not be tried, such as out of memory; empty where it was.
+        failure: What CUDA said where the device failed by itself; empty where it did not.
     """
 
     right: bool
     seconds: float | None
     links: Mapping[int, LinkFinding] = field(default_factory=dict)
     pairs: Sequence[PairFinding] = ()
+    untried: str = ""
+    failure: str = ""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Findings:
@@ -99,6 +103,8 @@ class Findings:
             seconds=value["seconds"],
             links={int(peer): LinkFinding(**link) for peer, link in value["links"].items()},
             pairs=[PairFinding(**pair) for pair in value["pairs"]],
+            untried=value["untried"],
+            failure=value["failure"],
         )
 
 
@@ -107,8 +113,8 @@ class Fault:
     """A verdict.
 
     Attributes:
-        kind: ``silent rank``, ``wrong rank``, ``slow rank``, ``cut rank``, ``boundary``, ``cut link``, ``one-way link``,
-            ``slow link``, ``pair`` or ``scale``.
+        kind: ``silent rank``, ``failing device``, ``wrong rank``, ``slow rank``, ``cut rank``, ``boundary``, ``cut link``,
+            ``one-way link``, ``slow link``, ``pair`` or ``scale``.
         ranks: Ranks at fault; the two ends of a link; the smaller side of a boundary.
         text: What was seen, with ranks and nodes.
     """
@@ -136,7 +142,9 @@ class _Diagnosis:
         self._findings = findings
         self._where = where
         self._live = sorted(findings)
-        seconds = {rank: _or_endless(finding.seconds) for rank, finding in findings.items()}
+        # A device that computed nothing was neither fast nor slow.
+        tried = {rank: each for rank, each in findings.items() if not each.untried and not each.failure}
+        seconds = {rank: _or_endless(finding.seconds) for rank, finding in tried.items()}
         limit_s = _slow_limit(seconds.values())
         self._slow_alone = {rank: value for rank, value in seconds.items() if value > limit_s}
         # What a slow rank's links and groups do says nothing about them.
@@ -149,7 +157,7 @@ class _Diagnosis:
 
     def faults(self) -> Iterator[Fault]:
         # What is slow or fails where something is broken may be so because of that.
-        broken = [*self._silent(), *self._wrong(), *self._starved(), *self._cut()]
+        broken = [*self._silent(), *self._failing(), *self._wrong(), *self._starved(), *self._cut()]
         yield from broken or [*self._slow()] or self._pairs() or self._scale()
 
     def _connected(self, i: int, j: int) -> tuple[bool, bool]:
@@ -159,6 +167,12 @@ class _Diagnosis:
         silent = [rank for rank in range(len(self._where)) if rank not in self._findings]
         if silent:
             yield Fault("silent rank", tuple(silent), f"{self._named(silent)}: no answer at all, stopped or dead")
+
+    def _failing(self) -> Iterator[Fault]:
+        for rank in self._live:
+            if failure := self._findings[rank].failure:
+                text = f"the device of {self._where[rank]} fails by itself ({failure})"
+                yield Fault("failing device", (rank,), text)
 
     def _wrong(self) -> Iterator[Fault]:
         for rank in self._live:
@@ -287,6 +301,11 @@ class _Diagnosis:
             f"all {len(self._where)} ranks, their links and their groups of two work in fresh processes: the fault shows "
             "only in the whole group or in the workers' own processes"
         )
+        untried = [rank for rank in self._live if self._findings[rank].untried]
+        for rank in untried[:_NUM_NAMED]:
+            text += f"; the device of {self._where[rank]} could not be tried ({self._findings[rank].untried})"
+        if len(untried) > _NUM_NAMED:
+            text += f"; nor could those of {ranks_text(untried[_NUM_NAMED:])}"
         return [Fault("scale", (), text)]
 
     def _named(self, ranks: Sequence[int]) -> str:

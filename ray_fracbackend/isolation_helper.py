@@ -11,13 +11,14 @@ import contextlib
 import hmac
 import json
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TextIO
 
@@ -26,11 +27,18 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from ray_fracbackend.isolation import Findings, LinkFinding, PairFinding
 from ray_fracbackend.network import bounded
-from ray_fracbackend.store import open_store
+from ray_fracbackend.store import open_store, uses_libuv
 
 BLOCK_BYTES = 64 * 1024
 _NUM_DATAGRAMS = 8
 _SIZES = (128, 131_072)
+# The helper gets no memory or no device beside the worker: says nothing of the device. cuBLAS and MPS have words of their own.
+_UNTRIED = re.compile(
+    r"out of memory|not enough memory|CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)|busy or unavailable|\bMPS\b"
+    r"|not compiled with CUDA|invalid device (?:ordinal|id)|no CUDA.capable device|no CUDA GPUs|no NVIDIA driver"
+    r"|cudaGetDeviceCount|driver version is insufficient|initialization (?:error|failed)|CUDA unknown error",
+    re.IGNORECASE,
+)
 # A helper whose worker is gone ends by itself.
 _LIFE_S = 300.0
 
@@ -107,24 +115,28 @@ class Helper:
         started = time.monotonic()
         links_end = started + task.link_s
         threading.Thread(target=self._answer, args=(task.token.encode(),), daemon=True).start()
-        right, seconds = self._alone(task)
+        alone = self._alone(task)
         links = self._links(task, links_end)
         pairs = []
         for number, peer in enumerate(task.partners):
             time.sleep(max(0.0, links_end + number * task.round_s - time.monotonic()))
             if peer is not None:
                 pairs.append(self._pair(task, number, peer, links_end + (number + 1) * task.round_s))
-        return Findings(right=right, seconds=seconds, links=links, pairs=pairs)
+        return replace(alone, links=links, pairs=pairs)
 
-    def _alone(self, task: HelperTask) -> tuple[bool, float | None]:
-        started = time.monotonic()
+    def _alone(self, task: HelperTask) -> Findings:
+        """Compute sums on the rank's own device; only a sum that was compared and differs is wrong."""
+        started = time.perf_counter()
         try:
             right = bounded(lambda: sums_are_right(torch.device(task.device)), task.link_s / 3)
         except TimeoutError:
-            return True, None
-        except RuntimeError:  # of CUDA: the device does not work at all
-            right = False
-        return right, time.monotonic() - started
+            return Findings(right=True, seconds=None)
+        except (RuntimeError, AssertionError) as error:  # of CUDA; the second of a torch without it
+            cause = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+            if _UNTRIED.search(cause):
+                return Findings(right=True, seconds=0.0, untried=cause)
+            return Findings(right=True, seconds=0.0, failure=cause)
+        return Findings(right=right, seconds=time.perf_counter() - started)
 
     def _links(self, task: HelperTask, end: float) -> dict[int, LinkFinding]:
         heard: set[int] = set()
@@ -181,18 +193,20 @@ class Helper:
         timeout = timedelta(seconds=max(0.1, end - time.monotonic()))
         if index == 1:
             host = task.peers[peer]
-            store = TCPStore(host.address, host.store_port, None, False, timeout, wait_for_workers=False)
+            store = TCPStore(
+                host.address, host.store_port, None, False, timeout, wait_for_workers=False, use_libuv=uses_libuv()
+            )
         prefix = f"{task.token}/{number}/{min(task.rank, peer)}"
         group: Any = ProcessGroupGloo(PrefixStore(prefix, store), index, 2, timeout)
         group.barrier().wait(timeout)
-        started = time.monotonic()
+        started = time.perf_counter()
         for numel in _SIZES:
             pattern = torch.arange(numel, dtype=torch.float64) % 7 + 1
             tensor = pattern * (task.rank + 1)
             group.allreduce(tensor).wait(timeout)
             if not torch.equal(tensor, pattern * (task.rank + peer + 2)):
-                return "wrong", time.monotonic() - started
-        return "ok", time.monotonic() - started
+                return "wrong", time.perf_counter() - started
+        return "ok", time.perf_counter() - started
 
 
 def sums_are_right(device: torch.device) -> bool:
@@ -222,13 +236,13 @@ def _try_link(peer: HelperAddress, token: str, end: float) -> tuple[bool, float 
         except OSError:  # refused while the peer starts, or no route for good
             time.sleep(min(0.1, left_s))
     with connection, contextlib.suppress(OSError):
-        started = time.monotonic()
+        started = time.perf_counter()
         block = bytes(BLOCK_BYTES)
-        connection.settimeout(max(0.01, end - started))
+        connection.settimeout(max(0.01, end - time.monotonic()))
         sender = threading.Thread(target=_send, args=(connection, token.encode() + block), daemon=True)
         sender.start()
         if _receive(connection, BLOCK_BYTES, end) == block:
-            return True, time.monotonic() - started
+            return True, time.perf_counter() - started
     return True, None
 
 

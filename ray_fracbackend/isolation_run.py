@@ -88,6 +88,7 @@ def open_helper(rendezvous: WorkerRendezvous, timeout_s: float) -> HelperAddress
         **os.environ,
         **short(os.environ),
         **rendezvous.env,
+        **rendezvous.start_env,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     interface = route_interface(rendezvous.master_addr) if rendezvous.interface_by_route else None

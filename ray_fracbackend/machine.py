@@ -35,9 +35,9 @@ def collect_machine(node_id: str = "", node_ip: str = "127.0.0.1", ray_gpus: flo
         node_ip: Ray's address of the node.
         ray_gpus: GPUs that Ray gives out on the node.
     """
-    started = time.monotonic()
+    started = time.perf_counter()
     addresses, missing = _host_addresses()
-    lookup_s = time.monotonic() - started
+    lookup_s = time.perf_counter() - started
     worker = probe_machine(node_id, node_ip)
     interface = worker.env.get(IFNAME) or owner_of(worker, node_ip)
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None

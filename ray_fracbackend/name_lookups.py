@@ -1,17 +1,16 @@
-"""c10d's look-ups of names, kept short where the name server is silent. Runs on the worker.
+"""Whether a node's name server answers at all: c10d's look-ups of names wait for it. Runs on the worker.
 
-For its log alone c10d asks for the name of every peer, when a store is connected to and when it accepts, and a store that
-waits for an answer serves nobody. The resolver gives a silent server two attempts of 5 s each (resolv.conf(5)): more than a
-start has for a few ranks, on machines that are fine otherwise, as behind a firewall.
+For its log alone c10d asks for the names of peers, when a store is connected to and when it accepts, and a store that
+waits for an answer serves nobody. The resolver gives a silent server two attempts of 5 s each (resolv.conf(5)), on machines that
+are fine otherwise, as behind a firewall. A worker's own resolver is left as it is: glibc reads its options once in a process,
+and the train function's look-ups would have the shorter ones too.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 ANSWER_S = 1.0
 _VARIABLE = "RES_OPTIONS"
@@ -41,26 +40,5 @@ def name_server_silent(address: str, timeout_s: float = ANSWER_S) -> bool:
 
 
 def short(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that keeps look-ups short in a process without any before; what it says already stays."""
+    """The variable that keeps look-ups short in a new process; what it says already stays."""
     return {_VARIABLE: f"{environment.get(_VARIABLE, '')} {_SHORT}".strip()}
-
-
-@contextmanager
-def kept_short(needed: bool) -> Iterator[None]:
-    """Lets the process's first look-up in it settle for attempts of 1 s each; the variable itself is put back.
-
-    Args:
-        needed: Nothing is changed where it is False.
-    """
-    if not needed:
-        yield
-        return
-    before = os.environ.get(_VARIABLE)
-    os.environ.update(short(os.environ))
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_VARIABLE, None)
-        else:
-            os.environ[_VARIABLE] = before

@@ -25,12 +25,13 @@ class StartOptions:
     on_shared_device: str = "auto"
     on_missing_cuda: str = "error"
     verify: bool = True
-    start_timeout_s: float = 120.0
+    start_timeout_s: float = 300.0
     master_addr: str | None = None
     master_port: int | tuple[int, int] | None = None
     limit_gpu_memory: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "backend", _normal_backend(self.backend))
         _check_backend(self.backend)
         _check_choice("init_method", self.init_method, INIT_METHODS)
         _check_choice("on_shared_device", self.on_shared_device, ON_SHARED_DEVICE)
@@ -46,8 +47,6 @@ class StartOptions:
     def from_config(cls, config: Any) -> StartOptions:
         """Copies the settings off a config object at once, so that a later change of it cannot reach a running start."""
         values = {field.name: getattr(config, field.name) for field in fields(cls)}
-        if values["backend"] is None:
-            values["backend"] = "auto"
         if isinstance(values["master_port"], list):
             values["master_port"] = tuple(values["master_port"])
         return cls(**values)
@@ -63,12 +62,19 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     _require(isinstance(value, str) and value in choices, name, value, f"must be one of {listed}")
 
 
+def _normal_backend(value: Any) -> Any:
+    """A backend's name as torch itself reads it, in lower case; ``auto`` where none is given."""
+    if value is None or value == "":
+        return "auto"
+    return value.lower() if isinstance(value, str) else value
+
+
 def _check_backend(value: object) -> None:
     rule = (
         "must be 'auto', 'nccl', 'gloo', 'ipc', a pair such as 'cpu:gloo,cuda:nccl', or the name of a backend that is "
-        "registered with torch.distributed, in lower case and without spaces; leave it out to let the start decide"
+        "registered with torch.distributed, without spaces; leave it out to let the start decide"
     )
-    ok = isinstance(value, str) and value != "" and value == value.strip().lower() and " " not in value
+    ok = isinstance(value, str) and not any(character.isspace() for character in value)
     if ok and isinstance(value, str) and (":" in value or "," in value):
         parts = [part.split(":") for part in value.split(",")]
         ok = all(len(part) == 2 and all(part) for part in parts)
@@ -77,7 +83,7 @@ def _check_backend(value: object) -> None:
 
 def _check_seconds(name: str, value: object) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    _require(ok, name, value, "must be a finite number of seconds above 0, such as 120")
+    _require(ok, name, value, "must be a finite number of seconds above 0, such as 300")
 
 
 def _check_master_addr(value: object) -> None:

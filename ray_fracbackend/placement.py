@@ -19,13 +19,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_fracbackend import ray_compat
+from ray_fracbackend.backend import gpus_by_node
 from ray_fracbackend.cluster import root_cause, wait
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.errors import FracBackendError, InsufficientResourcesError, StartTimeoutError
 from ray_fracbackend.facts import WorkerFacts
 from ray_fracbackend.gather import Deadline, gather
 from ray_fracbackend.options import StartOptions
-from ray_fracbackend.plan import left_to_ray, plan_start
+from ray_fracbackend.plan import asks_for_ipc, left_to_ray, plan_start
 from ray_fracbackend.probe import probe_worker
 from ray_fracbackend.progress import progress
 from ray_fracbackend.rendezvous import plan_rendezvous
@@ -51,11 +52,11 @@ class _ProbeWorker:
         node_id, node_ip = ray_compat.node_ids()
         return _Place(node_id, node_ip, os.getpid(), tuple(map(str, ray_compat.accelerator_ids().get("GPU", []))))
 
-    def probe(self, rank: int, visible: str, master_addr: str | None, master_port: Any, one_node: bool) -> WorkerFacts:
+    def probe(self, rank: int, visible: str, *arguments: Any) -> WorkerFacts:
         if visible:
             # As Ray Train does for its workers: each sees the devices of all workers on its node.
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        return probe_worker(rank, master_addr, master_port, one_node)
+        return probe_worker(rank, *arguments)
 
 
 def plan_workers(
@@ -94,7 +95,7 @@ def plan_workers(
         _wait_for_resources(group, bundles, factory.strategy, timeout_s)
         actors.extend(_probe_worker(scaling_config, group, index) for index in range(num_workers))
         workers = _probe(actors, options)
-        plan = plan_start(workers, options)
+        plan = plan_start(workers, options, gpus_by_node())
         return StartReport(plan=plan, workers=workers, rendezvous=plan_rendezvous(workers, options, plan.backend))
     finally:
         for actor in actors:
@@ -158,12 +159,13 @@ def _probe(actors: Sequence[Any], options: StartOptions) -> tuple[WorkerFacts, .
     for place in places:
         visible[place.node_id].update(place.gpu_ids)
     one_node = len({place.node_id for place in places}) == 1
+    arguments = (options.master_addr, options.master_port, one_node, asks_for_ipc(options))
     addresses, refs = [], []
     for rank, index in enumerate(order):
         place = places[index]
         addresses.append(ray_compat.WorkerAddress(rank, place.node_ip, place.pid, place.node_id))
         devices = ",".join(sorted(visible[place.node_id]))
-        refs.append(actors[index].probe.remote(rank, devices, options.master_addr, options.master_port, one_node))
+        refs.append(actors[index].probe.remote(rank, devices, *arguments))
     return tuple(gather(refs, addresses, deadline, "probing the workers"))
 
 

@@ -1,7 +1,7 @@
-"""What this worker sits on. Runs on the worker; no process group and no CUDA context is created.
+"""Devices and network of one worker. Runs on the worker; makes no process group and no CUDA context.
 
 Device identity is the UUID that CUDA itself reports: Ray's GPU ids and ``CUDA_VISIBLE_DEVICES`` are names that two
-workers can use for one device, or one name for two. NVML adds what CUDA does not tell without a context.
+workers can use for one device, or one name for two. NVML adds what CUDA does not tell without a context; it is optional.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,11 @@ import torch.distributed as dist
 from ray_fracbackend import ray_compat
 from ray_fracbackend.environment import user_environment
 from ray_fracbackend.facts import DeviceFacts, NetworkFacts, WorkerFacts
-from ray_fracbackend.name_lookups import kept_short, name_server_silent
+from ray_fracbackend.missing_cuda import mode_name, nvml_answer, nvml_session, why_no_cuda
+from ray_fracbackend.name_lookups import name_server_silent
 from ray_fracbackend.nccl_library import loaded_nccl_version
 from ray_fracbackend.network import network_facts
 from ray_fracbackend.store import hold_store
-
-if sys.platform == "linux":
-    from ray_fracbackend.ipc import device_memory_support, host_memory_support
 
 _ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -39,19 +36,24 @@ def probe_worker(
     master_addr: str | None = None,
     master_port: int | tuple[int, int] | None = None,
     one_node: bool = False,
+    ask_ipc: bool = False,
 ) -> WorkerFacts:
-    """Collects the facts of the calling worker; rank 0 also opens the store where all will meet.
+    """Collect the facts of the calling worker; rank 0 also creates the TCPStore of the rendezvous.
 
     Args:
         rank: Its rank in the worker group.
         master_addr: The configured address or name of rank 0's node; a name is resolved here.
         master_port: The configured port of rank 0's store, or an inclusive range.
         one_node: Ray placed all workers on this node.
+        ask_ipc: Whether to ask what the ipc backend can use here, which imports and registers it.
+
+    Returns:
+        Devices, network and versions of the worker.
 
     Raises:
         PortInUseError: The configured port, or every port of the range, is taken on rank 0's node.
     """
-    facts = probe_devices(rank)
+    facts = probe_devices(rank, ask_ipc)
     return replace(facts, network=probe_network(facts, master_addr, master_port, one_node))
 
 
@@ -61,27 +63,33 @@ def probe_network(
     master_port: int | tuple[int, int] | None = None,
     one_node: bool = False,
 ) -> NetworkFacts:
-    """The network's part of `probe_worker`, with the store.
+    """Collect the network facts of `probe_worker`; rank 0 also creates the store.
 
     Args:
         facts: The other facts of the calling worker.
         master_addr: As there.
         master_port: As there.
         one_node: As there.
+
+    Returns:
+        Interfaces, addresses and the port of the store.
+
+    Raises:
+        PortInUseError: As there.
     """
-    silent = name_server_silent(facts.node_ip)
-    store_port = None
-    if facts.rank == 0:
-        with kept_short(silent):
-            store_port = hold_store(master_port, one_node and master_addr is None)
-    return network_facts(facts.boot_id, master_addr, store_port, silent)
+    store_port = hold_store(master_port, one_node and master_addr is None) if facts.rank == 0 else None
+    return network_facts(facts.boot_id, master_addr, store_port, name_server_silent(facts.node_ip))
 
 
-def probe_devices(rank: int) -> WorkerFacts:
-    """Collects the facts of the calling worker, without those of its network; opens no store.
+def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerFacts:
+    """Collect the facts of the calling worker without those of its network; creates no store.
 
     Args:
         rank: Its rank in the worker group.
+        ask_ipc: As in `probe_worker`.
+
+    Returns:
+        Devices and versions of the worker.
     """
     node_id, node_ip = ray_compat.node_ids()
     resources = ray_compat.assigned_resources()
@@ -90,6 +98,7 @@ def probe_devices(rank: int) -> WorkerFacts:
     return _facts(
         devices,
         wants_gpu,
+        ask_ipc,
         rank=rank,
         node_id=node_id,
         node_ip=node_ip,
@@ -100,30 +109,36 @@ def probe_devices(rank: int) -> WorkerFacts:
 
 
 def probe_machine(node_id: str = "", node_ip: str = "127.0.0.1") -> WorkerFacts:
-    """Collects the facts of this machine, as one worker would find them that had all of its devices. Needs no running Ray.
+    """Collect the facts of this machine as of one worker with all of its devices; needs no running Ray.
 
     Args:
         node_id: Ray's id of the node, empty where Ray does not run.
         node_ip: Ray's address of the node.
+
+    Returns:
+        Devices, network and versions, with what the ipc backend can use.
     """
     found = torch.cuda.is_available()
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if found else []
     return _facts(
         devices,
         True,
+        True,
         rank=0,
         node_id=node_id,
         node_ip=node_ip,
-        cuda_missing=None if found else _why_no_cuda(),
+        cuda_missing=None if found else why_no_cuda(),
         network=network_facts(boot_id(), name_server_silent=name_server_silent(node_ip)),
     )
 
 
-def _facts(devices: list[torch.device], ask_nvml: bool, **own: Any) -> WorkerFacts:
-    """What any process of the machine finds, and what the caller alone knows."""
-    with _nvml() if ask_nvml else nullcontext() as nvml:
-        described = tuple(_describe(device.index or 0, nvml) for device in devices)
-        num_node_devices = nvml.nvmlDeviceGetCount() if nvml else None
+def _facts(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **own: Any) -> WorkerFacts:
+    """Add what any process of the machine finds to what the caller alone knows."""
+    with nvml_session() if ask_nvml else nullcontext() as nvml:
+        described, unreadable = _described(devices, nvml)
+        num_node_devices = nvml_answer(nvml, nvml.nvmlDeviceGetCount) if nvml else None
+    own |= {"cuda_missing": unreadable} if unreadable else {}
+    own |= _ipc_support(described) if ask_ipc else {}
     return WorkerFacts(
         **own,
         hostname=socket.gethostname(),
@@ -140,26 +155,29 @@ def _facts(devices: list[torch.device], ask_nvml: bool, **own: Any) -> WorkerFac
         nccl_version=loaded_nccl_version(),
         gloo_available=dist.is_gloo_available(),
         mps_reachable=mps_reachable(),
-        ipc_host_memory_missing=_no_host_ipc(),
-        ipc_device_memory_missing=_no_device_ipc(devices),
         env={name: value for name, value in user_environment().items() if name.startswith(_ENV_PREFIXES)},
     )
 
 
-def _no_host_ipc() -> str | None:
-    if sys.platform == "linux":
-        return host_memory_support()
-    return "the ipc backend needs Linux"
+def _ipc_support(devices: tuple[DeviceFacts, ...]) -> dict[str, str | None]:
+    """Ask the ipc backend what it can use; importing it registers it with torch.distributed."""
+    if sys.platform != "linux":
+        return dict.fromkeys(("ipc_host_memory_missing", "ipc_device_memory_missing"), "the ipc backend needs Linux")
+    from ray_fracbackend.ipc import device_memory_support, host_memory_support
 
-
-def _no_device_ipc(devices: list[torch.device]) -> str | None:
-    if sys.platform == "linux":
-        return device_memory_support(devices[0].index or 0) if devices else "the worker has no CUDA device"
-    return "the ipc backend needs Linux"
+    no_device = "the worker has no CUDA device"
+    return {
+        "ipc_host_memory_missing": host_memory_support(),
+        "ipc_device_memory_missing": device_memory_support(devices[0].index) if devices else no_device,
+    }
 
 
 def boot_id() -> str:
-    """The kernel's boot id, the same in all containers of one host; empty where the platform has none."""
+    """Read the kernel's boot id, which all containers of one host have in common.
+
+    Returns:
+        The id, empty where the platform has none.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -171,49 +189,54 @@ def _devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
     if not wants_gpu:
         return [], None
     if not torch.cuda.is_available():
-        return [], _why_no_cuda()
+        return [], why_no_cuda()
     try:
-        devices = [device for device in ray_compat.worker_devices() if device.type == "cuda"]
+        given = ray_compat.worker_devices()
     except (RuntimeError, ValueError) as error:
-        return (
-            [],
-            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} does not fit Ray's GPU ids: {error}",
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return [], f"CUDA_VISIBLE_DEVICES={visible!r} does not fit Ray's GPU ids ({error}); leave the variable to Ray"
+    devices = [device for device in given if device.type == "cuda"]
+    if not devices:
+        says = ", ".join(map(str, given)) or "none"
+        return [], (
+            f"Ray Train gives this worker no CUDA device (ray.train.torch.get_devices() says {says}), as after an earlier "
+            "start on the CPU in its process; start the worker in a new process"
         )
     count = torch.cuda.device_count()
     beyond = [device.index for device in devices if (device.index or 0) >= count]
     if beyond:
-        return (
-            [],
-            f"Ray was told of more GPUs than there are: device {beyond[0]} of {count}; correct num_gpus of the node",
-        )
+        return [], f"num_gpus of the node exceeds the GPUs present: device {beyond[0]} of {count}; correct num_gpus"
     return devices, None
 
 
-def _why_no_cuda() -> str:
-    if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
-        return f"torch {torch.__version__} is a CPU-only build"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    with _nvml() as nvml:
-        if nvml is None:
-            return f"torch {torch.__version__} finds no NVIDIA driver on the node"
-        count = nvml.nvmlDeviceGetCount()
-    if count == 0:
-        return "the driver finds no GPU on the node"
-    return f"CUDA_VISIBLE_DEVICES={visible!r} leaves torch none of the node's {count} GPUs"
+def _described(devices: list[torch.device], nvml: Any) -> tuple[tuple[DeviceFacts, ...], str | None]:
+    """Facts of all devices, or why one of them cannot be used: a GPU may be lost while CUDA still counts it."""
+    described = []
+    for device in devices:
+        index = device.index or 0
+        try:
+            properties = torch.cuda.get_device_properties(index)
+        except Exception as error:  # AssertionError, RuntimeError, or DeferredCudaCallError, which is neither
+            return (), f"cuda:{index} cannot be used: {why_no_cuda(error)}"
+        described.append(_describe(index, properties, nvml))
+    return tuple(described), None
 
 
-def _describe(index: int, nvml: Any) -> DeviceFacts:
-    properties = torch.cuda.get_device_properties(index)
-    bare = str(properties.uuid).removeprefix("GPU-").removeprefix("MIG-")
-    uuid, parent, bus_id, mode = f"GPU-{bare}", None, _torch_bus_id(properties), "unknown"
-    handle, is_mig = _nvml_handle(nvml, bare)
+def _describe(index: int, properties: Any, nvml: Any) -> DeviceFacts:
+    bus_id, parent, mode = _torch_bus_id(properties), None, "unknown"
+    bare = str(getattr(properties, "uuid", None) or "").removeprefix("GPU-").removeprefix("MIG-")
+    # Old ROCm builds have no UUID, and some drivers give zeros.
+    known = bool(bare.strip("0-"))
+    uuid = f"GPU-{bare}" if known else f"BUS-{boot_id() or socket.gethostname()}/{bus_id or index}"
+    handle, is_mig = _nvml_handle(nvml, bare) if known else (None, False)
+    if is_mig:
+        uuid = f"MIG-{bare}"
+        handle = nvml_answer(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
+        parent = _text(nvml_answer(nvml, nvml.nvmlDeviceGetUUID, handle)) if handle is not None else None
     if handle is not None:
-        if is_mig:
-            uuid = f"MIG-{bare}"
-            handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-            parent = _text(nvml.nvmlDeviceGetUUID(handle))
-        bus_id = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()
-        mode = _compute_mode(nvml, handle)
+        pci = nvml_answer(nvml, nvml.nvmlDeviceGetPciInfo, handle)
+        bus_id = _text(pci.busId).lower() if pci else bus_id
+        mode = mode_name(nvml, nvml_answer(nvml, nvml.nvmlDeviceGetComputeMode, handle))
     return DeviceFacts(
         uuid=uuid,
         index=index,
@@ -243,40 +266,16 @@ def _nvml_handle(nvml: Any, bare_uuid: str) -> tuple[Any, bool]:
     return None, False
 
 
-def _compute_mode(nvml: Any, handle: Any) -> str:
-    names = {
-        nvml.NVML_COMPUTEMODE_DEFAULT: "default",
-        nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
-        nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
-    }
-    try:
-        return names.get(nvml.nvmlDeviceGetComputeMode(handle), "unknown")
-    except nvml.NVMLError:
-        return "unknown"
-
-
-def _text(value: str | bytes) -> str:
+def _text(value: Any) -> Any:
     return value.decode() if isinstance(value, bytes) else value
 
 
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    """The NVML binding, initialised, or None where there is no NVIDIA driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def mps_reachable() -> bool:
-    """True where a CUDA MPS control daemon holds its pipe open; the directory alone survives a crash of the daemon."""
+    """Look for a CUDA MPS control daemon.
+
+    Returns:
+        True where one holds its pipe open; the directory alone survives a crash of the daemon.
+    """
     if sys.platform == "win32":
         return False
     directory = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")

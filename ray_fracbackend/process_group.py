@@ -12,7 +12,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DebugLevel,
+    PrefixStore,
+    distributed_c10d,
+    get_debug_level,
+)
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from ray_fracbackend import environment, memory_cap, ray_compat, report, store
@@ -24,15 +29,16 @@ from ray_fracbackend.errors import (
     VerificationError,
 )
 from ray_fracbackend.interfaces import IFNAME
-from ray_fracbackend.name_lookups import kept_short
 from ray_fracbackend.nccl_words import cause_of, refusal_in, refused_ranks
-from ray_fracbackend.network import check_gloo_device, route_interface
+from ray_fracbackend.network import bounded, check_gloo_device, route_interface
 from ray_fracbackend.rendezvous import WorkerRendezvous
 from ray_fracbackend.store_limit import limited
-from ray_fracbackend.verify import VerificationResult, verify_process_group
+from ray_fracbackend.verify import VerificationResult, backends_by_device, other_devices, verify_process_group
 
 # After a start's time is over, for c10d and Gloo to end by themselves; the driver waits longer for the answer.
 _SILENCE_S = 1.0
+# For a failed group to be aborted.
+_ABORT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,26 +87,25 @@ def start_worker(instruction: StartInstruction) -> VerificationResult | None:
         VerificationError: The group formed and does not work, or not by the memory that it was chosen for.
     """
     deadline = time.monotonic() + instruction.budget_s
-    before = dict(os.environ)
+    before = environment.snapshot()
     meeting = instruction.rendezvous
     try:
         stop_worker()  # what a failed attempt in this process may have left
         environment.clear()
-        with limited(meeting.master_addr, meeting.master_port, instruction.budget_s + _SILENCE_S):
+        with (
+            limited(meeting.master_addr, meeting.master_port, instruction.budget_s + _SILENCE_S),
+            environment.during(meeting.start_env),
+        ):
             _prepare(instruction)
             _check_network(instruction, deadline)
-            with kept_short(meeting.short_lookups):
-                _init_process_group(instruction, deadline)
-            result = None
-            if instruction.verify:
-                result = verify_process_group(device=instruction.device, timeout_s=_left_s(deadline))
-                _check_memory(instruction)
+            _init_process_group(instruction, deadline)
+            result = _verify(instruction, deadline) if instruction.verify else None
             _set_group_timeout(instruction)
         report.publish(instruction.report, result)
         return result
     except BaseException as error:
         _release_frames(error)
-        stop_worker()
+        stop_worker(failed=True)
         memory_cap.set_cap(None)
         environment.restore(before)
         raise
@@ -117,6 +122,15 @@ def start_worker_of_many(instruction: StartInstruction) -> VerificationResult | 
     return result if instruction.rank == 0 else None
 
 
+def _verify(instruction: StartInstruction, deadline: float) -> VerificationResult:
+    """Figures of the device that the worker trains on; a pair such as ``cpu:gloo,cuda:nccl`` is verified in both halves."""
+    for device in other_devices(instruction.device):
+        verify_process_group(device=device, timeout_s=_left_s(deadline))
+    result = verify_process_group(device=instruction.device, timeout_s=_left_s(deadline))
+    _check_memory(instruction)
+    return result
+
+
 def _check_memory(instruction: StartInstruction) -> None:
     """An ipc group whose ranks cannot map each other's device memory works, over Gloo: not what was planned and told."""
     if instruction.backend != "ipc" or instruction.device == "cpu":
@@ -125,7 +139,7 @@ def _check_memory(instruction: StartInstruction) -> None:
     reason = group.gloo_reason
     if reason is not None:
         raise VerificationError(
-            f"the ipc backend cannot use the memory of {instruction.device}: {reason}. Mend that, or use "
+            f"the ipc backend cannot use the memory of {instruction.device}: {reason}. Fix this, or use "
             "on_shared_device='gloo'."
         )
 
@@ -137,17 +151,34 @@ def _release_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def stop_worker() -> None:
-    """Takes the default process group down, whatever state it is in; peers that wait in it get an error at once."""
+def stop_worker(*, failed: bool = False) -> None:
+    """Take the default process group down, whatever state it is in; peers that wait in it get an error at once.
+
+    Args:
+        failed: A collective may still be running. To destroy an NCCL group then waits for it, so that anything but Gloo is
+            aborted instead.
+    """
     if not dist.is_initialized():
         # torch puts the number of the groups it has begun into the store's keys, and does not take a failed one back: the
         # ranks of the next start would wait under different keys.
         distributed_c10d._world.group_count = 0
         return
     try:
-        dist.destroy_process_group()
-    except RuntimeError as error:
+        if failed and set(backends_by_device().values()) != {"gloo"}:
+            bounded(_abort_process_group, _ABORT_S)
+        else:
+            dist.destroy_process_group()
+    except (RuntimeError, TimeoutError) as error:
         ray_compat.logger.debug("the failed process group did not close cleanly: %s", error)
+
+
+def _abort_process_group() -> None:
+    # torch before 2.6 has no such function; destroying aborts NCCL there.
+    abort = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+    try:
+        abort()
+    except RuntimeError:  # a backend that cannot be aborted, such as the Gloo of a pair
+        dist.destroy_process_group()
 
 
 def _prepare(instruction: StartInstruction) -> None:
@@ -184,7 +215,7 @@ def _left_s(deadline: float) -> float:
 def _init_process_group(instruction: StartInstruction, deadline: float) -> None:
     if instruction.backend == "ipc":
         import ray_fracbackend.ipc  # noqa: F401  registers the backend
-    with _named("meeting the other ranks", instruction):
+    with _named("rendezvous", instruction):
         url, left = instruction.rendezvous.init_url, timedelta(seconds=_left_s(deadline))
         common, _, _ = next(iter(torch_rendezvous(url, instruction.rank, instruction.world_size, timeout=left)))
     with _named(f"creating the {instruction.backend} process group", instruction, GroupFormationError):
@@ -200,8 +231,14 @@ def _init_process_group(instruction: StartInstruction, deadline: float) -> None:
 
 
 def _connects_at_init(instruction: StartInstruction) -> bool:
-    """Gloo connects all ranks when the group is made; NCCL does it in the first collective, with a bound of its own."""
-    return "nccl" not in instruction.backend
+    """Whether the group is made with the start's time limit, and gets its own afterwards.
+
+    Gloo connects all ranks when the group is made; NCCL does it in the first collective, where the verification is the bound.
+    Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps Gloo and NCCL in a group whose limit cannot be changed later.
+    """
+    if instruction.backend == "ipc":
+        return True
+    return "gloo" in instruction.backend and get_debug_level() != DebugLevel.DETAIL
 
 
 def _set_group_timeout(instruction: StartInstruction) -> None:

@@ -41,22 +41,22 @@ class WorkerRendezvous:
         master_port: Port of that store.
         init_url: URL for torch's rendezvous.
         env: Variables to set before it.
+        start_env: Variables to set before it and to remove once the group is verified.
         interface_by_route: Find ``GLOO_SOCKET_IFNAME`` on the worker: the interface of its route to rank 0.
         uses_gloo: Gloo connects the ranks.
         check_device: Gloo's device is in doubt, so it is tried before anybody waits.
         check_reachable: Rank 0 may be on another machine, so the connection is checked first.
-        short_lookups: This node's name server is silent: its look-ups are kept short.
     """
 
     master_addr: str
     master_port: int
     init_url: str
     env: Mapping[str, str] = field(default_factory=dict)
+    start_env: Mapping[str, str] = field(default_factory=dict)
     interface_by_route: bool = False
     uses_gloo: bool = False
     check_device: bool = False
     check_reachable: bool = False
-    short_lookups: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,6 @@ class RendezvousPlan:
         uses_gloo: Gloo connects the ranks.
         interfaces: Gloo's interface of every rank, by rank; empty where Gloo is not used.
         libuv_off: The store must not use libuv.
-        short_lookups: Whether each rank's node has a silent name server, by rank; empty where none has.
         on_linux: The workers run on Linux.
         reason: The choice in one line, as logged.
         notes: What the log will show and nobody needs to act on.
@@ -85,7 +84,6 @@ class RendezvousPlan:
     uses_gloo: bool
     interfaces: tuple[InterfaceChoice, ...] = ()
     libuv_off: bool = False
-    short_lookups: tuple[bool, ...] = ()
     on_linux: bool = True
     reason: str = ""
     notes: tuple[str, ...] = ()
@@ -104,19 +102,20 @@ class RendezvousPlan:
             env = {"MASTER_ADDR": address, "MASTER_PORT": str(self.master_port)}
         if self.libuv_off:
             env["USE_LIBUV"] = "0"
-        if choice.name is not None and not choice.by_user:
-            env[IFNAME] = choice.name
+        interface = {IFNAME: choice.name} if choice.name is not None and not choice.by_user else {}
+        if not choice.start_only:
+            env |= interface
         return WorkerRendezvous(
             master_addr=address,
             master_port=self.master_port,
             init_url=init_url(self.init_method, address, self.master_port, libuv_off=self.libuv_off),
             env=env,
+            start_env=interface if choice.start_only else {},
             interface_by_route=choice.by_route,
             uses_gloo=self.uses_gloo,
             # Elsewhere than on Linux names and addresses of interfaces are as Gloo sees them only by and large.
             check_device=self.uses_gloo and (not self.on_linux or choice.name is None or choice.by_user),
             check_reachable=not self.one_node,
-            short_lookups=bool(self.short_lookups) and self.short_lookups[rank],
         )
 
 
@@ -173,7 +172,6 @@ def plan_rendezvous(workers: Sequence[WorkerFacts], options: StartOptions, backe
         uses_gloo=uses_gloo,
         interfaces=interfaces,
         libuv_off=windows,
-        short_lookups=tuple(worker.network.name_server_silent for worker in workers) if silent else (),
         on_linux=workers[0].platform == "linux",
         reason=f"rank 0 at {host}:{port} ({origin}){gloo}{', libuv off' if windows else ''}",
         notes=(NOTE_10049,) if windows else (),
@@ -182,9 +180,14 @@ def plan_rendezvous(workers: Sequence[WorkerFacts], options: StartOptions, backe
 
 
 def is_one_node(workers: Sequence[WorkerFacts]) -> bool:
-    """True where all ranks share one loopback: one Ray node, or Ray nodes that run side by side on one machine."""
+    """True where all ranks share one loopback: one Ray node, or Ray nodes side by side on one machine under one address.
+
+    The network's id alone does not tell: machines that were restored from one snapshot have equal boot ids and namespaces.
+    """
+    if len({worker.node_id for worker in workers}) == 1:
+        return True
     networks = {worker.network.network_id for worker in workers}
-    return len({worker.node_id for worker in workers}) == 1 or (len(networks) == 1 and "" not in networks)
+    return len({worker.node_ip for worker in workers}) == 1 and len(networks) == 1 and "" not in networks
 
 
 _Addresses = tuple[tuple[str, ...], str, tuple[str, ...]]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.facts import WorkerFacts, version_text
 from ray_fracbackend.rendezvous import RendezvousPlan
 from ray_fracbackend.sharing import short_uuid
@@ -155,7 +154,9 @@ class StartReport:
 def _device_text(worker: WorkerFacts) -> str:
     if worker.device is not None:
         return f"{short_uuid(worker.device.uuid)} {worker.device.name}"
-    return f"cpu ({worker.cuda_missing})" if worker.cuda_missing else "cpu"
+    # Without the evidence and the advice, which are in the reason.
+    cause = (worker.cuda_missing or "").partition(" (")[0].partition("; ")[0]
+    return f"cpu ({cause})" if cause else "cpu"
 
 
 _load_current: Callable[[], StartReport] | None = None
@@ -181,15 +182,11 @@ def publish(source: Any, verification: VerificationResult | None) -> None:
     _load_current = load
 
 
-def get_start_report() -> StartReport:
+def get_start_report() -> StartReport | None:
     """The report of the start of the calling train function's worker group.
 
-    Raises:
-        FracBackendError: Not called in a train function that was started with FracTorchConfig.
+    Returns:
+        The report; None where FracTorchConfig started nothing in this process: outside of a train function, under another
+        TorchConfig, and where the start was left to Ray Train.
     """
-    if _load_current is None:
-        raise FracBackendError(
-            "get_start_report() found no start in this process. Call it inside the train function of a TorchTrainer with "
-            "torch_config=FracTorchConfig(...)."
-        )
-    return _load_current()
+    return _load_current() if _load_current is not None else None

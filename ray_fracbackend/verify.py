@@ -1,4 +1,4 @@
-"""Proves a process group with collectives whose exact answers are known. Needs torch alone, no Ray.
+"""Verify a process group by running collectives with known results. Needs torch alone, no Ray.
 
 Every rank contributes numbers that no other rank has, so that a lost, doubled or swapped contribution cannot pass. A
 rank whose collective fails or stalls says so in the group's store and reads there who does not: those are at fault.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +32,11 @@ _PERIOD = 7
 _NUM_REPORTERS = 8
 # How long they wait for the others to say that they are stuck as well: all keep the same deadline.
 _REPORT_S = 1.0
-# A rank is slow above this multiple of the median of its peers, and this much above it: below that it is noise.
-_SLOW_FACTOR, _SLOW_MARGIN_S = 2.0, 0.1
+# Above the time limit, before a backend that does not keep it is left: Gloo keeps it.
+_STALL_S = 0.2
+# Timed calls of a size, of which the best counts.
+_NUM_TIMED = 3
+_T = TypeVar("_T")
 _STEPS = ("barrier", "all_reduce of 1 KiB", "all_reduce of 1 MiB", "broadcast", "all_gather")
 
 
@@ -43,9 +48,10 @@ class VerificationResult:
         backend: The group's backend as torch names it.
         device: Device that the collectives ran on, such as ``cuda:0``.
         world_size: Ranks in the group.
-        latency_s: Seconds of an all_reduce of 1 KiB, the median of all ranks.
-        bandwidth_bytes_per_s: 1 MiB over the seconds of its all_reduce, the median of all ranks.
-        rank_seconds: Seconds that each rank spent in the timed collectives, by rank in the group.
+        latency_s: Seconds of an all_reduce of 1 KiB: of the call and its completion alone, after a call to warm up, the best
+            of a few; the median of all ranks.
+        bandwidth_bytes_per_s: 1 MiB over the seconds of its all_reduce, measured in the same way.
+        rank_seconds: The two times of each rank added up, by rank in the group.
         total_s: Seconds of the whole verification on this rank.
     """
 
@@ -67,7 +73,8 @@ def verify_process_group(
 
     Args:
         group: The group to verify, the default group if None.
-        device: Where the tensors live; by default the current CUDA device for an NCCL group, else the CPU.
+        device: Where the tensors live. By default the current CUDA device for an NCCL group, else the CPU; a group with one
+            backend for each, such as ``cpu:gloo,cuda:nccl``, is then verified on both, and the figures are those of CUDA.
         timeout_s: Bound on the whole verification, in seconds.
 
     Returns:
@@ -75,6 +82,7 @@ def verify_process_group(
 
     Raises:
         SharedDeviceError: NCCL refused ranks that share a GPU.
+        torch.cuda.OutOfMemoryError: The device has no memory left for a tensor of 1 MiB.
         VerificationError: A collective failed, stalled or computed a wrong answer; ``ranks`` are those at fault where
             that is known.
         ValueError: ``timeout_s`` is not above 0, or torch.distributed is not initialised.
@@ -85,46 +93,101 @@ def verify_process_group(
         raise ValueError(
             "verify_process_group() needs a process group: call torch.distributed.init_process_group first."
         )
-    verification = _Verification(group or distributed_c10d._get_default_group(), device, timeout_s)
+    group = group or distributed_c10d._get_default_group()
+    devices = [torch.device(device)] if device is not None else _default_devices(group)
+    end = time.perf_counter() + timeout_s
     try:
-        return verification.run()
+        results = [_verify_on(group, each, max(end - time.perf_counter(), 0.001)) for each in devices]
     finally:
         # The traceback of a failure must not keep the group alive: its peers would go on waiting for this rank.
+        del group
+    return results[-1]
+
+
+def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> VerificationResult:
+    verification = _Verification(group, device, timeout_s)
+    del group
+    try:
+        return _run(verification, timeout_s)
+    finally:
         del verification._group
 
 
-def slow_ranks(rank_seconds: Sequence[float], class_of: Callable[[int], Hashable] = lambda rank: 0) -> tuple[int, ...]:
-    """Ranks whose time is over twice the median of the ranks of their class.
+def backends_by_device(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """Backend of a group for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
+def other_devices(device: torch.device | str, group: dist.ProcessGroup | None = None) -> list[torch.device]:
+    """One device for each other backend of a group, of those that this process can use: CPU and CUDA.
 
     Args:
-        rank_seconds: Seconds by rank.
-        class_of: Ranks with equal values are in the same situation and comparable, such as those that share a device.
+        device: A device of the backend that is left out.
+        group: The group, the default group if None.
     """
-    classes: dict[Hashable, list[int]] = {}
-    for rank in range(len(rank_seconds)):
-        classes.setdefault(class_of(rank), []).append(rank)
-    slow = []
-    for ranks in classes.values():
-        median = statistics.median(rank_seconds[rank] for rank in ranks)
-        limit = max(_SLOW_FACTOR * median, median + _SLOW_MARGIN_S)
-        slow += [rank for rank in ranks if rank_seconds[rank] > limit]
-    return tuple(sorted(slow))
+    backends = backends_by_device(group)
+    own = backends.get(torch.device(device).type)
+    found = {backend: kind for kind, backend in reversed(backends.items()) if backend != own and _is_usable(kind)}
+    return [torch.device(kind) for kind in found.values()]
+
+
+def _is_usable(device_type: str) -> bool:
+    return device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_available())
+
+
+def _run(verification: _Verification, timeout_s: float) -> VerificationResult:
+    """Run it in a thread: NCCL has waits without a limit, in the call, in the device and in its store."""
+    outcome: list[VerificationResult | BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(verification.run())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(min(timeout_s + _STALL_S, threading.TIMEOUT_MAX))
+    if thread.is_alive() and verification.fails:
+        thread.join(2 * _REPORT_S)
+    if not outcome:
+        raise verification.stalled()
+    # Out of the list, which the error's frames hold.
+    result = outcome.pop()
+    if not isinstance(result, BaseException):
+        return result
+    try:
+        raise result
+    finally:
+        del result
 
 
 class _Verification:
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | str | None, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | str, timeout_s: float) -> None:
         self._group = group
-        self._device = torch.device(device) if device is not None else _default_device(group)
+        self._device = _indexed(torch.device(device))
         self._timeout_s = timeout_s
-        self._started = time.monotonic()
+        self._started = time.perf_counter()
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
         self._store = PrefixStore("ray_fracbackend/verify", distributed_c10d._get_process_group_store(group))
+        self._current = 0
+        self.fails = False
 
     def run(self) -> VerificationResult:
+        # A thread begins on cuda:0, and a context there would take memory of another rank's device.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+            return self._run()
+
+    def stalled(self) -> VerificationError:
+        """The error of a collective that has not come back."""
+        return self._failure(self._current, TimeoutError(f"no answer within {self._timeout_s:.3g} s"))
+
+    def _run(self) -> VerificationResult:
         self._step(0, self._barrier)
-        latency_s = self._timed(1, lambda: self._all_reduce(SMALL_BYTES))
-        large_s = self._timed(2, lambda: self._all_reduce(LARGE_BYTES))
+        latency_s = self._step(1, lambda: self._measure(SMALL_BYTES))
+        large_s = self._step(2, lambda: self._measure(LARGE_BYTES))
         self._step(3, self._broadcast)
         times = self._step(4, lambda: self._all_gather(latency_s, large_s))
         return VerificationResult(
@@ -134,42 +197,54 @@ class _Verification:
             latency_s=statistics.median(row[0] for row in times),
             bandwidth_bytes_per_s=LARGE_BYTES / max(statistics.median(row[1] for row in times), 1e-9),
             rank_seconds=tuple(row[0] + row[1] for row in times),
-            total_s=time.monotonic() - self._started,
+            total_s=time.perf_counter() - self._started,
         )
 
-    def _timed(self, step: int, call: Callable[[], None]) -> float:
-        started = time.monotonic()
-        self._step(step, call)
-        return time.monotonic() - started
-
-    def _step(self, step: int, call: Callable[[], object]) -> list[tuple[float, float]]:
+    def _step(self, step: int, call: Callable[[], _T]) -> _T:
+        self._current = step
         try:
-            return call()  # type: ignore[return-value]
-        except VerificationError:
+            return call()
+        except (VerificationError, torch.cuda.OutOfMemoryError):
             self._say_failed()
             raise
         except RuntimeError as error:  # what c10d raises for a lost peer and for a timeout
+            self.fails = True
             # NCCL connects in the first collective, so that its refusals come out here.
             sentence = refusal_in(str(error))
             raise (self._refused(sentence) if sentence else self._failure(step, error)) from error
 
     def _wait(self, work: dist.Work | None) -> None:
-        left_s = self._timeout_s - (time.monotonic() - self._started)
+        left_s = self._timeout_s - (time.perf_counter() - self._started)
         if work is not None:
             work.wait(timedelta(seconds=max(left_s, 0.001)))
+
+    def _measure(self, num_bytes: int) -> float:
+        """Seconds of an all_reduce, the best of a few; the first call connects the ranks and starts the device."""
+        self._all_reduce(num_bytes)
+        return min(self._all_reduce(num_bytes) for _ in range(_NUM_TIMED))
 
     def _barrier(self) -> None:
         on_cuda = self._device.type == "cuda" and "nccl" in dist.get_backend_config(self._group)
         device_ids = [self._device.index or 0] if on_cuda else None
         self._wait(dist.barrier(self._group, async_op=True, device_ids=device_ids))
 
-    def _all_reduce(self, num_bytes: int) -> None:
+    def _all_reduce(self, num_bytes: int) -> float:
+        """Seconds of the call and its completion."""
         pattern = self._pattern(num_bytes)
         tensor = pattern * (self._rank + 1)
+        self._synchronize()
+        started = time.perf_counter()
         self._wait(dist.all_reduce(tensor, group=self._group, async_op=True))
+        self._synchronize()
+        seconds = time.perf_counter() - started
         self._compare(
             tensor, pattern * (self._world_size * (self._world_size + 1) // 2), f"all_reduce of {num_bytes} bytes"
         )
+        return seconds
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _broadcast(self) -> None:
         source = self._world_size - 1
@@ -219,15 +294,16 @@ class _Verification:
             f"NCCL refused ranks that share a GPU: {sentence}. Use backend='gloo', or a GPU for each rank.", ranks=ranks
         )
 
-    def _failure(self, step: int, error: RuntimeError) -> VerificationError:
-        elapsed = time.monotonic() - self._started
+    def _failure(self, step: int, error: Exception) -> VerificationError:
+        elapsed = time.perf_counter() - self._started
         text = f"{_STEPS[step]} failed on rank {self._rank} after {elapsed:.1f} s"
         absent = self._absent()
         if absent:
             text += f": {ranks_text(absent)} {'is' if len(absent) == 1 else 'are'} not in it"
-        return VerificationError(
-            f"{text} ({cause_of(error)}). Look at the log of that rank and at its node's network.", ranks=absent
-        )
+        advice = "Look at the log of that rank and at its node's network."
+        if "out of memory" in str(error).lower():  # NCCL's own allocations
+            advice = "The device is full: end what else runs on it, or let fewer ranks share it."
+        return VerificationError(f"{text} ({cause_of(error)}). {advice}", ranks=absent)
 
     def _absent(self) -> list[int]:
         """Ranks that do not say that they failed or wait as well, asked by the lowest ranks only."""
@@ -248,7 +324,14 @@ class _Verification:
 _ADVICE = "Do not train with this group: check the node's memory and network, or use backend='gloo'."
 
 
-def _default_device(group: dist.ProcessGroup) -> torch.device:
-    if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
+def _default_devices(group: dist.ProcessGroup) -> list[torch.device]:
+    """One device for each backend of the group; the one whose figures count is the last."""
+    last = "cuda" if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available() else "cpu"
+    return [*other_devices(last, group), torch.device(last)]
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The device with its index: the current device is one of each thread."""
+    if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return device

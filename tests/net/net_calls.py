@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from dataclasses import asdict, replace
@@ -64,6 +65,13 @@ def our_start(instruction: StartInstruction) -> float:
 
 def gloo_env() -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def seconds_per_attempt() -> int:
+    """Seconds for which glibc's resolver in this thread waits for one answer (``retrans`` of res_state)."""
+    state = getattr(ctypes.CDLL(None), "__res_state")
+    state.restype = ctypes.POINTER(ctypes.c_int)
+    return int(state()[0])
 
 
 def resolver_options() -> str | None:

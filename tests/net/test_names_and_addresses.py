@@ -214,7 +214,7 @@ def test_an_unresolvable_configured_name_names_the_rank(two_nodes: Nodes, tmp_pa
 
 
 def test_a_silent_name_server_does_not_stop_the_start(two_nodes: Nodes, tmp_path: Path) -> None:
-    """c10d asks for every peer's name, 10 s each; where nobody answers, we cut that short, say so, and leave it as it was."""
+    """c10d asks for peers' names, 10 s each time: the start waits, says why, and leaves the resolver of the workers as it was."""
     for node in two_nodes:
         node.name_server("127.0.0.77")
         node.spawn(tmp_path).call(net_calls.stay_silent, "127.0.0.77")
@@ -222,6 +222,7 @@ def test_a_silent_name_server_does_not_stop_the_start(two_nodes: Nodes, tmp_path
     assert results == [SUM_OF_TWO, SUM_OF_TWO]
     assert "the name server of node 10.77.0.1, 10.77.0.2 does not answer (ranks 0,1)" in plan.warnings[0]
     assert [worker.call(net_calls.resolver_options) for worker in workers] == ["ndots:1", "ndots:1"]
+    assert [worker.call(net_calls.seconds_per_attempt) for worker in workers] == [5, 5]
 
 
 @pytest.mark.parametrize("name", ["netz-\u00fc0", "eth0.100", "a" * 15])

@@ -174,4 +174,5 @@ def test_variables_of_the_runtime_env(jobs):
         assert [rank["variables"] for rank in ranks] == [_VARIABLES] * 2
         assert [worker["env"].items() >= _VARIABLES.items() for worker in ranks[0]["report"]["workers"]] == [True] * 2
         if _INTERFACE:
-            assert f"GLOO_SOCKET_IFNAME={_INTERFACE} is kept" in "\n".join(ranks[0]["report"]["rendezvous"]["warnings"])
+            assert f"Gloo over {_INTERFACE} as set by the user" in ranks[0]["report"]["rendezvous"]["reason"]
+            assert ranks[0]["report"]["rendezvous"]["warnings"] == []

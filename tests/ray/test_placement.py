@@ -104,7 +104,7 @@ def test_command_that_fails(cluster):
         ([], "--num-workers"),
         (["--num-workers", "0"], "must be at least 1"),
         (["--num-workers", "1", "--gpus-per-worker", "-1"], "at least 0"),
-        (["--num-workers", "1", "--backend", "GLOO"], "FracTorchConfig(backend='GLOO')"),
+        (["--num-workers", "1", "--backend", "gloo,"], "FracTorchConfig(backend='gloo,')"),
     ],
 )
 def test_wrong_usage(arguments, said):

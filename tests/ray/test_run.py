@@ -191,7 +191,7 @@ def test_exception_of_the_script(tmp_path):
         (("nowhere.py",), "'nowhere.py' is not a file"),
         (("--on-shared-device", "never", SCRIPT), "invalid choice: 'never'"),
         (("--start-timeout-s", "0", SCRIPT), "must be a finite number of seconds above 0"),
-        (("--backend", "NCCL", SCRIPT), "FracTorchConfig(backend='NCCL')"),
+        (("--backend", "nccl,", SCRIPT), "FracTorchConfig(backend='nccl,')"),
     ],
 )
 def test_wrong_usage(arguments, said):

@@ -20,6 +20,7 @@ from ray_fracbackend import (
     FracBackendError,
     FracTorchConfig,
     MissingDeviceError,
+    OutOfMemoryError,
     RendezvousError,
     SharedDeviceError,
     StartTimeoutError,
@@ -97,6 +98,12 @@ def replace_in_worker(module, name, action, times=1_000_000):
             raise OSError("the disk is on fire")
         if action == "sleep":
             time.sleep(3600)
+        if action == "nap":
+            time.sleep(3)
+        if action == "starve":
+            import torch
+
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         result = original(*args, **kwargs)
         if action == "corrupt":
             result.wait()
@@ -166,6 +173,35 @@ class TestGoodPath:
             (0, "start_worker_of_many"),
             (1, "start_worker_of_many"),
         ]
+
+    def test_the_probe_does_not_use_up_the_starts_time(self, pair, monkeypatch):
+        """Imports on a slow file system, in the probe, leave the start its whole budget."""
+        budgets = []
+        original = pair.execute_single_async
+
+        def recorded(rank, function, *args, **kwargs):
+            budgets.extend(args[0].budget_s for _ in [0] if function.__name__ == "start_worker_of_many")
+            return original(rank, function, *args, **kwargs)
+
+        pair.execute_single(1, replace_in_worker, "ray_fracbackend.probe", "probe_devices", "nap", 1)
+        monkeypatch.setattr(pair, "execute_single_async", recorded)
+        start(pair, start_timeout_s=30, verify=False)
+        monkeypatch.undo()
+        assert min(budgets) > 30 - 2.9
+
+    def test_nothing_of_ipc_is_loaded_unasked(self, make_group):
+        """A start that does not ask for ipc neither registers it nor loads its parts."""
+
+        def loaded():
+            import sys
+
+            import torch.distributed as dist
+
+            return "ipc" in dist.Backend.backend_list or "ray_fracbackend.ipc" in sys.modules
+
+        group = make_group(1)
+        start(group)
+        assert group.execute(loaded) == [False]
 
     @pytest.mark.full
     def test_instructions_do_not_grow_with_the_job(self, make_group):
@@ -273,6 +309,21 @@ class TestLogicalGpus:
         with pytest.raises(MissingDeviceError, match=r"ranks 0,1 GPUs .*node .*CPU.*on_missing_cuda='cpu'"):
             start(halves)
         assert halves.execute(initialized) == [False, False]
+
+    def test_gloo_by_name_starts_as_with_stock(self, halves, caplog):
+        """Gloo needs no CUDA: a warning, and Ray's own device look-up is left to Ray."""
+        with caplog.at_level("WARNING", logger="ray.train"):
+            start(halves, backend="gloo")
+        assert [r.getMessage() for r in caplog.records if "on_missing_cuda='cpu' trains on the CPU" in r.getMessage()]
+        assert {state["backend"] for state in halves.execute(group_state)} == {"gloo"}
+
+        def manager():
+            from ray.air._internal import device_manager
+
+            return type(device_manager.get_torch_device_manager_by_context()).__name__
+
+        assert halves.execute(manager) == ["CUDATorchDeviceManager"] * 2
+        stop(halves)
 
     def test_cpu(self, halves):
         """on_missing_cuda='cpu' starts Gloo, and Ray's own device look-up says cpu in every worker."""
@@ -390,6 +441,14 @@ class TestFailures:
         with pytest.raises(RayActorError):
             group.execute_single(0, initialized)
 
+    def test_out_of_memory_is_told_as_that(self, pair):
+        """A full device is named with its rank; the rank that waited for it does not hide it, and no fault is sought."""
+        pair.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", "verify_process_group", "starve", 1)
+        failure = self.failed_start(
+            pair, OutOfMemoryError, r"^rank 1 \(node .*ran out of device memory .*Tried to allocate", start_timeout_s=60
+        )
+        assert failure.ranks == (1,)
+
     def test_wrong_answer(self, pair):
         """A collective that computes a wrong sum stops the start, with both numbers."""
         pair.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
@@ -450,7 +509,7 @@ class TestFallback:
     def test_second_choice_after_a_failed_verification(self, pair, monkeypatch, fixed_port):
         """The first backend fails its verification, the second is started, verified and reported; on the same port too."""
         plan = StartPlan(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
-        monkeypatch.setattr(backend_module, "plan_start", lambda workers, options: plan)
+        monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
         pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
         start(pair, **({"master_port": free_port()} if fixed_port else {}))
 
@@ -464,11 +523,23 @@ class TestFallback:
         assert "cpu:gloo failed its verification, fell back to gloo" in report.plan.warnings[0]
         assert report.verification is not None
 
+    def test_second_choice_after_a_stall(self, pair, monkeypatch, caplog):
+        """A first choice that hangs in its first collective, and that only an abort ends, is left in time; told once."""
+        plan = StartPlan(backend="stall", device_type="cpu", reason="first choice", fallback="gloo")
+        monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
+        pair.execute(register_stalling)
+        with caplog.at_level("WARNING", logger="ray.train"):
+            start(pair, start_timeout_s=12)
+        assert {state["backend"] for state in pair.execute(group_state)} == {"gloo"}
+        told = [record.getMessage() for record in caplog.records if "fell back to gloo" in record.getMessage()]
+        assert len(told) == 1
+        assert re.search(r"stall failed its verification, fell back to gloo, .*barrier failed on rank", told[0])
+
     def test_gloo_after_a_refusal_of_nccl(self, pair, monkeypatch):
         """What NCCL says when ranks share a GPU is told with the ranks, and a plan with a way out takes it."""
         groups = shared_devices(job(gpu(), gpu()))
         plan = StartPlan(backend="nccl", device_type="cpu", reason="first choice", share_groups=groups, fallback="gloo")
-        monkeypatch.setattr(backend_module, "plan_start", lambda workers, options: plan)
+        monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
         pair.execute(refuse_once, torch_text(DUPLICATE))
         start(pair)
 
@@ -486,10 +557,37 @@ class TestFallback:
         plan = StartPlan(
             backend="nccl", device_type="cpu", reason="nccl", share_groups=shared_devices(job(gpu(), gpu()))
         )
-        monkeypatch.setattr(backend_module, "plan_start", lambda workers, options: plan)
+        monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
         pair.execute(refuse_once, torch_text())
         with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share .*\(ncclInvalidUsage\)\. .*gloo"):
             start(pair, start_timeout_s=START_S)
+
+
+def register_stalling():
+    """Registers a backend whose calls and whose shutdown end with its abort alone, as NCCL's where a peer hangs."""
+    import threading
+
+    import torch.distributed as dist
+
+    class Stalling(dist.ProcessGroup):
+        def __init__(self, rank, size):
+            super().__init__(rank, size)
+            self.aborted = threading.Event()
+
+        def getBackendName(self):
+            return "stall"
+
+        def barrier(self, *args, **kwargs):
+            self.aborted.wait()
+            raise RuntimeError("aborted")
+
+        def shutdown(self):
+            self.aborted.wait()
+
+        def abort(self):
+            self.aborted.set()
+
+    dist.Backend.register_backend("stall", lambda store, rank, size, timeout: Stalling(rank, size), devices=["cpu"])
 
 
 def refuse_once(text):

@@ -144,12 +144,24 @@ def test_gpu_script_that_fails_once(tmp_path):
     assert saved["seconds"]["start"] > 0
 
 
+def documented(name):
+    """A function of docs/errors.md, as it stands there."""
+    page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+    (code,) = re.findall(rf"```python\n(.*?def {name}.*?)\n\n\ntry:", page, flags=re.DOTALL)
+    names = {}
+    exec(code, names)
+    return names[name]
+
+
 def test_missing_cuda_is_an_error_by_default(tmp_path):
-    """The error reaches the user of fit() with its cause, and no worker is left."""
+    """The error reaches the user of fit() with its cause, and is got at as docs/errors.md says; no worker is left."""
     # The first V2 engines (2.48) raise it as it is.
     with pytest.raises((*TRAINING_FAILED, MissingDeviceError)) as caught:
         fit(look_around, tmp_path, FracTorchConfig(start_timeout_s=30), TWO_HALF_GPUS)
     assert "on_missing_cuda='cpu'" in causes(caught.value)
+    found = documented("start_error")(caught.value)
+    assert isinstance(found, MissingDeviceError)
+    assert (found.reason, found.ranks) == ("missing_device", (0, 1))
     assert wait_until(lambda: not train_worker_processes())
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import ray
 from ray.train import RunConfig, ScalingConfig
+from ray.train._internal.worker_group import WorkerGroup
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -107,7 +108,7 @@ class CyclingBackend(Backend):
 
 def with_v1(numbers: tuple[int, int, int]) -> Samples:
     def make_group() -> Any:
-        return ray_compat.V1WorkerGroup(num_workers=2, resources_per_worker={"CPU": 1})
+        return WorkerGroup(num_workers=2, resources_per_worker={"CPU": 1})
 
     group = make_group()
     try:

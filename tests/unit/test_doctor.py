@@ -248,3 +248,12 @@ def test_text_and_json():
     worse = Diagnosis(found.nodes, (Check("torch", "problem", "differs", "install one"),))
     assert not worse.ok
     assert "between the nodes\n  problem  torch" in worse.to_text()
+
+
+def test_a_cause_with_advice_of_its_own_is_the_fix():
+    """What CUDA's error means says what to do; the general advice would be wrong there."""
+    cause = 'the NVIDIA Fabric Manager is not running (CUDA says "Error 802"); start nvidia-fabricmanager'
+    facts = machine(devices=(), num_node_devices=8, cuda_missing=cause, cuda_visible_devices="0")
+    (check,) = [check for check in check_machine(facts) if check.name == "CUDA devices"]
+    assert (check.level, check.fix) == ("problem", "start nvidia-fabricmanager")
+    assert check.text.endswith('is not running (CUDA says "Error 802")')

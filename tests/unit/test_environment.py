@@ -15,7 +15,7 @@ NAME = "RFB_TEST_VARIABLE"
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(environment, "_set_by_us", {})
-    before = dict(os.environ)
+    before = environment.snapshot()
     yield
     environment.restore(before)
 
@@ -57,3 +57,51 @@ def test_setting_the_users_own_value_leaves_it_his() -> None:
     environment.set_always({NAME: "same"})
     environment.clear()
     assert os.environ[NAME] == "same"
+
+
+def test_a_failed_start_restores_what_is_known_of_the_last() -> None:
+    """After a start, and one that failed, the first one's variable still is no setting of the user's."""
+    environment.set_always({NAME: "first"})
+    before = environment.snapshot()
+    environment.clear()
+    environment.set_always({NAME: "second", f"{NAME}_2": "second"})
+    environment.restore(before)
+    assert (os.environ[NAME], f"{NAME}_2" in os.environ) == ("first", False)
+    assert NAME not in environment.user_environment()
+
+
+def test_restore_touches_changed_variables_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of libraries read the environment at any time: what did not change is never gone for a moment."""
+    os.environ[NAME] = "before"
+    before = environment.snapshot()
+    os.environ[f"{NAME}_2"] = "new"
+    del os.environ[NAME]
+    calls: list[str] = []
+    for name in ("__setitem__", "__delitem__"):
+        original = getattr(type(os.environ), name)
+
+        def recorded(self: object, key: str, *value: str, _original: object = original) -> None:
+            calls.append(key)
+            _original(self, key, *value)  # type: ignore[operator]
+
+        monkeypatch.setattr(type(os.environ), name, recorded)
+    environment.restore(before)
+    assert sorted(calls) == [NAME, f"{NAME}_2"]
+    assert os.environ[NAME] == "before"
+
+
+def test_what_is_for_the_start_alone_does_not_stay() -> None:
+    """A variable of the start's own is gone with it, also after an error; the user's stays as it was."""
+    os.environ[f"{NAME}_USER"] = "same"
+    seen = {}
+
+    def start() -> None:
+        with environment.during({NAME: "ours", f"{NAME}_USER": "same"}):
+            seen.update(os.environ)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        start()
+    assert seen[NAME] == "ours"
+    assert NAME not in os.environ
+    assert os.environ[f"{NAME}_USER"] == "same"

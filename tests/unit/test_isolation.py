@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import asdict
+import threading
+import time
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from ray_fracbackend import isolation_helper
 from ray_fracbackend.isolation import (
     MAX_MESH,
     Fault,
@@ -176,3 +181,95 @@ def test_findings_survive_json() -> None:
     """A helper prints them, its worker reads them."""
     for findings in model("one-way link", (0, 2), 3, random.Random(3)).values():
         assert Findings.from_json(json.loads(json.dumps(asdict(findings)))) == findings
+
+
+def sound(world_size: int) -> dict[int, Findings]:
+    return model("scale", (), world_size, random.Random(0))
+
+
+def test_a_device_that_could_not_be_tried_is_not_accused() -> None:
+    """Out of memory beside the worker says nothing of the device; it is told where nothing else was found."""
+    findings = sound(4)
+    findings[1] = replace(findings[1], seconds=0.0, untried="CUDA out of memory")
+    (fault,) = diagnose(findings, [f"rank {rank} (node n{rank})" for rank in range(4)])
+    assert (fault.kind, fault.ranks) == ("scale", ())
+    assert fault.text.endswith("; the device of rank 1 (node n1) could not be tried (CUDA out of memory)")
+
+
+def test_a_device_that_could_not_be_tried_is_not_told_beside_a_fault() -> None:
+    """Where a link is at fault, a full device is not told: it explains nothing."""
+    findings = model("cut link", (1, 2), 4, random.Random(0))
+    findings[0] = replace(findings[0], seconds=0.0, untried="CUDA out of memory")
+    (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(4)])
+    assert (fault.kind, "could not be tried" in fault.text) == ("cut link", False)
+
+
+def test_many_devices_that_could_not_be_tried() -> None:
+    """One full GPU under many ranks is quoted for a few of them, so that the message stays short."""
+    findings = {rank: replace(each, seconds=0.0, untried="full") for rank, each in sound(64).items()}
+    (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(64)])
+    assert fault.text.count("(full)") == 4
+    assert fault.text.endswith("(full); nor could those of ranks 4,5,6,7,8,9,10,11,... (60 in all)")
+
+
+def test_a_device_that_fails_by_itself_is_named() -> None:
+    """An error of the device is a verdict with CUDA's text, and no wrong sum."""
+    findings = sound(3)
+    findings[2] = replace(findings[2], seconds=0.0, failure="CUDA error: uncorrectable ECC error encountered")
+    (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(3)])
+    assert (fault.kind, fault.ranks) == ("failing device", (2,))
+    assert fault.text == "the device of rank 2 fails by itself (CUDA error: uncorrectable ECC error encountered)"
+    assert Findings.from_json(json.loads(json.dumps(asdict(findings[2])))) == findings[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "field"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), "untried"),
+        (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), "untried"),
+        (RuntimeError("CUDA error: invalid device ordinal"), "untried"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "untried"),
+        (
+            RuntimeError("CUDA error: MPS client failed to connect to the MPS control daemon or the MPS server"),
+            "untried",
+        ),
+        (RuntimeError("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"), "untried"),
+        (AssertionError("Torch not compiled with CUDA enabled"), "untried"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "failure"),
+        (RuntimeError("CUDA error: unspecified launch failure"), "failure"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasDgemm(...)`"), "failure"),
+        (RuntimeError("CUDA error: invalid device function"), "failure"),
+    ],
+)
+def test_only_a_compared_sum_is_wrong(monkeypatch: pytest.MonkeyPatch, error: Exception, field: str) -> None:
+    """What CUDA raises is quoted and never taken for a wrong sum."""
+
+    def fail(device: object) -> bool:
+        raise error
+
+    monkeypatch.setattr(isolation_helper, "sums_are_right", fail)
+    task = SimpleNamespace(device="cpu", link_s=3.0)
+    found = isolation_helper.Helper._alone(None, task)  # type: ignore[arg-type]
+    assert (found.right, getattr(found, field)) == (True, str(error))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine where torch sees no CUDA device")
+def test_a_device_that_the_helper_does_not_have() -> None:
+    """torch's own error, of whatever class, leaves the helper alive and the device not accused."""
+    found = isolation_helper.Helper._alone(None, SimpleNamespace(device="cuda:0", link_s=30.0))  # type: ignore[arg-type]
+    assert (found.right, found.failure) == (True, "")
+    assert found.untried
+
+
+def test_seconds_are_measured_on_a_fine_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows time.monotonic() stands still for 16 ms; sums and links of less take some time all the same."""
+    clock = SimpleNamespace(monotonic=lambda: 1000.0, perf_counter=time.perf_counter, sleep=time.sleep)
+    monkeypatch.setattr(isolation_helper, "time", clock)
+    task = SimpleNamespace(device="cpu", link_s=90.0)
+    assert isolation_helper.Helper._alone(None, task).seconds > 0  # type: ignore[arg-type, operator]
+    helper = isolation_helper.Helper("127.0.0.1")
+    threading.Thread(target=helper._answer, args=(b"token",), daemon=True).start()
+    connected, seconds = isolation_helper._try_link(helper.address, "token", 1030.0)
+    assert connected
+    assert seconds is not None
+    assert seconds > 0

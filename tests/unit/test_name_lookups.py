@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_fracbackend.name_lookups import kept_short, name_server_silent
+from ray_fracbackend.name_lookups import name_server_silent, short
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the resolver of glibc")
 
@@ -43,13 +43,9 @@ def test_without_getent_nothing_is_silent(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("before", [None, "ndots:2"])
-def test_the_variable_is_put_back(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
-    """The user's own options stay in force beside ours, and alone afterwards."""
-    monkeypatch.delenv("RES_OPTIONS", raising=False)
-    if before is not None:
-        monkeypatch.setenv("RES_OPTIONS", before)
-    with kept_short(True):
-        assert os.environ["RES_OPTIONS"] == (f"{before} timeout:1" if before else "timeout:1")
-    assert os.environ.get("RES_OPTIONS") == before
-    with kept_short(False):
-        assert os.environ.get("RES_OPTIONS") == before
+def test_a_new_process_gets_the_users_options_too(before: str | None) -> None:
+    """What RES_OPTIONS says already stays in force beside ours; this process's own is left alone."""
+    environment = {} if before is None else {"RES_OPTIONS": before}
+    unchanged = os.environ.get("RES_OPTIONS")
+    assert short(environment) == {"RES_OPTIONS": f"{before} timeout:1" if before else "timeout:1"}
+    assert os.environ.get("RES_OPTIONS") == unchanged

@@ -1,13 +1,19 @@
 """What can be probed without a GPU, and what a GPU's own libraries would answer, replaced at the edge."""
 
 import os
+import socket
+import subprocess
+import sys
 import types
 import uuid
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ray_fracbackend import probe, ray_compat
+from ray_fracbackend.facts import WorkerFacts
+from ray_fracbackend.missing_cuda import nvml_session
 from ray_fracbackend.probe import mps_reachable
 
 _UUID = "ab12cd34-0000-0000-0000-000000000001"
@@ -17,13 +23,19 @@ class FakeNvml(types.SimpleNamespace):
     """pynvml's functions as the probe uses them, over one GPU that may be cut into MIG slices."""
 
     NVML_COMPUTEMODE_DEFAULT, NVML_COMPUTEMODE_PROHIBITED, NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 0, 2, 3
+    NVML_ERROR_GPU_IS_LOST = 15
 
     class NVMLError(Exception):
         """As pynvml's."""
 
-    def __init__(self, known, mode=0, count=1):
+    def __init__(self, known, mode=0, count=1, refused=""):
         super().__init__()
         self.known, self.mode, self.count = known, mode, count
+        if refused:
+            setattr(self, refused, self.refuse)
+
+    def refuse(self, *arguments):
+        raise self.NVMLError
 
     def nvmlInit(self):
         pass
@@ -33,6 +45,12 @@ class FakeNvml(types.SimpleNamespace):
 
     def nvmlDeviceGetCount(self):
         return self.count
+
+    def nvmlSystemGetDriverVersion(self):
+        return "580.65"
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return "GPU"
 
     def nvmlDeviceGetHandleByUUID(self, name):
         if name.decode() not in self.known:
@@ -52,23 +70,49 @@ class FakeNvml(types.SimpleNamespace):
         return self.mode
 
 
+NO_GPUS = RuntimeError("No CUDA GPUs are available")
+
+
 @pytest.fixture
 def cuda(monkeypatch):
     """One CUDA device as torch would describe it, and NVML beside it."""
 
-    def install(known=(f"GPU-{_UUID}",), mode=0, count=1, device_count=1):
-        properties = types.SimpleNamespace(uuid=uuid.UUID(_UUID), name="NVIDIA H200", total_memory=1 << 30)
+    def install(known=(f"GPU-{_UUID}",), mode=0, count=1, device_count=1, refused="", error=NO_GPUS, **properties):
+        described = {"uuid": uuid.UUID(_UUID), "name": "NVIDIA H200", "total_memory": 1 << 30, **properties}
+
+        def init():
+            if not device_count:
+                raise error
+
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "init", init)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: device_count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: device_count)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-        monkeypatch.setitem(__import__("sys").modules, "pynvml", FakeNvml(known, mode, count))
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda index: types.SimpleNamespace(**{k: v for k, v in described.items() if v is not None}),
+        )
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(known, mode, count, refused))
 
     return install
 
 
+_BUS = {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}
+
+
+def facts_on(*devices, ask_nvml=True, **own):
+    """Facts of a worker with these devices, without Ray."""
+    return probe._facts(
+        [torch.device(device) for device in devices], ask_nvml, rank=0, node_id="", node_ip="127.0.0.1", **own
+    )
+
+
 def describe():
-    with probe._nvml() as nvml:
-        return probe._describe(0, nvml)
+    with nvml_session() as nvml:
+        (found,), missing = probe._described([torch.device("cuda:0")], nvml)
+    assert missing is None
+    return found
 
 
 def test_whole_gpu(cuda):
@@ -94,6 +138,85 @@ def test_without_nvml(monkeypatch, cuda):
 
 
 @pytest.mark.parametrize(
+    ("refused", "uuid_prefix", "unknown"),
+    [
+        ("nvmlInit", "GPU", {"pci_bus_id": None, "compute_mode": "unknown"}),
+        ("nvmlShutdown", "GPU", {}),
+        ("nvmlDeviceGetHandleByUUID", "GPU", {"pci_bus_id": None, "compute_mode": "unknown"}),
+        ("nvmlDeviceGetPciInfo", "GPU", {"pci_bus_id": None}),
+        ("nvmlDeviceGetComputeMode", "GPU", {"compute_mode": "unknown"}),
+        ("nvmlDeviceGetUUID", "MIG", {"parent_uuid": None}),
+        (
+            "nvmlDeviceGetDeviceHandleFromMigDeviceHandle",
+            "MIG",
+            {"parent_uuid": None, "pci_bus_id": None, "compute_mode": "unknown"},
+        ),
+    ],
+)
+def test_what_nvml_refuses_is_unknown(cuda, refused, uuid_prefix, unknown):
+    """An NVMLError in an optional detail leaves that detail unknown and all others known."""
+    cuda(known=(f"{uuid_prefix}-{_UUID}",))
+    whole = describe()
+    cuda(known=(f"{uuid_prefix}-{_UUID}",), refused=refused)
+    assert describe() == replace(whole, **unknown)
+
+
+@pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetCount"])
+def test_uncounted_gpus(cuda, refused):
+    """NVML that does not count leaves the number of the node's GPUs unknown."""
+    cuda(refused=refused)
+    found = facts_on("cuda:0")
+    assert (found.num_node_devices, found.devices[0].uuid, found.cuda_missing) == (None, f"GPU-{_UUID}", None)
+
+
+@pytest.mark.parametrize("missing", [None, types.ModuleType("pynvml")], ids=["not installed", "another module"])
+def test_without_pynvml(monkeypatch, cuda, missing):
+    """A pynvml that cannot be imported or is not NVIDIA's is as good as no NVML."""
+    cuda(**_BUS)
+    monkeypatch.setitem(sys.modules, "pynvml", missing)
+    found = facts_on("cuda:0")
+    assert (found.devices[0].uuid, found.devices[0].pci_bus_id) == (f"GPU-{_UUID}", "00000000:3b:00.0")
+    assert (found.devices[0].compute_mode, found.num_node_devices) == ("unknown", None)
+
+
+@pytest.mark.parametrize("uuid_of", [None, uuid.UUID(int=0)], ids=["none", "zeros"])
+@pytest.mark.parametrize(("bus", "last"), [(_BUS, "00000000:3b:00.0"), ({}, "0")], ids=["bus id", "index"])
+@pytest.mark.parametrize("kernel", ["b0071d", ""], ids=["boot id", "host name"])
+def test_device_without_uuid(monkeypatch, cuda, uuid_of, bus, last, kernel):
+    """Without a UUID the identity is host and PCI bus id, or the index where that is unknown."""
+    cuda(uuid=uuid_of, **bus)
+    monkeypatch.setattr(probe, "boot_id", lambda: kernel)
+    found = describe()
+    assert found.uuid == f"BUS-{kernel or socket.gethostname()}/{last}"
+    assert (found.pci_bus_id, found.is_mig) == (last if bus else None, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (
+            RuntimeError("CUDA error: GPU is lost\nCUDA kernel errors might be reported late"),
+            "a GPU of the node is lost",
+        ),
+        (AssertionError("Invalid device id"), 'cannot use CUDA (CUDA says "Invalid device id"'),
+        (torch.cuda.DeferredCudaCallError("CUDA call failed lazily"), 'CUDA says "CUDA call failed lazily"'),
+    ],
+)
+def test_device_that_cannot_be_read(monkeypatch, cuda, error, cause):
+    """A device that torch counts and cannot describe is the worker's cause, and no device of it is used."""
+    cuda()
+
+    def fail(index):
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    found = facts_on("cuda:0", cuda_missing=None)
+    assert found.devices == ()
+    assert found.cuda_missing.startswith("cuda:0 cannot be used: ")
+    assert cause in found.cuda_missing
+
+
+@pytest.mark.parametrize(
     ("visible", "gpu_ids"), [("0", [0]), ("0,1", [1]), (f"GPU-{_UUID}", [f"GPU-{_UUID}"]), ("MIG-1,MIG-2", ["MIG-2"])]
 )
 def test_devices_by_index_and_by_uuid(cuda, monkeypatch, visible, gpu_ids):
@@ -112,7 +235,20 @@ def test_more_gpus_told_than_there_are(cuda, monkeypatch):
     """An overstated num_gpus gives a device index that does not exist: said as that."""
     cuda(device_count=1)
     monkeypatch.setattr(ray_compat, "worker_devices", lambda: [torch.device("cuda:1")])
-    assert "Ray was told of more GPUs than there are: device 1 of 1" in probe._devices(True)[1]
+    missing = "num_gpus of the node exceeds the GPUs present: device 1 of 1; correct num_gpus"
+    assert probe._devices(True) == ([], missing)
+
+
+@pytest.mark.parametrize(("given", "says"), [([torch.device("cpu")], "cpu"), ([], "none")])
+def test_no_cuda_device_from_ray(cuda, monkeypatch, given, says):
+    """A GPU worker to which Ray Train gives the CPU, as after `train_on_cpu`, is told why it has no device."""
+    cuda()
+    monkeypatch.setattr(ray_compat, "worker_devices", lambda: given)
+    devices, missing = probe._devices(True)
+    assert devices == []
+    expected = f"Ray Train gives this worker no CUDA device (ray.train.torch.get_devices() says {says})"
+    assert missing.startswith(expected)
+    assert missing.endswith("start the worker in a new process")
 
 
 def test_visible_devices_that_do_not_fit(cuda, monkeypatch):
@@ -124,31 +260,27 @@ def test_visible_devices_that_do_not_fit(cuda, monkeypatch):
         raise ValueError("'0' is not in list")
 
     monkeypatch.setattr(ray_compat, "worker_devices", fail)
-    assert "CUDA_VISIBLE_DEVICES='7' does not fit Ray's GPU ids" in probe._devices(True)[1]
+    missing = probe._devices(True)[1]
+    assert "CUDA_VISIBLE_DEVICES='7' does not fit Ray's GPU ids ('0' is not in list)" in missing
+    assert missing.endswith("leave the variable to Ray")
 
 
 @pytest.mark.parametrize(
-    ("cuda_build", "count", "expected"),
+    ("error", "count", "expected"),
     [
-        (None, 1, "is a CPU-only build"),
-        ("13.0", None, "finds no NVIDIA driver"),
-        ("13.0", 0, "finds no GPU"),
-        ("13.0", 2, "leaves torch none of the node's 2 GPUs"),
+        (RuntimeError("Found no NVIDIA driver on your system. Please check"), None, "finds no NVIDIA driver"),
+        (NO_GPUS, 0, "the driver finds no GPU"),
+        (NO_GPUS, 2, "CUDA_VISIBLE_DEVICES='2' names none of the node's GPUs"),
+        (RuntimeError("... set an error? Error 802: system not yet initialized"), 2, "Fabric Manager"),
     ],
 )
-def test_why_there_is_no_cuda(monkeypatch, cuda, cuda_build, count, expected):
-    """CPU build, no driver, no GPU and nothing visible are told apart."""
-    cuda(count=count, device_count=0)
-    monkeypatch.setattr(torch.version, "cuda", cuda_build)
-    monkeypatch.setattr(torch.version, "hip", None, raising=False)
-    if count is None:
-        nvml = __import__("sys").modules["pynvml"]
-
-        def fail():
-            raise nvml.NVMLError
-
-        monkeypatch.setattr(nvml, "nvmlInit", fail, raising=False)
-    assert expected in probe._devices(True)[1]
+def test_why_there_is_no_cuda(monkeypatch, cuda, error, count, expected):
+    """A worker whose torch has no device asks CUDA itself, then NVML, then the variable."""
+    cuda(count=count, device_count=0, refused="nvmlInit" if count is None else "", error=error)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    devices, missing = probe._devices(True)
+    assert devices == []
+    assert expected in missing
 
 
 def test_cpu_worker_has_no_devices():
@@ -156,6 +288,7 @@ def test_cpu_worker_has_no_devices():
     assert probe._devices(False) == ([], None)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes of the file system: MPS runs on Linux only")
 def test_mps_needs_a_daemon_that_reads(monkeypatch, tmp_path):
     """The control pipe without a reader is a dead daemon's; with one it is alive."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
@@ -169,17 +302,80 @@ def test_mps_needs_a_daemon_that_reads(monkeypatch, tmp_path):
         os.close(reader)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the boot id of a Linux kernel")
 def test_boot_id_is_the_kernels():
     """Equal in all containers of a host, so it is read from the kernel."""
     assert uuid.UUID(probe.boot_id())
 
 
-def test_device_memory_of_a_worker_without_a_device():
+@pytest.mark.skipif(sys.platform == "linux", reason="needs a system without Linux's boot id")
+def test_no_boot_id():
+    """Other systems than Linux have no boot id."""
+    assert probe.boot_id() == ""
+
+
+@pytest.fixture
+def half_a_gpu(monkeypatch, cuda):
+    """A Ray worker with half a GPU, without Ray."""
+    cuda()
+    monkeypatch.setattr(ray_compat, "node_ids", lambda: ("node", "127.0.0.1"))
+    monkeypatch.setattr(ray_compat, "assigned_resources", lambda: {"CPU": 1.0, "GPU": 0.5})
+    monkeypatch.setattr(ray_compat, "accelerator_ids", lambda: {"GPU": ["0"]})
+    monkeypatch.setattr(ray_compat, "worker_devices", lambda: [torch.device("cuda:0")])
+
+
+def ipc_missing(found):
+    """What the facts say of the ipc backend."""
+    return found.ipc_host_memory_missing, found.ipc_device_memory_missing
+
+
+_NOT_PROBED = ipc_missing(WorkerFacts(rank=0, node_id="", node_ip="", hostname=""))
+_NO_DEVICE = "the worker has no CUDA device" if sys.platform == "linux" else "the ipc backend needs Linux"
+
+
+def test_a_start_does_not_ask_for_ipc(monkeypatch, half_a_gpu):
+    """The facts of a worker leave ipc unasked unless the caller wants it."""
+
+    def fail(devices):
+        raise AssertionError("ipc was asked")
+
+    monkeypatch.setattr(probe, "_ipc_support", fail)
+    assert ipc_missing(probe.probe_devices(0)) == _NOT_PROBED
+    assert ipc_missing(probe.probe_worker(1)) == _NOT_PROBED
+
+
+def test_ipc_on_demand(monkeypatch, half_a_gpu):
+    """ask_ipc asks of the worker's own devices, in probe_worker and probe_devices."""
+    answer = {"ipc_host_memory_missing": None, "ipc_device_memory_missing": "a reason"}
+    monkeypatch.setattr(probe, "_ipc_support", lambda devices: answer if devices else {})
+    assert ipc_missing(probe.probe_devices(0, ask_ipc=True)) == (None, "a reason")
+    assert ipc_missing(probe.probe_worker(1, None, None, True, ask_ipc=True)) == (None, "a reason")
+
+
+def test_the_doctor_asks_for_ipc():
+    """The facts of a machine include what ipc can use."""
+    assert "not probed" not in ipc_missing(probe.probe_machine())
+
+
+def test_ipc_of_a_worker_without_a_device():
     """ipc on device memory is asked of the worker's own device, and of nothing where it has none."""
-    assert probe._no_device_ipc([]) == "the worker has no CUDA device"
+    assert ipc_missing(facts_on(ask_ipc=True))[1] == _NO_DEVICE
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
-def test_device_memory_of_a_torch_without_cuda():
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which the ipc backend asks for first")
+def test_device_memory_of_a_torch_without_cuda(monkeypatch, cuda):
     """The reason comes from the ipc backend itself."""
-    assert "was built without CUDA" in probe._no_device_ipc([torch.device("cuda:0")])
+    cuda()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "was built without CUDA" in ipc_missing(facts_on("cuda:0", ask_ipc=True))[1]
+
+
+def test_probe_does_not_load_ipc():
+    """A process that is probed without ask_ipc neither imports the ipc backend nor registers it with torch."""
+    code = (
+        "import sys; import torch.distributed as dist; from ray_fracbackend import probe\n"
+        "probe._facts([], True, rank=0, node_id='', node_ip='127.0.0.1')\n"
+        "assert 'ray_fracbackend.ipc' not in sys.modules, 'imported'\n"
+        "assert 'ipc' not in dist.Backend.backend_list, 'registered'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import DebugLevel, TCPStore, set_debug_level
 
 from ray_fracbackend import process_group
 from ray_fracbackend.errors import GroupFormationError, VerificationError
 from ray_fracbackend.process_group import StartInstruction, start_worker
 from ray_fracbackend.rendezvous import WorkerRendezvous
 from tests.processes import free_port, run_processes, wait_for_port
+
+# On Windows processes are spawned, and loopback has another name.
+_forks = pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork and a loopback interface named lo")
 
 
 def instruction(backend: str, device: str) -> StartInstruction:
@@ -73,7 +79,53 @@ def cpu_instruction(rank: int, port: int, budget_s: float) -> StartInstruction:
     return replace(instruction("gloo", "cpu"), rank=rank, rendezvous=rendezvous, budget_s=budget_s)
 
 
+@_forks
 @pytest.mark.full
 def test_a_rank_whose_last_start_failed_meets_one_that_is_new() -> None:
     """What torch counts in a process is the same on all ranks again after a group that did not form."""
     assert run_processes(start_after_a_failure, 2, free_port(), timeout_s=120) == [2, 2]
+
+
+def time_limits(rank: int, num_processes: int, port: int, detail: bool) -> float:
+    """Time limit of a Gloo group once it has started, in seconds."""
+    if detail:
+        set_debug_level(DebugLevel.DETAIL)
+    start_worker(cpu_instruction(rank, port, budget_s=60))
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    return (backend.wrapped_pg if detail else backend).options._timeout.total_seconds()
+
+
+@_forks
+@pytest.mark.parametrize("detail", [False, True])
+def test_the_users_time_limit_holds_once_the_group_runs(detail: bool) -> None:
+    """Also under TORCH_DISTRIBUTED_DEBUG=DETAIL, where torch's wrapper takes no other limit later."""
+    assert run_processes(time_limits, 2, detail, timeout_s=120) == [1800.0, 1800.0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "bounded"), [("gloo", True), ("ipc", True), ("cpu:gloo,cuda:nccl", True), ("nccl", False)]
+)
+def test_what_connects_when_it_is_made_has_the_starts_limit(backend: str, bounded: bool) -> None:
+    """Gloo, alone or as half of a pair, connects all ranks at once: not for half an hour."""
+    assert process_group._connects_at_init(instruction(backend, "cuda:0")) is bounded
+
+
+def start_and_look(rank: int, num_processes: int, port: int) -> tuple[bool, bool]:
+    """Whether the interface was named while the group was made, and whether it is afterwards."""
+    original, seen = dist.init_process_group, []
+
+    def recorded(*args: object, **kwargs: object) -> None:
+        seen.append("GLOO_SOCKET_IFNAME" in os.environ)
+        original(*args, **kwargs)
+
+    dist.init_process_group = recorded
+    plain = cpu_instruction(rank, port, budget_s=60)
+    rendezvous = replace(plain.rendezvous, env={}, start_env=plain.rendezvous.env)
+    start_worker(replace(plain, rendezvous=rendezvous))
+    return seen[0], "GLOO_SOCKET_IFNAME" in os.environ
+
+
+@_forks
+def test_what_is_for_the_start_alone_is_gone_in_training() -> None:
+    """Processes that the train function starts do not inherit the loopback interface."""
+    assert run_processes(start_and_look, 2, timeout_s=120) == [(True, False)] * 2

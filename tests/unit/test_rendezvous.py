@@ -46,7 +46,8 @@ class TestOneNode:
     def test_linux_uses_loopback_for_store_and_gloo(self) -> None:
         """One node needs no network: 127.0.0.1 and lo, whatever the node's address and host name are."""
         found = plan([worker(0), worker(1)])
-        assert found.of(1).env == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321", IFNAME: "lo"}
+        assert found.of(1).env == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321"}
+        assert found.of(1).start_env == {IFNAME: "lo"}
         assert found.of(1).init_url == "env://"
         assert not found.of(1).check_reachable
         assert found.reason == "rank 0 at 127.0.0.1:4321 (one node), Gloo over lo"
@@ -69,6 +70,29 @@ class TestOneNode:
         assert found.master_addr == "127.0.0.1"
         assert IFNAME not in found.of(0).env
 
+    def test_cloned_machines_are_two_nodes(self) -> None:
+        """Machines from one snapshot have one boot id and equal namespaces: their own addresses tell them apart."""
+        shared = {"network_id": "boot/4026531840", "interfaces": {**LO, "eth0": ("10.0.0.1",)}, "store_port": 5}
+        clone = {**shared, "interfaces": {**LO, "eth0": ("10.0.0.2",)}}
+        found = plan([worker(0, network=shared), worker(1, "10.0.0.2", network=clone)])
+        assert not found.one_node
+        assert found.master_addr == "10.0.0.1"
+        assert found.of(1).check_reachable
+
+    def test_the_interface_is_for_the_start_alone(self) -> None:
+        """On one node it does not stay in the training process; between nodes later groups need it too."""
+        found = plan([worker(0), worker(1)])
+        assert (found.of(1).start_env, IFNAME in found.of(1).env) == ({IFNAME: "lo"}, False)
+        between = plan(two_nodes())
+        assert (between.of(1).start_env, between.of(1).env[IFNAME]) == ({}, "eth0")
+
+    def test_a_valid_interface_of_the_user_is_no_warning(self) -> None:
+        """On one node every interface reaches every rank."""
+        facts = {"interfaces": {**LO, "eth0": ("10.0.0.1",)}, "store_port": 1}
+        found = plan([worker(rank, env={IFNAME: "eth0"}, network=facts) for rank in range(2)])
+        assert found.warnings == ()
+        assert "Gloo over eth0 as set by the user" in found.reason
+
     def test_two_ray_nodes_on_one_machine_are_one_node(self) -> None:
         """Ray nodes that share a network stack share its loopback, even where Ray knows both as 127.0.0.1."""
         shared = {"network_id": "boot/4026531840", "interfaces": LO}
@@ -88,7 +112,7 @@ class TestOneNode:
     @pytest.mark.parametrize("backend", ["gloo", "ipc", "cpu:gloo,cuda:nccl"])
     def test_every_backend_with_gloo_inside_gets_an_interface(self, backend: str) -> None:
         """The ipc backend and a pair with Gloo have Gloo groups inside."""
-        assert plan([worker(0)], backend).of(0).env[IFNAME] == "lo"
+        assert plan([worker(0)], backend).of(0).start_env[IFNAME] == "lo"
 
     def test_no_nccl_variable_is_ever_set(self) -> None:
         """NCCL finds its interfaces itself."""
@@ -415,9 +439,14 @@ def test_the_choice_is_linear() -> None:
 
 
 def test_silent_name_servers_are_named_and_their_ranks_told() -> None:
-    """Only the ranks of such a node keep their look-ups short; the warning has node, ranks and file."""
+    """The warning has node, ranks and file."""
     found = plan([worker(0), worker(1, "10.0.0.2", network={"name_server_silent": True})])
-    assert [found.of(rank).short_lookups for rank in (0, 1)] == [False, True]
     assert len(found.warnings) == 1
     assert found.warnings[0].startswith("the name server of node 10.0.0.2 does not answer (rank 1)")
     assert "/etc/resolv.conf" in found.warnings[0]
+
+
+def test_a_silent_name_server_keeps_the_interface() -> None:
+    """Groups that the train function makes later would ask it for the host name."""
+    facts = {"interfaces": {"lo": ("127.0.0.1",)}, "store_port": 1, "name_server_silent": True}
+    assert plan([worker(0, network=facts)]).of(0).env[IFNAME] == "lo"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from ray_fracbackend import SharedDeviceError, VerificationError, VerificationResult, verify_process_group
+from ray_fracbackend import SharedDeviceError, VerificationError, VerificationResult, verify, verify_process_group
 from ray_fracbackend.nccl_words import is_invalid_usage
 from tests.processes import run_processes
 from tests.unit.test_nccl_words import DUPLICATE, torch_text
@@ -167,3 +170,81 @@ def test_wrong_use():
         verify_process_group()
     with pytest.raises(ValueError, match="must be above 0"):
         verify_process_group(timeout_s=0)
+
+
+def figures_by_a_clock(rank, world_size, port):
+    """A clock by hand: a tensor takes 100 s, the first all_reduce of a size 10 s, the next 3, 1 and 2 s."""
+    init(rank, world_size, port)
+    now, calls = [0.0], {}
+    original, pattern = dist.all_reduce, verify._Verification._pattern
+
+    def slow_pattern(self, num_bytes):
+        now[0] += 100
+        return pattern(self, num_bytes)
+
+    def slow_all_reduce(tensor, **kwargs):
+        work = original(tensor, **kwargs)
+        seconds = calls.setdefault(tensor.numel(), [2.0, 1.0, 3.0, 10.0])
+        now[0] += seconds.pop()
+        return work
+
+    verify.time = SimpleNamespace(perf_counter=lambda: now[0], sleep=time.sleep)
+    verify._Verification._pattern, dist.all_reduce = slow_pattern, slow_all_reduce
+    return verify_process_group(timeout_s=100_000)
+
+
+def test_figures_are_those_of_the_collective():
+    """Neither the first call nor tensors and comparisons are in them: the best of a few calls of each size."""
+    (result,) = run_processes(figures_by_a_clock, 1)
+    assert (result.latency_s, result.bandwidth_bytes_per_s, result.rank_seconds) == (1.0, 1024 * 1024, (2.0,))
+
+
+def out_of_memory(rank, world_size, port):
+    init(rank, world_size, port)
+
+    def fail(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    dist.all_reduce = fail
+    verify_process_group(timeout_s=10)
+
+
+def test_out_of_memory_passes_through():
+    """A full device is no failure of the group."""
+    (error,) = run_processes(out_of_memory, 1)
+    assert isinstance(error, torch.cuda.OutOfMemoryError)
+    assert "Tried to allocate" in str(error)
+
+
+def never_ends(rank, world_size, port):
+    """A collective that keeps no time limit of its own, as NCCL's connecting and CUDA's waits."""
+    init(rank, world_size, port)
+    dist.all_reduce = lambda *args, **kwargs: threading.Event().wait()
+    verify_process_group(timeout_s=0.5)
+
+
+def test_a_collective_without_a_limit_is_left():
+    """The bound holds for backends that keep none."""
+    (error,) = run_processes(never_ends, 1, timeout_s=30)
+    assert isinstance(error, VerificationError)
+    assert re.search(r"all_reduce of 1 KiB failed on rank 0 .*no answer within 0.5 s", str(error))
+
+
+def both_halves(rank, world_size, port):
+    """A group with one backend for the CPU and another for CUDA; which devices are verified."""
+    dist.Backend.register_backend(
+        "second", lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size), devices=["cpu", "cuda"]
+    )
+    store = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("cpu:gloo,cuda:second", init_method=store, rank=rank, world_size=world_size)
+    torch.cuda.is_available = lambda: True
+    seen = []
+    verify._verify_on = lambda group, device, timeout_s: seen.append(str(device))
+    verify_process_group()
+    verify_process_group(device="cpu")
+    return seen, [str(device) for device in verify.other_devices("cpu")]
+
+
+def test_a_pair_of_backends_is_verified_in_both_halves():
+    """Each backend of a group is verified, the one whose figures count last; a device by name means that one alone."""
+    assert run_processes(both_halves, 1) == [(["cuda", "cpu", "cpu"], ["cuda"])]

@@ -1,0 +1,300 @@
+"""Find out why torch cannot use a CUDA device, and say it with what to do. Runs on the worker.
+
+CUDA itself is asked first: NVML and the environment variables only tell its errors apart. NVML is optional throughout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_VARIABLES = (_VISIBLE, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_QUOTED_CHARS = 160
+
+# c10/cuda/CUDAFunctions.cpp puts this before the number and name of an error that it has no message of its own for.
+_PREAMBLE = r"Unexpected error from \w+\(\)\..*?\? (?=Error \d)"
+
+# Sought in the error in lower case.
+_NO_DRIVER = "no nvidia driver on your system"
+_LOST = "gpu is lost|fallen off the bus"
+_BUSY = r"error \(?46\b|busy or unavailable"
+_NO_GPUS = "no cuda gpus are available|no cuda-capable device is detected"
+# Errors that CUDA tells apart by itself: what its text has, the cause, what to do.
+_OWN_ERRORS = (
+    (
+        "driver on your system is too old",
+        "the NVIDIA driver of the node is too old for {torch}",
+        "update the driver, or install a torch build for an older CUDA",
+    ),
+    (
+        r"error \(?802\b|system not yet initialized",
+        "the NVIDIA Fabric Manager, or another daemon of the driver, is not running on the node",
+        "start nvidia-fabricmanager in the version of the driver",
+    ),
+    (
+        r"error \(?803\b|unsupported display driver / cuda driver combination",
+        "libcuda and the NVIDIA kernel driver of the node have different versions",
+        "reboot the node after an update of its driver, or remove the container's own libcuda",
+    ),
+    (
+        r"error \(?804\b|forward compatibility was attempted",
+        "the CUDA compat libraries do not support the node's GPUs",
+        "remove them from LD_LIBRARY_PATH and update the driver, or install a torch build for an older CUDA",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaFindings:
+    """What a process found whose torch cannot use a CUDA device.
+
+    Attributes:
+        build: What torch was built for: ``cpu``, ``cuda``, ``rocm`` or ``xpu``.
+        torch_version: ``torch.__version__``.
+        cuda_version: Version of CUDA that torch was built with, None for other builds.
+        error: First line of what torch.cuda raised, None where CUDA's initialization succeeded.
+        num_gpus: GPUs that NVML counts on the node, None where it does not answer.
+        num_lost_gpus: Those of them that NVML calls lost.
+        compute_modes: Compute modes of the others, as `mode_name` gives them.
+        driver_version: Version of the NVIDIA driver by NVML, None if unknown.
+        variables: The variables that hide GPUs from torch, as far as they are set.
+    """
+
+    build: str = "cuda"
+    torch_version: str = ""
+    cuda_version: str | None = None
+    error: str | None = None
+    num_gpus: int | None = None
+    num_lost_gpus: int = 0
+    compute_modes: tuple[str, ...] = ()
+    driver_version: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def why_no_cuda(error: Exception | None = None) -> str:
+    """Find out why torch cannot use a CUDA device in this process; initializes CUDA, makes no context.
+
+    Args:
+        error: What a call of torch.cuda raised; None to initialize CUDA and see what that raises.
+
+    Returns:
+        Cause and what to do, in one line without a full stop.
+    """
+    return cause_text(_find(error))
+
+
+def _find(error: Exception | None) -> CudaFindings:
+    """Collect what CUDA, NVML and the environment say about the GPUs."""
+    if error is None:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+        except Exception as failed:  # AssertionError of a CPU build, RuntimeError, DeferredCudaCallError
+            error = failed
+    with nvml_session() as nvml:
+        return CudaFindings(
+            build=_build(),
+            torch_version=torch.__version__,
+            cuda_version=torch.version.cuda,
+            error=None if error is None else next(iter(str(error).strip().splitlines()), type(error).__name__),
+            variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            **(_nvml_findings(nvml) if nvml else {}),
+        )
+
+
+def cause_text(found: CudaFindings) -> str:
+    """Say why torch cannot use a CUDA device, and what to do. Pure.
+
+    Args:
+        found: What was found in the process.
+
+    Returns:
+        One line without a full stop.
+    """
+    name, evidence, error = f"torch {found.torch_version}", _evidence(found), (found.error or "").lower()
+    if found.build == "cpu":
+        return f"{name} is a CPU-only build; install a CUDA build of torch to use GPUs"
+    if found.build == "xpu":
+        return f"{name} is a build for Intel GPUs (XPU), which Ray Train does not use; install a CUDA build of torch"
+    if found.build == "rocm":
+        return _rocm_cause(found, f"{name} is a ROCm build and finds no usable AMD GPU {evidence}")
+    if found.error is None:
+        return f"CUDA starts now, but torch had found no GPU before {evidence}; start the worker in a new process"
+    for words, cause, advice in _OWN_ERRORS:
+        if re.search(words, error):
+            built_for = f"{name} with CUDA {found.cuda_version}" if found.cuda_version else name
+            return f"{cause.format(torch=built_for)} {evidence}; {advice}"
+    if _NO_DRIVER in error:
+        return _driver_cause(found, name, evidence)
+    if found.num_lost_gpus or re.search(_LOST, error):
+        return f"a GPU of the node is lost {evidence}; reset it with nvidia-smi --gpu-reset, or reboot the node"
+    no_gpus = re.search(_NO_GPUS, error)
+    if re.search(_BUSY, error) or (no_gpus and set(found.compute_modes) == {"prohibited"}):
+        return _busy_cause(found, evidence)
+    if no_gpus:
+        return _no_gpu_cause(found, evidence)
+    return f"{name} cannot use CUDA {evidence}; check the driver with nvidia-smi, then restart the worker's process"
+
+
+def _rocm_cause(found: CudaFindings, cause: str) -> str:
+    if found.num_gpus:
+        return f"{cause}; install a CUDA build of torch for the node's NVIDIA GPUs"
+    variables = f", and {', '.join(found.variables)}" if found.variables else ""
+    return f"{cause}; check rocminfo, the rights to /dev/kfd and /dev/dri{variables}"
+
+
+def _driver_cause(found: CudaFindings, name: str, evidence: str) -> str:
+    if found.num_gpus is None:
+        return f"{name} finds no NVIDIA driver on the node; install one, or start the container with the node's GPUs"
+    # A container that was given the driver's utilities only.
+    return (
+        f"{name} finds no libcuda {evidence}; install the driver's libcuda, or start the container with "
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+    )
+
+
+def _busy_cause(found: CudaFindings, evidence: str) -> str:
+    if "prohibited" in found.compute_modes:
+        return f"a GPU of the node is in compute mode PROHIBITED {evidence}; run nvidia-smi -c DEFAULT on the node"
+    if "exclusive_process" in found.compute_modes:
+        return (
+            f"a GPU of the node is in compute mode EXCLUSIVE_PROCESS and busy {evidence}; run nvidia-smi -c DEFAULT on "
+            "the node, or start the MPS daemon"
+        )
+    return f"the GPU is busy or unavailable {evidence}; end the process that holds it, by nvidia-smi, or reset the GPU"
+
+
+def _no_gpu_cause(found: CudaFindings, evidence: str) -> str:
+    """CUDA started and counts no GPU."""
+    visible = found.variables.get(_VISIBLE)
+    if found.num_gpus == 0:
+        return f"the driver finds no GPU on the node {evidence}; start the container with GPUs, or correct its num_gpus"
+    if found.num_gpus and visible is not None and not _names_gpu(visible, found.num_gpus):
+        evidence = _evidence(replace(found, variables={}))
+        return (
+            f"{_VISIBLE}={visible!r} names none of the node's GPUs {evidence}; num_gpus of the node may be too high: correct "
+            "it, or the variable"
+        )
+    return (
+        f"CUDA finds no GPU that it can use {evidence}; compare nvidia-smi -L with the variables: a GPU in MIG mode needs "
+        "instances, a container the GPU's device files"
+    )
+
+
+def _names_gpu(visible: str, num_gpus: int) -> bool:
+    """Whether the first entry is the index of a GPU: CUDA stops at the first that names none."""
+    first = visible.split(",")[0].strip()
+    return first.isdecimal() and int(first) < num_gpus
+
+
+def _evidence(found: CudaFindings) -> str:
+    parts = []
+    if found.error:
+        parts.append(f'{"HIP" if found.build == "rocm" else "CUDA"} says "{_quoted(found.error)}"')
+    if found.num_gpus is not None:
+        driver = f" with driver {found.driver_version}" if found.driver_version else ""
+        lost = f", {found.num_lost_gpus} of them lost" if found.num_lost_gpus else ""
+        parts.append(f"NVML counts {found.num_gpus} GPU{'s' * (found.num_gpus != 1)}{driver}{lost}")
+    elif found.build == "cuda":
+        parts.append("NVML does not answer")
+    parts += [f"{name}={value!r}" for name, value in found.variables.items()]
+    return f"({', '.join(parts)})"
+
+
+def _quoted(text: str) -> str:
+    """The first sentence, without what torch puts before an error of CUDA's."""
+    sentence = re.split(r"\.\s+(?=[A-Z])", re.sub(_PREAMBLE, "", text))[0]
+    return textwrap.shorten(sentence.rstrip("."), _QUOTED_CHARS, placeholder=" ...")
+
+
+def _build() -> str:
+    if torch.version.cuda is not None:
+        return "cuda"
+    if getattr(torch.version, "hip", None) is not None:
+        return "rocm"
+    # torch 2.4 and 2.5 have no version of XPU.
+    return "xpu" if getattr(torch.version, "xpu", None) is not None or torch.xpu.is_available() else "cpu"
+
+
+def _nvml_findings(nvml: Any) -> dict[str, Any]:
+    count, lost, modes = nvml_answer(nvml, nvml.nvmlDeviceGetCount), 0, []
+    for index in range(count or 0):
+        try:
+            modes.append(mode_name(nvml, nvml.nvmlDeviceGetComputeMode(nvml.nvmlDeviceGetHandleByIndex(index))))
+        except nvml.NVMLError as error:
+            lost += getattr(error, "value", None) == nvml.NVML_ERROR_GPU_IS_LOST
+    driver = nvml_answer(nvml, nvml.nvmlSystemGetDriverVersion)
+    return {
+        "num_gpus": count,
+        "num_lost_gpus": lost,
+        "compute_modes": tuple(modes),
+        "driver_version": driver.decode() if isinstance(driver, bytes) else driver,
+    }
+
+
+@contextmanager
+def nvml_session() -> Iterator[Any]:
+    """Initialize NVML for the length of the block.
+
+    Yields:
+        The module ``pynvml``, None where it cannot be imported or NVML does not start.
+    """
+    pynvml = _started_nvml()
+    try:
+        yield pynvml
+    finally:
+        if pynvml:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+
+
+def _started_nvml() -> Any:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # NVMLError, or whatever the import of a library that is optional raises
+        return None
+    return pynvml
+
+
+def nvml_answer(nvml: Any, function: Any, *arguments: Any) -> Any:
+    """Ask NVML for an optional detail.
+
+    Args:
+        nvml: The module from `nvml_session`.
+        function: The function of it to call.
+        *arguments: Its arguments.
+
+    Returns:
+        What the function returns, None where it raises an NVMLError.
+    """
+    try:
+        return function(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def mode_name(nvml: Any, mode: int | None) -> str:
+    """Name a compute mode of NVML.
+
+    Args:
+        nvml: The module from `nvml_session`.
+        mode: NVML's number, None where it told none.
+
+    Returns:
+        ``default``, ``exclusive_process``, ``prohibited`` or ``unknown``.
+    """
+    names = {
+        nvml.NVML_COMPUTEMODE_DEFAULT: "default",
+        nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
+        nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
+    }
+    return names.get(mode, "unknown")

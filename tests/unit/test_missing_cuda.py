@@ -1,0 +1,364 @@
+"""Why torch cannot use a CUDA device: every cause from the text that torch gives for it, and what is collected."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from ray_fracbackend.missing_cuda import CudaFindings, cause_text, why_no_cuda
+
+# Texts of c10/cuda/CUDAFunctions.cpp, and of cudaGetErrorString in them.
+_UNEXPECTED = (
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that "
+    "might have already set an error? Error "
+)
+NO_DRIVER = (
+    "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from "
+    "http://www.nvidia.com/Download/index.aspx"
+)
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading and "
+    "installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
+    "https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
+)
+NO_GPUS = "No CUDA GPUs are available"
+UNKNOWN = (
+    "CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env variable "
+    "CUDA_VISIBLE_DEVICES after program start. Setting the available devices to be zero."
+)
+BUSY = _UNEXPECTED + "46: CUDA-capable device(s) is/are busy or unavailable"
+
+
+def found(error=None, **own):
+    """Findings on a node with one GPU, which Ray gave to the worker."""
+    return CudaFindings(
+        **{
+            "torch_version": "2.13.0+cu130",
+            "cuda_version": "13.0",
+            "error": error,
+            "num_gpus": 1,
+            "driver_version": "580.65",
+            "variables": {"CUDA_VISIBLE_DEVICES": "0"},
+            **own,
+        }
+    )
+
+
+_SEEN = "NVML counts 1 GPU with driver 580.65, CUDA_VISIBLE_DEVICES='0'"
+
+CASES = {
+    "CPU-only build": (
+        found("Torch not compiled with CUDA enabled", build="cpu", torch_version="2.13.0+cpu"),
+        "torch 2.13.0+cpu is a CPU-only build",
+        "install a CUDA build of torch to use GPUs",
+    ),
+    "XPU build": (
+        found("Torch not compiled with CUDA enabled", build="xpu", torch_version="2.13.0+xpu"),
+        "torch 2.13.0+xpu is a build for Intel GPUs (XPU)",
+        "install a CUDA build of torch",
+    ),
+    "no driver": (
+        found(NO_DRIVER, num_gpus=None, driver_version=None),
+        "torch 2.13.0+cu130 finds no NVIDIA driver on the node",
+        "install one, or start the container with the node's GPUs",
+    ),
+    "container without libcuda": (
+        found(NO_DRIVER),
+        f'finds no libcuda (CUDA says "Found no NVIDIA driver on your system", {_SEEN})',
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    ),
+    "driver too old": (
+        found(TOO_OLD, driver_version="470.82"),
+        "the NVIDIA driver of the node is too old for torch 2.13.0+cu130 with CUDA 13.0 "
+        '(CUDA says "The NVIDIA driver on your system is too old (found version 11040)", NVML counts 1 GPU with driver 470.82',
+        "update the driver, or install a torch build for an older CUDA",
+    ),
+    "802": (
+        found(_UNEXPECTED + "802: system not yet initialized", num_gpus=8),
+        'Fabric Manager, or another daemon of the driver, is not running on the node (CUDA says "Error 802: system not yet '
+        'initialized", NVML counts 8 GPUs with driver 580.65',
+        "start nvidia-fabricmanager in the version of the driver",
+    ),
+    "803": (
+        found(_UNEXPECTED + "803: system has unsupported display driver / cuda driver combination", num_gpus=None),
+        'libcuda and the NVIDIA kernel driver of the node have different versions (CUDA says "Error 803: system has '
+        'unsupported display driver / cuda driver combination", NVML does not answer',
+        "reboot the node after an update of its driver",
+    ),
+    "804": (
+        found(_UNEXPECTED + "804: forward compatibility was attempted on non supported HW"),
+        "the CUDA compat libraries do not support the node's GPUs (CUDA says \"Error 804: forward compatibility was "
+        f'attempted on non supported HW", {_SEEN})',
+        "remove them from LD_LIBRARY_PATH",
+    ),
+    "GPU lost by NVML": (
+        found(UNKNOWN, num_gpus=2, num_lost_gpus=1),
+        'a GPU of the node is lost (CUDA says "CUDA unknown error - this may be due to an incorrectly set up environment, '
+        'e.g. changing env variable CUDA_VISIBLE_DEVICES after program start", NVML counts 2 GPUs with driver 580.65, 1 of '
+        "them lost",
+        "reset it with nvidia-smi --gpu-reset, or reboot the node",
+    ),
+    "GPU lost by CUDA": (
+        found("CUDA error: GPU is lost"),
+        f'a GPU of the node is lost (CUDA says "CUDA error: GPU is lost", {_SEEN})',
+        "reboot the node",
+    ),
+    "busy": (
+        found(BUSY, compute_modes=("default",)),
+        'the GPU is busy or unavailable (CUDA says "Error 46: CUDA-capable device(s) is/are busy or unavailable"',
+        "end the process that holds it",
+    ),
+    "exclusive mode": (
+        found(BUSY, compute_modes=("exclusive_process",)),
+        "a GPU of the node is in compute mode EXCLUSIVE_PROCESS and busy (CUDA says",
+        "run nvidia-smi -c DEFAULT on the node, or start the MPS daemon",
+    ),
+    "prohibited mode": (
+        found(NO_GPUS, compute_modes=("prohibited",)),
+        "a GPU of the node is in compute mode PROHIBITED (CUDA says",
+        "run nvidia-smi -c DEFAULT on the node",
+    ),
+    "variable beyond the node's GPUs": (
+        found(NO_GPUS, variables={"CUDA_VISIBLE_DEVICES": "3"}),
+        "CUDA_VISIBLE_DEVICES='3' names none of the node's GPUs (CUDA says \"No CUDA GPUs are available\", NVML counts 1 GPU "
+        "with driver 580.65)",
+        "num_gpus of the node may be too high: correct it, or the variable",
+    ),
+    "driver without a GPU": (
+        found(NO_GPUS, num_gpus=0),
+        'the driver finds no GPU on the node (CUDA says "No CUDA GPUs are available", NVML counts 0 GPUs',
+        "correct its num_gpus",
+    ),
+    "variable names a GPU that CUDA does not use": (
+        found(NO_GPUS),
+        f'CUDA finds no GPU that it can use (CUDA says "No CUDA GPUs are available", {_SEEN})',
+        "a GPU in MIG mode needs instances",
+    ),
+    "no variable, a GPU that CUDA does not use": (
+        found(NO_GPUS, variables={}),
+        "CUDA finds no GPU that it can use",
+        "compare nvidia-smi -L",
+    ),
+    "no NVML to count the GPUs": (
+        found(NO_GPUS, num_gpus=None, driver_version=None),
+        "NVML does not answer, CUDA_VISIBLE_DEVICES='0')",
+        "compare nvidia-smi -L",
+    ),
+    "ROCm without an AMD GPU": (
+        found(
+            "No HIP GPUs are available",
+            build="rocm",
+            torch_version="2.13.0+rocm7.0",
+            num_gpus=None,
+            variables={"HIP_VISIBLE_DEVICES": "5", "ROCR_VISIBLE_DEVICES": "1"},
+        ),
+        'torch 2.13.0+rocm7.0 is a ROCm build and finds no usable AMD GPU (HIP says "No HIP GPUs are available", '
+        "HIP_VISIBLE_DEVICES='5', ROCR_VISIBLE_DEVICES='1')",
+        "the rights to /dev/kfd and /dev/dri, and HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES",
+    ),
+    "ROCm on a node with NVIDIA GPUs": (
+        found("No HIP GPUs are available", build="rocm", torch_version="2.13.0+rocm7.0"),
+        "is a ROCm build and finds no usable AMD GPU",
+        "install a CUDA build of torch for the node's NVIDIA GPUs",
+    ),
+    "anything else": (
+        found("CUDA driver initialization failed, you might not have a CUDA gpu."),
+        f'cannot use CUDA (CUDA says "CUDA driver initialization failed, you might not have a CUDA gpu", {_SEEN})',
+        "check the driver with nvidia-smi",
+    ),
+    "CUDA starts by now": (
+        found(),
+        f"CUDA starts now, but torch had found no GPU before ({_SEEN})",
+        "in a new process",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cause_and_what_to_do(case):
+    """Each cause has a sentence of its own that quotes what was found and ends in what to do."""
+    findings, cause, advice = CASES[case]
+    text = cause_text(findings)
+    assert cause in text
+    assert advice in text.rpartition("; ")[2]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fits_into_the_error(case):
+    """The sentence is one short line without a full stop: the error goes on after it."""
+    text = cause_text(CASES[case][0])
+    assert text.isprintable()
+    assert not text.endswith(".")
+    assert len(text) < 450
+
+
+def test_causes_differ():
+    """No two situations get the same sentence, and no failed start of CUDA is blamed on the variable."""
+    assert len({cause_text(findings) for findings, *_ in CASES.values()}) == len(CASES)
+    assert "names none" not in "".join(cause_text(found(case)) for case in (NO_GPUS, TOO_OLD, BUSY, UNKNOWN))
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "1", "NoDevFiles", "GPU-0123abcd", "9,0"])
+def test_variable_that_names_none(visible):
+    """CUDA stops at the first entry that is no GPU, so an index beyond the GPUs hides those that follow."""
+    text = cause_text(found(NO_GPUS, variables={"CUDA_VISIBLE_DEVICES": visible}))
+    assert text.startswith(f"CUDA_VISIBLE_DEVICES={visible!r} names none of the node's GPUs")
+
+
+@pytest.mark.parametrize("error", [_UNEXPECTED + "460: unheard of", "CUDA error 8021", "x " * 500])
+def test_unknown_errors_are_quoted(error):
+    """A number that only begins like a known one is no known error, and a long text is cut."""
+    text = cause_text(found(error))
+    assert "cannot use CUDA (CUDA says" in text
+    assert len(text) < 450
+
+
+class Nvml(types.SimpleNamespace):
+    """A driver with GPUs, of which some answer with NVML's error GPU_IS_LOST."""
+
+    NVML_COMPUTEMODE_DEFAULT, NVML_COMPUTEMODE_PROHIBITED, NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 0, 2, 3
+    NVML_ERROR_GPU_IS_LOST = 15
+
+    class NVMLError(Exception):
+        """As pynvml's."""
+
+        def __init__(self, value):
+            super().__init__(value)
+            self.value = value
+
+    def __init__(self, modes=(0,), lost=(), refused=()):
+        super().__init__()
+        self.modes, self.lost, self.refused = modes, lost, refused
+
+    def __getattribute__(self, name):
+        if name.startswith("nvml") and name in self.refused:
+            raise_error = self.NVMLError(999)
+
+            def fail(*arguments):
+                raise raise_error
+
+            return fail
+        return super().__getattribute__(name)
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlShutdown(self):
+        pass
+
+    def nvmlSystemGetDriverVersion(self):
+        return b"580.65"
+
+    def nvmlDeviceGetCount(self):
+        return len(self.modes)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        if index in self.lost:
+            raise self.NVMLError(self.NVML_ERROR_GPU_IS_LOST)
+        return index
+
+    def nvmlDeviceGetComputeMode(self, handle):
+        return self.modes[handle]
+
+
+@pytest.fixture
+def cuda_build(monkeypatch):
+    """A CUDA build of torch whose initialization fails, with NVML beside it."""
+
+    def install(error, nvml):
+        def init():
+            if error:
+                raise error
+
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "init", init)
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+            monkeypatch.delenv(name, raising=False)
+
+    return install
+
+
+def test_cuda_is_asked_first(cuda_build):
+    """The error of torch.cuda.init() decides, not that the variable is set."""
+    cuda_build(RuntimeError(_UNEXPECTED + "802: system not yet initialized"), Nvml())
+    text = why_no_cuda()
+    assert "Fabric Manager" in text
+    assert f'CUDA says "Error 802: system not yet initialized", {_SEEN}' in text
+
+
+def test_lost_gpu_is_found_by_nvml(cuda_build):
+    """A GPU that NVML calls lost is the cause of an error that says nothing."""
+    cuda_build(RuntimeError(UNKNOWN), Nvml((0, 0), lost=(1,)))
+    text = why_no_cuda()
+    assert text.startswith("a GPU of the node is lost")
+    assert "NVML counts 2 GPUs with driver 580.65, 1 of them lost" in text
+
+
+def test_compute_mode_is_found_by_nvml(cuda_build):
+    """A busy GPU in exclusive mode is told as that."""
+    cuda_build(RuntimeError(BUSY), Nvml((3,)))
+    assert "EXCLUSIVE_PROCESS" in why_no_cuda()
+
+
+def test_error_that_came_earlier(cuda_build):
+    """What a call of torch.cuda raised is used as it is, without another initialization of CUDA."""
+    cuda_build(AssertionError("initialized again"), Nvml())
+    text = why_no_cuda(
+        RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported late")
+    )
+    assert 'CUDA says "CUDA error: unspecified launch failure", NVML' in text
+
+
+def test_error_without_text(cuda_build):
+    """An exception without a text is told by its type."""
+    cuda_build(RuntimeError(), Nvml())
+    assert 'CUDA says "RuntimeError"' in why_no_cuda()
+
+
+@pytest.mark.parametrize(
+    ("nvml", "says"),
+    [
+        (None, "NVML does not answer"),
+        (Nvml(refused=("nvmlInit",)), "NVML does not answer"),
+        (Nvml(refused=("nvmlDeviceGetCount",)), "NVML does not answer"),
+        (Nvml(refused=("nvmlSystemGetDriverVersion",)), "NVML counts 1 GPU, CUDA_VISIBLE"),
+        (Nvml(refused=("nvmlDeviceGetHandleByIndex",)), _SEEN),
+        (Nvml(refused=("nvmlDeviceGetComputeMode", "nvmlShutdown")), _SEEN),
+    ],
+    ids=["no pynvml", "init", "count", "driver", "handle", "mode and shutdown"],
+)
+def test_nvml_is_optional(cuda_build, nvml, says):
+    """Whatever NVML refuses is unknown; the cause is told all the same."""
+    cuda_build(RuntimeError(_UNEXPECTED + "804: forward compatibility was attempted on non supported HW"), nvml)
+    text = why_no_cuda()
+    assert text.startswith("the CUDA compat libraries do not support the node's GPUs")
+    assert says in text
+
+
+@pytest.mark.parametrize(
+    ("versions", "xpu", "expected"),
+    [
+        ({"cuda": None, "hip": None, "xpu": None}, False, "is a CPU-only build"),
+        ({"cuda": None, "hip": "7.0", "xpu": None}, False, "is a ROCm build"),
+        ({"cuda": None, "hip": None, "xpu": "20250302"}, False, "is a build for Intel GPUs"),
+        ({"cuda": None, "hip": None, "xpu": None}, True, "is a build for Intel GPUs"),
+    ],
+)
+def test_builds(monkeypatch, cuda_build, versions, xpu, expected):
+    """The build is told before anything that only a CUDA build can lack."""
+    cuda_build(AssertionError("Torch not compiled with CUDA enabled"), None)
+    for name, value in versions.items():
+        monkeypatch.setattr(torch.version, name, value, raising=False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: xpu)
+    assert expected in why_no_cuda()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
+def test_this_torch():
+    """What the installed torch really raises on a CPU-only build is known."""
+    assert why_no_cuda() == f"torch {torch.__version__} is a CPU-only build; install a CUDA build of torch to use GPUs"
