@@ -51,7 +51,7 @@ NETWORK_TROUBLE = re.compile(
 
 
 def compat_names(source: str) -> Iterator[str]:
-    """``module:name`` of everything that a module imports from Ray, and of what it takes from imported modules."""
+    """Find ``module:name`` of everything a module imports from Ray, by statement or by ``_private``, anywhere in it."""
     tree = ast.parse(source)
     owners = {}
     for node in ast.walk(tree):
@@ -59,11 +59,23 @@ def compat_names(source: str) -> Iterator[str]:
             for alias in node.names:
                 yield f"{node.module}:{alias.name}"
                 owners[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Call) and (module := private_module(node)):
+            yield from (f"{module}:{ast.literal_eval(name)}" for name in node.args[1:])
+        elif isinstance(node, ast.Assign) and (module := private_module(node.value)):
+            owners |= {target.id: module for target in node.targets if isinstance(target, ast.Name)}
+    # And the private attributes it takes from an imported module.
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
-            owner = owners.get(node.value.id) if isinstance(node.value, ast.Name) else None
+            value = node.value
+            owner = owners.get(value.id) if isinstance(value, ast.Name) else private_module(value)
             if owner:
                 yield f"{owner}:{node.attr}"
+
+
+def private_module(node: ast.AST) -> str | None:
+    """Return the module that a call of ray_compat's ``_private`` imports, None for any other node."""
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_private"
+    return ast.literal_eval(node.args[0]) if is_call else None
 
 
 def names() -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import resource
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -236,6 +235,8 @@ class _OthersShare:
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
+        import resource  # Unix only; the module has to import on Windows too
+
         ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         own_ticks = sum(usage.ru_utime + usage.ru_stime for usage in own) * os.sysconf("SC_CLK_TCK")

@@ -1,45 +1,55 @@
-"""Every touch of a private Ray name; no other module imports one.
+"""All uses of private Ray names; no other module imports one.
 
-Checked against Ray 2.40 (first supported; V1 engine only), 2.48 and 2.60 (V1 and V2 engines):
+Each private name is imported inside the function that uses it, so a Ray release without it breaks that function alone, with
+an ImportError that says so, and not ``import ray_fracbackend``. Checked against Ray 2.40 (first supported; V1 engine only),
+2.48 and 2.60 (V1 and V2 engines):
 
-==========================================  =========================================================
-``ray.train.torch.config._TorchBackend``    2.40 to 2.60; runs backends that are not ours, and shutdown
-``..._set_torch_distributed_env_vars``      2.40 to 2.60; run before ``init_process_group`` by V2 only
-``ray.train._internal.session``             ``get_session`` (V1), 2.40 to 2.60; its ``storage``, V2's ``_storage_context``
-``ray.train._internal.worker_group``        ``WorkerGroup`` (V1), 2.40 to 2.60
-``ray.air._internal.torch_utils``           ``get_devices``, 2.40 to 2.60
-``ray.air._internal.device_manager``        ``_torch_device_manager``, 2.40 to 2.60
-``TorchTrainer._param_dict``                V1 trainers, 2.40 to 2.60
-``ray.train.v2._internal``                  ``WorkerGroupCallback``, ``BackendSetupCallback``, 2.48 to 2.60
-``ray.rllib.core.learner.learner_group``    ``_get_backend_config``, 2.40 to 2.60
-worker groups                               V1 ``.workers``, V2 ``.get_workers()``, ``.abort()``, ``._worker_group_state``;
-                                            ``Worker.metadata``
-==========================================  =========================================================
+==============================================  ====================================================================
+``ray.train.torch.config``                      ``_set_torch_distributed_env_vars``, 2.40 to 2.60; run before
+                                                ``init_process_group`` by V2 only
+``ray.train._internal.session``                 ``get_session`` (V1), 2.40 to 2.60, and its ``storage``
+``ray.air._internal.torch_utils``               ``get_devices``, 2.40 to 2.60
+``ray.air._internal.device_manager``            ``CPUTorchDeviceManager``, ``_torch_device_manager``,
+                                                ``_torch_device_manager_lock``, 2.40 to 2.60
+``ray.train.v2._internal.execution.callback``   ``WorkerGroupCallback``, 2.48 to 2.60
+``ray.train.v2._internal.callbacks``            ``BackendSetupCallback``, 2.48 to 2.60
+``ray.rllib.core.learner.learner_group``        ``_get_backend_config``, 2.40 to 2.60
+==============================================  ====================================================================
+
+Attributes of objects that Ray passes in need no import:
+
+==============================================  ====================================================================
+V1 worker groups                                ``.workers``, ``.num_gpus_per_worker``, and no ``.get_workers``, which
+                                                tells them from those of V2
+V2 worker groups                                ``.get_workers()``, ``.abort()``, ``._worker_group_state``,
+                                                ``._storage_context``, ``._callbacks``; replica groups the first alone
+workers of both                                 ``.metadata``, ``.actor``
+``TorchTrainer``                                ``._param_dict`` (V1), 2.40 to 2.60
+==============================================  ====================================================================
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-import ray.tune  # Ray imports it at a worker's first get_device(), which would be in the middle of a start
-from ray.air._internal import device_manager as _device_manager
-from ray.air._internal.device_manager import CPUTorchDeviceManager
-from ray.air._internal.torch_utils import get_devices as _get_devices
-from ray.train._internal.session import get_session as _get_session
-from ray.train._internal.worker_group import WorkerGroup as V1WorkerGroup
-from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
+import ray.train.torch
+import ray.tune  # public; Ray imports it at a worker's first get_device(), which would be in the middle of a start
 
 if TYPE_CHECKING:
     import torch
 
-TorchBackend = _TorchBackend
+# Stock Ray's backend: runs backends that are not ours, and shutdown.
+TorchBackend = ray.train.torch.TorchConfig().backend_cls
 
+_NEWEST_CHECKED = "2.60"
 # A worker that takes longer to answer anything has not come back from a failed start.
 _BUSY_S = 2.0
 
@@ -69,8 +79,36 @@ class WorkerAddress:
         return f"rank {self.rank} (node {self.node_ip}, pid {self.pid})"
 
 
+def _private(module: str, *names: str, since: str = "2.40") -> Any:
+    """Import a private module of Ray that has these names. Only called with literals, which ci/canary.py reads.
+
+    Raises:
+        ImportError: This Ray has no such module, or the module lacks one of the names.
+    """
+    missing = names[0]
+    try:
+        found = importlib.import_module(module)
+        for missing in names:
+            getattr(found, missing)
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and not (error.name or "").startswith("ray."):
+            raise  # a package that Ray needs is not installed
+        raise ImportError(
+            f"Ray {ray.__version__} has no {module}.{missing}, which {sys._getframe(1).f_code.co_name}() of "
+            f"ray_fracbackend/ray_compat.py needs. Checked with Ray {since} to {_NEWEST_CHECKED}: install one of these, or a "
+            "ray-fracbackend that supports this Ray.",
+            name=module,
+        ) from error
+    return found
+
+
+def _is_v1(worker_group: Any) -> bool:
+    """Tell V1's worker groups from V2's worker groups and replica groups, without an import of V1's class."""
+    return not hasattr(worker_group, "get_workers")
+
+
 def _workers(worker_group: Any) -> list[Any]:
-    return list(worker_group.workers if isinstance(worker_group, V1WorkerGroup) else worker_group.get_workers())
+    return list(worker_group.workers if _is_v1(worker_group) else worker_group.get_workers())
 
 
 def worker_addresses(worker_group: Any) -> list[WorkerAddress]:
@@ -84,7 +122,7 @@ def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
     if hasattr(worker_group, "get_resources_per_worker"):
         resources: Mapping[str, float] = worker_group.get_resources_per_worker()
         return resources
-    if isinstance(worker_group, V1WorkerGroup):  # before Ray 2.49
+    if _is_v1(worker_group):  # before Ray 2.49
         return {"GPU": worker_group.num_gpus_per_worker}
     return dict(_workers(worker_group)[0].resources)
 
@@ -98,7 +136,7 @@ def release_workers(worker_group: Any) -> None:
     graceful shutdown that waits 30 s for one that hangs (BackendExecutor.shutdown, 2.40 to 2.60). A replica group's owner
     ends its own.
     """
-    is_v1 = isinstance(worker_group, V1WorkerGroup)
+    is_v1 = _is_v1(worker_group)
     if not is_v1 and not hasattr(worker_group, "abort"):
         return
     try:
@@ -128,17 +166,17 @@ def restarts_lost_workers(worker_group: Any) -> bool:
     V1 loses such an error: its trial has no restarts of its own, and raises None instead (BackendExecutor.start and
     _increment_failures, 2.40 to 2.60). Any other error reaches the user, and Tune restarts the trial as FailureConfig says.
     """
-    return not isinstance(worker_group, V1WorkerGroup)
+    return not _is_v1(worker_group)
 
 
 def sets_env_before_init(worker_group: Any) -> bool:
     """True where the train context exists before ``on_start`` (V2), so that RANK and its kin are set there."""
-    return not isinstance(worker_group, V1WorkerGroup)
+    return not _is_v1(worker_group)
 
 
 def set_torch_distributed_env() -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, ... as stock Ray Train does. On the worker."""
-    _set_torch_distributed_env_vars()
+    _private("ray.train.torch.config", "_set_torch_distributed_env_vars")._set_torch_distributed_env_vars()
 
 
 def node_ids() -> tuple[str, str]:
@@ -160,13 +198,19 @@ def accelerator_ids() -> Mapping[str, list[str]]:
 
 def worker_devices() -> list[torch.device]:
     """The devices that ``ray.train.torch.get_devices()`` will give this worker's train function."""
-    return list(_get_devices())
+    return list(_private("ray.air._internal.torch_utils", "get_devices").get_devices())
 
 
 def train_on_cpu() -> None:
     """Makes ``ray.train.torch.get_device()`` and ``prepare_model`` of this worker use the CPU, whatever Ray reserved."""
-    with _device_manager._torch_device_manager_lock:
-        _device_manager._torch_device_manager = CPUTorchDeviceManager()
+    manager = _private(
+        "ray.air._internal.device_manager",
+        "CPUTorchDeviceManager",
+        "_torch_device_manager",
+        "_torch_device_manager_lock",
+    )
+    with manager._torch_device_manager_lock:
+        manager._torch_device_manager = manager.CPUTorchDeviceManager()
 
 
 def keep_torch_config(trainer: Any, config: Any) -> None:
@@ -186,9 +230,8 @@ def v2_enabled() -> bool:
 
 def worker_group_callback_class() -> type:
     """V2's base class of callbacks that see a worker group start."""
-    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
-
-    base: type = WorkerGroupCallback
+    execution = _private("ray.train.v2._internal.execution.callback", "WorkerGroupCallback", since="2.48")
+    base: type = execution.WorkerGroupCallback
     return base
 
 
@@ -199,10 +242,9 @@ def replace_backend_config(worker_group: Any, replace: Callable[[Any], Any]) -> 
         worker_group: A V2 group whose backend has not started yet.
         replace: From the configuration to the one to use; the same object leaves all as it is.
     """
-    from ray.train.v2._internal.callbacks import BackendSetupCallback
-
+    callbacks = _private("ray.train.v2._internal.callbacks", "BackendSetupCallback", since="2.48")
     for callback in worker_group._callbacks:
-        if isinstance(callback, BackendSetupCallback):
+        if isinstance(callback, callbacks.BackendSetupCallback):
             config = replace(callback._backend_config)
             if config is not callback._backend_config:
                 callback._backend_config, callback._backend = config, config.backend_cls()
@@ -211,8 +253,7 @@ def replace_backend_config(worker_group: Any, replace: Callable[[Any], Any]) -> 
 @contextmanager
 def learner_backend_config(config: Any) -> Iterator[None]:
     """Torch learners of RLlib that this process starts meanwhile get this configuration."""
-    from ray.rllib.core.learner import learner_group
-
+    learner_group = _private("ray.rllib.core.learner.learner_group", "_get_backend_config")
     original = learner_group._get_backend_config
     learner_group._get_backend_config = lambda learner_class: (
         config if learner_class.framework == "torch" else original(learner_class)
@@ -231,6 +272,8 @@ def results_folder(worker_group: Any) -> tuple[Any, str] | None:
     storage = getattr(worker_group, "_storage_context", None)
     if storage is not None:
         return storage.storage_filesystem, storage.experiment_fs_path
-    session = _get_session()
+    if not _is_v1(worker_group):
+        return None
+    session = _private("ray.train._internal.session", "get_session").get_session()
     storage = getattr(session, "storage", None)
     return (storage.storage_filesystem, storage.trial_fs_path) if storage is not None else None

@@ -26,18 +26,25 @@ def canary():
 
 
 def test_names_of_a_source(canary):
-    """Imports from Ray count, and private attributes of what was imported; nothing else does."""
+    """Imports from Ray count, at the top or inside a function, and private attributes of what was imported; nothing else."""
     source = """
 from ray.air._internal import device_manager as _dm
 from ray.train.torch.config import _TorchBackend
 from torch import nn
 def call(group):
     _dm._lock, _dm.public, group._own, nn._private
+    module = _private("ray.lazy", "first", "_second", since="2.48")
+    module.first, module._third, module.public, module._second
+    return _private("ray.direct", "_function")._function(), other("ray.no", "name")
 """
     assert set(canary.compat_names(source)) == {
         "ray.air._internal:device_manager",
         "ray.train.torch.config:_TorchBackend",
         "ray.air._internal.device_manager:_lock",
+        "ray.lazy:first",
+        "ray.lazy:_second",
+        "ray.lazy:_third",
+        "ray.direct:_function",
     }
 
 

@@ -3,14 +3,15 @@
 import gc
 import pickle
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.train._internal.worker_group import WorkerGroup
 
 from ray_fracbackend import errors
 from ray_fracbackend.gather import LostWorkerError, raise_for_engine
-from ray_fracbackend.ray_compat import V1WorkerGroup
 
 _ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RuntimeError)]
 
@@ -46,7 +47,9 @@ def test_reasons_are_distinct():
 
 
 @pytest.mark.parametrize(
-    ("worker_group", "restarts"), [(object(), True), (V1WorkerGroup.__new__(V1WorkerGroup), False)], ids=["V2", "V1"]
+    ("worker_group", "restarts"),
+    [(SimpleNamespace(get_workers=list), True), (WorkerGroup.__new__(WorkerGroup), False)],
+    ids=["V2", "V1"],
 )
 def test_a_dead_worker(worker_group, restarts):
     """V2 restarts the workers of a start on a RayActorError only; V1 would lose that one, so there it is none."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ray_fracbackend.ray_compat import v2_enabled
+
 _PACKAGE = Path(__file__).parents[2] / "ray_fracbackend"
 _UPSTREAM = Path(__file__).parents[2] / "upstream"
 _PURE = (
@@ -53,15 +55,30 @@ def test_planning_needs_the_standard_library_alone(name):
     assert foreign <= {"ray_fracbackend"}
 
 
+def dotted_strings(path: Path) -> set[str]:
+    """Strings of a file that could be names of modules, for importlib."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {string for string in strings if re.fullmatch(r"\w+(\.\w+)+", string)}
+
+
 def test_private_ray_names_live_in_one_module():
-    """Everything of Ray that may change without notice is imported in ray_compat.py alone."""
+    """Everything of Ray that may change without notice is imported in ray_compat.py alone, by statement or by name."""
     private = {
         (path.name, name)
         for path in _PACKAGE.rglob("*.py")
-        for name in imported(path)
+        for name in imported(path) | dotted_strings(path)
         if name.split(".")[0] == "ray" and any(part.startswith("_") for part in name.split("."))
     }
     assert {path for path, _ in private} == {"ray_compat.py"}
+
+
+def test_no_private_ray_name_is_imported_at_the_top():
+    """ray_compat.py imports private names inside functions, so that the package imports with a Ray that lacks one."""
+    tree = ast.parse((_PACKAGE / "ray_compat.py").read_text())
+    names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert {name for name in names if name.split(".")[0] == "ray"} == {"ray", "ray.train.torch", "ray.tune"}
 
 
 @pytest.mark.parametrize("path", sorted((_PACKAGE / "ipc").glob("*.py")), ids=lambda path: path.stem)
@@ -103,7 +120,8 @@ def test_ray_brings_the_two_libraries():
 
     assert (Path(ray.__file__).parent / "thirdparty_files" / "psutil").is_dir()
     pynvml = importlib.import_module("ray._private.thirdparty.pynvml")
-    used = set(re.findall(r"\bnvml\.(\w+)", (_PACKAGE / "probe.py").read_text()))
+    sources = [(_PACKAGE / name).read_text() for name in ("probe.py", "missing_cuda.py")]
+    used = set(re.findall(r"\bnvml\.(\w+)", "".join(sources)))
     assert used
     assert {name for name in used if not hasattr(pynvml, name)} == set()
 
@@ -135,3 +153,22 @@ def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = ray_fracbackend.nothing
     assert set(ray_fracbackend.__all__) <= set(dir(ray_fracbackend))
+
+
+# What Python has on Unix alone.
+_UNIX = ("fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty")
+
+
+def test_it_imports_where_unix_modules_are_missing():
+    """As on Windows: no module of the package needs one when it is imported, but for those of ipc, which is for Linux."""
+    names = {path.stem for path in _PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    if not v2_enabled():
+        names -= {"callback"}  # for V2 alone, which Ray 2.40 does not have
+    code = (
+        # Ray, torch and psutil import them themselves, where they are.
+        "import importlib, sys, psutil, ray.train.torch, ray.tune, ray.util.queue, torch.distributed; "
+        f"sys.modules.update(dict.fromkeys({_UNIX!r})); "
+        f"[importlib.import_module('ray_fracbackend.' + name) for name in {sorted(names)!r}]"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
