@@ -188,8 +188,12 @@ class _Start:
 
 
 def gpus_by_node() -> dict[str, float]:
-    """GPUs that Ray gives out on each node, by Ray's node id."""
-    return {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]}
+    """GPUs that Ray gives out on each node, by Ray's node id; empty where Ray does not tell: they are for hints alone."""
+    try:
+        return {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]}
+    except Exception as error:  # a start does not fail for the sake of a hint
+        logger.debug("Ray did not list its nodes: %s", error)
+        return {}
 
 
 def _log(report: StartReport, logged: Collection[str]) -> None:

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr
 from ray_fracbackend.errors import SharedDeviceError, VerificationError
 from ray_fracbackend.facts import ranks_text
 from ray_fracbackend.nccl_words import cause_of, refusal_in, refused_ranks
+from ray_fracbackend.network import bounded
 
 SMALL_BYTES = 1024
 LARGE_BYTES = 1024 * 1024
@@ -75,7 +76,8 @@ def verify_process_group(
         group: The group to verify, the default group if None.
         device: Where the tensors live. By default the current CUDA device for an NCCL group, else the CPU; a group with one
             backend for each, such as ``cpu:gloo,cuda:nccl``, is then verified on both, and the figures are those of CUDA.
-        timeout_s: Bound on the whole verification, in seconds.
+        timeout_s: Bound on the whole verification, in seconds. A call that does not keep it is left in a thread of its own:
+            abort the group then.
 
     Returns:
         Latency, bandwidth and the time of each rank.
@@ -150,7 +152,7 @@ def _run(verification: _Verification, timeout_s: float) -> VerificationResult:
     thread.start()
     thread.join(min(timeout_s + _STALL_S, threading.TIMEOUT_MAX))
     if thread.is_alive() and verification.fails:
-        thread.join(2 * _REPORT_S)
+        thread.join(3 * _REPORT_S)
     if not outcome:
         raise verification.stalled()
     # Out of the list, which the error's frames hold.
@@ -232,6 +234,8 @@ class _Verification:
         """Seconds of the call and its completion."""
         pattern = self._pattern(num_bytes)
         tensor = pattern * (self._rank + 1)
+        # The clock is not for the time in which another rank makes its tensor.
+        self._barrier()
         self._synchronize()
         started = time.perf_counter()
         self._wait(dist.all_reduce(tensor, group=self._group, async_op=True))
@@ -297,7 +301,11 @@ class _Verification:
     def _failure(self, step: int, error: Exception) -> VerificationError:
         elapsed = time.perf_counter() - self._started
         text = f"{_STEPS[step]} failed on rank {self._rank} after {elapsed:.1f} s"
-        absent = self._absent()
+        try:
+            # A call that has not come back may hold the store's client.
+            absent = bounded(self._absent, 2 * _REPORT_S)
+        except TimeoutError:
+            absent = []
         if absent:
             text += f": {ranks_text(absent)} {'is' if len(absent) == 1 else 'are'} not in it"
         advice = "Look at the log of that rank and at its node's network."

@@ -230,6 +230,21 @@ def test_a_collective_without_a_limit_is_left():
     assert re.search(r"all_reduce of 1 KiB failed on rank 0 .*no answer within 0.5 s", str(error))
 
 
+def store_hangs_too(rank, world_size, port):
+    """The call that does not come back holds the client of the store."""
+    init(rank, world_size, port)
+    dist.all_reduce = lambda *args, **kwargs: threading.Event().wait()
+    verify._Verification._absent = lambda self: threading.Event().wait()
+    verify_process_group(timeout_s=0.5)
+
+
+def test_a_store_that_hangs_too_is_left():
+    """Then nobody is named, and the error comes all the same."""
+    (error,) = run_processes(store_hangs_too, 1, timeout_s=30)
+    assert isinstance(error, VerificationError)
+    assert error.ranks == ()
+
+
 def both_halves(rank, world_size, port):
     """A group with one backend for the CPU and another for CUDA; which devices are verified."""
     dist.Backend.register_backend(
