@@ -79,8 +79,8 @@ def test_same_as_stock_where_nothing_is_shared(tmp_path):
         fit(look_around, tmp_path / name, config)
         found[name] = answers(tmp_path / name)
         for answer in found[name]:
-            place = [answer["env"].pop(variable, None) for variable in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")]
-            assert name == "stock" or place == ["127.0.0.1", "lo"]
+            address = answer["env"].pop("MASTER_ADDR")
+            assert name == "stock" or address == "127.0.0.1"
             answer["env"] = {k: v for k, v in answer["env"].items() if not k.startswith(_OF_ONE_RUN)}
     assert len(found["ours"]) == 2
     assert found["ours"] == found["stock"]
