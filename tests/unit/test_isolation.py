@@ -188,7 +188,7 @@ def sound(world_size: int) -> dict[int, Findings]:
 
 
 def test_a_device_that_could_not_be_tried_is_not_accused() -> None:
-    """Out of memory beside the worker says nothing of the device; it is told where nothing else was found."""
+    """Out of memory beside the worker says nothing of the device; it is reported where nothing else was found."""
     findings = sound(4)
     findings[1] = replace(findings[1], seconds=0.0, untried="CUDA out of memory")
     (fault,) = diagnose(findings, [f"rank {rank} (node n{rank})" for rank in range(4)])

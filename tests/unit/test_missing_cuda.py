@@ -300,7 +300,7 @@ def test_lost_gpu_is_found_by_nvml(cuda_build):
 
 
 def test_compute_mode_is_found_by_nvml(cuda_build):
-    """A busy GPU in exclusive mode is told as that."""
+    """A busy GPU in exclusive mode is reported as that."""
     cuda_build(RuntimeError(BUSY), Nvml((3,)))
     assert "EXCLUSIVE_PROCESS" in why_no_cuda()
 
@@ -315,7 +315,7 @@ def test_error_that_came_earlier(cuda_build):
 
 
 def test_error_without_text(cuda_build):
-    """An exception without a text is told by its type."""
+    """An exception without a text is reported by its type."""
     cuda_build(RuntimeError(), Nvml())
     assert 'CUDA says "RuntimeError"' in why_no_cuda()
 
@@ -333,7 +333,7 @@ def test_error_without_text(cuda_build):
     ids=["no pynvml", "init", "count", "driver", "handle", "mode and shutdown"],
 )
 def test_nvml_is_optional(cuda_build, nvml, says):
-    """Whatever NVML refuses is unknown; the cause is told all the same."""
+    """Whatever NVML refuses is unknown; the cause is reported all the same."""
     cuda_build(RuntimeError(_UNEXPECTED + "804: forward compatibility was attempted on non supported HW"), nvml)
     text = why_no_cuda()
     assert text.startswith("the CUDA compat libraries do not support the node's GPUs")
@@ -350,7 +350,7 @@ def test_nvml_is_optional(cuda_build, nvml, says):
     ],
 )
 def test_builds(monkeypatch, cuda_build, versions, xpu, expected):
-    """The build is told before anything that only a CUDA build can lack."""
+    """The build is reported before anything that only a CUDA build can lack."""
     cuda_build(AssertionError("Torch not compiled with CUDA enabled"), None)
     for name, value in versions.items():
         monkeypatch.setattr(torch.version, name, value, raising=False)

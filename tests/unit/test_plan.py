@@ -418,7 +418,7 @@ class TestHints:
         assert not any("of a device" in h for h in plan(job(gpu(), gpu(), resources={"GPU": 1 / 3})).hints)
 
     def test_multi_rank_variable(self):
-        """NCCL's multi-rank variable of the user's, without effect on the chosen backend, is told with the reason."""
+        """NCCL's multi-rank variable of the user's, without effect on the chosen backend, is reported with the reason."""
         workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
         assert any("=1 has no effect: NCCL 2.28.9 is older than 2.30" in h for h in plan(workers).hints)
         workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, nccl_version=(2, 30, 7))

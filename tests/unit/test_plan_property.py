@@ -219,7 +219,7 @@ def oracle_refuses_any_version(workers: list[WorkerFacts]) -> bool:
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), jobs(), _BACKENDS, st.sampled_from(["auto", "gloo", "nccl", "error", "ipc"]))
 def test_the_order_of_ranks_decides_nothing(data, workers, backend, policy):
-    """The same workers under other ranks: the same backend, flags and way out, the same groups, or the same class of error."""
+    """The same workers under other ranks: the same backend, flags and fallback, the same groups, or the same class of error."""
     if data.draw(st.integers(0, 3)) == 0:  # a worker that does not know its device's compute mode, and one that does
         odd = data.draw(st.integers(0, len(workers) - 1))
         mode = data.draw(st.sampled_from(["exclusive_process", "prohibited", "unknown"]))

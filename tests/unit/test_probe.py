@@ -241,7 +241,7 @@ def test_more_gpus_told_than_there_are(cuda, monkeypatch):
 
 @pytest.mark.parametrize(("given", "says"), [([torch.device("cpu")], "cpu"), ([], "none")])
 def test_no_cuda_device_from_ray(cuda, monkeypatch, given, says):
-    """A GPU worker to which Ray Train gives the CPU, as after `train_on_cpu`, is told why it has no device."""
+    """A GPU worker to which Ray Train gives the CPU, as after `train_on_cpu`, reports why it has no device."""
     cuda()
     monkeypatch.setattr(ray_compat, "worker_devices", lambda: given)
     devices, missing = probe._devices(True)
