@@ -50,12 +50,11 @@ def main() -> None:
     pytest = [python, "-m", "pytest", *sys.argv[1:]]
     smoke = SMOKE if "--full" in sys.argv else SMOKE[:1]
     started = time.perf_counter()
-    # One process more than there are cores: tests wait a fifth of their time. In the order of collection: sorted by their number
-    # of tests, files with a few long ones would come last.
-    spread = ["-n", str((os.cpu_count() or 2) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
-    failed = call(*pytest, *spread, RAY_TRAIN_V2_ENABLED="1") not in GOOD
+    # One process more than there are cores: tests wait a fifth of their time.
+    cores = os.cpu_count() or 2
+    failed = call(*pytest, *spread(cores + 1), RAY_TRAIN_V2_ENABLED="1") not in GOOD
     side_by_side = (
-        [([*pytest, *V1_TESTS], {"RAY_TRAIN_V2_ENABLED": "0"})],
+        [([*pytest, *spread(cores), *V1_TESTS], {"RAY_TRAIN_V2_ENABLED": "0"})],
         [
             ([*pytest, *smoke], {"RAY_TRAIN_V2_ENABLED": "0", "PYTHONPATH": str(lowest)}),
             ([*pytest, "upstream/tests"], {"RAY_TRAIN_V2_ENABLED": "1"}),
@@ -66,6 +65,12 @@ def main() -> None:
     print(f"tests: {time.perf_counter() - started:.0f} s", flush=True)
     if failed:
         sys.exit("tests failed, see above")
+
+
+def spread(num_processes: int) -> list[str]:
+    """Options for files of tests over so many processes, in the order of collection: sorted by their number of tests, files with
+    a few long ones would come last."""
+    return ["-n", str(num_processes), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def call_quietly(passes: list[tuple[list[str | Path], dict[str, str]]]) -> bool:

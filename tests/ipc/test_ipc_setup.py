@@ -172,6 +172,7 @@ open(f"{__file__}.{dist.get_rank()}", "w").write(str(os.statvfs("/dev/shm").f_bl
 """
 
 
+@pytest.mark.full
 def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
     """A 64 KiB /dev/shm, smaller than any container's, is enough, because the memory is not in it."""
     script = tmp_path / "script.py"

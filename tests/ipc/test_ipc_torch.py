@@ -195,7 +195,7 @@ def compiled(job: Job, backend: str) -> list[torch.Tensor]:
     return [t + 0 for t in [eager, fast, *coalesced, *gathered, *scattered, moved, *grads]]
 
 
-@pytest.mark.parametrize("function", [zero_optimizer, fsdp, compiled])
+@pytest.mark.parametrize("function", [zero_optimizer, fsdp, pytest.param(compiled, marks=pytest.mark.full)])
 def test_same_results_as_on_gloo(function: Callable[..., Any]) -> None:
     """ZeroRedundancyOptimizer, FSDP2 and functional collectives give on ipc exactly what they give on Gloo."""
     on_ipc = values(run_ranks(function, 2, "ipc", limit_s=120))
@@ -382,6 +382,7 @@ def test_groups_may_be_used_in_different_orders() -> None:
     assert values(run_ranks(crossed_order, 2, limit_s=120)) == [[2.0, 4.0]] * 2
 
 
+@pytest.mark.full
 def test_torchrun_without_ray(tmp_path: Path) -> None:
     """The example trains under torchrun where Ray cannot be imported."""
     import subprocess

@@ -107,6 +107,7 @@ def test_settings(page):
 _SCRIPT = re.compile(r"# (\S+\.py), run as: (.+)\n")
 
 
+@pytest.mark.full
 def test_scripts_run(tmp_path):
     """A Python snippet that says how to run it runs as it says; README's is one without Ray."""
     (tmp_path / "ray.py").write_text("raise ImportError('there is no Ray here')")

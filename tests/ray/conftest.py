@@ -12,6 +12,8 @@ import pytest
 import ray
 from ray.train._internal.worker_group import WorkerGroup
 
+from tests.ray.starts import stop
+
 # For this process and all that its tests start: V2's controller looks at its workers every 2 s otherwise, and one process more
 # of each run waits for preemptions that never come.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
@@ -59,6 +61,32 @@ def make_group(cluster):
 def import_package():
     """Imports what a start needs, in a worker."""
     import ray_fracbackend.process_group  # noqa: F401
+
+
+def warm_workers(resources):
+    """Two workers that have imported what a start needs."""
+    group = WorkerGroup(num_workers=2, resources_per_worker=resources)
+    group.execute(import_package)
+    yield group
+    group.shutdown(patience_s=0)
+
+
+@pytest.fixture(scope="module")
+def two_workers(cluster):
+    yield from warm_workers(ONE_CPU)
+
+
+@pytest.fixture
+def pair(two_workers):
+    """Two workers that the module's tests share, without a group and without what a start sets."""
+    yield two_workers
+    stop(two_workers)
+    two_workers.execute(forget_address)
+
+
+def forget_address():
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
 
 
 def run_example(name, *arguments):

@@ -153,6 +153,7 @@ main(["doctor"])
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo terminals are POSIX")
 def test_colours_on_a_terminal_only():
     """A terminal gets colours, unless NO_COLOR says otherwise; what is no terminal gets plain text."""

@@ -90,6 +90,7 @@ def test_command(cluster):
     assert (found["ok"], found["backend"], len(found["workers"])) == (True, "gloo", 1)
 
 
+@pytest.mark.full
 def test_command_that_fails(cluster):
     """The error has its reason, and the exit code is 1."""
     address = ray.get_runtime_context().gcs_address

@@ -20,6 +20,7 @@ def identity():
     return dist.get_rank(), dist.get_world_size(), dist.get_backend()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("cluster")
 def test_each_replica_group_is_a_job_of_its_own(monkeypatch):
     """A group of two workers and one of one get process groups of those sizes."""

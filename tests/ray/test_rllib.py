@@ -18,6 +18,7 @@ def start_of(learner):
     return dist.get_backend(), dist.get_world_size(), report.verification.world_size, report.reason
 
 
+@pytest.mark.full
 def test_learners_are_started_and_verified(cluster):
     """Two remote learners have our group inside the context, and RLlib's own outside."""
     import gymnasium

@@ -175,7 +175,7 @@ def test_as_with_python(tmp_path):
     assert "main __main__" in ours.stdout
 
 
-@pytest.mark.full(but="V2")
+@pytest.mark.full
 def test_exception_of_the_script(tmp_path):
     """An exception of the script is its traceback and exit code 1."""
     done = run(SCRIPT, "raise", tmp_path)

@@ -19,6 +19,7 @@ def run(*arguments):
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.full
 def test_json_and_plot(tmp_path):
     """--json is one document with both sides of every case, and --plot draws it."""
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib (extra bench)")

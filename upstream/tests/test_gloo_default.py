@@ -54,7 +54,7 @@ def ray_with(request):
 stock = pytest.mark.parametrize("ray_with", [()], indirect=True, ids=["stock"])
 merged = pytest.mark.parametrize(
     "ray_with",
-    [ALWAYS_ON, pytest.param(("gloo_default",), marks=pytest.mark.full)],
+    [ALWAYS_ON, ("gloo_default",)],
     indirect=True,
     ids=["all merged", "merged"],
 )
@@ -68,6 +68,7 @@ def test_stock_fails(ray_with, tmp_path):
         fit(tmp_path)
 
 
+@pytest.mark.full
 @merged
 def test_default_is_gloo(ray_with, tmp_path):
     """Ray chooses gloo, and leaves the user's config as it is."""

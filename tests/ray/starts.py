@@ -1,0 +1,86 @@
+"""Starts on real workers, what a train function would see of them, and workers that break in a chosen place."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from ray_fracbackend import FracTorchConfig
+from ray_fracbackend.backend import FracTorchBackend
+
+# Enough for a rendezvous on a busy machine; what hangs takes as long.
+START_S = 8.0
+
+
+def start(group, **settings):
+    FracTorchBackend().on_start(group, FracTorchConfig(**settings))
+
+
+def stop(group):
+    FracTorchBackend().on_shutdown(group, FracTorchConfig())
+
+
+def group_state():
+    """What a train function would see of its group."""
+    import torch.distributed as dist
+
+    options = dist.group.WORLD._get_backend(__import__("torch").device("cpu")).options
+    return {
+        "backend": dist.get_backend(),
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "timeout_s": options._timeout.total_seconds(),
+        "addr": os.environ.get("MASTER_ADDR"),
+        "port": os.environ.get("MASTER_PORT"),
+    }
+
+
+def initialized():
+    import torch.distributed as dist
+
+    return dist.is_initialized()
+
+
+def replace_in_worker(module, name, action, times=1_000_000):
+    """Puts an action in place of a function of the package, in the worker that runs this, for so many calls."""
+    import importlib
+    import os
+    import signal
+    import time
+
+    owner = importlib.import_module(module)
+    original = getattr(owner, name)
+    left = times
+
+    def replaced(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return original(*args, **kwargs)
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if action == "raise":
+            raise OSError("the disk is on fire")
+        if action == "sleep":
+            time.sleep(3600)
+        if action == "nap":
+            time.sleep(3)
+        if action == "starve":
+            import torch
+
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        result = original(*args, **kwargs)
+        if action == "corrupt":
+            result.wait()
+            args[0][3] += 1
+        return result
+
+    setattr(owner, name, replaced)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]

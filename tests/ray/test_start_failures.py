@@ -1,0 +1,212 @@
+"""Starts that cannot work: named, bounded, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import socket
+import time
+from dataclasses import dataclass
+
+import psutil
+import pytest
+from ray.exceptions import RayActorError
+
+from ray_fracbackend import (
+    FracBackendError,
+    OutOfMemoryError,
+    RendezvousError,
+    StartTimeoutError,
+    VerificationError,
+    WorkerDiedError,
+)
+from ray_fracbackend import backend as backend_module
+from ray_fracbackend.gather import Deadline
+from ray_fracbackend.isolation_run import find_faults
+from ray_fracbackend.ray_compat import worker_addresses
+from ray_fracbackend.rendezvous import RendezvousPlan
+from ray_fracbackend.report import StartReport
+from ray_fracbackend.start_plan import StartPlan
+from tests.ray.conftest import wait_until
+from tests.ray.starts import START_S, free_port, initialized, replace_in_worker, start
+from tests.unit.builders import job
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is left to look at of an error that is gone."""
+
+    kind: type[BaseException]
+    text: str
+    ranks: tuple[int, ...]
+    is_own_cause: bool
+
+
+def failure_of(group, **settings):
+    """What a start raises. Not the error itself: with it goes all that it held."""
+    try:
+        start(group, **settings)
+    except FracBackendError as error:
+        # V1 follows the causes to their end.
+        return Failure(type(error), str(error), error.ranks, is_own_cause=error.__cause__ is error)
+    raise AssertionError("the start did not fail")
+
+
+def failed_start(group, error, match, **settings):
+    """A start that fails; its error has kept no frame that holds the worker group.
+
+    Otherwise the workers would live until the next garbage collection.
+    """
+    started = time.monotonic()
+    settings = {"start_timeout_s": START_S, **settings}
+    gc.collect()
+    gc.disable()
+    try:
+        failure = failure_of(group, **settings)
+        assert [each for each in gc.get_objects() if isinstance(each, backend_module._Start)] == []
+    finally:
+        gc.enable()
+    assert time.monotonic() - started < settings["start_timeout_s"] + 10  # the design's bound
+    assert not failure.is_own_cause
+    assert issubclass(failure.kind, error), failure
+    assert re.search(match, failure.text), failure
+    return failure
+
+
+def test_rank_that_never_answers(make_group):
+    """A worker stuck in something else is named with its node, while the others wait no longer than the bound."""
+    group = make_group(2)
+    group.execute_single_async(1, time.sleep, 3600)
+    failure = failed_start(
+        group, StartTimeoutError, r"rank 1 \(node .*, pid \d+\) did not answer \(probing", start_timeout_s=2
+    )
+    assert failure.ranks == (1,)
+
+
+@pytest.mark.parametrize("step", [pytest.param("_init_process_group", marks=pytest.mark.full), "verify_process_group"])
+def test_rank_killed_during_start(make_group, step):
+    """A dead worker is named at once; to V1 as no RayActorError, which would not reach the user."""
+    group = make_group(2)
+    group.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", step, "kill")
+    failure = failed_start(group, WorkerDiedError, r"rank 1 \(node .*\) died during start-up \(starting gloo at")
+    assert not issubclass(failure.kind, RayActorError)
+    assert failure.ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("step", "how"),
+    [
+        ("verify_process_group", "sleep"),
+        pytest.param("verify_process_group", "stop", marks=pytest.mark.full),
+        pytest.param("_init_process_group", "stop", marks=pytest.mark.full),
+    ],
+)
+def test_rank_that_hangs_during_start(make_group, step, how):
+    """A worker that hangs in the middle is named, not those that wait for it; then no process and no port is left."""
+    group = make_group(2)
+    pids = [worker.metadata.pid for worker in group.workers]
+    port = free_port()
+    group.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", step, how)
+    failure = failed_start(
+        group,
+        (RendezvousError, VerificationError),
+        r"rank 1 \(node .*did not answer",
+        master_port=port,
+        start_timeout_s=5,
+    )
+    assert failure.ranks == (1,)
+    group.shutdown(patience_s=0)
+    assert wait_until(lambda: not any(alive(pid) for pid in pids))
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
+        listener.bind(("", port))
+        listener.listen()
+
+
+def test_rank_that_raises(make_group):
+    """A worker's own exception is told with its rank; one that is still waiting for it is ended."""
+    group = make_group(2)
+    group.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", "_prepare", "raise", 1)
+    failure = failed_start(group, RendezvousError, r"rank 1 \(node .*the disk is on fire", start_timeout_s=60)
+    assert failure.ranks == (1,)
+    assert group.execute_single(1, initialized) is False
+    with pytest.raises(RayActorError):
+        group.execute_single(0, initialized)
+
+
+def test_out_of_memory_is_told_as_that(pair):
+    """A full device is named with its rank; the rank that waited for it does not hide it, and no fault is sought."""
+    pair.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", "verify_process_group", "starve", 1)
+    failure = failed_start(
+        pair, OutOfMemoryError, r"^rank 1 \(node .*ran out of device memory .*Tried to allocate", start_timeout_s=60
+    )
+    assert failure.ranks == (1,)
+
+
+def test_wrong_answer(pair):
+    """A collective that computes a wrong sum stops the start, with both numbers."""
+    pair.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
+    failed_start(pair, VerificationError, r"all_reduce .* wrong answer on rank 1: element 3 is 13 and must be 12")
+    assert pair.execute(initialized) == [False, False]
+
+
+def test_environment_is_restored(pair):
+    """A failed start leaves no variable behind."""
+    before = pair.execute(lambda: dict(os.environ))
+    pair.execute(replace_in_worker, "ray_fracbackend.process_group", "verify_process_group", "raise", 1)
+    failed_start(pair, RendezvousError, "the disk is on fire")
+    assert pair.execute(lambda: dict(os.environ)) == before
+
+
+@pytest.mark.full
+def test_what_is_sound_is_told_after_a_failure(make_group):
+    """With time left every rank, link and pair is tried in processes of their own, which are gone afterwards."""
+    group = make_group(3)
+    group.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
+    text = "wrong answer on rank 1.*all 3 ranks, their links and their groups of two work in fresh processes"
+    failed_start(group, VerificationError, text, start_timeout_s=60)
+    assert wait_until(lambda: not helper_processes())
+    assert group.execute(initialized) == [False] * 3
+
+
+@pytest.mark.full
+def test_a_rank_that_takes_no_part_in_the_search_is_named(make_group):
+    """A worker that is stuck in something else cannot start its helper."""
+    group = make_group(3)
+    report = StartReport(
+        plan=StartPlan(backend="gloo", device_type="cpu", reason="gloo"),
+        workers=tuple(job(None, None, None)),
+        rendezvous=RendezvousPlan(
+            master_addrs=("127.0.0.1",) * 3,
+            master_port=29500,
+            init_method="env",
+            one_node=True,
+            uses_gloo=True,
+            reason="one node",
+        ),
+    )
+    group.execute_single_async(1, time.sleep, 3600)
+    found = []
+    for _ in range(3):  # on a busy machine others are slow too
+        found.append(
+            [(each.kind, each.ranks) for each in find_faults(group, report, worker_addresses(group), Deadline(30))]
+        )
+        if found[-1] == [("silent rank", (1,))]:
+            break
+    assert found[-1] == [("silent rank", (1,))], found
+    assert wait_until(lambda: not helper_processes())
+
+
+def helper_processes():
+    processes = psutil.Process().children(recursive=True)
+    return [process for process in processes if "ray_fracbackend.isolation_helper" in process.cmdline()]
+
+
+def alive(pid):
+    try:
+        os.kill(pid, signal.SIG_DFL)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,114 @@
+"""The second choice of a plan that has one, after the first has failed on real workers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ray_fracbackend import SharedDeviceError
+from ray_fracbackend import backend as backend_module
+from ray_fracbackend.sharing import shared_devices
+from ray_fracbackend.start_plan import StartPlan
+from tests.ray.starts import START_S, free_port, group_state, replace_in_worker, start
+from tests.unit.builders import gpu, job
+from tests.unit.test_nccl_words import DUPLICATE, torch_text
+
+
+@pytest.mark.parametrize("fixed_port", [False, True])
+def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port):
+    """The first backend fails its verification, the second is started, verified and reported; on the same port too."""
+    plan = StartPlan(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
+    monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
+    pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
+    start(pair, **({"master_port": free_port()} if fixed_port else {}))
+
+    def fetch():
+        from ray_fracbackend import get_start_report
+
+        return get_start_report()
+
+    report = pair.execute(fetch)[1]
+    assert report.backend == "gloo"
+    assert "cpu:gloo failed its verification, fell back to gloo" in report.plan.warnings[0]
+    assert report.verification is not None
+
+
+def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
+    """A first choice that hangs in its first collective, and that only an abort ends, is left in time; told once."""
+    plan = StartPlan(backend="stall", device_type="cpu", reason="first choice", fallback="gloo")
+    monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
+    pair.execute(register_stalling)
+    with caplog.at_level("WARNING", logger="ray.train"):
+        start(pair, start_timeout_s=12)
+    assert {state["backend"] for state in pair.execute(group_state)} == {"gloo"}
+    told = [record.getMessage() for record in caplog.records if "fell back to gloo" in record.getMessage()]
+    assert len(told) == 1
+    assert re.search(r"stall failed its verification, fell back to gloo, .*barrier failed on rank", told[0])
+
+
+def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
+    """What NCCL says when ranks share a GPU is told with the ranks, and a plan with a way out takes it."""
+    groups = shared_devices(job(gpu(), gpu()))
+    plan = StartPlan(backend="nccl", device_type="cpu", reason="first choice", share_groups=groups, fallback="gloo")
+    monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
+    pair.execute(refuse_once, torch_text(DUPLICATE))
+    start(pair)
+
+    def fetch():
+        from ray_fracbackend import get_start_report
+
+        return get_start_report()
+
+    report = pair.execute(fetch)[1]
+    assert report.backend == "gloo"
+    assert re.search(r"nccl failed .*ranks 0,1 share GPU-a .*Duplicate GPU detected", report.warnings[0])
+
+
+def test_refusal_of_nccl_without_a_way_out(pair, monkeypatch):
+    """An explicit choice of NCCL ends in one error that names the ranks and the way out."""
+    plan = StartPlan(backend="nccl", device_type="cpu", reason="nccl", share_groups=shared_devices(job(gpu(), gpu())))
+    monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
+    pair.execute(refuse_once, torch_text())
+    with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share .*\(ncclInvalidUsage\)\. .*gloo"):
+        start(pair, start_timeout_s=START_S)
+
+
+def register_stalling():
+    """Registers a backend whose calls and whose shutdown end with its abort alone, as NCCL's where a peer hangs."""
+    import threading
+
+    import torch.distributed as dist
+
+    class Stalling(dist.ProcessGroup):
+        def __init__(self, rank, size):
+            super().__init__(rank, size)
+            self.aborted = threading.Event()
+
+        def getBackendName(self):
+            return "stall"
+
+        def barrier(self, *args, **kwargs):
+            self.aborted.wait()
+            raise RuntimeError("aborted")
+
+        def shutdown(self):
+            self.aborted.wait()
+
+        def abort(self):
+            self.aborted.set()
+
+    dist.Backend.register_backend("stall", lambda store, rank, size, timeout: Stalling(rank, size), devices=["cpu"])
+
+
+def refuse_once(text):
+    """Lets the next group of this worker fail as NCCL fails where ranks share a GPU."""
+    import torch.distributed as dist
+
+    original = dist.init_process_group
+
+    def refuse(*args, **kwargs):
+        dist.init_process_group = original
+        raise dist.DistBackendError(text)
+
+    dist.init_process_group = refuse
