@@ -123,6 +123,7 @@ def tell_backend(config):
 
 
 @needs_v2
+@pytest.mark.full
 def test_callback(cluster, tmp_path, monkeypatch):
     """With the two variables set, a trainer with a plain TorchConfig starts with FracTorchConfig and the settings."""
     monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "ray_fracbackend.callback.FracTorchCallback")

@@ -370,6 +370,7 @@ def test_device_memory_of_a_torch_without_cuda(monkeypatch, cuda):
     assert "was built without CUDA" in ipc_missing(facts_on("cuda:0", ask_ipc=True))[1]
 
 
+@pytest.mark.full
 def test_probe_does_not_load_ipc():
     """A process that is probed without ask_ipc neither imports the ipc backend nor registers it with torch."""
     code = (
