@@ -25,7 +25,7 @@ from .errors import (
     PeerLostError,
 )
 from .support import host_memory_support, place_id
-from .torch_compat import Backend, is_registered
+from .torch_compat import DEVICES, Backend, is_registered
 
 if TYPE_CHECKING:
     from .operations import IpcProcessGroup
@@ -69,7 +69,7 @@ def _create(opts: Any, _backend_options: Any = None) -> IpcProcessGroup:
 def register() -> None:
     """Register the backend ``ipc`` with torch.distributed; importing this package does it. May be called again."""
     if not is_registered(BACKEND_NAME):
-        Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=list(DEVICES))
 
 
 register()

@@ -1,4 +1,4 @@
-"""Reads what torch passes to a process group: option objects, old positional forms, time limits. Imports torch."""
+"""Checks what torch passes to a process group: options, roots, lists of tensors, splits. Imports torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-
-from .torch_compat import RedOpType, ReduceOp
 
 
 def wants_async(opts: Any) -> bool:
@@ -24,28 +22,18 @@ def timeout_of(opts: Any, default_s: float) -> float:
     return default_s
 
 
-def as_options(cls: type[Any], opts: Any, timeout: Any = None) -> Any:
-    """Options of class `cls` from what a caller passed: such options, a reduce operation, a root rank, or nothing.
+def root_of(operation: str, opts: Any, count: int) -> int:
+    """The root of a call.
 
-    Args:
-        cls: For example ``dist.AllreduceOptions``.
-        opts: The second argument of the call.
-        timeout: The third, a `timedelta` or None.
+    Raises:
+        ValueError: It is no rank of the group, or not of its first tensor.
     """
-    if isinstance(opts, cls):
-        return opts
-    made = cls()
-    if isinstance(opts, (ReduceOp, RedOpType)):
-        made.reduceOp = opts
-    elif isinstance(opts, int):
-        made.rootRank = opts
-    elif opts is not None:
-        for name in ("reduceOp", "rootRank", "asyncOp", "timeout"):
-            if hasattr(made, name) and hasattr(opts, name):
-                setattr(made, name, getattr(opts, name))
-    if isinstance(timeout, timedelta):
-        made.timeout = timeout
-    return made
+    root: int = opts.rootRank
+    if not 0 <= root < count:
+        raise ValueError(f"{operation} got an invalid root rank: {root}; the group has ranks 0 to {count - 1}.")
+    if getattr(opts, "rootTensor", 0) != 0:
+        raise ValueError(f"{operation} got an invalid root tensor: {opts.rootTensor}; there is one, number 0.")
+    return root
 
 
 def single(tensors: torch.Tensor | Sequence[torch.Tensor], operation: str) -> torch.Tensor:
@@ -84,6 +72,17 @@ def check_same(operation: str, tensors: Sequence[torch.Tensor], count: int, dtyp
             )
 
 
+def check_one_type(operation: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Check tensors of any size.
+
+    Raises:
+        ValueError: Their element types differ.
+    """
+    types = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
+    if len(types) > 1:
+        raise ValueError(f"{operation} got tensors of {' and '.join(types)}; all must have one element type.")
+
+
 def equal_parts(operation: str, tensor: torch.Tensor, count: int, part_numel: int) -> list[torch.Tensor]:
     """Split a 1-D tensor into `count` parts of `part_numel` elements.
 
@@ -115,7 +114,7 @@ def split_parts(operation: str, tensor: torch.Tensor, splits: Sequence[int], cou
         if rows % count:
             raise ValueError(f"{operation}: dimension 0 has {rows} rows for {count} ranks; pass split sizes.")
         splits = [rows // count] * count
-    if len(splits) != count or sum(splits) != rows:
+    if len(splits) != count or sum(splits) != rows or min(splits) < 0:
         raise ValueError(f"{operation}: splits {list(splits)} do not cover {rows} rows for {count} ranks.")
     row_numel = tensor.numel() // rows if rows else 0
     return list(tensor.view(-1).split_with_sizes([rows_of * row_numel for rows_of in splits]))

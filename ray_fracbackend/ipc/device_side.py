@@ -21,6 +21,7 @@ from .device_setup import Collectives, DeviceLane, DeviceSetup, HostSide
 from .errors import IpcUnavailableError
 from .leaders import wait_on_host
 from .streams import CommunicationStream
+from .torch_compat import set_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,7 @@ class DeviceSide:
         """Set the default time limit of later collectives."""
         self._timeout = timeout
         for group in self._lane.leaders if self._lane is not None else ():
-            for name in ("set_timeout", "_set_default_timeout"):
-                if hasattr(group, name):
-                    getattr(group, name)(timeout)
-                    break
+            set_timeout(group, timeout)
 
     def device_of(self, tensors: Sequence[torch.Tensor]) -> torch.device | None:
         """The first CUDA device among those of the tensors."""

@@ -5,15 +5,20 @@ worker thread, so that ranks may start calls of different groups in different or
 before the worker got to it, the caller runs it, which saves the change of threads.
 
 Callbacks of futures run outside of the turn, and while a worker is in one, another worker serves the queue: a callback
-may launch a call of the same group and wait for it (DDP's PowerSGD hook does).
+may launch a call of the same group and wait for it.
+
+A forked child has the parent's group in its memory, and its shared memory too: a call there would pass for one of the
+parent's. So the calls of an executor are its process's own.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from .errors import GroupClosedError
 
@@ -94,14 +99,31 @@ class Executor:
         self._num_active = 0
         self._num_idle = 0
         self._closed = False
+        self._pid = os.getpid()
+
+    def is_own(self) -> bool:
+        """Whether this is the process that made the group, and not one forked from it."""
+        return os.getpid() == self._pid
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise GroupClosedError(
+                f"The process group belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: call "
+                "collectives in the parent, or start the child with 'spawn' and make a group there."
+            )
 
     def run(self, function: Callable[[], None]) -> None:
-        """Run `function` in this thread, after everything queued before."""
+        """Run `function` in this thread, after everything queued before.
+
+        Raises:
+            GroupClosedError: This is a forked child of the group's process.
+        """
+        self._check_process()
         done: list[Task] = []
         try:
             with self._turn:
                 if self._queue:
-                    done = self._drain(None)
+                    self._drain(None, done)
                 function()
         finally:
             for task in done:
@@ -111,8 +133,9 @@ class Executor:
         """Queue `function`.
 
         Raises:
-            GroupClosedError: The executor was closed.
+            GroupClosedError: The executor was closed, or this is a forked child of the group's process.
         """
+        self._check_process()
         task = Task(function)
         with self._lock:
             if self._closed:
@@ -122,24 +145,39 @@ class Executor:
         return task
 
     def finish(self, task: Task) -> None:
-        """Return once `task` is over, running it here if nobody has begun it."""
+        """Return once `task` is over, running it here if nobody has begun it.
+
+        Raises:
+            GroupClosedError: This is a forked child of the group's process.
+        """
         if task.is_done():
             return
-        with self._turn:
-            done = [] if task.is_done() else self._drain(task)
-        for finished in done:
-            finished.call_back()
+        self._check_process()
+        done: list[Task] = []
+        try:
+            with self._turn:
+                if not task.is_done():
+                    self._drain(task, done)
+        finally:
+            for finished in done:
+                finished.call_back()
 
-    def _drain(self, last: Task | None) -> list[Task]:
+    def _drain(self, last: Task | None, done: list[Task]) -> None:
+        """Run what is queued, up to `last`, and append it to `done`.
+
+        Raises:
+            BaseException: What a signal handler raised meanwhile, such as KeyboardInterrupt: it is meant for this thread, and
+                not for whoever waits for the task that it happened to hit.
+        """
         # The caller holds the turn, so the queue's head cannot be run by anybody else.
-        done = []
         while self._queue:
             task = self._queue.popleft()
             task.run()
             done.append(task)
+            if task.error is not None and not isinstance(task.error, Exception):
+                raise task.error
             if task is last:
                 break
-        return done
 
     def _activate(self) -> None:
         """With the lock held: see to it that somebody serves the queue."""
@@ -156,8 +194,11 @@ class Executor:
 
     def _work(self) -> None:
         while True:
+            done: list[Task] = []
             with self._turn:
-                done = self._drain(self._queue[0]) if self._queue else []
+                if self._queue:
+                    with suppress(BaseException):  # the task has it
+                        self._drain(self._queue[0], done)
             if done and done[0].has_callbacks():
                 with self._lock:
                     self._num_active -= 1

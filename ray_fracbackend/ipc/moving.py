@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
-from .arguments import as_options, check_same, equal_parts, lists, single, split_parts, timeout_of
+from .arguments import check_one_type, check_same, equal_parts, lists, root_of, single, split_parts, timeout_of
 from .description import describe_call
 from .device_setup import Collectives
+from .forms import takes
 from .launching import LaunchingGroup, Tensors
 from .staging import Output, flat
-from .torch_compat import c10d
 
 
 class MovingGroup(LaunchingGroup):
     """Adds what moves data; `operations.IpcProcessGroup` adds what reduces it."""
 
-    def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
+    @takes("BroadcastOptions", "tensors/tensor", also=("root", "timeout"))
+    def broadcast(self, tensors: Tensors, opts: Any) -> Any:
         """Broadcast the root's tensor."""
-        tensor, opts = single(tensors, "broadcast"), as_options(c10d.BroadcastOptions, opts, timeout)
-        root = opts.rootRank
+        tensor, root = single(tensors, "broadcast"), root_of("broadcast", opts, self._num_ranks)
         description = describe_call("broadcast", tensor.dtype, tensor.shape, root=root)
 
         def gloo() -> Any:
@@ -40,10 +40,10 @@ class MovingGroup(LaunchingGroup):
 
         return self._launch(place, opts, description, function, gloo, [tensor], [tensor])
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @takes("AllgatherOptions", "output_tensors", "input_tensors/input_tensor", also=("timeout",))
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Gather every rank's tensor into a list on every rank."""
         tensor, targets = single(inputs, "all_gather"), lists(outputs)
-        opts = as_options(c10d.AllgatherOptions, opts)
         description = describe_call("all_gather", tensor.dtype, tensor.shape)
 
         def gloo() -> Any:
@@ -63,15 +63,23 @@ class MovingGroup(LaunchingGroup):
 
         return self._launch(place, opts, description, function, gloo, [tensor, *targets], targets)
 
-    def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any = None) -> Any:
-        """All-gather several tensors; ``output_lists[i]`` receives the gathered ``inputs[i]``."""
-        opts = as_options(c10d.AllgatherOptions, opts)
-        works = [self.allgather([outs], [tensor], opts) for outs, tensor in zip(output_lists, inputs, strict=True)]
+    @takes("AllgatherOptions", "output_lists", "input_list")
+    def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any) -> Any:
+        """All-gather several tensors; ``output_lists[r][i]`` receives rank r's ``inputs[i]``."""
+        wrong = len(output_lists) != self._num_ranks or any(len(outs) != len(inputs) for outs in output_lists)
+        if wrong:
+            raise ValueError(
+                f"all_gather_coalesced got lists of {[len(outs) for outs in output_lists]} outputs for {len(inputs)} inputs; "
+                f"pass one list for each of the {self._num_ranks} ranks, with one output for each input."
+            )
+        works = [
+            self.allgather([list(outs)], [tensor], opts) for *outs, tensor in zip(*output_lists, inputs, strict=True)
+        ]
         return self._all_of(works, opts, [tensor for outs in output_lists for tensor in outs])
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+    @takes("AllgatherOptions", "output", "input")
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Gather every rank's tensor into one tensor, by rank."""
-        opts = as_options(c10d.AllgatherOptions, opts)
         description = describe_call("all_gather_into_tensor", tensor.dtype, tensor.shape)
 
         def gloo() -> Any:
@@ -91,16 +99,17 @@ class MovingGroup(LaunchingGroup):
 
         return self._launch(place, opts, description, function, gloo, [output, tensor], [output])
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+    @takes("AllgatherOptions", "outputs/output_lists", "inputs/input_list")
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         """All-gather several tensors, each into one tensor."""
-        opts = as_options(c10d.AllgatherOptions, opts)
         works = [self.all_gather_single(out, tensor, opts) for out, tensor in zip(outputs, inputs, strict=True)]
         return self._all_of(works, opts, list(outputs))
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @takes("GatherOptions", "output_tensors", "input_tensors/input_tensor", also=("root", "timeout"))
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Gather every rank's tensor into a list on the root."""
-        tensor, opts = single(inputs, "gather"), as_options(c10d.GatherOptions, opts)
-        targets, root = lists(outputs) if outputs else [], opts.rootRank
+        tensor, root = single(inputs, "gather"), root_of("gather", opts, self._num_ranks)
+        targets = lists(outputs) if outputs else []
         is_root = root == self._own_rank
         description = describe_call("gather", tensor.dtype, tensor.shape, root=root)
 
@@ -123,11 +132,11 @@ class MovingGroup(LaunchingGroup):
 
         return self._launch(place, opts, description, function, gloo, [tensor, *targets], targets or [tensor])
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    @takes("ScatterOptions", "output_tensors/output_tensor", "input_tensors", also=("root", "timeout"))
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Give each rank its tensor of the root's list."""
-        output, opts = single(outputs, "scatter"), as_options(c10d.ScatterOptions, opts)
+        output, root = single(outputs, "scatter"), root_of("scatter", opts, self._num_ranks)
         parts = lists(inputs) if inputs else []
-        root = opts.rootRank
         is_root = root == self._own_rank
         description = describe_call("scatter", output.dtype, output.shape, root=root)
 
@@ -151,10 +160,13 @@ class MovingGroup(LaunchingGroup):
 
         return self._launch(place, opts, description, function, gloo, [output, *parts], [output])
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+    @takes(
+        "AllToAllOptions", "output_tensors/output_tensor/output", "input_tensors/input_tensor/input", also=("timeout",)
+    )
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it; sizes may differ by pair."""
-        opts = as_options(c10d.AllToAllOptions, opts)
         outputs, inputs = list(outputs), list(inputs)
+        check_one_type("all_to_all", [*outputs, *inputs])
         dtype = inputs[0].dtype if inputs else None
         description = describe_call("all_to_all", dtype)
 
@@ -177,16 +189,24 @@ class MovingGroup(LaunchingGroup):
 
         return self._launch(place, opts, description, function, gloo, [*outputs, *inputs], outputs)
 
+    @takes(
+        "AllToAllOptions",
+        "output/output_tensor",
+        "input/input_tensor",
+        "output_split_sizes",
+        "input_split_sizes",
+        also=("timeout",),
+    )
     def all_to_all_single(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
-        output_splits: Sequence[int] = (),
-        input_splits: Sequence[int] = (),
-        opts: Any = None,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any,
     ) -> Any:
         """Send rows of `tensor` to each rank and receive rows of `output`; empty splits mean equal parts."""
-        opts = as_options(c10d.AllToAllOptions, opts)
+        check_one_type("all_to_all_single", [output, tensor])
         description = describe_call("all_to_all_single", tensor.dtype)
 
         def gloo() -> Any:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from .arguments import as_options, check_same, equal_parts, lists, single, timeout_of
+from .arguments import check_same, equal_parts, lists, root_of, single, timeout_of
 from .description import describe_call
 from .device_setup import Collectives
+from .forms import takes
 from .launching import Tensors
 from .moving import MovingGroup
 from .reductions import plain_op, premul_factor
@@ -26,9 +27,10 @@ from .torch_compat import c10d
 class IpcProcessGroup(MovingGroup):
     """Process group of backend ``ipc``."""
 
-    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None) -> Any:
+    @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"))
+    def allreduce(self, tensors: Tensors, opts: Any) -> Any:
         """All-reduce in place; results are bitwise equal on all ranks."""
-        tensor, opts = single(tensors, "all_reduce"), as_options(c10d.AllreduceOptions, opts, timeout)
+        tensor = single(tensors, "all_reduce")
         kind = plain_op(opts.reduceOp)
         description = describe_call("all_reduce", tensor.dtype, tensor.shape, kind)
 
@@ -48,15 +50,16 @@ class IpcProcessGroup(MovingGroup):
 
         return self._launch(place, opts, description, function, gloo, [tensor], [tensor])
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+    @takes("AllreduceCoalescedOptions", "tensors")
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
         """All-reduce several tensors, one after the other."""
-        opts = as_options(c10d.AllreduceOptions, opts)
+        opts = _of_one(opts)
         return self._all_of([self.allreduce([tensor], opts) for tensor in tensors], opts, list(tensors))
 
-    def reduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
+    @takes("ReduceOptions", "tensors/tensor", also=("root", "op", "timeout"))
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
         """Reduce into the root's tensor; the others keep theirs."""
-        tensor, opts = single(tensors, "reduce"), as_options(c10d.ReduceOptions, opts)
-        root = opts.rootRank
+        tensor, root = single(tensors, "reduce"), root_of("reduce", opts, self._num_ranks)
         kind = plain_op(opts.reduceOp)
         description = describe_call("reduce", tensor.dtype, tensor.shape, kind, root)
 
@@ -77,10 +80,15 @@ class IpcProcessGroup(MovingGroup):
 
         return self._launch(place, opts, description, function, gloo, [tensor], [tensor])
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
+    @takes(
+        "ReduceScatterOptions",
+        "output_tensors/output",
+        "input_tensors/input_tensor/input",
+        also=("op", "timeout"),
+    )
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Reduce ``inputs[r]`` of all ranks into rank r's output."""
         output, parts = single(outputs, "reduce_scatter"), lists(inputs)
-        opts = as_options(c10d.ReduceScatterOptions, opts)
         description = describe_call("reduce_scatter", output.dtype, output.shape, plain_op(opts.reduceOp))
 
         def gloo() -> Any:
@@ -92,9 +100,9 @@ class IpcProcessGroup(MovingGroup):
         check_same("reduce_scatter", parts, self._num_ranks, output.dtype, output.numel())
         return self._launch_reduce_scatter(place, opts, description, gloo, output, parts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+    @takes("ReduceScatterOptions", "outputTensor", "inputTensor")
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Reduce a tensor and leave its r-th part with rank r."""
-        opts = as_options(c10d.ReduceScatterOptions, opts)
         description = describe_call("reduce_scatter_tensor", output.dtype, output.shape, plain_op(opts.reduceOp))
 
         def gloo() -> Any:
@@ -131,18 +139,27 @@ class IpcProcessGroup(MovingGroup):
         tensors = [output, source] if isinstance(source, torch.Tensor) else [output, *source]
         return self._launch(place, opts, description, function, gloo, tensors, [output])
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+    @takes("ReduceScatterOptions", "outputs/outputTensors", "inputs/inputTensors")
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         """Reduce-scatter several tensors, each from one tensor."""
-        opts = as_options(c10d.ReduceScatterOptions, opts)
         works = [self.reduce_scatter_single(out, tensor, opts) for out, tensor in zip(outputs, inputs, strict=True)]
         return self._all_of(works, opts, list(outputs))
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+    @takes("BarrierOptions", also=("timeout",))
+    def barrier(self, opts: Any) -> Any:
         """Return once every rank has called this."""
-        opts = as_options(c10d.BarrierOptions, opts, timeout)
         description, timeout_s = describe_call("barrier"), timeout_of(opts, self._timeout_s)
         return self._execute(opts, self._guarded(self._collectives.barrier, description, timeout_s), [])
 
     # As in `moving`.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _of_one(opts: Any) -> Any:
+    """The options of a coalesced all_reduce for one of its tensors."""
+    made = c10d.AllreduceOptions()
+    made.reduceOp, made.timeout = opts.reduceOp, opts.timeout
+    if hasattr(made, "asyncOp"):  # since torch 2.8
+        made.asyncOp = opts.asyncOp
+    return made

@@ -9,7 +9,10 @@ of two devices) goes through it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,9 +26,20 @@ from .hierarchy import HierarchicalCollectives
 from .leaders import gloo_leaders
 from .reductions import Reduction
 from .setup import join
-from .torch_compat import PrefixStore, ProcessGroup, ProcessGroupGloo
+from .torch_compat import DEVICES, PrefixStore, ProcessGroup, ProcessGroupGloo, set_timeout
 
 logger = logging.getLogger(__name__)
+
+_groups: weakref.WeakSet[ProcessGroupBase] = weakref.WeakSet()
+
+
+def _keep_groups() -> None:
+    """In a forked child: the threads of the inner Gloo groups are the parent's, and a destructor would wait for them for ever."""
+    for group in list(_groups):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups)
 
 _GLOO_NAME = ProcessGroup.BackendType.CUSTOM
 # How long shutdown waits for calls in progress; their own time limits may be half an hour.
@@ -48,12 +62,13 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()) -> None:
         super().__init__(rank, size)
+        _groups.add(self)
+        store = _unused(store, size)
         self._num_ranks = size
         self._own_rank = rank
-        self._timeout_s = timeout.total_seconds()
         names = tuple(f"rank {global_ranks[r] if global_ranks else r}" for r in range(size))
         self._gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-        for device in ("cpu", "cuda"):
+        for device in DEVICES:
             self._register_backend(torch.device(device), _GLOO_NAME, self._gloo)
         self._set_default_backend(_GLOO_NAME)
         self.membership, self._local = join(store, rank, size, names)
@@ -97,7 +112,7 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
         )
         work.wait()
         for output, part in zip(outputs, target.split_with_sizes([t.numel() for t in outputs]), strict=True):
-            output.copy_(part.view(output.shape))
+            output.data.copy_(part.view(output.shape))  # as in `staging.flat`
         return work
 
     @property
@@ -105,16 +120,26 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
         """Why Gloo carries this group's CUDA tensors, None where it does not or no CUDA tensor has come yet."""
         return self._device_side.gloo_reason
 
+    @property
+    def _timeout_s(self) -> float:
+        """Default time limit of a collective: that of the inner Gloo group, which is all that torch's ``_set_pg_timeout`` sets."""
+        seconds: float = self._gloo.options._timeout.total_seconds()
+        return seconds
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default time limit of later collectives."""
-        self._timeout_s = timeout.total_seconds()
         self._device_side.set_timeout(timeout)
         for gloo in (self._gloo, self._leaders):
-            if gloo is not None and hasattr(gloo, "set_timeout"):
-                gloo.set_timeout(timeout)
+            if gloo is not None:
+                set_timeout(gloo, timeout)
 
     def abort(self) -> None:
-        """Break the group: calls in progress and later ones raise on every rank. May be called again."""
+        """Break the group: calls in progress and later ones raise on every rank. May be called again.
+
+        In a forked child, as `shutdown` there, it does nothing: the group is the parent's.
+        """
+        if not self._executor.is_own():
+            return
         reason = f"{self.membership.names[self._own_rank]} aborted the process group"
         self._device_side.abort(reason)
         self._local.engine.abort(reason)
@@ -123,6 +148,8 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
 
     def shutdown(self) -> None:
         """Leave the group after the calls in progress; later calls here raise. May be called again."""
+        if not self._executor.is_own():
+            return
         idle = self._executor.close(_SHUTDOWN_S)
         self._device_side.shutdown(idle)
         self._local.engine.close()
@@ -136,3 +163,11 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
                 # Gloo has neither verb in every torch release.
                 with contextlib.suppress(RuntimeError, AttributeError):
                     getattr(gloo, verb)()
+
+
+def _unused(store: Any, size: int) -> Any:
+    """A part of a group's store without the keys of an earlier group that had the same store, as under torchrun.
+
+    All ranks of a group come before any rank comes for the next: none leaves set-up before all have come.
+    """
+    return PrefixStore(f"ipc/{(store.add('ipc/arrivals', 1) - 1) // size}", store)

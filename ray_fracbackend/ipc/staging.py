@@ -7,7 +7,8 @@ import torch
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of `tensor` in row-major order, 1-D: a view where its memory is laid out so, else a copy."""
-    tensor = tensor.detach()
+    # Not detach(): what is written to that raises the version of the caller's tensor, which Gloo and NCCL leave alone.
+    tensor = tensor.data
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.view(-1) if tensor.is_contiguous() else tensor.contiguous().view(-1)
@@ -30,7 +31,7 @@ class Output:
     """
 
     def __init__(self, tensor: torch.Tensor, *, load: bool = False) -> None:
-        tensor = tensor.detach()
+        tensor = tensor.data  # as in `flat`
         self._tensor = tensor
         self._direct = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         if self._direct:

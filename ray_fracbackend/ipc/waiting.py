@@ -149,8 +149,8 @@ class Waiter:
         if time.monotonic() >= deadline and self._words[self._counters[peer]] < step:
             process = self.peers[peer]
             raise CollectiveTimeoutError(
-                f"{self._names[peer]} (pid {process.pid}, {process.state()}) did not reach {what} in time; "
-                f"look there first, or raise the group's timeout."
+                f"{self._names[peer]} (pid {process.pid}, {process.state()}) did not reach {what} in time: the call "
+                "timed out. Look there first, or raise the timeout of the group."
             )
 
     def _raise_if_gone(self, rank: int, step: int, what: str) -> None:

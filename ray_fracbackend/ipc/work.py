@@ -90,11 +90,15 @@ class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
         """
         if timeout is not None and timeout > timedelta(0):
             if not self._task.wait(timeout.total_seconds()):
-                raise CollectiveTimeoutError(f"Work.wait: not done within the {timeout.total_seconds()} s asked for.")
+                raise CollectiveTimeoutError(
+                    f"Work.wait timed out: not done within the {timeout.total_seconds()} s asked for."
+                )
         else:
             self._executor.finish(self._task)
-        if self._task.error is not None:
-            raise self._task.error
+        error = self._task.error
+        if error is not None:
+            # What a signal handler raised in another thread is not for this one.
+            raise error if isinstance(error, Exception) else IpcError(f"The collective was ended by {error!r}.")
         return True
 
     def is_completed(self) -> bool:

@@ -1,0 +1,206 @@
+"""A group beside other things of its process: a forked child, a group before it, autograd, signals, torch's own switches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ipc_harness import Job, run_ranks, values
+
+import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
+from ray_fracbackend.ipc.executor import Executor
+
+
+def in_child(function: Any) -> str:
+    """What a function says in a forked child."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = str(function())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+def used_in_child(job: Job) -> tuple[list[str], list[float]]:
+    """What a forked child gets from each use of the group, and what the parent computes after each."""
+    job.init()
+    queued = dist.all_reduce(torch.ones(1), async_op=True)
+    queued.wait()
+    uses = [
+        lambda: dist.all_reduce(torch.full((1,), 100.0)),
+        lambda: dist.all_reduce(torch.full((1,), 100.0), async_op=True).wait(),
+        lambda: dist.barrier(),
+        lambda: dist.group.WORLD.abort(),
+        lambda: dist.destroy_process_group(),
+    ]
+    texts, sums = [], []
+    for use in uses:
+        texts.append(in_child(use))
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        sums.append(tensor.item())
+    return texts, sums
+
+
+def test_a_forked_child_cannot_use_its_parents_group() -> None:
+    """It is told so, and neither a call nor the end of its copy reaches the parent's group."""
+    for texts, sums in values(run_ranks(used_in_child, 2)):
+        assert all("forked from it: call collectives in the parent" in text for text in texts[:3]), texts
+        assert texts[3:] == ["None", "None"]
+        assert sums == [2.0] * 5
+
+
+def several_groups(job: Job) -> list[float]:
+    """Groups made one after the other over one store, as under torchrun."""
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+    sums = []
+    for _ in range(3):
+        dist.init_process_group("ipc", store=store, rank=job.rank, world_size=job.size)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        sums.append(tensor.item())
+        dist.destroy_process_group()
+    return sums
+
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+import ray_fracbackend.ipc
+
+dist.init_process_group("ipc", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1), async_op=True).wait()
+if pid := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_forked_child_ends() -> None:
+    """A child that comes to the end of its script does not wait for threads that only the parent has."""
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+
+
+def test_a_store_can_be_used_again() -> None:
+    """A second group with the store of an ended one does not read what that one left there."""
+    assert values(run_ranks(several_groups, 2)) == [[2.0] * 3] * 2
+
+
+def gradients(job: Job) -> list[list[float]]:
+    """Gradients where a collective has written to what autograd keeps, through tensors detached from it."""
+    job.init()
+    found = []
+    for dense in (True, False):
+        weight = torch.ones(3, requires_grad=True)
+        product = weight * weight
+        view = weight.detach() if dense else weight.detach()[::2]
+        dist.broadcast(view, 0)
+        product.sum().backward()
+        assert weight.grad is not None
+        found.append(weight.grad.tolist())
+    for call in (
+        lambda t: dist.all_reduce(t),
+        lambda t: dist.all_gather([t, torch.empty_like(t)], t.clone()),
+        lambda t: dist.all_to_all_single(t, torch.ones(2)),
+    ):
+        x = torch.zeros(2, requires_grad=True)
+        p = torch.sigmoid(x)
+        before = p._version
+        call(p.detach())
+        found.append([float(p._version - before)])
+    return found
+
+
+def test_versions_of_tensors_stay() -> None:
+    """As with Gloo and NCCL: what is written to a detached tensor is not an error in the next backward pass."""
+    assert values(run_ranks(gradients, 2)) == [[[2.0] * 3, [2.0] * 3, [0.0], [0.0], [0.0]]] * 2
+
+
+def test_an_interrupt_is_for_the_thread_that_it_hit() -> None:
+    """The thread that runs another's call gets what a signal handler raises; that call has failed, later ones go on."""
+    executor = Executor("test")
+    executor._activate = lambda: None  # type: ignore[method-assign]  # no worker: whoever waits runs the queue
+    ran = []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    first, second = executor.submit(interrupted), executor.submit(lambda: ran.append(1))
+    with pytest.raises(KeyboardInterrupt):
+        executor.finish(second)
+    assert isinstance(first.error, KeyboardInterrupt)
+    assert not second.is_done()
+    executor.finish(second)
+    assert (second.error, ran) == (None, [1])
+
+
+def ended_by_a_signal(job: Job) -> str:
+    """What a rank gets that waits for its second call when a handler exits."""
+    job.init()
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
+    if job.rank == 1:
+        time.sleep(3.0)
+        return ""
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(7))
+    dist.all_reduce(torch.ones(1), async_op=True)
+    second = dist.all_reduce(torch.ones(1), async_op=True)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        second.wait()
+    except BaseException as error:
+        return repr(error)
+    return "nothing"
+
+
+def test_a_handler_that_exits_ends_a_wait() -> None:
+    """SystemExit comes out of ``wait()``, whichever call was in progress."""
+    assert values(run_ranks(ended_by_a_signal, 2))[0] == "SystemExit(7)"
+
+
+def limited_by_torch(job: Job) -> str:
+    """The error of a call whose limit was set by torch's own function."""
+    job.init()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+    if job.rank == 1:
+        time.sleep(2.0)
+        return ""
+    started = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except dist.DistBackendError as error:
+        return f"{error}" if time.monotonic() - started < 2 else "too late"
+    return "nothing"
+
+
+def test_the_limit_of_torchs_own_function_counts() -> None:
+    """``_set_pg_timeout`` sets the limit; the message has torch's words for it."""
+    text = values(run_ranks(limited_by_torch, 2))[0]
+    assert "timed out" in text
+    assert " timeout " in text
+
+
+def devices(job: Job) -> list[str]:
+    """The devices that a group claims."""
+    job.init()
+    return sorted(device.type for device in dist.group.WORLD._device_types)
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs a torch without CUDA")
+def test_a_torch_without_cuda_has_no_group_for_cuda() -> None:
+    """Otherwise torch takes CUDA as the device of the group's objects."""
+    assert values(run_ranks(devices, 2)) == [["cpu"]] * 2
