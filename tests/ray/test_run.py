@@ -165,7 +165,7 @@ def test_callback_with_wrong_settings(monkeypatch, settings):
         FracTorchCallback()
 
 
-@pytest.mark.full(but="V2")
+@pytest.mark.full
 def test_as_with_python(tmp_path):
     """argv, __main__, sys.path, the working directory and the exit code are those of python SCRIPT."""
     arguments = ("exit", "x", "--json", "--", "--on-missing-cuda", "-h")
