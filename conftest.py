@@ -1,4 +1,4 @@
-"""The two levels of the test suite: by default every behaviour once, and with --full all there is."""
+"""The two levels of the test suite: by default what a change breaks most likely, in minutes, and with --full all there is."""
 
 from __future__ import annotations
 

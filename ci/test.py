@@ -2,7 +2,7 @@
 
 usage: python3 ci/test.py [--full] [PYTEST ARGUMENT ...]
 
-The default suite runs every behaviour once and takes minutes. --full runs everything that can run on this machine: all
+The default suite takes minutes: a start whole, other ways to it (run, callback, RLlib, torchrun) in part. --full runs everything that can run on this machine: all
 parameters, long runs, both engines of Ray Train, the lowest supported Ray and the patches for Ray. Tests that lack a GPU, root or
 a package skip themselves and say so.
 """

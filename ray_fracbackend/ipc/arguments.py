@@ -78,9 +78,9 @@ def check_one_type(operation: str, tensors: Sequence[torch.Tensor]) -> None:
     Raises:
         ValueError: Their element types differ.
     """
-    types = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
+    types = dict.fromkeys(tensor.dtype for tensor in tensors)
     if len(types) > 1:
-        raise ValueError(f"{operation} got tensors of {' and '.join(types)}; all must have one element type.")
+        raise ValueError(f"{operation} got tensors of {' and '.join(map(str, types))}; all must have one element type.")
 
 
 def equal_parts(operation: str, tensor: torch.Tensor, count: int, part_numel: int) -> list[torch.Tensor]:

@@ -106,7 +106,7 @@ class Executor:
         return os.getpid() == self._pid
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if not self.is_own():
             raise GroupClosedError(
                 f"The process group belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: call "
                 "collectives in the parent, or start the child with 'spawn' and make a group there."
@@ -167,7 +167,7 @@ class Executor:
 
         Raises:
             BaseException: What a signal handler raised meanwhile, such as KeyboardInterrupt: it is meant for this thread, and
-                not for whoever waits for the task that it happened to hit.
+                not for those who wait for the task that it happened to hit.
         """
         # The caller holds the turn, so the queue's head cannot be run by anybody else.
         while self._queue:

@@ -59,7 +59,7 @@ def used_in_child(job: Job) -> tuple[list[str], list[float]]:
 
 
 def test_a_forked_child_cannot_use_its_parents_group() -> None:
-    """It is told so, and neither a call nor the end of its copy reaches the parent's group."""
+    """It gets an error that says so, and neither a call nor the end of its copy reaches the parent's group."""
     for texts, sums in values(run_ranks(used_in_child, 2)):
         assert all("forked from it: call collectives in the parent" in text for text in texts[:3]), texts
         assert texts[3:] == ["None", "None"]
@@ -134,7 +134,7 @@ def test_versions_of_tensors_stay() -> None:
 def test_an_interrupt_is_for_the_thread_that_it_hit() -> None:
     """The thread that runs another's call gets what a signal handler raises; that call has failed, later ones go on."""
     executor = Executor("test")
-    executor._activate = lambda: None  # type: ignore[method-assign]  # no worker: whoever waits runs the queue
+    executor._activate = lambda: None  # type: ignore[method-assign]  # no worker: the thread that waits runs the queue
     ran = []
 
     def interrupted() -> None:

@@ -126,7 +126,7 @@ def test_rank_that_hangs_during_start(make_group, step, how):
 
 
 def test_rank_that_raises(make_group):
-    """A worker's own exception is told with its rank; one that is still waiting for it is ended."""
+    """A worker's own exception is reported with its rank; one that is still waiting for it is ended."""
     group = make_group(2)
     group.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", "_prepare", "raise", 1)
     failure = failed_start(group, RendezvousError, r"rank 1 \(node .*the disk is on fire", start_timeout_s=60)

@@ -48,7 +48,7 @@ def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
 
 
 def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
-    """What NCCL says when ranks share a GPU is told with the ranks, and a plan with a way out takes it."""
+    """What NCCL says when ranks share a GPU is reported with the ranks, and a plan with a fallback takes it."""
     groups = shared_devices(job(gpu(), gpu()))
     plan = StartPlan(backend="nccl", device_type="cpu", reason="first choice", share_groups=groups, fallback="gloo")
     monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
@@ -66,7 +66,7 @@ def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
 
 
 def test_refusal_of_nccl_without_a_way_out(pair, monkeypatch):
-    """An explicit choice of NCCL ends in one error that names the ranks and the way out."""
+    """An explicit choice of NCCL ends in one error that names the ranks and what to do."""
     plan = StartPlan(backend="nccl", device_type="cpu", reason="nccl", share_groups=shared_devices(job(gpu(), gpu())))
     monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
     pair.execute(refuse_once, torch_text())
