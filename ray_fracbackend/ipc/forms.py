@@ -31,7 +31,7 @@ def takes(options: str, *tensors: str, also: Sequence[str] = ()) -> Callable[[_M
     Returns:
         A decorator. The method raises TypeError for a call that has none of the forms.
     """
-    classes = (getattr(c10d, options), *([c10d.AllreduceOptions] if options == "AllreduceCoalescedOptions" else []))
+    classes = (getattr(c10d, options),)
     names = [name.split("/") for name in tensors]
 
     def decorate(method: _Method) -> _Method:
