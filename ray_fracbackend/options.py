@@ -78,6 +78,9 @@ def _check_backend(value: object) -> None:
     if ok and isinstance(value, str) and (":" in value or "," in value):
         parts = [part.split(":") for part in value.split(",")]
         ok = all(len(part) == 2 and all(part) for part in parts)
+        # torch puts a group with ipc in the place of the whole pair, without a word.
+        alone = "must be 'ipc' where it has ipc, which is for tensors of all devices and cannot be one of a pair"
+        _require(not any(part[-1] == "ipc" for part in parts), "backend", value, alone)
     _require(ok, "backend", value, rule)
 
 

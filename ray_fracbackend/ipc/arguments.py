@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from .description import description_text
+from .torch_compat import no_torch_dispatch
+
 
 def wants_async(opts: Any) -> bool:
     """Whether the caller goes on while the collective runs; True where torch does not say (before 2.8)."""
@@ -81,6 +84,36 @@ def check_one_type(operation: str, tensors: Sequence[torch.Tensor]) -> None:
     types = dict.fromkeys(tensor.dtype for tensor in tensors)
     if len(types) > 1:
         raise ValueError(f"{operation} got tensors of {' and '.join(map(str, types))}; all must have one element type.")
+
+
+def check_class(tensor: torch.Tensor) -> None:
+    """Check that a tensor is its own data, and not a wrapper that would see each copy of a collective, such as a DTensor.
+
+    Raises:
+        TypeError: It is.
+    """
+    kind = type(tensor)
+    dispatch = getattr(kind, "__torch_dispatch__", no_torch_dispatch)
+    # Functional collectives return the second: it waits and unwraps itself, whatever is done with it.
+    if dispatch is no_torch_dispatch or kind.__name__ in ("FakeTensor", "AsyncCollectiveTensor"):
+        return
+    raise TypeError(
+        f"A collective got a {kind.__name__}, which wraps other tensors; pass what it wraps, such as .to_local() of a DTensor."
+    )
+
+
+def check_writable(description: bytes, tensors: Sequence[torch.Tensor]) -> None:
+    """Check tensors that receive results.
+
+    Raises:
+        ValueError: Elements of one share memory, as after ``expand``: which value would stay there is undefined.
+    """
+    for tensor in tensors:
+        if not tensor.is_contiguous() and 0 in tensor.stride() and torch._debug_has_internal_overlap(tensor) == 1:
+            raise ValueError(
+                f"{description_text(description)} would write to a tensor whose elements share memory (strides "
+                f"{tensor.stride()}); pass a tensor with memory of its own, such as .contiguous() gives."
+            )
 
 
 def equal_parts(operation: str, tensor: torch.Tensor, count: int, part_numel: int) -> list[torch.Tensor]:

@@ -75,3 +75,8 @@ def _marked(description: bytes, mark: bytes, how: str) -> bytes:
 def description_text(description: bytes) -> str:
     """The printable part of a description."""
     return description[KEY_BYTES:].rstrip(b"\0").decode("ascii", "replace")
+
+
+def operation_of(description: bytes) -> str:
+    """The name of the operation."""
+    return description[: description.index(b"|")].decode("ascii")

@@ -133,7 +133,7 @@ class DeviceSetup:
             message = {"error": str(message["error"])[:_MAX_ERROR]}
         data = json.dumps(message).encode().ljust(_MESSAGE_BYTES, b"\0")
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        table = torch.empty((self._host.collectives.num_ranks, _MESSAGE_BYTES), dtype=torch.uint8)
+        table = torch.empty((self._host.collectives.num_ranks, _MESSAGE_BYTES), dtype=torch.uint8, device="cpu")
         self._host.collectives.all_gather(own, list(table), description or self._description, timeout_s)
         answers = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in table]
         for rank, answer in enumerate(answers):

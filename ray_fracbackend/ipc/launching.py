@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from .arguments import timeout_of, wants_async
-from .description import description_text, through_gloo
+from .arguments import check_class, check_writable, timeout_of, wants_async
+from .description import description_text, operation_of, through_gloo
 from .device_setup import Collectives
 from .errors import CollectiveMismatchError, IpcError
+from .observers import PLAIN, hidden, is_without_data, recorded
 from .process_group import ProcessGroupBase
 from .reductions import Reduction, can_reduce, supported_ops
 from .streams import DeviceCall
@@ -22,12 +23,14 @@ from .work import CompletedDeviceWork, CompletedWork, PendingDeviceWork, Pending
 
 Tensors = Sequence[torch.Tensor]
 HOST = torch.device("cpu")
+# Of tensors that have a shape alone.
+NOWHERE = torch.device("meta")
 
 
 def in_host_memory(*tensors: torch.Tensor) -> bool:
     """Whether shared host memory can carry these tensors: on the CPU, dense, not quantized."""
     for tensor in tensors:
-        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized or is_without_data(tensor):
             return False
     return True
 
@@ -46,8 +49,24 @@ class LaunchingGroup(ProcessGroupBase):
     """Adds the running of calls; `operations.IpcProcessGroup` adds the calls."""
 
     def _place_of(self, *tensors: torch.Tensor) -> torch.device | None:
-        """Whose shared memory can carry these tensors: the host's, a CUDA device's, or None for nobody's."""
-        return HOST if in_host_memory(*tensors) else self._device_side.carries(tensors)
+        """Whose shared memory can carry these tensors: the host's, a CUDA device's, or None for nobody's.
+
+        Raises:
+            TypeError: One is a wrapper of other tensors.
+            ValueError: Some have no data, and others have.
+        """
+        for tensor in tensors:
+            if type(tensor) not in PLAIN:
+                check_class(tensor)
+        if in_host_memory(*tensors):
+            return HOST
+        if any(map(is_without_data, tensors)):
+            if not all(map(is_without_data, tensors)):
+                raise ValueError(
+                    "A collective got meta or fake tensors beside real ones; pass either all with data or none."
+                )
+            return NOWHERE
+        return self._device_side.carries(tensors)
 
     def _launch(
         self,
@@ -58,20 +77,29 @@ class LaunchingGroup(ProcessGroupBase):
         gloo: Callable[[], Any],
         tensors: Tensors,
         results: list[torch.Tensor],
+        written: Tensors | None = None,
     ) -> Any:
         """Run a call through shared memory.
 
         Args:
-            place: From `_place_of`.
+            place: From `_place_of`. Tensors without data are left as they are, and no rank hears of the call.
             opts: torch's options.
             description: Of the call.
             function: Does the work with the collectives that it is given.
             gloo: Starts the same in the inner Gloo group, for a device whose memory turns out not to be usable.
             tensors: All tensors of the call.
             results: The value of the future.
+            written: The tensors that this rank writes to, by default `results`.
+
+        Raises:
+            ValueError: One of `written` has several elements at one place in memory.
         """
+        check_writable(description, results if written is None else written)
+        if place is NOWHERE:
+            return CompletedWork(results)
         if place is HOST:
-            return self._execute(opts, self._guarded(function, self._collectives), results)
+            on_host = self._begun(description, tensors, self._guarded(function, self._collectives))
+            return self._execute(opts, on_host, results)
         timeout_s = timeout_of(opts, self._timeout_s)
 
         def prepare() -> None:
@@ -84,7 +112,8 @@ class LaunchingGroup(ProcessGroupBase):
             else:
                 function(there)
 
-        return self._execute_on(place, opts, self._guarded(on_device), tensors, results, self._guarded(prepare))
+        issue = self._begun(description, tensors, self._guarded(on_device))
+        return self._execute_on(place, opts, issue, tensors, results, self._guarded(prepare))
 
     def _through_gloo(
         self, opts: Any, description: bytes, start: Callable[[], Any], tensors: Tensors, results: list[torch.Tensor]
@@ -93,13 +122,21 @@ class LaunchingGroup(ProcessGroupBase):
         timeout_s = timeout_of(opts, self._timeout_s)
         description = through_gloo(description)
 
-        def function() -> None:
+        def in_turn() -> None:
             self._run_gloo(start, description, timeout_s)
 
+        function = self._begun(description, tensors, in_turn)
         device = self._device_side.device_of(tensors)
         if device is None:
             return self._execute(opts, function, results)
         return self._execute_on(device, opts, function, tensors, results)
+
+    def _begun(self, description: bytes, tensors: Tensors, function: Callable[[], None]) -> Callable[[], None]:
+        """Count a call, and record it where a profile is being taken."""
+        self._num_calls += 1
+        if self._num_calls == 1:
+            self._warn_of_pair()
+        return recorded(operation_of(description), tensors, function)
 
     def _run_gloo(self, start: Callable[[], Any], description: bytes, timeout_s: float) -> None:
         self._collectives.barrier(description, timeout_s)
@@ -128,8 +165,8 @@ class LaunchingGroup(ProcessGroupBase):
                 function = _in_inference_mode(function)
                 break
         if wants_async(opts):
-            return PendingWork(self._executor.submit(function), self._executor, results)
-        self._executor.run(function)
+            return PendingWork(self._executor.submit(hidden(function)), self._executor, results)
+        self._executor.run(hidden(function))
         return CompletedWork(results)
 
     def _execute_on(
@@ -148,9 +185,9 @@ class LaunchingGroup(ProcessGroupBase):
         if wants_async(opts):
             on_device = [tensor for tensor in tensors if tensor.device == device]
             call = DeviceCall(stream, prepare, function, on_device)
-            return PendingDeviceWork(self._executor.submit(call), self._executor, results, call)
+            return PendingDeviceWork(self._executor.submit(hidden(call)), self._executor, results, call)
         call = DeviceCall(stream, prepare, function, ())
-        self._executor.run(call)
+        self._executor.run(hidden(call))
         call.join()
         return CompletedDeviceWork(results, stream)
 
@@ -199,8 +236,8 @@ class LaunchingGroup(ProcessGroupBase):
     ) -> int:
         """Bytes of the largest part of all ranks, after all have seen that the parts fit."""
         size = self._num_ranks
-        own = torch.tensor([t.numel() * t.element_size() for t in (*inputs, *outputs)], dtype=torch.int64)
-        table = torch.empty((size, 2 * size), dtype=torch.int64)
+        own = torch.tensor([t.numel() * t.element_size() for t in (*inputs, *outputs)], dtype=torch.int64, device=HOST)
+        table = torch.empty((size, 2 * size), dtype=torch.int64, device=HOST)
         self._collectives.all_gather(own, list(table), description, timeout_s)
         sent, expected = table[:, :size], table[:, size:].t()
         wrong = (sent != expected).nonzero()

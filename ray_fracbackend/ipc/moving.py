@@ -38,7 +38,8 @@ class MovingGroup(LaunchingGroup):
             if root != self._own_rank:
                 out.store()
 
-        return self._launch(place, opts, description, function, gloo, [tensor], [tensor])
+        written = [tensor] if root != self._own_rank else []
+        return self._launch(place, opts, description, function, gloo, [tensor], [tensor], written)
 
     @takes("AllgatherOptions", "output_tensors", "input_tensors/input_tensor", also=("timeout",))
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -130,7 +131,7 @@ class MovingGroup(LaunchingGroup):
             for out in outs or ():
                 out.store()
 
-        return self._launch(place, opts, description, function, gloo, [tensor, *targets], targets or [tensor])
+        return self._launch(place, opts, description, function, gloo, [tensor, *targets], targets or [tensor], targets)
 
     @takes("ScatterOptions", "output_tensors/output_tensor", "input_tensors", also=("root", "timeout"))
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:

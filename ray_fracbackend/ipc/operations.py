@@ -53,8 +53,13 @@ class IpcProcessGroup(MovingGroup):
     @takes("AllreduceCoalescedOptions", "tensors")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
         """All-reduce several tensors, one after the other."""
-        opts = _of_one(opts)
-        return self._all_of([self.allreduce([tensor], opts) for tensor in tensors], opts, list(tensors))
+        opts, seen = _of_one(opts), set()
+        parts = []
+        for tensor in tensors:
+            # A tensor that is listed twice is reduced once, and its second place takes part with a copy.
+            parts.append(tensor.clone() if id(tensor) in seen else tensor)
+            seen.add(id(tensor))
+        return self._all_of([self.allreduce([part], opts) for part in parts], opts, list(tensors))
 
     @takes("ReduceOptions", "tensors/tensor", also=("root", "op", "timeout"))
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
@@ -78,7 +83,8 @@ class IpcProcessGroup(MovingGroup):
             if root == self._own_rank:
                 out.store()
 
-        return self._launch(place, opts, description, function, gloo, [tensor], [tensor])
+        written = [tensor] if root == self._own_rank else []
+        return self._launch(place, opts, description, function, gloo, [tensor], [tensor], written)
 
     @takes(
         "ReduceScatterOptions",
@@ -149,7 +155,8 @@ class IpcProcessGroup(MovingGroup):
     def barrier(self, opts: Any) -> Any:
         """Return once every rank has called this."""
         description, timeout_s = describe_call("barrier"), timeout_of(opts, self._timeout_s)
-        return self._execute(opts, self._guarded(self._collectives.barrier, description, timeout_s), [])
+        function = self._begun(description, (), self._guarded(self._collectives.barrier, description, timeout_s))
+        return self._execute(opts, function, [])
 
     # As in `moving`.
     _reduce_scatter_base = reduce_scatter_single

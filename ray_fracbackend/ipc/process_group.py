@@ -18,9 +18,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .device_setup import Collectives, HostSide
 from .device_side import DeviceSide
+from .dynamo import hide_package
 from .executor import Executor
 from .hierarchy import HierarchicalCollectives
 from .leaders import gloo_leaders
@@ -63,9 +65,12 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()) -> None:
         super().__init__(rank, size)
         _groups.add(self)
+        hide_package()
         store = _unused(store, size)
         self._num_ranks = size
         self._own_rank = rank
+        self._num_calls = 0
+        self._timeout = timeout
         names = tuple(f"rank {global_ranks[r] if global_ranks else r}" for r in range(size))
         self._gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         for device in DEVICES:
@@ -123,11 +128,21 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
     @property
     def _timeout_s(self) -> float:
         """Default time limit of a collective: that of the inner Gloo group, which is all that torch's ``_set_pg_timeout`` sets."""
-        seconds: float = self._gloo.options._timeout.total_seconds()
-        return seconds
+        timeout: timedelta = self._gloo.options._timeout
+        if timeout != self._timeout:
+            self.set_timeout(timeout)
+        return timeout.total_seconds()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: the numbers begin at 0 on every rank."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has called. torch's ``_get_sequence_number_for_group`` asks for it."""
+        return self._num_calls
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default time limit of later collectives."""
+        self._timeout = timeout
         self._device_side.set_timeout(timeout)
         for gloo in (self._gloo, self._leaders):
             if gloo is not None:
@@ -156,6 +171,27 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
         if idle:
             self._local.engine.transport.close()
         self._stop_gloo("shutdown")
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported: torch's own would end the process, because it clones a store that a group made in Python has not.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "A process group of backend ipc cannot be split; make the part with torch.distributed.new_group(ranks)."
+        )
+
+    def _warn_of_pair(self) -> None:
+        """torch makes a group of a backend like this one, asked for as a part of a pair, the group for all devices."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a group that nobody registered
+            asked = dist.get_backend_config(self)
+            if self._own_rank == 0 and {part.partition(":")[2] for part in asked.split(",")} != {"ipc"}:
+                logger.warning(
+                    "This process group was asked for as %s, but torch.distributed makes a group with ipc in it ipc for all "
+                    "devices. For another backend make a second group, such as new_group(backend='nccl').",
+                    asked,
+                )
 
     def _stop_gloo(self, verb: str) -> None:
         for gloo in (self._leaders, self._gloo):

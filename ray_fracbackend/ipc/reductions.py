@@ -103,7 +103,7 @@ class Reduction:
         # Kept: a fresh allocation per chunk would cost page faults on every call.
         if self._scratch is None or self._scratch.numel() < numel:
             with torch.inference_mode(False):
-                self._scratch = torch.empty(numel, dtype=self.accumulate_dtype)
+                self._scratch = torch.empty(numel, dtype=self.accumulate_dtype, device="cpu")
         return self._scratch[:numel]
 
     def reduce(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], *, final: bool = True) -> None:

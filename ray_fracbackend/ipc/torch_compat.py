@@ -7,11 +7,13 @@ sources show. Types are given up here, once, instead of in every module.
 from __future__ import annotations
 
 from datetime import timedelta
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
+from torch._C import _autograd, _distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
 # For what tensors torch takes the backend: of a group that claims CUDA it uses CUDA, also where it has none.
 DEVICES: tuple[str, ...] = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)  # type: ignore[no-untyped-call]
@@ -28,6 +30,25 @@ RedOpType: Any = dist.ReduceOp.RedOpType
 Work: Any = dist.Work
 PrefixStore: Any = _distributed_c10d.PrefixStore
 TCPStore: Any = _distributed_c10d.TCPStore
+# Number of dispatch modes that the calling thread is in, and the context without them.
+dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+no_dispatch_modes: Any = _disable_current_modes
+# What a class of tensors has that does not see each operation.
+no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl
+profiler_enabled: Any = _autograd._profiler_enabled
+# A record of the profiler: begins with a name and arguments, may end in another thread.
+start_record: Any = _autograd._record_function_with_args_enter
+end_record: Any = _autograd._record_function_with_args_exit
+
+
+def never_trace(code: CodeType) -> None:
+    """Mark a function's code so that ``torch.compile`` leaves its frames alone, and where this torch can also those below."""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "skip_code"):  # until torch 2.6
+        frames.skip_code(code)
+    else:
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:

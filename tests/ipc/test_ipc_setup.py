@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import resource
@@ -293,3 +294,56 @@ def late_leader(job: Job) -> bool:
 def test_no_leader_is_through_before_all_are_connected() -> None:
     """One that leaves at once would close the connection on one that still connects: a broken network to that one."""
     assert values(run_ranks(late_leader, 2, limit_s=120)) == [True, True]
+
+
+def pairs(job: Job) -> list[str]:
+    """What rank 0 logs of groups by name and by pair."""
+    job.init()
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ray_fracbackend.ipc.process_group").addHandler(handler)
+    for backend in ("ipc", "cpu:ipc", "cpu:gloo,cuda:ipc", "cpu:gloo"):
+        dist.all_reduce(torch.ones(1), group=dist.new_group(backend=backend))
+    return [text.partition(",")[0] for text in texts if "asked for" in text]
+
+
+def test_a_pair_with_another_backend_is_said_to_be_ipc() -> None:
+    """torch gives every device's tensors to ipc there; the log says so once, at the first collective."""
+    first, second = values(run_ranks(pairs, 2))
+    assert first == ["This process group was asked for as cpu:gloo"]
+    assert second == []
+
+
+def split(job: Job) -> str:
+    """The error of splitting a group."""
+    job.init()
+    try:
+        dist.group.WORLD.split_group([0, 1])
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_group_that_cannot_be_split_says_so() -> None:
+    """torch's own method would end the process with a segmentation fault."""
+    assert all("make the part with torch.distributed.new_group" in text for text in values(run_ranks(split, 2)))
+
+
+def new_limit(job: Job) -> list[float]:
+    """Time limits of the parts of a group with two places after torch's function has set another."""
+    job.init()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
+    dist.all_reduce(torch.ones(1))
+    group: Any = dist.group.WORLD
+    return [
+        group._timeout_s,
+        group._leaders.options._timeout.total_seconds(),
+        group._device_side._timeout.total_seconds(),
+    ]
+
+
+def test_a_new_time_limit_reaches_every_part() -> None:
+    """The group of the places' first ranks and that of the devices take what torch sets on the inner one."""
+    found = values(run_ranks(new_limit, 2, env=lambda rank: {"RAY_FRACBACKEND_IPC_PLACE": str(rank)}))
+    assert found == [[7.0] * 3] * 2

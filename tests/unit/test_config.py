@@ -27,6 +27,8 @@ _DEFAULTS = {
 
 _BAD = [
     ("backend", "cpu:gloo, cuda:nccl", "without spaces"),
+    ("backend", "cpu:ipc,cuda:nccl", "cannot be one of a pair"),
+    ("backend", "cuda:nccl,cpu:ipc", "cannot be one of a pair"),
     ("backend", "nccl,gloo", "a pair such as"),
     ("backend", "cpu:", "a pair such as"),
     ("backend", 3, "must be 'auto'"),

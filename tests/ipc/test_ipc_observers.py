@@ -1,0 +1,273 @@
+"""A group under what watches or replaces torch's operations: Dynamo, the profiler, dispatch modes, tensor subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from ipc_harness import Job, run_ranks, values
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
+
+
+def compiled_ddp(job: Job, backend: str) -> list[torch.Tensor]:
+    """Some steps of a compiled DDP model, with and without Dynamo's splitting by bucket."""
+    job.init(backend)
+    results = []
+    for split in (True, False):
+        torch._dynamo.reset()
+        torch._dynamo.config.optimize_ddp = split
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+        model = torch.compile(DDP(net), backend="aot_eager")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * job.rank + step))
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results += [parameter.detach() for parameter in net.parameters()]
+    return results
+
+
+def test_a_compiled_ddp_model_ends_with_the_same_weights_as_on_gloo() -> None:
+    """Dynamo leaves the backend's frames alone, which the reducer enters inside the compiled region."""
+    on_ipc = values(run_ranks(compiled_ddp, 2, "ipc", limit_s=120))
+    on_gloo = values(run_ranks(compiled_ddp, 2, "gloo", limit_s=120))
+    torch.testing.assert_close(on_ipc, on_gloo, rtol=0, atol=0)
+
+
+def in_a_profile(job: Job) -> list[tuple[str, list[list[int]]]]:
+    """What a profile says of collectives."""
+    job.init()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, async_op=True).wait()
+        dist.all_gather_into_tensor(torch.empty(3 * job.size), tensor)
+        dist.all_reduce(torch.ones(2).to_sparse())
+        dist.barrier()
+    return [(event.name, event.input_shapes) for event in profile.events() if event.name.startswith("ipc:")]
+
+
+def test_a_profile_has_the_collectives() -> None:
+    """Each is a record under its name, with the shapes of its tensors, whichever thread and memory carry it."""
+    expected = [
+        ("ipc:all_reduce", [[3]]),
+        ("ipc:all_reduce", [[3]]),
+        ("ipc:all_gather_into_tensor", [[6], [3]]),
+        ("ipc:all_reduce", [[2]]),
+        ("ipc:barrier", []),
+    ]
+    assert values(run_ranks(in_a_profile, 2)) == [expected] * 2
+
+
+class Watching(TorchDispatchMode):
+    """Keeps the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def under_a_mode(job: Job) -> tuple[list[str], list[float]]:
+    """What a dispatch mode sees of collectives, and their results."""
+    job.init()
+    tensor, gathered = torch.ones(2, dtype=torch.bfloat16), torch.zeros(2 * job.size, dtype=torch.bfloat16)
+    with Watching() as mode:
+        dist.all_reduce(tensor)
+        dist.all_gather_into_tensor(gathered, tensor)
+        dist.all_to_all_single(torch.empty_like(gathered), gathered)
+    return [name for name in mode.seen if "empty_like" not in name], gathered.tolist()
+
+
+def test_a_dispatch_mode_does_not_see_what_a_collective_is_made_of() -> None:
+    """A counter of operations counts the model's and not the backend's copies and additions."""
+    assert values(run_ranks(under_a_mode, 2)) == [([], [2.0] * 4)] * 2
+
+
+def on_device_meta(job: Job) -> list[float]:
+    """All-to-all of CPU tensors while new tensors are made on the meta device."""
+    job.init()
+    sent, received = torch.arange(4.0) + 10 * job.rank, torch.zeros(4)
+    with torch.device("meta"):
+        dist.all_to_all_single(received, sent)
+    return received.tolist()
+
+
+def test_the_default_device_does_not_matter() -> None:
+    """What a collective makes for itself has the device of its tensors."""
+    assert values(run_ranks(on_device_meta, 2)) == [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
+
+
+def without_data(job: Job) -> tuple[list[tuple[int, ...]], float, str]:
+    """Collectives on tensors without data by rank 0 alone; then a real one by all, and one that mixes both."""
+    job.init()
+    shapes = []
+    if job.rank == 0:
+        with FakeTensorMode():
+            fake = torch.ones(3)
+        for tensor in (torch.ones(3, device="meta"), fake):
+            dist.all_reduce(tensor)
+            dist.broadcast(tensor, 1)
+            work = dist.all_gather([tensor] * job.size, tensor, async_op=True)
+            work.wait()
+            shapes.append(tuple(work.result()[0].shape))
+    try:
+        dist.all_gather_into_tensor(torch.empty(3 * job.size), torch.ones(3, device="meta"))
+        text = "nothing"
+    except ValueError as error:
+        text = str(error)
+    real = torch.ones(1)
+    dist.all_reduce(real)
+    return shapes, real.item(), text
+
+
+def test_tensors_without_data_are_left_alone() -> None:
+    """Meta and fake tensors come back as they are, no peer is waited for, and the group goes on."""
+    (first, *sums), second = values(run_ranks(without_data, 2))
+    assert first == [(3,), (3,)]
+    assert sums == list(second[1:])
+    assert sums[0] == 2.0
+    assert "meta or fake tensors beside real ones" in sums[1]
+
+
+def refusals(job: Job, calls: list[Callable[[int], Any]]) -> list[str]:
+    """What calls raise that every rank gets wrong, with a good call after each."""
+    job.init()
+    texts = []
+    for call in calls:
+        try:
+            call(job.size)
+            texts.append("nothing")
+        except (TypeError, ValueError) as error:
+            texts.append(str(error))
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == job.size
+    return texts
+
+
+def _expanded(*shape: int) -> torch.Tensor:
+    return torch.ones(1).expand(*shape)
+
+
+def overlap_all_reduce(size: int) -> None:
+    dist.all_reduce(_expanded(5))
+
+
+def overlap_async(size: int) -> None:
+    dist.all_reduce(_expanded(5, 2), async_op=True)
+
+
+def overlap_all_gather(size: int) -> None:
+    dist.all_gather([torch.empty(3), *[_expanded(3)] * (size - 1)], torch.ones(3))
+
+
+def overlap_all_to_all(size: int) -> None:
+    dist.all_to_all_single(_expanded(size), torch.ones(size))
+
+
+def test_overlapping_outputs_are_refused() -> None:
+    """What would be written several times to one element is found before anything is sent, and the group goes on."""
+    calls = [overlap_all_reduce, overlap_async, overlap_all_gather, overlap_all_to_all]
+    for texts in values(run_ranks(refusals, 2, calls)):
+        assert all("whose elements share memory" in text for text in texts), texts
+
+
+def overlapping_inputs(job: Job) -> list[list[float]]:
+    """Results of calls that only read an expanded tensor."""
+    job.init()
+    one, other = _expanded(3), torch.zeros(3)
+    gathered = torch.zeros(3 * job.size)
+    dist.all_gather_into_tensor(gathered, one)
+    dist.broadcast(one if job.rank == 0 else other, 0)
+    summed = torch.ones(3) if job.rank == 0 else one
+    dist.reduce(summed, 0)
+    outputs = [torch.zeros(3) for _ in range(job.size)] if job.rank == 0 else None
+    dist.gather(one, outputs, 0)
+    return [gathered.tolist(), other.tolist(), summed.tolist(), *(t.tolist() for t in outputs or ())]
+
+
+def test_overlapping_inputs_are_read() -> None:
+    """A root broadcasts, and the others reduce and gather, from memory that several elements share."""
+    first, second = values(run_ranks(overlapping_inputs, 2))
+    assert first == [[1.0] * 6, [0.0] * 3, [2.0] * 3, [1.0] * 3, [1.0] * 3]
+    assert second == [[1.0] * 6, [1.0] * 3, [1.0] * 3]
+
+
+def subclasses(job: Job) -> tuple[list[float], str]:
+    """All-reduce of a functional collective's result, and of a DTensor."""
+    job.init()
+    pending = funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+    dist.all_reduce(pending)
+    sharded = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (job.size,)), [Shard(0)])
+    try:
+        dist.all_reduce(sharded)
+    except TypeError as error:
+        return pending.tolist(), str(error)
+    return pending.tolist(), "nothing"
+
+
+def test_tensors_that_wrap_others() -> None:
+    """The result of a functional collective is waited for; a DTensor is refused, as Gloo's path does, and not added up."""
+    for total, text in values(run_ranks(subclasses, 2)):
+        assert total == [4.0, 4.0]
+        assert "got a DTensor" in text
+
+
+def numbers(job: Job) -> tuple[int, int, list[float]]:
+    """Sequence numbers before and after calls, and a tensor that one call lists twice."""
+    job.init()
+    group: Any = dist.group.WORLD
+    group._set_sequence_number_for_group()
+    before = group._get_sequence_number_for_group()
+    dist.barrier()
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
+    after = group._get_sequence_number_for_group()
+    tensor = torch.ones(2)
+    group.allreduce_coalesced([tensor, tensor]).wait()
+    return before, after, tensor.tolist()
+
+
+def test_the_sequence_number_counts_calls() -> None:
+    """torch's ``_get_sequence_number_for_group``, equal on all ranks."""
+    first, second = values(run_ranks(numbers, 2))
+    assert first == second
+    assert first[1] == first[0] + 2
+
+
+def test_a_tensor_listed_twice_is_reduced_once() -> None:
+    """As with Gloo, a coalesced all_reduce does not add up what it has added up before."""
+    assert [tensor for *_, tensor in values(run_ranks(numbers, 2))] == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("module", ["executor", "forms", "work", "operations", "process_group"])
+def test_dynamo_skips_every_function(module: str) -> None:
+    """The marks are on the code, so also on functions inside of others and on decorated ones."""
+    import importlib
+
+    from ray_fracbackend.ipc import dynamo
+
+    found = {code.co_name for code in dynamo._codes_of(importlib.import_module(f"ray_fracbackend.ipc.{module}"))}
+    expected = {
+        "executor": {"run", "_drain", "submit"},
+        "forms": {"takes", "decorate", "call"},
+        "work": {"wait", "get_future", "outcome", "<lambda>"},
+        "operations": {"allreduce", "gloo", "function"},
+        "process_group": {"_timeout_s", "shutdown"},
+    }
+    assert expected[module] <= found
