@@ -219,15 +219,16 @@ class LocalCollectives:
         def put(chunk: int, step: int) -> None:
             piece = source[chunk * per_chunk : (chunk + 1) * per_chunk]
             memory.slots(step, torch.uint8, 0, piece.shape[0])[self.rank].copy_(piece)
+            # Before the others' parts come: the input may be where one of them goes.
+            if targets is not None and not share_memory(source, targets[self.rank]):
+                targets[self.rank][chunk * per_chunk : (chunk + 1) * per_chunk].copy_(piece)
 
         def take(chunk: int, step: int) -> None:
             assert targets is not None
             for r, target in enumerate(targets):
-                piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
                 if r != self.rank:
+                    piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
                     piece.copy_(memory.slots(step, torch.uint8, 0, piece.shape[0])[r])
-                elif not share_memory(source, target):
-                    piece.copy_(source[chunk * per_chunk : (chunk + 1) * per_chunk])
 
         self.engine.run(Call(description, num_chunks, put, None if targets is None else take), timeout_s)
 

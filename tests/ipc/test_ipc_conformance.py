@@ -10,7 +10,8 @@ import itertools
 import ipc_reference as ref
 import pytest
 import torch
-from ipc_harness import run_ranks, values
+import torch.distributed as dist
+from ipc_harness import Job, run_ranks, values
 from ipc_table import SMALL_CHUNKS, Case, cases_of, pairwise, whole_table
 
 WORLD_SIZES = [1, 2, 3, 4, pytest.param(7, marks=pytest.mark.full)]
@@ -46,3 +47,37 @@ def test_pairs_of_the_table() -> None:
 
     assert pairs(kept) == pairs(cases)
     assert len(kept) * 5 < len(cases)
+
+
+def aliased(job: Job, numel: int) -> list[str]:
+    """Calls whose input lies inside the output, or is it; returns those whose result differs from a call on copies."""
+    job.init()
+    rank, size, wrong = job.rank, job.size, []
+    own = torch.arange(numel, dtype=torch.float32) + 1e6 * rank
+    gathered, exchanged, reduced = torch.empty(size * numel), torch.empty(numel), torch.empty(numel // size)
+    dist.all_gather_into_tensor(gathered, own)
+    dist.all_to_all_single(exchanged, own)
+    dist.reduce_scatter_tensor(reduced, own)
+    for shift in range(size):
+        parts = list(torch.zeros(size, numel))
+        parts[(rank + shift) % size].copy_(own)
+        dist.all_gather(parts, parts[(rank + shift) % size])
+        if not torch.equal(torch.cat(parts), gathered):
+            wrong.append(f"all_gather from part {shift} after its own")
+    both = own.clone()
+    dist.all_to_all_single(both, both)
+    if not torch.equal(both, exchanged):
+        wrong.append("all_to_all_single in place")
+    for shift in range(size):
+        parts = list(own.clone().view(size, -1))
+        dist.reduce_scatter(parts[(rank + shift) % size], parts)
+        if not torch.equal(parts[(rank + shift) % size], reduced):
+            wrong.append(f"reduce_scatter into part {shift} after its own")
+    return wrong
+
+
+@pytest.mark.parametrize("numel", [12, 120_000])
+@pytest.mark.parametrize("size", [2, 3])
+def test_input_and_output_may_share_memory(size: int, numel: int) -> None:
+    """Whichever part of one the other is, in one chunk and in many."""
+    assert values(run_ranks(aliased, size, numel, env=SMALL_CHUNKS)) == [[]] * size
