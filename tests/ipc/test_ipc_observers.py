@@ -39,6 +39,7 @@ def compiled_ddp(job: Job, backend: str) -> list[torch.Tensor]:
     return results
 
 
+@pytest.mark.full
 def test_a_compiled_ddp_model_ends_with_the_same_weights_as_on_gloo() -> None:
     """Dynamo leaves the backend's frames alone, which the reducer enters inside the compiled region."""
     on_ipc = values(run_ranks(compiled_ddp, 2, "ipc", limit_s=120))
