@@ -75,8 +75,8 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
         self._gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         for device in DEVICES:
             self._register_backend(torch.device(device), _GLOO_NAME, self._gloo)
-        self._set_default_backend(_GLOO_NAME)
         self.membership, self._local = join(store, rank, size, names)
+        self._set_default_backend(_GLOO_NAME)
         self._leaders = gloo_leaders(store, self.membership, timeout)
         self._collectives: Collectives = self._local
         if len(self.membership.places) > 1:

@@ -7,12 +7,14 @@ import os
 import socket
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from . import knobs
 from .arena import create_arena
 from .atomics import ordering_support
 from .liveness import start_time
+from .torch_compat import HAS_PYTHON_GROUPS
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = "/proc/self/ns/pid"
@@ -45,6 +47,8 @@ def host_memory_support() -> str | None:
         return reason
     if not dist.is_available() or not dist.is_gloo_available():
         return "this torch was built without torch.distributed or without Gloo, which the ipc backend falls back to"
+    if not HAS_PYTHON_GROUPS:
+        return f"torch {torch.__version__} cannot hold process groups that are made in Python; the ipc backend needs torch 2.6"
     if not hasattr(os, "memfd_create"):
         return "this Python was built without os.memfd_create"
     try:

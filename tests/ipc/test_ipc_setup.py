@@ -296,6 +296,13 @@ def test_no_leader_is_through_before_all_are_connected() -> None:
     assert values(run_ranks(late_leader, 2, limit_s=120)) == [True, True]
 
 
+def test_a_torch_that_cannot_hold_python_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.6 a wait for what functional collectives started would never end, so the backend is refused."""
+    assert support.HAS_PYTHON_GROUPS
+    monkeypatch.setattr(support, "HAS_PYTHON_GROUPS", False)
+    assert "the ipc backend needs torch 2.6" in str(host_memory_support())
+
+
 def pairs(job: Job) -> list[str]:
     """What rank 0 logs of groups by name and by pair."""
     job.init()
