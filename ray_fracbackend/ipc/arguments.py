@@ -86,20 +86,25 @@ def check_one_type(operation: str, tensors: Sequence[torch.Tensor]) -> None:
         raise ValueError(f"{operation} got tensors of {' and '.join(map(str, types))}; all must have one element type.")
 
 
-def check_class(tensor: torch.Tensor) -> None:
-    """Check that a tensor is its own data, and not a wrapper that would see each copy of a collective, such as a DTensor.
-
-    Raises:
-        TypeError: It is.
-    """
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor wraps others, and would see each copy of a collective: a DTensor, for one."""
     kind = type(tensor)
     dispatch = getattr(kind, "__torch_dispatch__", no_torch_dispatch)
     # Functional collectives return the second: it waits and unwraps itself, whatever is done with it.
-    if dispatch is no_torch_dispatch or kind.__name__ in ("FakeTensor", "AsyncCollectiveTensor"):
-        return
-    raise TypeError(
-        f"A collective got a {kind.__name__}, which wraps other tensors; pass what it wraps, such as .to_local() of a DTensor."
-    )
+    return dispatch is not no_torch_dispatch and kind.__name__ not in ("FakeTensor", "AsyncCollectiveTensor")
+
+
+def check_class(tensor: torch.Tensor) -> None:
+    """Check that a tensor is its own data.
+
+    Raises:
+        TypeError: It wraps others.
+    """
+    if is_wrapper(tensor):
+        raise TypeError(
+            f"A collective got a {type(tensor).__name__}, which wraps other tensors; pass what it wraps, such as .to_local() of a "
+            "DTensor."
+        )
 
 
 def check_writable(description: bytes, tensors: Sequence[torch.Tensor]) -> None:

@@ -7,20 +7,38 @@ before the worker got to it, the caller runs it, which saves the change of threa
 Callbacks of futures run outside of the turn, and while a worker is in one, another worker serves the queue: a callback
 may launch a call of the same group and wait for it.
 
+Python ends its daemon threads in the middle of what they do, and torch's C++ ends the process with SIGABRT if that is one of its
+operations. So the interpreter's exit waits a moment for calls that nobody waited for.
+
 A forked child has the parent's group in its memory, and its shared memory too: a call there would pass for one of the
 parent's. So the calls of an executor are its process's own.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 from .errors import GroupClosedError
+
+# How long the interpreter's exit waits for calls in progress; those that wait for a peer may go on much longer.
+_EXIT_S = 1.0
+
+_executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+@atexit.register
+def _settle() -> None:
+    deadline = time.monotonic() + _EXIT_S
+    waited_for = [executor for executor in _executors if executor.is_own()]
+    while time.monotonic() < deadline and not all(executor.is_settled() for executor in waited_for):
+        time.sleep(0.001)
 
 
 class Task:
@@ -100,6 +118,7 @@ class Executor:
         self._num_idle = 0
         self._closed = False
         self._pid = os.getpid()
+        _executors.add(self)
 
     def is_own(self) -> bool:
         """Whether this is the process that made the group, and not one forked from it."""
@@ -216,6 +235,11 @@ class Executor:
                     return
                 self._num_idle += 1
             self._wakeups.acquire()
+
+    def is_settled(self) -> bool:
+        """Whether no thread of the executor does anything."""
+        with self._lock:
+            return not self._queue and self._num_idle == sum(thread.is_alive() for thread in self._threads)
 
     def close(self, timeout_s: float) -> bool:
         """Take no more calls; wait up to `timeout_s` seconds for those queued. Returns whether all are over."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .arguments import check_class, check_writable, timeout_of, wants_async
+from .arguments import check_class, check_writable, is_wrapper, timeout_of, wants_async
 from .description import description_text, operation_of, through_gloo
 from .device_setup import Collectives
 from .errors import CollectiveMismatchError, IpcError
@@ -19,6 +19,7 @@ from .observers import PLAIN, hidden, is_without_data, recorded
 from .process_group import ProcessGroupBase
 from .reductions import Reduction, can_reduce, supported_ops
 from .streams import DeviceCall
+from .torch_compat import profiler_enabled
 from .work import CompletedDeviceWork, CompletedWork, PendingDeviceWork, PendingWork
 
 Tensors = Sequence[torch.Tensor]
@@ -28,9 +29,11 @@ NOWHERE = torch.device("meta")
 
 
 def in_host_memory(*tensors: torch.Tensor) -> bool:
-    """Whether shared host memory can carry these tensors: on the CPU, dense, not quantized."""
+    """Whether shared host memory can carry these tensors: on the CPU, dense, not quantized, and of no odd class."""
     for tensor in tensors:
-        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized or is_without_data(tensor):
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
+            return False
+        if type(tensor) not in PLAIN and (is_without_data(tensor) or is_wrapper(tensor)):
             return False
     return True
 
@@ -55,11 +58,10 @@ class LaunchingGroup(ProcessGroupBase):
             TypeError: One is a wrapper of other tensors.
             ValueError: Some have no data, and others have.
         """
-        for tensor in tensors:
-            if type(tensor) not in PLAIN:
-                check_class(tensor)
         if in_host_memory(*tensors):
             return HOST
+        for tensor in tensors:
+            check_class(tensor)
         if any(map(is_without_data, tensors)):
             if not all(map(is_without_data, tensors)):
                 raise ValueError(
@@ -136,7 +138,7 @@ class LaunchingGroup(ProcessGroupBase):
         self._num_calls += 1
         if self._num_calls == 1:
             self._warn_of_pair()
-        return recorded(operation_of(description), tensors, function)
+        return recorded(operation_of(description), tensors, function) if profiler_enabled() else function
 
     def _run_gloo(self, start: Callable[[], Any], description: bytes, timeout_s: float) -> None:
         self._collectives.barrier(description, timeout_s)

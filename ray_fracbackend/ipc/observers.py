@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .torch_compat import dispatch_modes, end_record, no_dispatch_modes, profiler_enabled, start_record
+from .torch_compat import dispatch_modes, end_record, no_dispatch_modes, start_record
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -16,8 +16,6 @@ def is_without_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a shape alone: on the meta device, or of a FakeTensorMode."""
     if tensor.is_meta:
         return True
-    if type(tensor) in PLAIN:
-        return False
     fake = sys.modules.get("torch._subclasses.fake_tensor")  # no such tensor without it
     return fake is not None and isinstance(tensor, fake.FakeTensor)
 
@@ -40,15 +38,13 @@ def hidden(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def recorded(operation: str, tensors: Sequence[torch.Tensor], function: Callable[[], None]) -> Callable[[], None]:
-    """A call with a record in the profile, if one is being taken.
+    """A call with a record in the profile that is being taken.
 
     Args:
         operation: Part of the record's name.
         tensors: Their shapes are in the record.
         function: Does the work. The record begins now and ends with it, in whichever thread that is.
     """
-    if not profiler_enabled():
-        return function
     record = start_record(f"ipc:{operation}", *tensors)
 
     def until_end() -> None:

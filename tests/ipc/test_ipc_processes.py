@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,30 @@ if pid := os.fork():
 def test_a_forked_child_ends() -> None:
     """A child that comes to the end of its script does not wait for threads that only the parent has."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+
+
+EXIT_SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+import ray_fracbackend.ipc
+
+rank = int(sys.argv[1])
+dist.init_process_group("ipc", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+tensor = torch.ones(1 << 20)
+dist.all_reduce(tensor)
+for _ in range(3):
+    work = dist.all_reduce(tensor, async_op=True)
+if rank == 0 and sys.argv[3] == "alone":
+    dist.all_reduce(tensor, async_op=True)
+"""
+
+
+@pytest.mark.parametrize("last", ["together", "alone"])
+def test_a_process_may_end_in_the_middle_of_a_call(last: str, tmp_path: Path) -> None:
+    """Calls that nobody waited for, also one that no peer joins, do not turn the end of a script into SIGABRT."""
+    command = [sys.executable, "-c", EXIT_SCRIPT]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), last]) for rank in (0, 1)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
 
 
 def test_a_store_can_be_used_again() -> None:
