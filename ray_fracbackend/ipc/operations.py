@@ -1,4 +1,4 @@
-"""Every collective of the ``ipc`` process group, under all names that torch 2.6 to 2.15 call. Imports torch.
+"""Every collective of the ``ipc`` process group, under all names that torch 2.7 to 2.15 call. Imports torch.
 
 Each method follows the one of `torch.distributed` of the same name. Dense CPU tensors go through shared host memory,
 those on the group's CUDA device through device memory, all others through the inner Gloo group. With ``asyncOp`` the call

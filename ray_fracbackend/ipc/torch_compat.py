@@ -1,6 +1,6 @@
 """The names of torch.distributed that are private, or typed differently from release to release.
 
-Runs in every rank; imports torch. Checked on torch 2.13; the names are those of 2.6 to 2.15 as far as the published
+Runs in every rank; imports torch. Checked on torch 2.13; the names are those of 2.7 to 2.15 as far as the published
 sources show. Types are given up here, once, instead of in every module.
 """
 
@@ -22,7 +22,7 @@ c10d: Any = _distributed_c10d
 Backend: Any = dist.Backend
 ProcessGroup: Any = dist.ProcessGroup
 # Before that, torch's C++ drops the Python part of a group's Work when Python does, and then waits for ever.
-HAS_PYTHON_GROUPS = hasattr(ProcessGroup, "_set_default_backend")
+HAS_PYTHON_GROUPS: bool = torch.__version__ >= "2.7"
 # None where torch was built without Gloo (Windows on ARM, some custom builds).
 ProcessGroupGloo: Any = getattr(dist, "ProcessGroupGloo", None)
 # None where torch was built without NCCL.

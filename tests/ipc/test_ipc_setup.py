@@ -297,10 +297,10 @@ def test_no_leader_is_through_before_all_are_connected() -> None:
 
 
 def test_a_torch_that_cannot_hold_python_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.6 a wait for what functional collectives started would never end, so the backend is refused."""
+    """Before torch 2.7 a wait for what functional collectives started would never end, so the backend is refused."""
     assert support.HAS_PYTHON_GROUPS
     monkeypatch.setattr(support, "HAS_PYTHON_GROUPS", False)
-    assert "the ipc backend needs torch 2.6" in str(host_memory_support())
+    assert "the ipc backend needs torch 2.7" in str(host_memory_support())
 
 
 def pairs(job: Job) -> list[str]:
