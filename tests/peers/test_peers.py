@@ -1,0 +1,202 @@
+"""What torch's own tests and Ray's find of Gloo and TorchConfig, they find of ours; and the runner itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.peers import differences, runner
+from tests.peers.runner import HERE, Run, Suite, run, worse
+from tests.peers.suites import ALL, WHEEL
+
+# Of DistributedTest: those that reach most of the backend.
+TEN = (
+    "test_DistributedDataParallelCPU_grad_is_view",
+    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
+    "test_all_gather_coalesced_with_empty",
+    "test_all_gather_object_subgroup",
+    "test_all_reduce_coalesced_sum",
+    "test_barrier_timeout_full_group",
+    "test_batch_isend_irecv_gloo",
+    "test_reduce_full_group_product",
+    "test_scatter_object_list",
+    "test_static_graph_api_cpu",
+)
+
+
+def test_ten_of_torchs_tests_pass() -> None:
+    """DDP, objects, collectives in several forms and point to point, as torch tests Gloo."""
+    names = [f"TestDistBackendWithSpawn::{name}" for name in TEN]
+    file = WHEEL[0].path()
+    done = run(WHEEL[0], "ipc", tests=[f"{file}::{name}" for name in names])
+    assert done.outcomes == dict.fromkeys(names, "passed"), done.output
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)  # each of its tests has a limit
+@pytest.mark.parametrize("suite", ALL, ids=[suite.name for suite in ALL])
+def test_what_passes_on_stock_passes_on_ours(suite: Suite) -> None:
+    """Every test of the suite, on each side; a difference needs a line in differences.py, and a line a difference."""
+    if suite.missing():
+        pytest.skip(suite.missing())
+    stock, *others = suite.sides
+    runs = {side: run(suite, side) for side in suite.sides}
+    if not runs[stock].passed():
+        assert set(runs[stock].outcomes.values()) == {"skipped"}, runs[stock].output
+        pytest.skip("the suite itself skips all of its tests here; most such need GPUs")
+    for side in others:
+        found = worse(runs[stock], runs[side])
+        unknown = {test: outcome for test, outcome in found.items() if differences.reason(suite.name, test) is None}
+        assert unknown == {}, runs[side].output
+
+
+def test_a_test_that_differs_is_found(tmp_path: Path) -> None:
+    """One that fails, is skipped, breaks off or is not there on our side, and passes on stock's."""
+    stock = Run(dict.fromkeys(["A::a", "A::b", "A::c", "A::d"], "passed") | {"A::e": "failed: x"}, 1.0, "")
+    ours = Run({"A::a": "passed", "A::b": "failed: y", "A::c": "skipped", "A::e": "failed: x"}, 1.0, "")
+    assert worse(stock, ours) == {"A::b": "failed: y", "A::c": "skipped", "A::d": "did not run"}
+
+
+SOURCE = """
+import os, unittest
+class Test(unittest.TestCase):
+    def test_good(self): pass
+    def test_bad(self): self.assertEqual(1, 2)
+    @unittest.skip("why")
+    def test_left_out(self): pass
+    def test_side(self): assert os.environ["SIDE"] == "ours"
+"""
+
+
+def test_outcomes_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner reads what passed, failed and was skipped, with the side's variables set."""
+    (tmp_path / "test_it.py").write_text(SOURCE)
+    monkeypatch.setenv("SOME_CHECKOUT", str(tmp_path))
+    suite = Suite("it", "torch", ("gone.py", "test_it.py"), "SOME_CHECKOUT", {"ours": {"SIDE": "ours"}})
+    outcomes = run(suite, "ours").outcomes
+    assert outcomes.pop("Test::test_bad").startswith("failed: ")
+    assert outcomes == {"Test::test_good": "passed", "Test::test_left_out": "skipped", "Test::test_side": "passed"}
+
+
+LEAVING = """
+import multiprocessing, os, time
+
+def test_it():
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    process.start()
+    with open(os.environ["PID_FILE"], "w") as file:
+        file.write(str(process.pid))
+"""
+
+
+def test_processes_that_a_suite_leaves_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest would wait for them; what the tests have shown by then counts."""
+    (tmp_path / "test_it.py").write_text(LEAVING)
+    monkeypatch.setenv("SOME_CHECKOUT", str(tmp_path))
+    monkeypatch.setattr(runner, "_END_S", 1)
+    suite = Suite("it", "torch", "test_it.py", "SOME_CHECKOUT", {"ours": {"PID_FILE": str(tmp_path / "pid")}})
+    assert run(suite, "ours").outcomes == {"test_it::test_it": "passed"}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        left = psutil.Process(int((tmp_path / "pid").read_text()))
+        assert left.status() == psutil.STATUS_ZOMBIE or left.wait(10) is None
+
+
+def test_a_suite_that_is_not_here_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The variable to set, or the file that the checkout lacks."""
+    suite = Suite("it", "torch", "test/gone.py", "TORCH_CHECKOUT", {})
+    monkeypatch.delenv("TORCH_CHECKOUT", raising=False)
+    assert "set TORCH_CHECKOUT to a checkout of PyTorch" in suite.missing()
+    monkeypatch.setenv("TORCH_CHECKOUT", str(tmp_path))
+    assert "has no test/gone.py" in suite.missing()
+
+
+def test_a_suite_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two sides without a test would be equal."""
+    (tmp_path / "test_it.py").write_text("import nowhere")
+    monkeypatch.setenv("SOME_CHECKOUT", str(tmp_path))
+    with pytest.raises(RuntimeError, match="No module named 'nowhere'"):
+        run(Suite("it", "torch", "test_it.py", "SOME_CHECKOUT", {"ours": {}}), "ours")
+
+
+def test_a_side_that_cannot_be_made_is_an_error() -> None:
+    """A process that would go on without our part would compare stock with stock."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE / "site"), "PEERS_RAY": "ours"}
+    environment.pop("RAY_CHECKOUT", None)
+    done = subprocess.run([sys.executable, "-c", "print('went on')"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+OF_RAY = """
+import os
+import pytest
+from ray.train.v2.tests.util import here
+import ray.train.torch
+from ray.train import ScalingConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+def seen(config):
+    return f"{type(config).__name__} {config.backend}"
+
+def test_configs():
+    assert here
+    trainers = [
+        ray.train.torch.TorchTrainer(print),
+        ray.train.torch.TorchTrainer(print, torch_config=ray.train.torch.TorchConfig()),
+        DataParallelTrainer(print),
+    ]
+    assert ", ".join(seen(trainer.backend_config) for trainer in trainers) == os.environ["SEEN"]
+    named = ray.train.torch.TorchTrainer(print, torch_config=ray.train.torch.TorchConfig(backend="gloo"))
+    assert seen(named.backend_config) == os.environ["NAMED"]
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("side", "seen", "named"),
+    [
+        ("TorchConfig", "TorchConfig gloo, TorchConfig gloo, TorchConfig None", "TorchConfig gloo"),
+        ("FracTorchConfig", ", ".join(["FracTorchConfig auto"] * 3), "FracTorchConfig gloo"),
+        ("FracTorchConfig ipc", ", ".join(["FracTorchConfig ipc"] * 3), "FracTorchConfig gloo"),
+    ],
+)
+def test_configs_of_a_suite_of_rays(
+    side: str, seen: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests come from the checkout, and each trainer has the side's config, also one that names none."""
+    tests = tmp_path / "python" / "ray" / "train" / "v2" / "tests"
+    tests.mkdir(parents=True)
+    (tests / "util.py").write_text("here = True")
+    (tests / "test_it.py").write_text(OF_RAY)
+    monkeypatch.setenv("RAY_CHECKOUT", str(tmp_path))
+    env = {"PEERS_RAY": side, "SEEN": seen, "NAMED": named, "RAY_TRAIN_V2_ENABLED": "1"}
+    done = run(Suite("it", "Ray", "python/ray/train/v2/tests/test_it.py", "RAY_CHECKOUT", {side: env}), side)
+    assert list(done.outcomes.values()) == ["passed"], done.output
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('new_group(backend="gloo")', 'new_group(backend="ipc")'),
+        ("init_pg('gloo')", "init_pg('ipc')"),
+        ('"cpu:gloo,cuda:nccl"', '"cpu:ipc,cuda:nccl"'),
+        ("    x = dist.Backend.GLOO", "    x = dist.Backend.IPC"),
+        ("    dist.Backend.GLOO,", "    dist.Backend.GLOO,"),
+        ('"cpu:gloo,cuda:gloo"', '"cpu:ipc,cuda:ipc"'),
+        ("c10d.ProcessGroupGloo(store, 0, 2)", '__import__("replaced_gloo").group(store, 0, 2)'),
+        ("class ProcessGroupGlooTest(Base):", "class ProcessGroupGlooTest(Base):"),
+    ],
+)
+def test_gloo_is_read_as_ipc(source: str, expected: str) -> None:
+    """Where a test names the backend, and not in words, names of classes or lists of what a profile shows."""
+    script = "import sys, torch_tests; sys.stdout.write(torch_tests.on_ipc(sys.stdin.read().encode()).decode())"
+    environment = {**os.environ, "PYTHONPATH": str(HERE / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], input=source, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == expected
