@@ -194,7 +194,13 @@ class LaunchingGroup(ProcessGroupBase):
         return CompletedDeviceWork(results, stream)
 
     def _all_of(self, works: list[Any], opts: Any, results: list[torch.Tensor]) -> Any:
-        """One Work for calls already launched: the queue is in order, so an empty last entry is enough."""
+        """One Work for calls already launched: the queue is in order, so an empty last entry is enough.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if not works:
+            raise ValueError("A coalesced collective got no tensors; pass at least one.")
 
         def first_error() -> None:
             for work in works:

@@ -218,6 +218,8 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
         "invalid root tensor: 1",
         lambda pg: pg.broadcast([empty()], with_options("Broadcast", rootTensor=1)),
     ),
+    "none to reduce": (ValueError, "got no tensors", lambda pg: pg.allreduce_coalesced([])),
+    "none to gather": (ValueError, "got no tensors", lambda pg: pg.allgather_coalesced([[], []], [])),
     "no tensor": (TypeError, "needs tensors or tensor", lambda pg: pg.allreduce()),
     "unknown name": (TypeError, "allreduce.* got root; ", lambda pg: pg.allreduce(empty(), root=0)),
     "too many": (TypeError, "got 3 arguments after the tensors", lambda pg: pg.allreduce(empty(), MAX, LIMIT, 0)),
