@@ -16,7 +16,7 @@ from typing import Any
 from common import RESULTS, newest
 
 ROOT = RESULTS.parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "ipc.md", ROOT / "docs" / "faults.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "ipc.md", ROOT / "docs" / "compatibility.md", ROOT / "docs" / "faults.md")
 _MARKED = re.compile(r"(<!-- numbers: ([\w ]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 _LONGEST = 200
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
@@ -192,6 +192,47 @@ def faults_text() -> str:
     return table(["phase", "fault", "ours", "stock"], rows)
 
 
+def peers_setting() -> str:
+    """Where others' suites ran."""
+    name, result = newest_result("peers")
+    where = result["environment"]
+    return f"`benchmarks/results/{name}`: {where['num_cpus']} cores of {where['cpu']}, torch {where['torch']}, Ray {where['ray']}"
+
+
+def peers(of: str) -> str:
+    """How many tests of others pass on each side of a suite, and how long it takes."""
+    # A suite of which nothing passes on stock's side needs what is not here, such as GPUs.
+    found = [
+        row
+        for row in newest_result("peers")[1]["rows"]
+        if row["of"] == of and next(iter(row["sides"].values()))["passed"]
+    ]
+    columns = list(dict.fromkeys(side for row in found for side in row["sides"]))
+    rows = []
+    for row in found:
+        sides = [row["sides"].get(side) for side in columns]
+        differ = sorted({each["test"] for side in sides if side for each in side["differences"]})
+        passed = [str(side["passed"]) if side else "-" for side in sides]
+        seconds = [f"{side['seconds']:.0f} s" if side else "-" for side in sides]
+        rows.append([row["suite"], *passed, str(len(differ)), *seconds])
+    head = [*(f"{side} passes" for side in columns), "only stock", *(f"{side} takes" for side in columns)]
+    return table(["suite", *head], rows)
+
+
+def peers_differences(of: str) -> str:
+    """Tests that pass on stock alone, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for row in newest_result("peers")[1]["rows"]:
+        for side in row["sides"].values() if row["of"] == of else ():
+            for each in side["differences"]:
+                name = each["test"].rpartition("::")[2]
+                known = by_reason.setdefault(str(each["reason"]), [])
+                if name not in known:
+                    known.append(name)
+    rows = [[", ".join(f"`{name}`" for name in sorted(names)), reason] for reason, names in by_reason.items()]
+    return table(["tests that pass on stock alone", "why"], rows) if rows else " No test passes on stock alone. "
+
+
 def first_line(text: str) -> str:
     """For a cell of a table, and cut where it is very long."""
     line = text.splitlines()[0].replace("|", "\\|")
@@ -210,6 +251,11 @@ TEXTS: dict[str, Callable[[], str]] = {
     "faults setting": faults_setting,
     "faults": faults,
     "faults text": faults_text,
+    "peers setting": peers_setting,
+    "peers torch": lambda: peers("torch"),
+    "peers torch differences": lambda: peers_differences("torch"),
+    "peers Ray": lambda: peers("Ray"),
+    "peers Ray differences": lambda: peers_differences("Ray"),
 }
 
 

@@ -90,7 +90,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor wraps others, and would see each copy of a collective: a DTensor, for one."""
     kind = type(tensor)
     dispatch = getattr(kind, "__torch_dispatch__", no_torch_dispatch)
-    # Functional collectives return the second: it waits and unwraps itself, whatever is done with it.
+    # AsyncCollectiveTensor, from functional collectives, waits and unwraps itself, whatever is done with it.
     return dispatch is not no_torch_dispatch and kind.__name__ not in ("FakeTensor", "AsyncCollectiveTensor")
 
 

@@ -23,8 +23,8 @@ def is_without_data(tensor: torch.Tensor) -> bool:
 def hidden(function: Callable[[], None]) -> Callable[[], None]:
     """A call of which dispatch modes, such as FakeTensorMode or FlopCounterMode, do not see what it does.
 
-    To them it is one operation, and not the copies and additions that it is made of. Whoever waits may run it, so the modes are
-    those of the thread that does.
+    To them it is one operation, and not the copies and additions that it is made of. A thread that waits for the call may run it, so
+    the modes are those of the thread that does.
     """
 
     def without_modes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -27,8 +28,13 @@ def plan(*arguments):
 
 def nothing_is_left():
     groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    processes = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    return not groups and not [p for p in processes if "_ProbeWorker" in " ".join(p.cmdline())]
+    return not groups and not any(map(is_probe_worker, psutil.Process().children(recursive=True)))
+
+
+def is_probe_worker(process):
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile
+        return process.status() != psutil.STATUS_ZOMBIE and "_ProbeWorker" in " ".join(process.cmdline())
+    return False
 
 
 def test_plan(cluster):
