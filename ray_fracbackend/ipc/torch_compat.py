@@ -46,7 +46,7 @@ end_record: Any = _autograd._record_function_with_args_exit
 def never_trace(code: CodeType) -> None:
     """Mark a function's code so that ``torch.compile`` leaves its frames alone, and where this torch can also those below."""
     frames: Any = torch._C._dynamo.eval_frame
-    if hasattr(frames, "skip_code"):  # until torch 2.6
+    if hasattr(frames, "skip_code"):  # older torch
         frames.skip_code(code)
     else:
         skip = frames._FrameAction.SKIP

@@ -42,7 +42,7 @@ def test_ten_of_torchs_tests_pass() -> None:
 @pytest.mark.timeout(0)  # each of its tests has a limit
 @pytest.mark.parametrize("suite", ALL, ids=[suite.name for suite in ALL])
 def test_what_passes_on_stock_passes_on_ours(suite: Suite) -> None:
-    """Every test of the suite, on each side; a difference needs a line in differences.py, and a line a difference."""
+    """Every test of the suite, on each side; a difference needs a line in differences.py."""
     if suite.missing():
         pytest.skip(suite.missing())
     stock, *others = suite.sides
