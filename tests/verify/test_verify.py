@@ -142,10 +142,16 @@ def missing_rank(rank, world_size, port, how):
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3600)
+    store = dist.distributed_c10d._get_default_store()
     try:
         verify_process_group(timeout_s=2)
     except VerificationError as error:
         return str(error), error.ranks
+    finally:
+        if rank == 2:
+            store.set("has reported", "")
+        else:  # rank 0 hosts the store where the other looks who is missing
+            store.wait(["has reported"], timedelta(seconds=10))
     return None
 
 
