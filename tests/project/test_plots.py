@@ -34,6 +34,7 @@ def made_up_scale(environment):
     return {"date": "2999-12-31", "environment": environment, "simulated": simulated, "real": real}
 
 
+@pytest.mark.full
 def test_every_kind_is_drawn(tmp_path):
     """One picture a kind of result, from the newest one, with its date and hardware; other JSON files are left alone."""
     pytest.importorskip("matplotlib", reason="the plots need matplotlib (extra bench)")

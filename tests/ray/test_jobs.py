@@ -24,7 +24,7 @@ from ray_fracbackend.ray_compat import v2_enabled
 from tests.ray.checkpoint_script import share_like_windows
 from tests.ray.conftest import HALF_GPU, wait_until
 
-pytestmark = [pytest.mark.full(but="V1"), pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 
 _MEET_S = 200.0
 _NUM_ROWS = 12
