@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from .description import description_text
+from .observers import PLAIN
 from .torch_compat import no_torch_dispatch
 
 
@@ -118,6 +120,23 @@ def check_writable(description: bytes, tensors: Sequence[torch.Tensor]) -> None:
             raise ValueError(
                 f"{description_text(description)} would write to a tensor whose elements share memory (strides "
                 f"{tensor.stride()}); pass a tensor with memory of its own, such as .contiguous() gives."
+            )
+
+
+def check_disjoint(operation: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Check tensors that are reduced one after the other.
+
+    Raises:
+        ValueError: Two of them, both contiguous, share memory, which would be reduced twice.
+    """
+    plain = [
+        t for t in tensors if type(t) in PLAIN and t.layout is torch.strided and t.is_contiguous() and not t.is_meta
+    ]
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, id(t)) for t in plain)
+    for (_, end, first), (start, _, second) in pairwise(spans):
+        if start < end and first != second:
+            raise ValueError(
+                f"{operation} got two tensors that share memory, which would be reduced twice; pass each part of memory once."
             )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from .engine import Call, ChunkFunction, Engine
 from .reductions import Reduction
-from .staging import as_bytes, share_memory
+from .staging import as_bytes, overlaps_shifted, share_memory
 
 _LINE_BYTES = 64
 # Local rank that folds alone. Its folded memory holds a whole chunk.
@@ -215,6 +215,8 @@ class LocalCollectives:
         source, memory = as_bytes(tensor), self._memory
         per_chunk, num_chunks = self._chunking(source.numel(), 1)
         targets = None if outputs is None else [as_bytes(output) for output in outputs]
+        if targets is not None and overlaps_shifted(source, targets):
+            source = source.clone()
 
         def put(chunk: int, step: int) -> None:
             piece = source[chunk * per_chunk : (chunk + 1) * per_chunk]
@@ -244,6 +246,7 @@ class LocalCollectives:
         """Reduce ``inputs[r]`` of all ranks into rank r's `output`; sizes are equal."""
         dtype, memory = output.dtype, self._memory
         per_chunk, num_chunks = self._chunking(output.numel(), output.itemsize, self.num_ranks)
+        result = torch.empty_like(output) if overlaps_shifted(output, inputs) else output
 
         def put(chunk: int, step: int) -> None:
             for r, tensor in enumerate(inputs):
@@ -252,11 +255,13 @@ class LocalCollectives:
                 put_scaled(memory.slots(step, dtype, start, start + piece.shape[0])[self.rank], piece, factor)
 
         def take(chunk: int, step: int) -> None:
-            piece = output[chunk * per_chunk : (chunk + 1) * per_chunk]
+            piece = result[chunk * per_chunk : (chunk + 1) * per_chunk]
             start = self.rank * per_chunk
             reduction.reduce(piece, memory.slots(step, dtype, start, start + piece.shape[0]))
 
         self.engine.run(Call(description, num_chunks, put, take), timeout_s)
+        if result is not output:
+            output.copy_(result)
 
     def exchange(
         self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, description: bytes, timeout_s: float
@@ -273,6 +278,12 @@ class LocalCollectives:
         memory = self._memory
         sources = [None if tensor is None else as_bytes(tensor) for tensor in inputs]
         targets = [None if tensor is None else as_bytes(tensor) for tensor in outputs]
+        received = [target for target in targets if target is not None]
+        if any(source is not None and overlaps_shifted(source, received) for source in sources):
+            sources = [None if source is None else source.clone() for source in sources]
+        own, own_target = sources[self.rank], targets[self.rank]
+        if own is not None and own_target is not None and share_memory(own, own_target):
+            own = None
         per_chunk, num_chunks = self._chunking(max_bytes, 1, self.num_ranks)
 
         def put(chunk: int, step: int) -> None:
@@ -281,17 +292,18 @@ class LocalCollectives:
                     piece = source[chunk * per_chunk : (chunk + 1) * per_chunk]
                     start = r * per_chunk
                     memory.slots(step, torch.uint8, start, start + piece.shape[0])[self.rank].copy_(piece)
+            # After the other inputs, one of which may be where this goes, and before the others' parts come.
+            if own is not None and own_target is not None:
+                own_target[chunk * per_chunk : (chunk + 1) * per_chunk].copy_(
+                    own[chunk * per_chunk : (chunk + 1) * per_chunk]
+                )
 
         def take(chunk: int, step: int) -> None:
             start = self.rank * per_chunk
             for r, target in enumerate(targets):
-                if target is None:
-                    continue
-                piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
-                if r != self.rank:
+                if target is not None and r != self.rank:
+                    piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
                     piece.copy_(memory.slots(step, torch.uint8, start, start + piece.shape[0])[r])
-                elif (own := sources[r]) is not None and not share_memory(own, target):
-                    piece.copy_(own[chunk * per_chunk : (chunk + 1) * per_chunk])
 
         self.engine.run(Call(description, num_chunks, put, take), timeout_s)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .arguments import check_same, equal_parts, lists, root_of, single, timeout_of
+from .arguments import check_disjoint, check_same, equal_parts, lists, root_of, single, timeout_of
 from .description import describe_call
 from .device_setup import Collectives
 from .forms import takes
@@ -53,6 +53,7 @@ class IpcProcessGroup(MovingGroup):
     @takes("AllreduceCoalescedOptions", "tensors")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
         """All-reduce several tensors, one after the other."""
+        check_disjoint("all_reduce_coalesced", tensors)
         opts, seen = _of_one(opts), set()
         parts = []
         for tensor in tensors:

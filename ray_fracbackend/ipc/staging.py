@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -45,6 +47,20 @@ class Output:
         """Copy the flat memory into the caller's tensor, unless they are the same."""
         if not self._direct:
             self._tensor.copy_(self.flat.view(self._tensor.shape))
+
+
+def overlaps_shifted(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    """Whether a 1-D contiguous tensor shares memory with one of `others`, and not from their first bytes on.
+
+    A collective reads a chunk of its inputs before it writes that chunk of its outputs, so an input may begin where an output does.
+    """
+    start = tensor.data_ptr()
+    end = start + tensor.nbytes
+    for other in others:
+        first = other.data_ptr()
+        if first != start and first < end and start < first + other.nbytes:
+            return True
+    return False
 
 
 def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:

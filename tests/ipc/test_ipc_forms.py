@@ -220,6 +220,11 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     ),
     "none to reduce": (ValueError, "got no tensors", lambda pg: pg.allreduce_coalesced([])),
     "none to gather": (ValueError, "got no tensors", lambda pg: pg.allgather_coalesced([[], []], [])),
+    "reduced twice": (
+        ValueError,
+        "all_reduce_coalesced got two tensors that share memory",
+        lambda pg: [pg.allreduce_coalesced([tensor[:3], tensor[2:]]) for tensor in (empty(4),)],
+    ),
     "no tensor": (TypeError, "needs tensors or tensor", lambda pg: pg.allreduce()),
     "unknown name": (TypeError, "allreduce.* got root; ", lambda pg: pg.allreduce(empty(), root=0)),
     "too many": (TypeError, "got 3 arguments after the tensors", lambda pg: pg.allreduce(empty(), MAX, LIMIT, 0)),
