@@ -25,27 +25,23 @@ def _of_torch(*files: str, select: tuple[str, ...] = ()) -> Suite:
 
 # Inside the wheel of torch.
 WHEEL = tuple(_distributed(ranks) for ranks in (2, 3, 4))
-# In torch's repository alone.
+# In torch's repository alone. Left out: what needs GPUs (DDP's hooks, NCCL's own) or use torch's group of threads (FSDP2's).
 TORCH = (
     _of_torch("test_c10d_gloo.py"),
     _of_torch("test_c10d_common.py"),
-    _of_torch("test_c10d_functional_native.py"),
-    # What Inductor compiles takes minutes.
-    _of_torch("test_functional_api.py", select=("-k", "not inductor")),
+    # The others use torch's group of threads, which reaches no backend and now and then hangs. What Inductor compiles takes minutes.
+    _of_torch("test_functional_api.py", select=("-k", "(WithNCCL or WorldSize4) and not inductor")),
     _of_torch("test_c10d_object_collectives.py"),
     _of_torch("test_c10d_spawn_gloo.py"),
     _of_torch("test_device_mesh.py"),
     _of_torch("algorithms/test_join.py"),
-    _of_torch("algorithms/ddp_comm_hooks/test_ddp_hooks.py"),
     _of_torch("optim/test_zero_redundancy_optimizer.py"),
     _of_torch("tensor/test_redistribute.py", "_tensor/test_redistribute.py"),
     _of_torch("tensor/test_tensor_ops.py", "_tensor/test_tensor_ops.py"),
     _of_torch("_composable/test_replicate.py"),
-    _of_torch("_composable/fsdp/test_fully_shard_init.py"),
     _of_torch("checkpoint/test_file_system_checkpoint_cpu.py"),
     _of_torch("checkpoint/test_utils.py"),
     _of_torch("checkpoint/e2e/test_e2e_save_and_load.py"),
-    _of_torch("pipelining/test_schedule.py"),
 )
 
 
@@ -55,6 +51,8 @@ def _of_ray(engine: str, file: str, select: str, sides: tuple[str, ...] = _CONFI
         "RES_OPTIONS": "timeout:1",
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # One process less for each run.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_V2_ENABLED": str(int(v2)),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
