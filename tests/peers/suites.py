@@ -24,12 +24,16 @@ def _of_torch(*files: str, select: tuple[str, ...] = ()) -> Suite:
 
 
 # Inside the wheel of torch.
-WHEEL = tuple(_distributed(ranks) for ranks in (2, 3, 4))
-# In torch's repository alone. Left out: what needs GPUs (DDP's hooks, NCCL's own) or use torch's group of threads (FSDP2's).
+WHEEL = (
+    *(_distributed(ranks) for ranks in (2, 3, 4)),
+    Suite("DDP with RPC", "torch", "torch_ddp_rpc.py", "", _GLOO_AND_IPC, env=_TORCH),
+)
+# In torch's repository alone. Left out: what needs GPUs (DDP's hooks, pipelining, NCCL's own)
+# or torch's group of threads, which reaches no backend (FSDP2's).
 TORCH = (
     _of_torch("test_c10d_gloo.py"),
     _of_torch("test_c10d_common.py"),
-    # The others use torch's group of threads, which reaches no backend and now and then hangs. What Inductor compiles takes minutes.
+    # The others use torch's group of threads, which now and then hangs. What Inductor compiles takes minutes.
     _of_torch("test_functional_api.py", select=("-k", "(WithNCCL or WorldSize4) and not inductor")),
     _of_torch("test_c10d_object_collectives.py"),
     _of_torch("test_c10d_spawn_gloo.py"),
