@@ -58,7 +58,7 @@ def test_what_passes_on_stock_passes_on_ours(suite: Suite) -> None:
 
 
 def test_the_list_of_differences_is_that_of_the_recorded_run() -> None:
-    """Each difference has its reason, and no line of the list is left of one that is mended."""
+    """Each difference has its reason, and no line of the list is left of a difference that is fixed."""
     newest = max((HERE.parents[1] / "benchmarks" / "results").glob("peers_*.json"))
     found = [
         (row["suite"], each["test"])
