@@ -196,7 +196,8 @@ def peers_setting() -> str:
     """Where others' suites ran."""
     name, result = newest_result("peers")
     where = result["environment"]
-    return f"`benchmarks/results/{name}`: {where['num_cpus']} cores of {where['cpu']}, torch {where['torch']}, Ray {where['ray']}"
+    # Suites are added one by one, on several machines: only the sides of one suite are of one.
+    return f"`benchmarks/results/{name}`: {where['num_cpus']} cores, each suite on one machine, torch {where['torch']}, Ray {where['ray']}"
 
 
 def peers(of: str) -> str:

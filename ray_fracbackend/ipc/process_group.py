@@ -29,6 +29,7 @@ from .leaders import gloo_leaders
 from .reductions import Reduction
 from .setup import join
 from .torch_compat import DEVICES, PrefixStore, ProcessGroup, ProcessGroupGloo, set_timeout
+from .work import keep_work_of_reducers
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
         super().__init__(rank, size)
         _groups.add(self)
         hide_package()
+        keep_work_of_reducers()
         store = _unused(store, size)
         self._num_ranks = size
         self._own_rank = rank

@@ -29,6 +29,7 @@ ProcessGroupGloo: Any = getattr(dist, "ProcessGroupGloo", None)
 ProcessGroupNCCL: Any = getattr(dist, "ProcessGroupNCCL", None)
 ReduceOp: Any = dist.ReduceOp
 RedOpType: Any = dist.ReduceOp.RedOpType
+Reducer: Any = _distributed_c10d.Reducer
 Work: Any = dist.Work
 PrefixStore: Any = _distributed_c10d.PrefixStore
 TCPStore: Any = _distributed_c10d.TCPStore

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,23 @@ import torch
 from .errors import CollectiveTimeoutError, IpcError
 from .executor import Executor, Task
 from .streams import CommunicationStream, DeviceCall
-from .torch_compat import Work
+from .torch_compat import Reducer, Work
+
+_hand_over = Reducer._set_forward_pass_work_handle
+_handed_over: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
+
+
+def keep_work_of_reducers() -> None:
+    """Keep alive what DDP's ``join`` hands to its reducer, whose C++ keeps no Python part of a Work. May be called again.
+
+    Without that part the reducer's wait never ends: torch calls the base class, which nothing completes.
+    """
+    Reducer._set_forward_pass_work_handle = _hand_over_and_keep
+
+
+def _hand_over_and_keep(reducer: Any, work: Work, use_static_world_size: bool) -> None:
+    _handed_over[reducer] = work
+    _hand_over(reducer, work, use_static_world_size)
 
 
 def completed_future(tensors: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
