@@ -30,8 +30,8 @@ def keep_work_of_reducers() -> None:
 
 
 def _hand_over_and_keep(reducer: Any, work: Work, use_static_world_size: bool) -> None:
-    _handed_over[reducer] = work
     _hand_over(reducer, work, use_static_world_size)
+    _handed_over[reducer] = work  # the one before goes only now, when the reducer no longer has it
 
 
 def completed_future(tensors: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
