@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave the tests marked full out of the default suite."""
     if config.getoption("full"):
         return
-    from ray_fracbackend.ray_compat import v2_enabled
+    from ray_fracbackend._ray import v2_enabled
 
     engine = "V2" if v2_enabled() else "V1"
     left_out = [item for item in items if _is_full(item, engine)]

@@ -20,8 +20,8 @@ def environment() -> dict[str, Any]:
     import ray
     import torch
 
-    from ray_fracbackend.facts import version_text
-    from ray_fracbackend.nccl_library import loaded_nccl_version
+    from ray_fracbackend.decide.worker_info import version_text
+    from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 
     return {
         "machine": platform.machine(),

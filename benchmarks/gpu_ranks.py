@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from ray_fracbackend.facts import version_text
-from ray_fracbackend.nccl_library import loaded_nccl_version
-from ray_fracbackend.nccl_multi_rank import multi_rank_env
-from ray_fracbackend.nccl_words import refusal_in
+from ray_fracbackend.decide.nccl import multi_rank_env, refusal_in
+from ray_fracbackend.decide.worker_info import version_text
+from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 
 Row = dict[str, Any]
 _SPEC = "GPU_BENCHMARK_SPEC"

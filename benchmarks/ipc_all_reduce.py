@@ -13,7 +13,7 @@ import json
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ray_fracbackend import bench
+from ray_fracbackend.cli import bench
 from ray_fracbackend.ipc.bench import OPERATIONS, SIZES
 
 

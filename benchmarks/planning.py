@@ -12,24 +12,24 @@ from typing import Any
 
 from common import parser, save
 
-from ray_fracbackend.facts import DeviceFacts, WorkerFacts
-from ray_fracbackend.options import StartOptions
-from ray_fracbackend.plan import plan_start
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
 
 _GPUS_PER_NODE = 8
 _REPEATS = 9
 
 
-def made_up_workers(num_workers: int, ranks_per_gpu: int) -> list[WorkerFacts]:
+def made_up_workers(num_workers: int, ranks_per_gpu: int) -> list[WorkerInfo]:
     workers = []
     for rank in range(num_workers):
         gpu = rank // ranks_per_gpu
         node = gpu // _GPUS_PER_NODE
-        device = DeviceFacts(
+        device = DeviceInfo(
             uuid=f"GPU-{gpu:08x}", name="made up", pci_bus_id=f"00000000:{gpu % _GPUS_PER_NODE:02x}:00.0"
         )
         workers.append(
-            WorkerFacts(
+            WorkerInfo(
                 rank=rank,
                 node_id=f"node{node}",
                 node_ip=f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}",
@@ -71,7 +71,7 @@ def main() -> None:
             gc.callbacks.append(collector)
             for _ in range(_REPEATS):
                 started = time.perf_counter()
-                plan = plan_start(workers, StartOptions())
+                plan = plan_start(workers, Settings())
                 seconds.append(time.perf_counter() - started)
             gc.callbacks.remove(collector)
             median_s = statistics.median(seconds)

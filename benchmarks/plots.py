@@ -18,7 +18,7 @@ import matplotlib
 from common import RESULTS, newest
 from tables import size_text
 
-from ray_fracbackend import bench
+from ray_fracbackend.cli import bench
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -21,13 +21,14 @@ from typing import Any
 from common import parser, save
 from planning import made_up_workers
 
-from ray_fracbackend import backend, gather, probe, process_group
-from ray_fracbackend.facts import NetworkFacts, WorkerFacts
-from ray_fracbackend.options import StartOptions
-from ray_fracbackend.process_group import StartInstruction
-from ray_fracbackend.ray_compat import WorkerAddress
-from ray_fracbackend.rendezvous import plan_rendezvous
+from ray_fracbackend import backend, collect
+from ray_fracbackend._ray import WorkerAddress
+from ray_fracbackend.decide.plan import WorkerPlan
+from ray_fracbackend.decide.rendezvous import plan_rendezvous
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerInfo
 from ray_fracbackend.verify import VerificationResult
+from ray_fracbackend.worker import probe, process_group, store
 
 _REPEATS = 3
 
@@ -35,7 +36,7 @@ _REPEATS = 3
 class Metadata:
     """What Ray knows of a worker."""
 
-    def __init__(self, worker: WorkerFacts) -> None:
+    def __init__(self, worker: WorkerInfo) -> None:
         self.metadata = WorkerAddress(worker.rank, worker.node_ip, worker.pid, worker.node_id)
 
 
@@ -86,8 +87,8 @@ class SimulatedRay:
     get = staticmethod(lambda refs: [ref.value for ref in refs])
 
 
-def network(worker: WorkerFacts) -> NetworkFacts:
-    return NetworkFacts(
+def network(worker: WorkerInfo) -> NetworkInfo:
+    return NetworkInfo(
         network_id=f"{worker.boot_id}/1",
         interfaces={"lo": ("127.0.0.1",), "eth0": (worker.node_ip,)},
         store_port=29500 if worker.rank == 0 else None,
@@ -100,7 +101,7 @@ def simulate(num_workers: int) -> dict[str, Any]:
     for _ in range(_REPEATS):
         group = SimulatedGroup(num_workers)
         started = time.perf_counter()
-        report = backend._Start(group, StartOptions()).run()
+        report = backend._Start(group, Settings()).run()
         total_s = time.perf_counter() - started
         told = time.perf_counter()
         report.log_line(), report.to_json()
@@ -132,14 +133,14 @@ def real(num_ranks: int) -> dict[str, Any]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     facts = [
-        replace(worker, node_id="node", network=NetworkFacts(store_port=port if worker.rank == 0 else None))
+        replace(worker, node_id="node", network=NetworkInfo(store_port=port if worker.rank == 0 else None))
         for worker in made_up_workers(num_ranks, 1)
     ]
-    rendezvous = plan_rendezvous(facts, StartOptions(), "gloo")
+    rendezvous = plan_rendezvous(facts, Settings(), "gloo")
     context = multiprocessing.get_context("fork")
     answers: Any = context.Queue()
     instructions = [
-        StartInstruction(
+        WorkerPlan(
             rank=rank,
             world_size=num_ranks,
             backend="gloo",
@@ -168,8 +169,10 @@ def real(num_ranks: int) -> dict[str, Any]:
     }
 
 
-def start_one(answers: Any, instruction: StartInstruction) -> None:
+def start_one(answers: Any, instruction: WorkerPlan) -> None:
     started = time.perf_counter()
+    if instruction.rank == 0:
+        store.hold_store(instruction.rendezvous.master_port, one_node=True)
     figures = process_group.start_worker_of_many(instruction)
     answers.put((time.perf_counter() - started, figures))
     answers.close()
@@ -186,7 +189,7 @@ def main() -> None:
     for num_ranks in arguments.real:
         really.append(real(num_ranks))
         print(really[-1], flush=True)
-    backend.ray = gather.ray = SimulatedRay  # type: ignore[attr-defined,assignment]
+    backend.ray = collect.ray = SimulatedRay  # type: ignore[attr-defined,assignment]
     simulated = []
     for num_workers in arguments.simulated:
         simulated.append(simulate(num_workers))

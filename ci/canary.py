@@ -3,7 +3,7 @@
     python3 ci/canary.py [--pre] [PYTEST ARGUMENT ...]     in a temporary virtual environment, which is removed
     python3 ci/canary.py --record                          after a check by hand: take this Ray's names as the known ones
 
-The names are those that ray_fracbackend/ray_compat.py imports or reaches, and those that upstream/seams.py replaces; what
+The names are those that ray_fracbackend/_ray.py imports or reaches, and those that upstream/seams.py replaces; what
 is known of them is in ci/ray_names.json. Ends with 0 when all is as known and the suite passes, 1 when a name changed or
 vanished or a test failed, 2 when nothing could be checked, as without a network.
 """
@@ -26,9 +26,9 @@ from typing import Any
 from common import CONSTRAINTS, ROOT, make_venv
 
 KNOWN = ROOT / "ci" / "ray_names.json"
-COMPAT = ROOT / "ray_fracbackend" / "ray_compat.py"
+COMPAT = ROOT / "ray_fracbackend" / "_ray.py"
 SEAMS = ROOT / "upstream" / "seams.py"
-# Private methods and attributes that ray_compat.py reaches through objects that Ray hands over.
+# Private methods and attributes that _ray.py reaches through objects that Ray hands over.
 _V2_GROUPS = "ray.train.v2._internal.execution.worker_group"
 REACHED = (
     "ray.train.torch.config:_TorchBackend.on_start",
@@ -73,7 +73,7 @@ def compat_names(source: str) -> Iterator[str]:
 
 
 def private_module(node: ast.AST) -> str | None:
-    """Return the module that a call of ray_compat's ``_private`` imports, None for any other node."""
+    """Return the module that a call of _ray's ``_private`` imports, None for any other node."""
     is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_private"
     return ast.literal_eval(node.args[0]) if is_call else None
 

@@ -41,8 +41,8 @@ if "torch" in found:
     found["cuda"] = torch.version.cuda
     found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 if "ray_fracbackend.config" in found:
-    from ray_fracbackend.facts import version_text
-    from ray_fracbackend.nccl_library import loaded_nccl_version
+    from ray_fracbackend.decide.worker_info import version_text
+    from ray_fracbackend.worker.nccl_library import loaded_nccl_version
     found["nccl"] = version_text(loaded_nccl_version())
 print(json.dumps({"found": found, "missing": missing}))
 sys.exit(bool(missing))

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
         VerificationError,
         WorkerDiedError,
     )
-    from ray_fracbackend.report import StartReport, get_start_report
+    from ray_fracbackend.report import StartReport
     from ray_fracbackend.verify import VerificationResult, verify_process_group
+    from ray_fracbackend.worker.state import get_start_report
 
 __version__ = "0.1.0"
 
@@ -60,7 +61,7 @@ _MODULE_OF = {
     "FracTorchConfig": "config",
     "StartReport": "report",
     "VerificationResult": "verify",
-    "get_start_report": "report",
+    "get_start_report": "worker.state",
     "report_rank0": "checkpoint",
     "verify_process_group": "verify",
 }

@@ -1,72 +1,13 @@
-"""A callback of Ray Train V2 that starts stock trainers with FracTorchConfig, by environment variables alone. Controller side.
+"""Deprecated name of `ray_fracbackend.integrations.callback`."""
 
-::
+import warnings
 
-    RAY_TRAIN_CALLBACKS=ray_fracbackend.callback.FracTorchCallback
-    RAY_FRACBACKEND_SETTINGS='{"on_missing_cuda": "cpu"}'
+from ray_fracbackend.integrations.callback import FracTorchCallback
 
-V2 reads the first one wherever a trainer is fitted: set for a whole cluster, it needs no change of scripts or of how they are
-started. The second is optional.
-"""
+__all__ = ["FracTorchCallback"]
 
-from __future__ import annotations
-
-import json
-import os
-from collections.abc import Mapping
-from typing import Any
-
-from ray.train.torch import TorchConfig
-
-from ray_fracbackend import ray_compat
-from ray_fracbackend.config import FracTorchConfig, frac_config
-
-CALLBACKS_ENV = "RAY_TRAIN_CALLBACKS"
-SETTINGS_ENV = "RAY_FRACBACKEND_SETTINGS"
-
-
-class FracTorchCallback(ray_compat.worker_group_callback_class()):  # type: ignore[misc]
-    """Puts FracTorchConfig in place of a run's TorchConfig before its workers start.
-
-    Raises:
-        ValueError: ``RAY_FRACBACKEND_SETTINGS`` is no JSON object, or a setting in it breaks its rule.
-    """
-
-    def __init__(self) -> None:
-        self._settings = _settings()
-
-    def after_worker_group_start(self, worker_group: Any) -> None:
-        """Runs before Ray's own callback, which starts the backend: those of the environment come first."""
-        ray_compat.replace_backend_config(worker_group, self._replaced)
-
-    def _replaced(self, config: Any) -> Any:
-        if not isinstance(config, TorchConfig):
-            return config
-        # By now TorchTrainer has written "nccl" where the script left the choice open.
-        left_open = {"backend": "auto"} if config.backend == "nccl" else {}
-        return frac_config(config, {**left_open, **self._settings})
-
-
-def use_everywhere(settings: Mapping[str, Any]) -> None:
-    """Sets the variables for this process and all that it starts, a local Ray included.
-
-    Args:
-        settings: Settings of FracTorchConfig.
-    """
-    path = f"{FracTorchCallback.__module__}.{FracTorchCallback.__name__}"
-    others = [name for name in os.environ.get(CALLBACKS_ENV, "").split(",") if name and name != path]
-    os.environ[CALLBACKS_ENV] = ",".join([*others, path])
-    os.environ[SETTINGS_ENV] = json.dumps(dict(settings))
-
-
-def _settings() -> dict[str, Any]:
-    text = os.environ.get(SETTINGS_ENV, "{}")
-    try:
-        settings = json.loads(text)
-        FracTorchConfig(**settings)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{SETTINGS_ENV}={text!r}: must be a JSON object of FracTorchConfig's settings, such as "
-            f'{{"on_missing_cuda": "cpu"}}: {error}'
-        ) from error
-    return dict(settings)
+warnings.warn(
+    "ray_fracbackend.callback is deprecated: import FracTorchCallback from ray_fracbackend.integrations.callback",
+    DeprecationWarning,
+    stacklevel=2,
+)

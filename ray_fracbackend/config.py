@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ray.train.torch import TorchConfig
 
+from ray_fracbackend._ray import logger
 from ray_fracbackend.backend import FracTorchBackend
-from ray_fracbackend.memory_cap import explain_out_of_memory
-from ray_fracbackend.options import StartOptions, setting_names
-from ray_fracbackend.ray_compat import logger
+from ray_fracbackend.decide.settings import Settings, setting_names
+from ray_fracbackend.worker.memory_cap import explain_out_of_memory
 
 
 @dataclass
-class FracTorchConfig(TorchConfig):  # type: ignore[misc]
-    """Starts torch process groups for Ray Train workers that may share CUDA devices.
+class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
+    """Start torch process groups for Ray Train workers that may share CUDA devices.
 
     A drop-in for ``ray.train.torch.TorchConfig``. Where every worker has a device of its own it does what that does.
 
@@ -47,27 +47,14 @@ class FracTorchConfig(TorchConfig):  # type: ignore[misc]
         TorchTrainer(train_func, scaling_config=..., torch_config=FracTorchConfig())
     """
 
-    backend: str | None = "auto"
-    on_shared_device: str = field(default="auto", kw_only=True)
-    on_missing_cuda: str = field(default="error", kw_only=True)
-    verify: bool = field(default=True, kw_only=True)
-    start_timeout_s: float = field(default=300.0, kw_only=True)
-    master_addr: str | None = field(default=None, kw_only=True)
-    master_port: int | tuple[int, int] | None = field(default=None, kw_only=True)
-    limit_gpu_memory: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        # TorchTrainer replaces a falsy backend by "nccl" or "gloo" before the start can look at the workers.
-        self.backend = StartOptions.from_config(self).backend
-
     @property
     def backend_cls(self) -> type[FracTorchBackend]:
-        """The Ray Train backend that carries this configuration out."""
+        """The Ray Train backend of this configuration."""
         return FracTorchBackend
 
     @property
     def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
-        """What Ray Train enters around the train function: stock's, and with a memory cap the words for its errors."""
+        """Context around the train function: stock's; with limit_gpu_memory it also annotates OutOfMemoryError."""
         context: Callable[[], AbstractContextManager[None]] = super().train_func_context
         return partial(explain_out_of_memory, context) if self.limit_gpu_memory else context
 
@@ -80,7 +67,7 @@ class FracTorchConfig(TorchConfig):  # type: ignore[misc]
 
 
 def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> TorchConfig:
-    """The configuration in place of the one that a script gave.
+    """Make the configuration that takes the place of a script's own.
 
     Args:
         config: The script's own, None where it gave none. A FracTorchConfig stays as it is, and so does any other subclass of

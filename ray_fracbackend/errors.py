@@ -1,7 +1,7 @@
-"""The errors that this package raises; gather.py adds the one that is also an error of Ray. Standard library only: any module, driver or worker, may import it.
+"""The errors of this package; collect.py adds the one that is also an error of Ray. Standard library only.
 
-Each error carries the whole story in its message (what was found, the rule, what to do next), a short machine-readable
-``reason`` and the global ranks at fault, and survives pickling, because it usually crosses a process boundary.
+Each message says what was found, which rule it breaks, and what to do next. Each error has also a short machine-readable
+``reason`` and the global ranks at fault, and can be pickled, because it usually crosses a process boundary.
 """
 
 from __future__ import annotations

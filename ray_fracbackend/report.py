@@ -1,17 +1,16 @@
-"""What a start found, decided and measured: one log line, a table, JSON, a notebook table. Driver and workers."""
+"""The report of a start: one log line, a table, JSON, a notebook table. Driver and workers."""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ray_fracbackend.facts import WorkerFacts, version_text
-from ray_fracbackend.rendezvous import RendezvousPlan
-from ray_fracbackend.sharing import short_uuid
-from ray_fracbackend.start_plan import StartPlan
+from ray_fracbackend.decide.device_sharing import short_uuid
+from ray_fracbackend.decide.plan import StartPlan
+from ray_fracbackend.decide.rendezvous import Rendezvous
+from ray_fracbackend.decide.worker_info import WorkerInfo, version_text
 from ray_fracbackend.verify import VerificationResult
 
 _COLUMNS = ("rank", "node", "pid", "GPU", "device", "shared with", "NCCL", "ms")
@@ -22,16 +21,14 @@ class StartReport:
     """One start of a worker group.
 
     Attributes:
-        plan: The decision, with its reason, hints and warnings.
-        workers: Facts of every rank, in rank order.
-        rendezvous: Where and how the ranks met.
+        plan: The decision and the rendezvous, with reasons, hints and warnings.
+        workers: Devices and network of every rank, in rank order.
         verification: Figures of the collective check, None where it was switched off.
         seconds: Seconds of each phase on the driver (``probe``, ``start``); empty in the workers' copy.
     """
 
     plan: StartPlan
-    workers: tuple[WorkerFacts, ...]
-    rendezvous: RendezvousPlan
+    workers: tuple[WorkerInfo, ...]
     verification: VerificationResult | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -39,6 +36,12 @@ class StartReport:
     def backend(self) -> str:
         """The process group's backend."""
         return self.plan.backend
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """Where and how the ranks met."""
+        assert self.plan.rendezvous is not None  # a report is made of whole plans
+        return self.plan.rendezvous
 
     @property
     def init_method(self) -> str:
@@ -67,7 +70,7 @@ class StartReport:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The reason and the place of the rendezvous, then every warning and hint."""
+        """The reason and the address of the rendezvous, then every warning and hint."""
         return (self.plan.reason, self.rendezvous.reason, *self.warnings, *self.plan.hints)
 
     def log_line(self) -> str:
@@ -83,7 +86,8 @@ class StartReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values that ``json.dumps`` takes."""
-        plan = asdict(self.plan)
+        plan = asdict(replace(self.plan, rendezvous=None))
+        del plan["rendezvous"]
         plan["share_groups"] = [
             {
                 "ranks": list(group.ranks),
@@ -151,42 +155,9 @@ class StartReport:
         ]
 
 
-def _device_text(worker: WorkerFacts) -> str:
+def _device_text(worker: WorkerInfo) -> str:
     if worker.device is not None:
         return f"{short_uuid(worker.device.uuid)} {worker.device.name}"
     # Without the evidence and the advice, which are in the reason.
     cause = (worker.cuda_missing or "").partition(" (")[0].partition("; ")[0]
     return f"cpu ({cause})" if cause else "cpu"
-
-
-_load_current: Callable[[], StartReport] | None = None
-
-
-def publish(source: Any, verification: VerificationResult | None) -> None:
-    """Makes the report of this worker's start available to its train function.
-
-    Args:
-        source: The report without figures, or the Ray object that holds it: fetched only when somebody asks.
-        verification: The figures.
-    """
-    global _load_current
-
-    def load() -> StartReport:
-        if isinstance(source, StartReport):
-            return replace(source, verification=verification)
-        import ray
-
-        report: StartReport = ray.get(source)
-        return replace(report, verification=verification)
-
-    _load_current = load
-
-
-def get_start_report() -> StartReport | None:
-    """The report of the start of the calling train function's worker group.
-
-    Returns:
-        The report; None where FracTorchConfig started nothing in this process: outside of a train function, under another
-        TorchConfig, and where the start was left to Ray Train.
-    """
-    return _load_current() if _load_current is not None else None

@@ -1,55 +1,13 @@
-"""FracTorchConfig for the learners of RLlib, whose own torch configuration cannot be set."""
+"""Deprecated name of `ray_fracbackend.integrations.rllib`."""
 
-from __future__ import annotations
+import warnings
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from ray_fracbackend.integrations.rllib import learners_use
 
-from ray.train.torch import TorchConfig
+__all__ = ["learners_use"]
 
-from ray_fracbackend import ray_compat
-
-
-@contextmanager
-def learners_use(torch_config: TorchConfig) -> Iterator[None]:
-    """Algorithms that are built inside the context start their remote torch learners with this configuration.
-
-    RLlib builds the learners in the process that builds the algorithm, so this must be that process: the driver for
-    ``AlgorithmConfig.build_algo()``, the trial for an algorithm that Tune runs. Restarts of the learners within the
-    context use it too. Other threads that build algorithms meanwhile get the same.
-
-    Args:
-        torch_config: A ``TorchConfig`` or a subclass such as ``FracTorchConfig``.
-
-    Raises:
-        ValueError: ``torch_config`` is something else.
-    """
-    if not isinstance(torch_config, TorchConfig):
-        raise ValueError(
-            f"learners_use({torch_config!r}): it must be a ray.train.torch.TorchConfig, such as FracTorchConfig()."
-        )
-    with ray_compat.learner_backend_config(for_learners(torch_config)):
-        yield
-
-
-def for_learners(torch_config: TorchConfig) -> TorchConfig:
-    """A copy of a configuration whose workers see their own devices only.
-
-    RLlib's learners never use each other's GPUs, and place their modules by the first visible one.
-
-    Args:
-        torch_config: The configuration, of any subclass.
-    """
-
-    class _RLlibTorchBackend(torch_config.backend_cls):  # type: ignore[misc]
-        share_cuda_visible_devices = False
-
-    class RLlibTorchConfig(type(torch_config)):  # type: ignore[misc]
-        @property
-        def backend_cls(self) -> type:
-            return _RLlibTorchBackend
-
-    changed = copy.copy(torch_config)
-    changed.__class__ = RLlibTorchConfig
-    return changed
+warnings.warn(
+    "ray_fracbackend.rllib is deprecated: import learners_use from ray_fracbackend.integrations.rllib",
+    DeprecationWarning,
+    stacklevel=2,
+)

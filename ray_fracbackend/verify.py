@@ -1,7 +1,7 @@
 """Verify a process group by running collectives with known results. Needs torch alone, no Ray.
 
 Every rank contributes numbers that no other rank has, so that a lost, doubled or swapped contribution cannot pass. A
-rank whose collective fails or stalls says so in the group's store and reads there who does not: those are at fault.
+rank whose collective fails or stalls records that in the group's store and reads there which ranks do not: those are at fault.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
+from ray_fracbackend.decide.nccl import cause_of, refusal_in, refused_ranks
+from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import SharedDeviceError, VerificationError
-from ray_fracbackend.facts import ranks_text
-from ray_fracbackend.nccl_words import cause_of, refusal_in, refused_ranks
-from ray_fracbackend.network import bounded
+from ray_fracbackend.timeouts import bounded
 
 SMALL_BYTES = 1024
 LARGE_BYTES = 1024 * 1024
@@ -31,7 +31,7 @@ _DTYPE = torch.float64
 _PERIOD = 7
 # Ranks that look up who is missing when a collective stalls; the rest would only load the store.
 _NUM_REPORTERS = 8
-# How long they wait for the others to say that they are stuck as well: all keep the same deadline.
+# How long they wait for the others' records: all keep the same deadline.
 _REPORT_S = 1.0
 # Above the time limit, before a backend that does not keep it is left: Gloo keeps it.
 _STALL_S = 0.2
@@ -68,7 +68,7 @@ class VerificationResult:
 def verify_process_group(
     group: dist.ProcessGroup | None = None, *, device: torch.device | str | None = None, timeout_s: float = 60.0
 ) -> VerificationResult:
-    """Runs barrier, all_reduce (1 KiB, 1 MiB), broadcast and all_gather, and compares every answer exactly.
+    """Run barrier, all_reduce (1 KiB, 1 MiB), broadcast and all_gather, and compare every answer exactly.
 
     All ranks of the group must call it. Blocks until the collectives are done on the host's clock.
 
@@ -101,18 +101,8 @@ def verify_process_group(
     try:
         results = [_verify_on(group, each, max(end - time.perf_counter(), 0.001)) for each in devices]
     finally:
-        # The traceback of a failure must not keep the group alive: its peers would go on waiting for this rank.
-        del group
+        del group  # see tracebacks.py: its peers would go on waiting for this rank
     return results[-1]
-
-
-def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> VerificationResult:
-    verification = _Verification(group, device, timeout_s)
-    del group
-    try:
-        return _run(verification, timeout_s)
-    finally:
-        del verification._group
 
 
 def backends_by_device(group: dist.ProcessGroup | None = None) -> dict[str, str]:
@@ -138,8 +128,17 @@ def _is_usable(device_type: str) -> bool:
     return device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_available())
 
 
+def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> VerificationResult:
+    verification = _Verification(group, device, timeout_s)
+    del group
+    try:
+        return _run(verification, timeout_s)
+    finally:
+        del verification._group
+
+
 def _run(verification: _Verification, timeout_s: float) -> VerificationResult:
-    """Run it in a thread: NCCL has waits without a limit, in the call, in the device and in its store."""
+    """Verify in a thread: NCCL has waits without a limit, in the call, in the device and in its store."""
     outcome: list[VerificationResult | BaseException] = []
 
     def run() -> None:
@@ -155,7 +154,6 @@ def _run(verification: _Verification, timeout_s: float) -> VerificationResult:
         thread.join(3 * _REPORT_S)
     if not outcome:
         raise verification.stalled()
-    # Out of the list, which the error's frames hold.
     result = outcome.pop()
     if not isinstance(result, BaseException):
         return result
@@ -207,7 +205,7 @@ class _Verification:
         try:
             return call()
         except (VerificationError, torch.cuda.OutOfMemoryError):
-            self._say_failed()
+            self._record_failure()
             raise
         except RuntimeError as error:  # what c10d raises for a lost peer and for a timeout
             self.fails = True
@@ -226,7 +224,7 @@ class _Verification:
         return min(self._all_reduce(num_bytes) for _ in range(_NUM_TIMED))
 
     def _barrier(self) -> None:
-        on_cuda = self._device.type == "cuda" and "nccl" in dist.get_backend_config(self._group)
+        on_cuda = self._device.type == "cuda" and "nccl" in backends_by_device(self._group).values()
         device_ids = [self._device.index or 0] if on_cuda else None
         self._wait(dist.barrier(self._group, async_op=True, device_ids=device_ids))
 
@@ -286,13 +284,13 @@ class _Verification:
             ranks=ranks,
         )
 
-    def _say_failed(self) -> None:
-        """Tells the others that this rank is not the one that is missing."""
+    def _record_failure(self) -> None:
+        """Record this rank's failure in the store, so that peers do not report it as missing."""
         with contextlib.suppress(RuntimeError):  # the store's own host may be gone already
             self._store.set(str(self._rank), "failed")
 
     def _refused(self, sentence: str) -> SharedDeviceError:
-        self._say_failed()
+        self._record_failure()
         ranks = [dist.get_global_rank(self._group, rank) for rank in refused_ranks(sentence)]
         return SharedDeviceError(
             f"NCCL refused ranks that share a GPU: {sentence}. Use backend='gloo', or a GPU for each rank.", ranks=ranks
@@ -314,7 +312,7 @@ class _Verification:
         return VerificationError(f"{text} ({cause_of(error)}). {advice}", ranks=absent)
 
     def _absent(self) -> list[int]:
-        """Ranks that do not say that they failed or wait as well, asked by the lowest ranks only."""
+        """Ranks that have recorded neither a failure nor a wait, asked by the lowest ranks only."""
         absent = [rank for rank in range(self._world_size) if rank != self._rank]
         end = time.monotonic() + _REPORT_S
         try:
@@ -334,7 +332,7 @@ _ADVICE = "Do not train with this group: check the node's memory and network, or
 
 def _default_devices(group: dist.ProcessGroup) -> list[torch.device]:
     """One device for each backend of the group; the one whose figures count is the last."""
-    last = "cuda" if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available() else "cpu"
+    last = "cuda" if "nccl" in backends_by_device(group).values() and torch.cuda.is_available() else "cpu"
     return [*other_devices(last, group), torch.device(last)]
 
 

@@ -1,6 +1,6 @@
 """Piece 3: a start that ends, and that names the ranks that did not answer.
 
-Goes into ``ray/train/torch/config.py``. With it moves ``gather.py``. Ray's diff is
+Goes into ``ray/train/torch/config.py``. With it moves ``collect.py``. Ray's diff is
 ``ray.get(futures)`` -> ``gather(futures, ...)`` at each wait of ``on_start``; here the
 waits are reached through the worker group's methods and the module's name ``ray``.
 """
@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Callable, Iterator, List, Optional, Sequence
 
-from ray_fracbackend import ray_compat
-from ray_fracbackend.gather import Deadline, gather, raise_for_engine
+from ray_fracbackend import _ray
+from ray_fracbackend.collect import gather, raise_for_engine
+from ray_fracbackend.timeouts import Deadline
 
 import ray
 from ray._private.ray_constants import env_float
@@ -28,7 +29,7 @@ class _Start:
     """The waits of one call of ``on_start``, under one deadline."""
 
     def __init__(self, worker_group: Any, budget_s: float) -> None:
-        self._addresses = ray_compat.worker_addresses(worker_group)
+        self._addresses = _ray.worker_addresses(worker_group)
         self._deadline = Deadline(budget_s)
 
     def wait(self, refs: Sequence[Any], ranks: Optional[List[int]] = None) -> List[Any]:
@@ -56,7 +57,7 @@ def on_start(original: Callable[..., None]) -> Callable[..., None]:
                 original(self, worker_group, backend_config)
         except BaseException as error:
             # A rank that hangs would keep its resources from the next attempt.
-            ray_compat.release_workers(worker_group)
+            _ray.release_workers(worker_group)
             raise_for_engine(error, worker_group)
         finally:
             _current.reset(token)

@@ -8,8 +8,8 @@ import logging
 from typing import Any, Callable
 
 import torch.distributed as dist
-from ray_fracbackend import ray_compat
-from ray_fracbackend.facts import ranks_text
+from ray_fracbackend import _ray
+from ray_fracbackend.decide.worker_info import ranks_text
 
 from ray.train.torch import TorchConfig
 
@@ -54,7 +54,7 @@ def defaults_to_nccl(worker_group: Any, backend_config: TorchConfig) -> bool:
     """Whether Ray would choose NCCL because the user left the backend open."""
     if backend_config.backend is not None:
         return False
-    return ray_compat.resources_per_worker(worker_group).get("GPU", 0) > 0
+    return _ray.resources_per_worker(worker_group).get("GPU", 0) > 0
 
 
 def with_backend(backend_config: TorchConfig, backend: str) -> TorchConfig:

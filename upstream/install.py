@@ -48,8 +48,6 @@ def as_if_merged(*pieces: str) -> Iterator[Dict[str, Any]]:
         for piece in ordered:
             for seam in PIECES[piece].seams:
                 stack.enter_context(_replaced(seam))
-            for name, value in PIECES[piece].env_vars:
-                stack.enter_context(_environment(name, value))
         yield {
             "worker_process_setup_hook": "upstream.install.install_in_worker",
             "env_vars": env_vars,
@@ -94,16 +92,3 @@ def _replaced(seam: Seam) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = f"{before},{value}" if before else value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

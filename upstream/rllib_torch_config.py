@@ -7,7 +7,7 @@ Goes into ``ray/rllib/core/learner/learner_group.py`` and
 from contextvars import ContextVar
 from typing import Any, Callable, Optional, Type
 
-from ray_fracbackend.rllib import for_learners
+from ray_fracbackend.integrations.rllib import for_learners
 
 from ray.train.torch import TorchConfig
 

@@ -30,12 +30,10 @@ class Piece:
     Attributes:
         seams: What it replaces, in the order in which it is put in.
         requires: Pieces that it builds on.
-        env_vars: Variables that switch it on where Ray has a hook of its own.
     """
 
     seams: Tuple[Seam, ...] = ()
     requires: Tuple[str, ...] = ()
-    env_vars: Tuple[Tuple[str, str], ...] = ()
 
 
 _ON_START = "ray.train.torch.config:_TorchBackend.on_start"
@@ -96,15 +94,6 @@ PIECES: Dict[str, Piece] = {
                 "ray.rllib.core.learner.learner_group:_get_backend_config",
                 "upstream.rllib_torch_config:get_backend_config",
                 "derive from the given config instead of from a bare TorchConfig",
-            ),
-        ),
-    ),
-    "collective_probe": Piece(
-        # Ray's own hook for callbacks; with ray.train.health it is a HealthPolicy.
-        env_vars=(
-            (
-                "RAY_TRAIN_CALLBACKS",
-                "upstream.collective_preflight.CollectivePreflight",
             ),
         ),
     ),

@@ -1,21 +1,17 @@
 """Piece 2: say who shares a device before NCCL refuses it (ray-project/ray#48012).
 
-Goes into ``ray/train/torch/config.py``. With it move ``facts.py``, ``sharing.py``,
+Goes into ``ray/train/torch/config.py``. With it move ``worker_info.py``, ``device_sharing.py``,
 ``errors.py`` and the device half of ``probe.py``.
 """
 
 import logging
 from typing import Any, Callable, Sequence
 
+from ray_fracbackend.decide.device_sharing import share_text, shared_devices
+from ray_fracbackend.decide.nccl import multi_rank_obstacle, nccl_conflicts
+from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.errors import SharedDeviceError
-from ray_fracbackend.facts import WorkerFacts
-from ray_fracbackend.probe import probe_devices
-from ray_fracbackend.sharing import (
-    multi_rank_obstacle,
-    nccl_confusions,
-    share_text,
-    shared_devices,
-)
+from ray_fracbackend.worker.probe import probe_devices
 
 from upstream.bounded_start import get_all
 from upstream.gloo_default import defaults_to_nccl, with_backend
@@ -37,7 +33,7 @@ def on_start(original: Callable[..., None]) -> Callable[..., None]:
     return on_start
 
 
-def probe(worker_group: Any) -> Sequence[WorkerFacts]:
+def probe(worker_group: Any) -> Sequence[WorkerInfo]:
     """What every worker sits on, by rank. Creates no CUDA context."""
     refs = [
         worker_group.execute_single_async(rank, probe_devices, rank)
@@ -47,7 +43,7 @@ def probe(worker_group: Any) -> Sequence[WorkerFacts]:
 
 
 def without_conflict(
-    workers: Sequence[WorkerFacts], backend_config: TorchConfig
+    workers: Sequence[WorkerInfo], backend_config: TorchConfig
 ) -> TorchConfig:
     """The config to start with, now that the devices are known. Pure.
 
@@ -64,7 +60,7 @@ def without_conflict(
     """
     if any(not worker.nccl_available for worker in workers):
         return backend_config
-    groups = (*shared_devices(workers), *nccl_confusions(workers))
+    groups = (*shared_devices(workers), *nccl_conflicts(workers))
     # NCCL 2.30 takes several ranks on a device from users who set its variable for it.
     if not groups or multi_rank_obstacle(workers, groups) is None:
         return backend_config

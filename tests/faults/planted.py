@@ -20,8 +20,8 @@ import torch.distributed as dist
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend import FracTorchConfig
+from ray_fracbackend._ray import TorchBackend
 from ray_fracbackend.backend import FracTorchBackend
-from ray_fracbackend.ray_compat import TorchBackend
 
 # Events of a run, noted in its folder.
 BEGIN, END, FAULT = "on_start begins", "on_start ends", "fault"
@@ -30,8 +30,8 @@ FAULTS = ("kill", "stop", "raise", "hang", "wrong")
 _LAUNCHED_S = 2.0
 # What a worker runs in each phase; stock looks the address up on rank 0 alone. The train function is the user's own.
 _STEPS = {
-    ("ours", "probe"): ("ray_fracbackend.probe", "probe_devices", 1),
-    ("ours", "rendezvous"): ("ray_fracbackend.process_group", "torch_rendezvous", 1),
+    ("ours", "probe"): ("ray_fracbackend.worker.probe", "probe_devices", 1),
+    ("ours", "rendezvous"): ("ray_fracbackend.worker.store", "connect_store", 1),
     ("ours", "init"): ("torch.distributed", "init_process_group", 1),
     ("ours", "verify"): ("torch.distributed", "all_reduce", 1),
     ("ours", "shutdown"): ("ray.train.torch.config", "_shutdown_torch", 1),
@@ -127,7 +127,7 @@ class _Plants:
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         planting, folder = backend_config.planting, backend_config.folder
-        worker_group.execute(importlib.import_module, "ray_fracbackend.process_group")
+        worker_group.execute(importlib.import_module, "ray_fracbackend.worker.process_group")
         if told_at(folder, BEGIN) is not None:  # the fault is over, and Ray starts again
             super().on_start(worker_group, backend_config)  # type: ignore[misc]
             return

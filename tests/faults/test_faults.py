@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_fracbackend.ray_compat import v2_enabled
+from ray_fracbackend._ray import v2_enabled
 from tests.faults.planted import Planting
 from tests.faults.runs import PHASES, START_PHASES, plantings, problems, run_cells
 

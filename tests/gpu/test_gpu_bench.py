@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from ray_fracbackend.bench import _nccl_env
+from ray_fracbackend.cli.bench import _nccl_env
 
 pytestmark = [
     pytest.mark.gpu,

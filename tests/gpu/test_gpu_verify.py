@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ray_fracbackend.errors import VerificationError
-from ray_fracbackend.process_group import stop_worker
 from ray_fracbackend.verify import verify_process_group
+from ray_fracbackend.worker.process_group import stop_worker
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
 

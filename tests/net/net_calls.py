@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 from dataclasses import asdict, replace
@@ -13,12 +12,13 @@ import torch.distributed as dist
 from ray.train._internal.utils import get_address_and_port
 from ray.train.torch.config import _setup_torch_process_group
 
-from ray_fracbackend import isolation_helper, store
-from ray_fracbackend.environment import user_environment
-from ray_fracbackend.facts import WorkerFacts
+from ray_fracbackend.decide.plan import WorkerPlan
+from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.ipc import host_memory_support
-from ray_fracbackend.probe import boot_id, probe_network
-from ray_fracbackend.process_group import StartInstruction, start_worker
+from ray_fracbackend.isolation import helper
+from ray_fracbackend.worker.environment import user_environment
+from ray_fracbackend.worker.probe import boot_id, probe_network
+from ray_fracbackend.worker.process_group import start_worker
 
 
 def all_reduced() -> float:
@@ -41,9 +41,9 @@ def stock_start(address: str, port: int, rank: int, world_size: int, timeout_s: 
 
 def our_probe(
     rank: int, node: str, node_ip: str, master_addr: str | None, master_port: int | tuple[int, int] | None
-) -> WorkerFacts:
+) -> WorkerInfo:
     """The network part of our probe, with Ray's view of the node given."""
-    facts = WorkerFacts(
+    facts = WorkerInfo(
         rank=rank,
         node_id=node,
         node_ip=node_ip,
@@ -57,7 +57,7 @@ def our_probe(
     return replace(facts, network=probe_network(facts, master_addr, master_port))
 
 
-def our_start(instruction: StartInstruction) -> float:
+def our_start(instruction: WorkerPlan) -> float:
     """Our own worker function, then one all_reduce."""
     start_worker(instruction)
     return all_reduced()
@@ -65,13 +65,6 @@ def our_start(instruction: StartInstruction) -> float:
 
 def gloo_env() -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME")
-
-
-def seconds_per_attempt() -> int:
-    """Seconds for which glibc's resolver in this thread waits for one answer (``retrans`` of res_state)."""
-    state = getattr(ctypes.CDLL(None), "__res_state")
-    state.restype = ctypes.POINTER(ctypes.c_int)
-    return int(state()[0])
 
 
 def resolver_options() -> str | None:
@@ -101,38 +94,21 @@ def stay_silent(address: str) -> None:
     _occupied.append(server)
 
 
-def occupy_after_the_choice() -> None:
-    """From now on somebody else takes the first port that our store found free, before the store binds it."""
-    ask, stolen = store._listenable, []
-
-    def listenable(port: int) -> int:
-        free = ask(port)
-        if not stolen:
-            stolen.append(occupy(free))
-        return free
-
-    store._listenable = listenable
-
-
-def stolen_port() -> int:
-    return _occupied[0].getsockname()[1]
-
-
-_helpers: list[isolation_helper.Helper] = []
+_helpers: list[helper.Helper] = []
 
 
 def open_finder(address: str) -> dict[str, Any]:
     """Opens the sockets of a helper of the search for a fault."""
     torch.set_num_threads(1)
-    _helpers.append(isolation_helper.Helper(address))
+    _helpers.append(helper.Helper(address))
     return asdict(_helpers[-1].address)
 
 
 def find_alone(task: str, wrong: bool) -> dict[str, Any]:
     """Lets it search, and in a bad rank adds wrong numbers to every collective."""
     if wrong:
-        isolation_helper.ProcessGroupGloo = _WrongGroup
-    return asdict(_helpers[-1].run(isolation_helper.HelperTask.from_json(task)))
+        helper.ProcessGroupGloo = _WrongGroup
+    return asdict(_helpers[-1].run(helper.HelperTask.from_json(task)))
 
 
 class _WrongGroup(dist.ProcessGroupGloo):

@@ -22,8 +22,8 @@ from pathlib import Path
 from net_calls import find_alone, open_finder
 from net_nodes import Node, Switch, Worker
 
-from ray_fracbackend.isolation import Fault, Findings, diagnose, num_rounds, partner, peers_of
-from ray_fracbackend.isolation_helper import HelperAddress, HelperTask
+from ray_fracbackend.isolation.faults import Fault, Findings, diagnose, num_rounds, partner, peers_of
+from ray_fracbackend.isolation.helper import HelperAddress, HelperTask
 
 LINK_S, ROUND_S = 2.5, 1.5
 KINDS = (

@@ -10,11 +10,11 @@ from typing import Any
 import net_calls
 from net_nodes import Node, Worker
 
-from ray_fracbackend.facts import WorkerFacts
-from ray_fracbackend.options import StartOptions
-from ray_fracbackend.plan import plan_start
-from ray_fracbackend.process_group import StartInstruction
-from ray_fracbackend.rendezvous import RendezvousPlan, plan_rendezvous
+from ray_fracbackend.decide.plan import WorkerPlan
+from ray_fracbackend.decide.rendezvous import Rendezvous, plan_rendezvous
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.decide.worker_info import WorkerInfo
 
 # Stock gets this timeout where Ray Train would take 1800 s, so that its hang ends within a test.
 STOCK_TIMEOUT_S = 3.0
@@ -34,7 +34,7 @@ def stock(
 
 def probe(
     nodes: Sequence[Node], folder: Path, node_ips: Sequence[str] | None = None, options: Any = None, **env: str
-) -> tuple[list[WorkerFacts], list[Worker]]:
+) -> tuple[list[WorkerInfo], list[Worker]]:
     """Our probe in a fresh process on every node."""
     workers = [node.spawn(folder) for node in nodes]
     return probe_workers(workers, node_ips, options, **env), workers
@@ -42,9 +42,9 @@ def probe(
 
 def probe_workers(
     workers: Sequence[Worker], node_ips: Sequence[str] | None = None, options: Any = None, **env: str
-) -> list[WorkerFacts]:
+) -> list[WorkerInfo]:
     """Our probe in processes that are there."""
-    options = options or StartOptions()
+    options = options or Settings()
     ips = node_ips or [worker.node.ip for worker in workers]
     for rank, worker in enumerate(workers):
         worker.send(
@@ -58,19 +58,19 @@ def probe_workers(
 
 
 def instructions(
-    facts: Sequence[WorkerFacts],
+    facts: Sequence[WorkerInfo],
     options: Any = None,
     *,
     budget_s: float = 20.0,
     timeout_s: float = 30.0,
     verify: bool = False,
-) -> tuple[list[StartInstruction], RendezvousPlan]:
+) -> tuple[list[WorkerPlan], Rendezvous]:
     """What our decision has every rank do, on the CPU."""
-    options = options or StartOptions()
+    options = options or Settings()
     backend = plan_start(facts, options).backend
     plan = plan_rendezvous(facts, options, backend)
     found = [
-        StartInstruction(
+        WorkerPlan(
             rank=rank,
             world_size=len(facts),
             backend=backend,
@@ -86,12 +86,12 @@ def instructions(
 
 
 def start(
-    facts: Sequence[WorkerFacts],
+    facts: Sequence[WorkerInfo],
     workers: Sequence[Worker],
     options: Any = None,
     budget_s: float = 20.0,
     wait_for: Sequence[int] | None = None,
-) -> tuple[list[Any], RendezvousPlan]:
+) -> tuple[list[Any], Rendezvous]:
     """Our start on every node, after our decision; answers of the ranks ``wait_for``, by default of all."""
     told, plan = instructions(facts, options, budget_s=budget_s)
     for worker, instruction in zip(workers, told, strict=True):
@@ -103,7 +103,7 @@ def start(
 
 def ours(
     nodes: Sequence[Node], folder: Path, node_ips: Sequence[str] | None = None, options: Any = None, **env: str
-) -> tuple[list[Any], RendezvousPlan, list[Worker]]:
+) -> tuple[list[Any], Rendezvous, list[Worker]]:
     """Our probe, decision and start."""
     facts, workers = probe(nodes, folder, node_ips, options, **env)
     results, plan = start(facts, workers, options)

@@ -11,14 +11,14 @@ import pytest
 from net_nodes import Node
 from net_starts import ours
 
-from ray_fracbackend.options import StartOptions
+from ray_fracbackend.decide.settings import Settings
 
 AT_A_TIME = 8
 # Twice what the starts that run at one time hold.
 RANGE = (22000, 22000 + 2 * AT_A_TIME - 1)
 
 
-def start_many(node: Node, folder: Path, count: int, options: StartOptions) -> list[Any]:
+def start_many(node: Node, folder: Path, count: int, options: Settings) -> list[Any]:
     def one(_: int) -> Any:
         results, _, workers = ours([node, node], folder, options=options)
         for worker in workers:
@@ -33,15 +33,15 @@ def start_many(node: Node, folder: Path, count: int, options: StartOptions) -> l
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (24, StartOptions()),
-        (24, StartOptions(master_port=RANGE)),
-        pytest.param(200, StartOptions(), marks=pytest.mark.full),
-        pytest.param(200, StartOptions(master_port=RANGE), marks=pytest.mark.full),
+        (24, Settings()),
+        (24, Settings(master_port=RANGE)),
+        pytest.param(200, Settings(), marks=pytest.mark.full),
+        pytest.param(200, Settings(master_port=RANGE), marks=pytest.mark.full),
     ],
     ids=["24-any-port", "24-range", "200-any-port", "200-range"],
 )
 def test_starts_side_by_side_never_clash(
-    two_nodes: tuple[Node, Node], tmp_path: Path, count: int, options: StartOptions
+    two_nodes: tuple[Node, Node], tmp_path: Path, count: int, options: Settings
 ) -> None:
     """Eight starts at a time, with any port or sharing a narrow range, all compute the right sum."""
     assert start_many(two_nodes[0], tmp_path, count, options) == [[3.0, 3.0]] * count

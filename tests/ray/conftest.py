@@ -60,7 +60,7 @@ def make_group(cluster):
 
 def import_package():
     """Imports what a start needs, in a worker."""
-    import ray_fracbackend.process_group  # noqa: F401
+    import ray_fracbackend.worker.process_group  # noqa: F401
 
 
 def warm_workers(resources):

@@ -42,7 +42,7 @@ def train_func(config):
         "backend": dist.get_backend(),
         "world_size": dist.get_world_size(),
         "timeout_s": dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
-        "started_by_us": "ray_fracbackend.process_group" in sys.modules,
+        "started_by_us": "ray_fracbackend.worker.process_group" in sys.modules,
         "helper": stock_helper.answer(),
     }
     with open(os.path.join(config["out"], f"{config['name']}-rank{rank}.json"), "w") as file:

@@ -94,24 +94,24 @@ def test_ray_claims_gpus_that_are_not_there(cluster):
 
 def test_node_without_the_package(cluster, monkeypatch, tmp_path):
     """What a node cannot import is its line, with the fix, in place of a traceback."""
-    from ray_fracbackend import machine
+    from ray_fracbackend.cli import doctor
 
     (tmp_path / "only_on_the_driver.py").write_text("def collect(*_):\n    return None\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(machine, "collect_machine", importlib.import_module("only_on_the_driver").collect)
+    monkeypatch.setattr(doctor, "collect_machine", importlib.import_module("only_on_the_driver").collect)
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    (check,) = machine._ask(nodes, 100)
+    (check,) = doctor._ask(nodes, 100)
     assert (check.level, check.text) == ("problem", "No module named 'only_on_the_driver'")
     assert check.fix == "install only_on_the_driver on that node, as on all others"
 
 
 def test_silent_node(cluster, monkeypatch):
     """A node that does not answer in time is a problem, not a hang."""
-    from ray_fracbackend import machine
+    from ray_fracbackend.cli import doctor
 
-    monkeypatch.setattr(machine, "collect_machine", never)
+    monkeypatch.setattr(doctor, "collect_machine", never)
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    (check,) = machine._ask(nodes, 1)
+    (check,) = doctor._ask(nodes, 1)
     assert (check.level, check.text) == ("problem", "no answer within 1 s")
 
 

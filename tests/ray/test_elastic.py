@@ -14,7 +14,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from ray_fracbackend import FracTorchConfig
-from ray_fracbackend.ray_compat import v2_enabled
+from ray_fracbackend._ray import v2_enabled
 from tests.ray.conftest import HALF_GPU
 
 pytestmark = [

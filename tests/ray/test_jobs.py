@@ -20,7 +20,7 @@ from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from ray_fracbackend import FracTorchConfig, report_rank0
-from ray_fracbackend.ray_compat import v2_enabled
+from ray_fracbackend._ray import v2_enabled
 from tests.ray.checkpoint_script import share_like_windows
 from tests.ray.conftest import HALF_GPU, wait_until
 

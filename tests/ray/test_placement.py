@@ -15,7 +15,7 @@ from ray.train import ScalingConfig
 from ray.util.placement_group import placement_group_table
 
 from ray_fracbackend import FracTorchConfig, InsufficientResourcesError, MissingDeviceError
-from ray_fracbackend.placement import plan_workers, rank_order
+from ray_fracbackend.cli.plan import plan_workers, rank_order
 from tests.ray.conftest import HALF_GPU, wait_until
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "plan"]

@@ -26,10 +26,10 @@ def test_each_replica_group_is_a_job_of_its_own(monkeypatch):
     """A group of two workers and one of one get process groups of those sizes."""
     from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 
-    from ray_fracbackend import ray_compat
+    from ray_fracbackend import _ray
 
     # RANK and its kin come from a train context, which only a whole V2 run has.
-    monkeypatch.setattr(ray_compat, "sets_env_before_init", lambda worker_group: False)
+    monkeypatch.setattr(_ray, "sets_env_before_init", lambda worker_group: False)
     actors = [ray.remote(num_cpus=1)(RayTrainWorker).remote() for _ in range(3)]
     workers = [Worker(actor, ray.get(actor.get_metadata.remote()), {"CPU": 1}) for actor in actors]
     groups = [replica.ReplicaGroup(workers[:2], {"CPU": 1}), replica.ReplicaGroup(workers[2:], {"CPU": 1})]

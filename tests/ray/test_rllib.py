@@ -24,7 +24,7 @@ def test_learners_are_started_and_verified(cluster):
     import gymnasium
     from ray.rllib.algorithms.ppo import PPOConfig
 
-    from ray_fracbackend.rllib import learners_use
+    from ray_fracbackend.integrations.rllib import learners_use
 
     config = PPOConfig().environment("CartPole-v1").learners(num_learners=2)
     with learners_use(FracTorchConfig()):
@@ -41,7 +41,7 @@ def test_learners_are_started_and_verified(cluster):
 
 def test_wrong_type():
     """A name is not a configuration."""
-    from ray_fracbackend.rllib import learners_use
+    from ray_fracbackend.integrations.rllib import learners_use
 
     with pytest.raises(ValueError, match=r"learners_use\('gloo'\).*such as FracTorchConfig\(\)"), learners_use("gloo"):
         pass
@@ -49,7 +49,7 @@ def test_wrong_type():
 
 def test_subclasses_keep_their_backend():
     """A configuration of another class starts by its own backend, on own devices only."""
-    from ray_fracbackend.rllib import for_learners
+    from ray_fracbackend.integrations.rllib import for_learners
 
     class Backend(TorchConfig().backend_cls):
         pass

@@ -13,8 +13,8 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import FracTorchConfig
-from ray_fracbackend.ray_compat import v2_enabled
-from ray_fracbackend.run import replace_torch_config
+from ray_fracbackend._ray import v2_enabled
+from ray_fracbackend.cli.run import replace_torch_config
 from tests.ray.conftest import HALF_GPU
 
 SCRIPT = Path(__file__).with_name("stock_script.py")
@@ -126,7 +126,7 @@ def tell_backend(config):
 @pytest.mark.full
 def test_callback(cluster, tmp_path, monkeypatch):
     """With the two variables set, a trainer with a plain TorchConfig starts with FracTorchConfig and the settings."""
-    monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "ray_fracbackend.callback.FracTorchCallback")
+    monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "ray_fracbackend.integrations.callback.FracTorchCallback")
     monkeypatch.setenv("RAY_FRACBACKEND_SETTINGS", '{"on_missing_cuda": "cpu"}')
     TorchTrainer(
         tell_backend,
@@ -147,7 +147,7 @@ def test_callback_alone(tmp_path):
         "nccl",
         tmp_path,
         command=(),
-        RAY_TRAIN_CALLBACKS="ray_fracbackend.callback.FracTorchCallback",
+        RAY_TRAIN_CALLBACKS="ray_fracbackend.integrations.callback.FracTorchCallback",
         RAY_FRACBACKEND_SETTINGS='{"on_missing_cuda": "cpu"}',
     )
     assert done.returncode == 0, done.stderr
@@ -158,7 +158,7 @@ def test_callback_alone(tmp_path):
 @pytest.mark.parametrize("settings", ["nothing", "[]", '{"on_missing_cuda": "gpu"}', '{"colour": "red"}'])
 def test_callback_with_wrong_settings(monkeypatch, settings):
     """A wrong variable is a ValueError that has its name and value."""
-    from ray_fracbackend.callback import FracTorchCallback
+    from ray_fracbackend.integrations.callback import FracTorchCallback
 
     monkeypatch.setenv("RAY_FRACBACKEND_SETTINGS", settings)
     with pytest.raises(ValueError, match="RAY_FRACBACKEND_SETTINGS="):

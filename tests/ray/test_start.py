@@ -55,7 +55,7 @@ class TestGoodPath:
             budgets.extend(args[0].budget_s for _ in [0] if function.__name__ == "start_worker_of_many")
             return original(rank, function, *args, **kwargs)
 
-        pair.execute_single(1, replace_in_worker, "ray_fracbackend.probe", "probe_devices", "nap", 1)
+        pair.execute_single(1, replace_in_worker, "ray_fracbackend.worker.probe", "probe_devices", "nap", 1)
         monkeypatch.setattr(pair, "execute_single_async", recorded)
         start(pair, start_timeout_s=30, verify=False)
         monkeypatch.undo()

@@ -23,15 +23,13 @@ from ray_fracbackend import (
     WorkerDiedError,
 )
 from ray_fracbackend import backend as backend_module
-from ray_fracbackend.gather import Deadline
-from ray_fracbackend.isolation_run import find_faults
-from ray_fracbackend.ray_compat import worker_addresses
-from ray_fracbackend.rendezvous import RendezvousPlan
-from ray_fracbackend.report import StartReport
-from ray_fracbackend.start_plan import StartPlan
+from ray_fracbackend._ray import worker_addresses
+from ray_fracbackend.decide.plan import WorkerPlan
+from ray_fracbackend.decide.rendezvous import WorkerRendezvous
+from ray_fracbackend.isolation.search import find_faults
+from ray_fracbackend.timeouts import Deadline
 from tests.ray.conftest import wait_until
 from tests.ray.starts import START_S, free_port, initialized, replace_in_worker, start
-from tests.unit.builders import job
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def test_rank_that_never_answers(make_group):
 def test_rank_killed_during_start(make_group, step):
     """A dead worker is named at once; to V1 as no RayActorError, which would not reach the user."""
     group = make_group(2)
-    group.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", step, "kill")
+    group.execute_single(1, replace_in_worker, "ray_fracbackend.worker.process_group", step, "kill")
     failure = failed_start(group, WorkerDiedError, r"rank 1 \(node .*\) died during start-up \(starting gloo at")
     assert not issubclass(failure.kind, RayActorError)
     assert failure.ranks == (1,)
@@ -108,7 +106,7 @@ def test_rank_that_hangs_during_start(make_group, step, how):
     group = make_group(2)
     pids = [worker.metadata.pid for worker in group.workers]
     port = free_port()
-    group.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", step, how)
+    group.execute_single(1, replace_in_worker, "ray_fracbackend.worker.process_group", step, how)
     failure = failed_start(
         group,
         (RendezvousError, VerificationError),
@@ -128,7 +126,7 @@ def test_rank_that_hangs_during_start(make_group, step, how):
 def test_rank_that_raises(make_group):
     """A worker's own exception is reported with its rank; one that is still waiting for it is ended."""
     group = make_group(2)
-    group.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", "_prepare", "raise", 1)
+    group.execute_single(1, replace_in_worker, "ray_fracbackend.worker.process_group", "_prepare", "raise", 1)
     failure = failed_start(group, RendezvousError, r"rank 1 \(node .*the disk is on fire", start_timeout_s=60)
     assert failure.ranks == (1,)
     assert group.execute_single(1, initialized) is False
@@ -138,7 +136,9 @@ def test_rank_that_raises(make_group):
 
 def test_out_of_memory_is_told_as_that(pair):
     """A full device is named with its rank; the rank that waited for it does not hide it, and no fault is sought."""
-    pair.execute_single(1, replace_in_worker, "ray_fracbackend.process_group", "verify_process_group", "starve", 1)
+    pair.execute_single(
+        1, replace_in_worker, "ray_fracbackend.worker.process_group", "verify_process_group", "starve", 1
+    )
     failure = failed_start(
         pair, OutOfMemoryError, r"^rank 1 \(node .*ran out of device memory .*Tried to allocate", start_timeout_s=60
     )
@@ -155,7 +155,7 @@ def test_wrong_answer(pair):
 def test_environment_is_restored(pair):
     """A failed start leaves no variable behind."""
     before = pair.execute(lambda: dict(os.environ))
-    pair.execute(replace_in_worker, "ray_fracbackend.process_group", "verify_process_group", "raise", 1)
+    pair.execute(replace_in_worker, "ray_fracbackend.worker.process_group", "verify_process_group", "raise", 1)
     failed_start(pair, RendezvousError, "the disk is on fire")
     assert pair.execute(lambda: dict(os.environ)) == before
 
@@ -175,23 +175,25 @@ def test_what_is_sound_is_told_after_a_failure(make_group):
 def test_a_rank_that_takes_no_part_in_the_search_is_named(make_group):
     """A worker that is stuck in something else cannot start its helper."""
     group = make_group(3)
-    report = StartReport(
-        plan=StartPlan(backend="gloo", device_type="cpu", reason="gloo"),
-        workers=tuple(job(None, None, None)),
-        rendezvous=RendezvousPlan(
-            master_addrs=("127.0.0.1",) * 3,
-            master_port=29500,
-            init_method="env",
-            one_node=True,
-            uses_gloo=True,
-            reason="one node",
-        ),
-    )
+    rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=29500)
+    plans = [
+        WorkerPlan(
+            rank=rank,
+            world_size=3,
+            backend="gloo",
+            device="cpu",
+            rendezvous=rendezvous,
+            timeout_s=1800,
+            budget_s=30,
+            verify=True,
+        )
+        for rank in range(3)
+    ]
     group.execute_single_async(1, time.sleep, 3600)
     found = []
     for _ in range(3):  # on a busy machine others are slow too
         found.append(
-            [(each.kind, each.ranks) for each in find_faults(group, report, worker_addresses(group), Deadline(30))]
+            [(each.kind, each.ranks) for each in find_faults(group, plans, worker_addresses(group), Deadline(30))]
         )
         if found[-1] == [("silent rank", (1,))]:
             break
@@ -201,7 +203,7 @@ def test_a_rank_that_takes_no_part_in_the_search_is_named(make_group):
 
 def helper_processes():
     processes = psutil.Process().children(recursive=True)
-    return [process for process in processes if "ray_fracbackend.isolation_helper" in process.cmdline()]
+    return [process for process in processes if "ray_fracbackend.isolation.helper" in process.cmdline()]
 
 
 def alive(pid):

@@ -7,9 +7,8 @@ import re
 import pytest
 
 from ray_fracbackend import SharedDeviceError
-from ray_fracbackend import backend as backend_module
-from ray_fracbackend.sharing import shared_devices
-from ray_fracbackend.start_plan import StartPlan
+from ray_fracbackend.decide.device_sharing import shared_devices
+from ray_fracbackend.decide.plan import StartPlan
 from tests.ray.starts import START_S, free_port, group_state, replace_in_worker, start
 from tests.unit.builders import gpu, job
 from tests.unit.test_nccl_words import DUPLICATE, torch_text
@@ -19,7 +18,7 @@ from tests.unit.test_nccl_words import DUPLICATE, torch_text
 def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port):
     """The first backend fails its verification, the second is started, verified and reported; on the same port too."""
     plan = StartPlan(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
-    monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
+    monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     start(pair, **({"master_port": free_port()} if fixed_port else {}))
 
@@ -37,7 +36,7 @@ def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port
 def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
     """A first choice that hangs in its first collective, and that only an abort ends, is left in time; told once."""
     plan = StartPlan(backend="stall", device_type="cpu", reason="first choice", fallback="gloo")
-    monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
+    monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
     pair.execute(register_stalling)
     with caplog.at_level("WARNING", logger="ray.train"):
         start(pair, start_timeout_s=12)
@@ -51,7 +50,7 @@ def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
     """What NCCL says when ranks share a GPU is reported with the ranks, and a plan with a fallback takes it."""
     groups = shared_devices(job(gpu(), gpu()))
     plan = StartPlan(backend="nccl", device_type="cpu", reason="first choice", share_groups=groups, fallback="gloo")
-    monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
+    monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
     pair.execute(refuse_once, torch_text(DUPLICATE))
     start(pair)
 
@@ -68,7 +67,7 @@ def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
 def test_refusal_of_nccl_without_a_way_out(pair, monkeypatch):
     """An explicit choice of NCCL ends in one error that names the ranks and what to do."""
     plan = StartPlan(backend="nccl", device_type="cpu", reason="nccl", share_groups=shared_devices(job(gpu(), gpu())))
-    monkeypatch.setattr(backend_module, "plan_start", lambda *args: plan)
+    monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
     pair.execute(refuse_once, torch_text())
     with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share .*\(ncclInvalidUsage\)\. .*gloo"):
         start(pair, start_timeout_s=START_S)

@@ -11,7 +11,7 @@ import json
 import pytest
 import ray
 
-from ray_fracbackend.ray_compat import v2_enabled
+from ray_fracbackend._ray import v2_enabled
 from tests.ray.conftest import run_example
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]

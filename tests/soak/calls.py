@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ray_fracbackend.process_group import StartInstruction, start_worker, stop_worker
+from ray_fracbackend.decide.plan import WorkerPlan
+from ray_fracbackend.worker.process_group import start_worker, stop_worker
 from tests.soak.belongings import belongings
 
 # The variables of a start that worked stay for the train function, until the next one.
 _KEPT = ("rss_bytes", "children", "variables")
 
 
-def start(instruction: StartInstruction) -> None:
+def start(instruction: WorkerPlan) -> None:
     """Our start; one that fails has to leave the environment as it was."""
     before = dict(os.environ)
     try:

@@ -28,7 +28,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from benchmarks.common import parser, save
-from ray_fracbackend import FracTorchConfig, ray_compat
+from ray_fracbackend import FracTorchConfig, _ray
 from tests.processes import train_worker_processes
 from tests.soak.belongings import Samples, belongings
 
@@ -138,7 +138,7 @@ def main() -> None:
     if arguments.cycles <= WARM_UP + arguments.every:
         command_line.error(f"the first {WARM_UP} cycles are not judged: --cycles must be above that and --every")
     numbers = (arguments.cycles, arguments.every, arguments.group_every)
-    engine = "v2" if ray_compat.v2_enabled() else "v1"
+    engine = "v2" if _ray.v2_enabled() else "v1"
     ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=engine == "v2", logging_level="ERROR")
     started = time.monotonic()
     samples = with_v2(numbers) if engine == "v2" else with_v1(numbers)

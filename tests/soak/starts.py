@@ -23,7 +23,7 @@ from net_nodes import Node, address
 from net_starts import instructions, probe_workers
 
 from ray_fracbackend import FracBackendError
-from ray_fracbackend.options import StartOptions
+from ray_fracbackend.decide.settings import Settings
 from tests.soak import calls
 
 NUM_NODES = 3
@@ -123,7 +123,7 @@ class _Played:
 
     def __init__(self, run: StartRun, nodes: Sequence[Node], folder: Path) -> None:
         self._run, self._nodes, self._folder = run, nodes, folder
-        self._options = StartOptions(backend=run.backend)
+        self._options = Settings(backend=run.backend)
         self._workers = [nodes[number].spawn(folder) for number in run.nodes]
         self._timers: list[threading.Timer] = []
         # Ranks that cannot answer any more.

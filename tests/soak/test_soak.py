@@ -18,7 +18,7 @@ import torch.distributed as dist
 from net_nodes import why_not
 
 from ray_fracbackend import VerificationError
-from ray_fracbackend.ray_compat import v2_enabled
+from ray_fracbackend._ray import v2_enabled
 from tests.soak import cycles, starts, trials
 from tests.soak.belongings import Samples, belongings
 

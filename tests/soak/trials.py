@@ -27,7 +27,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from benchmarks.common import parser, save
-from ray_fracbackend import FracTorchConfig, get_start_report, ray_compat
+from ray_fracbackend import FracTorchConfig, _ray, get_start_report
 from tests.soak.belongings import Samples, belongings
 from tests.soak.cycles import of_ray, settle
 
@@ -61,7 +61,7 @@ def fit_trial(config: dict[str, Any]) -> None:
 
 def tuner(num_trials: int, folder: str, stock: bool) -> tune.Tuner:
     tune_config = tune.TuneConfig(num_samples=num_trials, max_concurrent_trials=2)
-    if ray_compat.v2_enabled():
+    if _ray.v2_enabled():
         settings = {"run_config": tune.RunConfig(storage_path=folder, verbose=0), "tune_config": tune_config}
         return tune.Tuner(fit_trial, param_space={"folder": folder, "stock": stock}, **settings)
     run_config = getattr(tune, "RunConfig", train.RunConfig)(storage_path=folder, verbose=0)
@@ -106,7 +106,7 @@ def main() -> None:
     command_line.add_argument("--tuners", type=int, default=10)
     command_line.add_argument("--trials", type=int, default=20, help="trials of each tuner; the first tuner warms up")
     arguments = command_line.parse_args()
-    engine = "v2" if ray_compat.v2_enabled() else "v1"
+    engine = "v2" if _ray.v2_enabled() else "v1"
     number = arguments.tuners * arguments.trials
     results: dict[str, Any] = {"engine": engine, "trials": number}
     limit = RSS_BYTES_PER_TRIAL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_fracbackend.facts import DeviceFacts, WorkerFacts
+from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
 from ray_fracbackend.verify import VerificationResult
 
 H200 = "NVIDIA H200"
@@ -20,14 +20,14 @@ FIGURES = VerificationResult(
 )
 
 
-def gpu(name: str = "a", **facts: Any) -> DeviceFacts:
+def gpu(name: str = "a", **facts: Any) -> DeviceInfo:
     """A whole GPU; devices of equal name are one device."""
-    return DeviceFacts(**{"uuid": f"GPU-{name}", "name": H200, "pci_bus_id": f"00000000:{name}:00.0", **facts})
+    return DeviceInfo(**{"uuid": f"GPU-{name}", "name": H200, "pci_bus_id": f"00000000:{name}:00.0", **facts})
 
 
-def mig(name: str, parent: str = "a", **facts: Any) -> DeviceFacts:
+def mig(name: str, parent: str = "a", **facts: Any) -> DeviceInfo:
     """A MIG slice of a GPU: a UUID of its own, the bus id of its parent."""
-    return DeviceFacts(
+    return DeviceInfo(
         **{
             "uuid": f"MIG-{name}",
             "name": f"{H200} MIG 1g.18gb",
@@ -38,7 +38,7 @@ def mig(name: str, parent: str = "a", **facts: Any) -> DeviceFacts:
     )
 
 
-def worker(rank: int, device: DeviceFacts | None = None, node: str = "1", **facts: Any) -> WorkerFacts:
+def worker(rank: int, device: DeviceInfo | None = None, node: str = "1", **facts: Any) -> WorkerInfo:
     """A worker that holds half of its device, or a CPU worker."""
     defaults: dict[str, Any] = {
         "rank": rank,
@@ -55,9 +55,9 @@ def worker(rank: int, device: DeviceFacts | None = None, node: str = "1", **fact
         "ipc_device_memory_missing": "no ipc here",
         "ipc_host_memory_missing": "no ipc here",
     }
-    return WorkerFacts(**{**defaults, **facts})
+    return WorkerInfo(**{**defaults, **facts})
 
 
-def job(*devices: DeviceFacts | None, **facts: Any) -> list[WorkerFacts]:
+def job(*devices: DeviceInfo | None, **facts: Any) -> list[WorkerInfo]:
     """One worker a device, in rank order, all on one node."""
     return [worker(rank, device, **facts) for rank, device in enumerate(devices)]

@@ -7,10 +7,9 @@ import sys
 import pytest
 import torch
 
-from ray_fracbackend import bench
-from ray_fracbackend.cli import main
+from ray_fracbackend.cli import bench, main
+from ray_fracbackend.decide.nccl import multi_rank_env
 from ray_fracbackend.ipc import host_memory_support
-from ray_fracbackend.nccl_multi_rank import multi_rank_env
 
 pytestmark = pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
 

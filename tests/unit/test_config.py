@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 from ray.train.torch import TorchConfig
 
-from ray_fracbackend import FracTorchConfig, ray_compat
+from ray_fracbackend import FracTorchConfig, _ray
 from ray_fracbackend.backend import FracTorchBackend
 from ray_fracbackend.config import frac_config
-from ray_fracbackend.options import StartOptions
 
 _DEFAULTS = {
     "backend": "auto",
@@ -102,7 +101,7 @@ def test_spellings_of_a_backend(given, taken):
 def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, backend, handed_over):
     """A field that a later Ray adds to TorchConfig is handed over too, and the user's own config is not changed."""
     seen = []
-    monkeypatch.setattr(ray_compat.TorchBackend, "on_start", lambda self, group, config: seen.append(config))
+    monkeypatch.setattr(_ray.TorchBackend, "on_start", lambda self, group, config: seen.append(config))
     config = FracTorchConfig(backend=backend, init_method="tcp", timeout_s=7)
     config.field_of_a_later_ray = 3
     group = SimpleNamespace(get_resources_per_worker=lambda: {"TPU": 1})
@@ -139,11 +138,11 @@ def test_right_values(settings):
 
 
 def test_a_change_after_construction_is_checked_by_the_start():
-    """The start copies the settings into a validated frozen value, so a later wrong assignment is caught there."""
+    """The start checks its copy of the settings, so a later wrong assignment is caught there."""
     config = FracTorchConfig()
     config.on_shared_device = "maybe"
     with pytest.raises(ValueError, match="on_shared_device='maybe'"):
-        StartOptions.from_config(config)
+        config.checked_copy()
 
 
 def test_to_dict_is_json_ready_and_whole():

@@ -7,20 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from ray_fracbackend.diagnosis import Check, Diagnosis, MachineFacts
-from ray_fracbackend.doctor import check_cluster, check_machine
-from ray_fracbackend.facts import NetworkFacts
+from ray_fracbackend.cli.checks import Check, Diagnosis, MachineInfo, check_cluster, check_machine
+from ray_fracbackend.decide.worker_info import NetworkInfo
 from tests.unit.builders import gpu, mig, worker
 
-_NETWORK = NetworkFacts(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
+_NETWORK = NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
 
 
 def machine(device=None, network=_NETWORK, **facts):
-    """A healthy machine, but for the facts that are given; those of WorkerFacts go there."""
-    own = {name: facts.pop(name) for name in list(facts) if name in MachineFacts.__dataclass_fields__}
+    """A healthy machine, but for the facts that are given; those of WorkerInfo go there."""
+    own = {name: facts.pop(name) for name in list(facts) if name in MachineInfo.__dataclass_fields__}
     defaults = {"ray_version": "2.60.0", "torch_version": "2.13.0", "ipc_host_memory_missing": None}
     found = worker(0, device, network=network, **{**defaults, "ipc_device_memory_missing": None, **facts})
-    return MachineFacts(
+    return MachineInfo(
         **{
             "worker": found,
             "package_version": "0.1.0",
@@ -50,7 +49,7 @@ def test_healthy_machine(device):
 
 CASES = {
     "silent name server": (
-        machine(network=replace(_NETWORK, name_server_silent=True)),
+        machine(name_server_silent=True),
         "name server",
         "warning",
         "no answer within a second",
@@ -135,7 +134,7 @@ CASES = {
     "no name on Windows": (machine(host_missing="11001", platform="win32"), "host name", "problem", "11001", "hosts"),
     "slow name": (machine(host_lookup_s=4.2), "host name", "warning", "took 4.2 s", "name server"),
     "loopback name": (machine(host_addresses=("127.0.1.1",)), "host name", "ok", "127.0.1.1", ""),
-    "no interface": (machine(network=NetworkFacts()), "interfaces", "problem", "none is up", "loopback"),
+    "no interface": (machine(network=NetworkInfo()), "interfaces", "problem", "none is up", "loopback"),
     "unknown interface": (
         machine(env={"GLOO_SOCKET_IFNAME": "^lo,docker"}),
         "interfaces",

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from ray_fracbackend import environment
+from ray_fracbackend.worker import environment
+from ray_fracbackend.worker.state import STATE
 
 NAME = "RFB_TEST_VARIABLE"
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(environment, "_set_by_us", {})
+    monkeypatch.setattr(STATE, "variables", {})
     before = environment.snapshot()
     yield
     environment.restore(before)

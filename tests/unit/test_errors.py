@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.train._internal.worker_group import WorkerGroup
 
 from ray_fracbackend import errors
-from ray_fracbackend.gather import LostWorkerError, raise_for_engine
+from ray_fracbackend.collect import LostWorkerError, raise_for_engine
 
 _ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RuntimeError)]
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ray_fracbackend import isolation_helper
-from ray_fracbackend.isolation import (
+from ray_fracbackend.isolation import helper as isolation_helper
+from ray_fracbackend.isolation.faults import (
     MAX_MESH,
     Fault,
     Findings,

@@ -9,33 +9,56 @@ from pathlib import Path
 
 import pytest
 
-from ray_fracbackend.ray_compat import v2_enabled
+from ray_fracbackend._ray import v2_enabled
 
 _PACKAGE = Path(__file__).parents[2] / "ray_fracbackend"
 _UPSTREAM = Path(__file__).parents[2] / "upstream"
-_PURE = (
+# A part imports those before it and itself, and no part the ipc backend but inside a function; that imports nothing of ours.
+_PARTS = (
     "errors",
-    "facts",
-    "options",
-    "sharing",
-    "hints",
-    "nccl_words",
-    "nccl_multi_rank",
-    "start_plan",
-    "libraries",
-    "shared_plan",
-    "plan",
-    "interfaces",
-    "rendezvous",
-    "environment",
+    "timeouts",
+    "tracebacks",
+    "_ray",
+    "decide",
+    "verify",
+    "report",
+    "worker",
+    "collect",
     "isolation",
+    "backend",
+    "config",
+    "checkpoint",
+    "integrations",
+    "cli",
+    # Deprecated names.
+    "callback",
+    "placement",
+    "rllib",
+)
+# Parts that need the standard library alone, and those that need torch but never Ray.
+_PURE = ("errors", "timeouts", "tracebacks", "decide")
+_WITHOUT_RAY = ("verify", "report", "ipc")
+_MODULES = sorted(
+    path for path in _PACKAGE.rglob("*.py") if path.parent != _PACKAGE or path.stem not in ("__init__", "__main__")
 )
 
 
-def imported(path: Path) -> set[str]:
-    """Names of all modules that a file imports, wherever in it."""
+def part_of(path: Path) -> str:
+    """First name of a module below the package."""
+    return path.relative_to(_PACKAGE).with_suffix("").parts[0]
+
+
+def imported(path: Path, top_only: bool = False) -> set[str]:
+    """Names of all modules that a file imports when it runs, wherever in it or at its top alone."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for_types = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    skipped = {id(inner) for node in for_types for inner in ast.walk(node)}
+    for node in tree.body if top_only else ast.walk(tree):
+        if id(node) in skipped:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -48,11 +71,22 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", _PURE)
-def test_planning_needs_the_standard_library_alone(name):
-    """The decision can be run and tested with neither torch nor Ray."""
-    foreign = {m.split(".")[0] for m in imported(_PACKAGE / f"{name}.py")} - sys.stdlib_module_names
-    assert foreign <= {"ray_fracbackend"}
+@pytest.mark.parametrize("path", _MODULES, ids=lambda path: str(path.relative_to(_PACKAGE)))
+def test_imports_go_one_way(path):
+    """The table above: which part may import which, and what else."""
+    part, names = part_of(path), imported(path)
+    ours = {name.split(".")[1] for name in names if name.startswith("ray_fracbackend.")} - {"__version__"}
+    if part == "ipc":
+        assert ours <= {"ipc"}
+    else:
+        at_the_top = imported(path, top_only=True)
+        assert not [name for name in at_the_top if name.startswith("ray_fracbackend.ipc")] or part == "cli"
+        assert ours - {"ipc"} <= set(_PARTS[: _PARTS.index(part) + 1])
+    foreign = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"ray_fracbackend"}
+    if part in _PURE:
+        assert not foreign
+    if part in _WITHOUT_RAY:
+        assert "ray" not in foreign
 
 
 def dotted_strings(path: Path) -> set[str]:
@@ -63,33 +97,22 @@ def dotted_strings(path: Path) -> set[str]:
 
 
 def test_private_ray_names_live_in_one_module():
-    """Everything of Ray that may change without notice is imported in ray_compat.py alone, by statement or by name."""
+    """Everything of Ray that may change without notice is imported in _ray.py alone, by statement or by name."""
     private = {
         (path.name, name)
         for path in _PACKAGE.rglob("*.py")
         for name in imported(path) | dotted_strings(path)
         if name.split(".")[0] == "ray" and any(part.startswith("_") for part in name.split("."))
     }
-    assert {path for path, _ in private} == {"ray_compat.py"}
+    assert {path for path, _ in private} == {"_ray.py"}
 
 
 def test_no_private_ray_name_is_imported_at_the_top():
-    """ray_compat.py imports private names inside functions, so that the package imports with a Ray that lacks one."""
-    tree = ast.parse((_PACKAGE / "ray_compat.py").read_text())
+    """_ray.py imports private names inside functions, so that the package imports with a Ray that lacks one."""
+    tree = ast.parse((_PACKAGE / "_ray.py").read_text())
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert {name for name in names if name.split(".")[0] == "ray"} == {"ray", "ray.train.torch", "ray.tune"}
-
-
-@pytest.mark.parametrize("path", sorted((_PACKAGE / "ipc").glob("*.py")), ids=lambda path: path.stem)
-def test_ipc_knows_nothing_of_ray(path):
-    """The ipc backend needs the standard library and torch alone, and nothing of the rest of the package."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
-    foreign = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
-    assert {module.split(".")[0] for module in foreign} <= {"torch", "mpi4py", "ray_fracbackend"}
-    assert all(module.startswith("ray_fracbackend.ipc") for module in foreign if module.startswith("ray_fracbackend"))
 
 
 def files_to_move():
@@ -108,8 +131,8 @@ def files_to_move():
 def test_what_would_move_to_ray_needs_ray_and_torch_alone():
     """Moving is a rename: no import but of the standard library, torch, Ray, and two libraries that Ray brings along."""
     moving = files_to_move()
-    assert {"gather", "probe", "sharing", "verify"} <= {path.stem for path in moving}
-    assert not {"cli", "demo", "bench"} & {path.stem for path in moving}
+    assert {"collect", "probe", "device_sharing"} <= {path.stem for path in moving}
+    assert "cli" not in {part_of(path) for path in moving}
     roots = {name.split(".")[0] for path in moving for name in imported(path)} - sys.stdlib_module_names - {""}
     assert roots <= {"ray_fracbackend", "ray", "torch", "psutil", "pynvml"}
 
@@ -120,7 +143,7 @@ def test_ray_brings_the_two_libraries():
 
     assert (Path(ray.__file__).parent / "thirdparty_files" / "psutil").is_dir()
     pynvml = importlib.import_module("ray._private.thirdparty.pynvml")
-    sources = [(_PACKAGE / name).read_text() for name in ("probe.py", "missing_cuda.py")]
+    sources = [(_PACKAGE / "worker" / name).read_text() for name in ("probe.py", "missing_cuda.py")]
     used = set(re.findall(r"\bnvml\.(\w+)", "".join(sources)))
     assert used
     assert {name for name in used if not hasattr(pynvml, name)} == set()
@@ -136,7 +159,8 @@ def test_pieces_replace_only_what_is_listed():
 def test_without_ray():
     """The check, its errors and the version of NCCL can be used where Ray is not installed, or not worth its import."""
     code = (
-        "import sys; sys.modules['ray'] = None; from ray_fracbackend.nccl_library import loaded_nccl_version; "
+        "import sys; sys.modules['ray'] = None; from ray_fracbackend.worker.nccl_library import loaded_nccl_version; "
+        "import ray_fracbackend.isolation.helper, ray_fracbackend.cli; "
         "from ray_fracbackend import verify_process_group, FracBackendError"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -157,9 +181,10 @@ _UNIX = ("fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty")
 
 def test_it_imports_where_unix_modules_are_missing():
     """As on Windows: no module of the package needs one when it is imported, but for those of ipc, which is for Linux."""
-    names = {path.stem for path in _PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    names = {".".join(path.relative_to(_PACKAGE).with_suffix("").parts) for path in _MODULES if part_of(path) != "ipc"}
+    names = {name.removesuffix(".__init__") for name in names} - {"cli.bench_rank"}
     if not v2_enabled():
-        names -= {"callback"}  # for V2 alone, which Ray 2.40 does not have
+        names -= {"callback", "integrations.callback"}  # for V2 alone, which Ray 2.40 does not have
     code = (
         # Ray, torch and psutil import them themselves, where they are.
         "import importlib, sys, psutil, ray.train.torch, ray.tune, ray.util.queue, torch.distributed; "

@@ -8,9 +8,11 @@ import types
 import pytest
 import torch
 
-from ray_fracbackend import FracTorchConfig, memory_cap
-from ray_fracbackend.options import StartOptions
-from ray_fracbackend.plan import plan_start
+from ray_fracbackend import FracTorchConfig
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.worker import memory_cap
+from ray_fracbackend.worker.state import STATE
 from tests.unit.builders import gpu, job
 
 _GIB = 1 << 30
@@ -28,20 +30,20 @@ def fractions(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(39.5 * _GIB))
     yield told
-    memory_cap._cap = None
+    STATE.memory_cap = None
 
 
 @pytest.mark.parametrize(("num_gpus", "expected"), [(0.5, 0.5), (0.25, 0.25), (1, None), (2, None)])
 def test_fraction_of_a_worker(num_gpus, expected):
     """A fraction of a device is the cap; workers with whole devices have none."""
     workers = job(gpu("a"), gpu("a") if num_gpus < 1 else gpu("b"), resources={"GPU": num_gpus})
-    assert plan_start(workers, StartOptions()).memory_fraction_of(workers[0]) == expected
+    assert plan_start(workers, Settings()).memory_fraction_of(workers[0]) == expected
 
 
 def test_no_cap_on_the_cpu():
     """A job that trains on the CPU instead has no CUDA memory to cap."""
     workers = job(None, None, resources={"GPU": 0.5}, cuda_missing="no driver")
-    plan = plan_start(workers, StartOptions(on_missing_cuda="cpu"))
+    plan = plan_start(workers, Settings(on_missing_cuda="cpu"))
     assert plan.memory_fraction_of(workers[0]) is None
 
 

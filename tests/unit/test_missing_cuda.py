@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from ray_fracbackend.missing_cuda import CudaFindings, cause_text, why_no_cuda
+from ray_fracbackend.worker.missing_cuda import CudaFindings, cause_text, why_no_cuda
 
 # Texts of c10/cuda/CUDAFunctions.cpp, and of cudaGetErrorString in them.
 _UNEXPECTED = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ray_fracbackend import nccl_library
+from ray_fracbackend.worker import nccl_library
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import pytest
 
+from ray_fracbackend.decide.nccl import explain_failure
+from ray_fracbackend.decide.plan import StartPlan
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.table import plan_start
 from ray_fracbackend.errors import RendezvousError, SharedDeviceError, StartTimeoutError, VerificationError
-from ray_fracbackend.nccl_multi_rank import explain_failure
-from ray_fracbackend.options import StartOptions
-from ray_fracbackend.plan import plan_start
-from ray_fracbackend.start_plan import StartPlan
 from tests.unit.builders import gpu, job, mig
 from tests.unit.test_nccl_words import DUPLICATE, REFUSALS, torch_text
 
@@ -15,7 +15,7 @@ _NEW = (2, 30, 7)
 
 def multi_rank(**facts):
     workers = job(gpu(), gpu(), nccl_version=_NEW, **facts)
-    return plan_start(workers, StartOptions(on_shared_device="nccl")), workers
+    return plan_start(workers, Settings(on_shared_device="nccl")), workers
 
 
 @pytest.mark.parametrize("sentence", REFUSALS.values(), ids=REFUSALS)
@@ -37,7 +37,7 @@ def test_bare_invalid_usage_of_ranks_that_share():
     bare = VerificationError(torch_text().splitlines()[0])
     assert isinstance(explain_failure(bare, plan, workers), SharedDeviceError)
     apart = job(gpu("a"), gpu("b"))
-    assert explain_failure(bare, plan_start(apart, StartOptions()), apart) is bare
+    assert explain_failure(bare, plan_start(apart, Settings()), apart) is bare
 
 
 def test_users_own_variables_are_named():
@@ -50,7 +50,7 @@ def test_users_own_variables_are_named():
 def test_mig_slices_are_named():
     """Slices that NCCL took for one device are named with their GPU."""
     workers = job(mig("1"), mig("2"), nccl_version=_NEW)
-    error = explain_failure(VerificationError(REFUSALS["2.30.7"]), plan_start(workers, StartOptions()), workers)
+    error = explain_failure(VerificationError(REFUSALS["2.30.7"]), plan_start(workers, Settings()), workers)
     assert "ranks 0,1 use MIG slices of GPU-a" in str(error)
     assert error.ranks == (0, 1)
 
@@ -84,6 +84,6 @@ def test_other_failures_are_left_alone():
     plan, workers = multi_rank()
     error = RendezvousError("no route to host")
     assert explain_failure(error, plan, workers) is error
-    gloo = plan_start(workers, StartOptions(on_shared_device="gloo"))
+    gloo = plan_start(workers, Settings(on_shared_device="gloo"))
     stalled = VerificationError("stalled")
     assert explain_failure(stalled, gloo, workers) is stalled

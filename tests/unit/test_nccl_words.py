@@ -2,7 +2,7 @@
 
 import pytest
 
-from ray_fracbackend.nccl_words import cause_of, is_invalid_usage, refusal_in, refused_ranks
+from ray_fracbackend.decide.nccl import cause_of, is_invalid_usage, refusal_in, refused_ranks
 
 _HEAD = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN for "

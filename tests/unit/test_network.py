@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from ray_fracbackend import network
 from ray_fracbackend.errors import RendezvousError
+from ray_fracbackend.worker import network
 
 Address = namedtuple("Address", "family address")
 Stats = namedtuple("Stats", "isup")
@@ -107,8 +107,8 @@ def test_facts_carry_why_a_name_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
-    assert "Name or service not known" in str(network.network_facts("", "head").master_addr_missing)
-    assert network.network_facts("", "10.0.0.1").master_addr_missing is None
+    assert "Name or service not known" in str(network.network_info("", "head").master_addr_missing)
+    assert network.network_info("", "10.0.0.1").master_addr_missing is None
 
 
 def test_windows_asks_for_the_host_name_before_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_windows_asks_for_the_host_name_before_gloo_does(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(network, "resolve", lambda name: (_ for _ in ()).throw(OSError("11001 host not found")))
     monkeypatch.setattr(dist.ProcessGroupGloo, "create_default_device", lambda: asked.append("gloo"))
-    assert "11001" in str(network.network_facts("").default_device_missing)
+    assert "11001" in str(network.network_info("").default_device_missing)
     assert asked == []
 
 

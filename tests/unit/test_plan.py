@@ -4,20 +4,19 @@ import re
 
 import pytest
 
-from ray_fracbackend import shared_plan
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.table import left_to_ray, plan_start
 from ray_fracbackend.errors import (
     BackendUnavailableError,
     IncompatibleWorkersError,
     MissingDeviceError,
     SharedDeviceError,
 )
-from ray_fracbackend.options import StartOptions
-from ray_fracbackend.plan import left_to_ray, plan_start
 from tests.unit.builders import gpu, job, mig, worker
 
 
 def plan(workers, node_gpus=None, **options):
-    return plan_start(workers, StartOptions(**options), node_gpus)
+    return plan_start(workers, Settings(**options), node_gpus)
 
 
 class TestWithoutGpus:
@@ -184,13 +183,13 @@ class TestShared:
 
     def test_auto_uses_ipc_where_every_worker_can(self, monkeypatch):
         """With the rule turned, auto takes ipc where all facts allow it, and keeps Gloo to fall back on."""
-        monkeypatch.setattr(shared_plan, "AUTO_TAKES_DEVICE_IPC", True)
+        monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
         found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None))
         assert (found.backend, found.fallback) == ("ipc", "gloo")
 
     def test_one_worker_without_ipc_is_enough_for_gloo(self, monkeypatch):
         """ipc needs all workers."""
-        monkeypatch.setattr(shared_plan, "AUTO_TAKES_DEVICE_IPC", True)
+        monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
         workers = [worker(0, gpu(), ipc_device_memory_missing=None), worker(1, gpu())]
         assert plan(workers).backend == "gloo"
 
@@ -444,7 +443,7 @@ class TestFallback:
 
     def test_one_step_down(self, monkeypatch):
         """A failed ipc becomes Gloo with a warning that has the cause, and no further step."""
-        monkeypatch.setattr(shared_plan, "AUTO_TAKES_DEVICE_IPC", True)
+        monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
         found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None)).after_failure(
             "wrong sum. Do not train with this group."
         )
@@ -461,3 +460,26 @@ class TestFallback:
         """A stock choice has no ladder."""
         with pytest.raises(ValueError, match="no fallback from gloo"):
             plan(job(None)).after_failure("x")
+
+
+class TestAccelerate:
+    """Variables for Hugging Face Accelerate, where it cannot find out by itself."""
+
+    @staticmethod
+    def env(workers, **options):
+        """The variables of the last worker of a job."""
+        return dict(plan_start(workers, Settings(**options)).env_of(workers[-1]))
+
+    def test_on_a_shared_device(self):
+        """Ranks that share a device: Accelerate must not take LOCAL_RANK for its index."""
+        assert self.env(job(gpu(), gpu())) == {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+
+    def test_where_gpus_are_missing(self):
+        """GPU workers that train on the CPU: without the variable Accelerate is not distributed at all."""
+        workers = job(None, None, resources={"GPU": 0.5}, cuda_missing="no driver")
+        assert self.env(workers, on_missing_cuda="cpu") == {"ACCELERATE_USE_CPU": "true"}
+
+    def test_nothing_where_nothing_differs_from_stock(self):
+        """CPU workers and workers with devices of their own have the environment of stock Ray Train."""
+        assert self.env(job(None, None)) == {}
+        assert self.env(job(gpu("a"), gpu("b", index=1), num_visible_devices=2)) == {}

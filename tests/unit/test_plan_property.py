@@ -10,17 +10,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
 from ray_fracbackend.errors import FracBackendError, IncompatibleWorkersError
-from ray_fracbackend.facts import DeviceFacts, WorkerFacts
-from ray_fracbackend.options import StartOptions
-from ray_fracbackend.plan import plan_start
 from tests.unit.builders import gpu, mig, worker
 
 _VERSIONS = [(2, minor, patch) for minor in range(18, 33) for patch in (0, 3, 7)]
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> list[WorkerFacts]:
+def jobs(draw: st.DrawFn) -> list[WorkerInfo]:
     """Random jobs: nodes, containers on one host, whole GPUs and fractions that share, several GPUs a worker, MIG, AMD GPUs, UUID
     or index names, missing NCCL, mixed versions, the user's own NCCL switch on some or all ranks, Windows."""
     if draw(st.integers(0, 4)) == 0:
@@ -31,7 +31,7 @@ def jobs(draw: st.DrawFn) -> list[WorkerFacts]:
     windows = draw(st.booleans()) and draw(st.booleans())
     amd = not windows and draw(st.integers(0, 3)) == 0
     switch = draw(st.sampled_from(["none", "none", "some", "all", "all"]))
-    workers: list[WorkerFacts] = []
+    workers: list[WorkerInfo] = []
     for node in range(num_nodes):
         devices = draw(_amd_devices(node) if amd else _node_devices(node))
         containers = draw(st.integers(1, 2))
@@ -65,7 +65,7 @@ def jobs(draw: st.DrawFn) -> list[WorkerFacts]:
 
 
 @st.composite
-def one_pair(draw: st.DrawFn) -> list[WorkerFacts]:
+def one_pair(draw: st.DrawFn) -> list[WorkerInfo]:
     """64 workers with a GPU each on eight nodes, of which two on one node got the same."""
     version = draw(st.sampled_from(_VERSIONS))
     fraction = draw(st.sampled_from([0.5, 1.0]))
@@ -91,8 +91,8 @@ def one_pair(draw: st.DrawFn) -> list[WorkerFacts]:
 
 
 @st.composite
-def _node_devices(draw: st.DrawFn, node: int) -> list[DeviceFacts]:
-    devices: list[DeviceFacts] = []
+def _node_devices(draw: st.DrawFn, node: int) -> list[DeviceInfo]:
+    devices: list[DeviceInfo] = []
     for index in range(draw(st.integers(1, 4))):
         # The same bus ids on every node: NCCL tells them apart by host only.
         bus = f"00000000:{index}0:00.0"
@@ -108,11 +108,11 @@ def _node_devices(draw: st.DrawFn, node: int) -> list[DeviceFacts]:
 
 
 @st.composite
-def _amd_devices(draw: st.DrawFn, node: int) -> list[DeviceFacts]:
+def _amd_devices(draw: st.DrawFn, node: int) -> list[DeviceInfo]:
     """ROCm's devices: no NVML, so no compute mode and no parent; a bus id where torch tells it."""
     with_bus = draw(st.booleans())
     return [
-        DeviceFacts(
+        DeviceInfo(
             uuid=f"GPU-n{node}a{index}",
             name="AMD Instinct MI300X",
             compute_mode="unknown",
@@ -122,7 +122,7 @@ def _amd_devices(draw: st.DrawFn, node: int) -> list[DeviceFacts]:
     ]
 
 
-def oracle_nccl_refuses(workers: list[WorkerFacts]) -> set[int]:
+def oracle_nccl_refuses(workers: list[WorkerInfo]) -> set[int]:
     """NCCL's own pairwise check: equal host hash, and equal bus id below 2.30.7 or equal UUID from then on. Ranks of all pairs."""
     refused = set()
     for one, other in itertools.combinations(workers, 2):
@@ -135,13 +135,13 @@ def oracle_nccl_refuses(workers: list[WorkerFacts]) -> set[int]:
     return refused
 
 
-def oracle_uuid_shared(workers: list[WorkerFacts]) -> set[int]:
+def oracle_uuid_shared(workers: list[WorkerInfo]) -> set[int]:
     """Ranks that sit on one device with another, whatever NCCL can see of it."""
     pairs = itertools.combinations(workers, 2)
     return {rank for a, b in pairs if a.devices[0].uuid == b.devices[0].uuid for rank in (a.rank, b.rank)}
 
 
-def oracle_siblings(workers: list[WorkerFacts]) -> set[int]:
+def oracle_siblings(workers: list[WorkerInfo]) -> set[int]:
     """Ranks on different MIG slices of one GPU: of one parent, or of one bus id on one host where the parent is unknown."""
     found = set()
     for one, other in itertools.combinations([w for w in workers if w.devices[0].is_mig], 2):
@@ -154,7 +154,7 @@ def oracle_siblings(workers: list[WorkerFacts]) -> set[int]:
     return found
 
 
-def oracle_switch(workers: list[WorkerFacts], sharing: set[int]) -> bool:
+def oracle_switch(workers: list[WorkerInfo], sharing: set[int]) -> bool:
     """The user switched NCCL's multi-rank mode on where it is needed, and the one NCCL of the job has it."""
     versions = {w.nccl_version for w in workers}
     return (
@@ -184,7 +184,7 @@ def test_nccl_exactly_where_it_works(workers, backend, policy):
     if not conflict and has_flags and (policy == "nccl" or (policy != "error" and oracle_switch(workers, siblings))):
         conflict = siblings
     try:
-        plan = plan_start(workers, StartOptions(backend=backend, on_shared_device=policy))
+        plan = plan_start(workers, Settings(backend=backend, on_shared_device=policy))
     except IncompatibleWorkersError:
         assert everywhere
         assert not one_version
@@ -210,7 +210,7 @@ def test_nccl_exactly_where_it_works(workers, backend, policy):
         )
 
 
-def oracle_refuses_any_version(workers: list[WorkerFacts]) -> bool:
+def oracle_refuses_any_version(workers: list[WorkerInfo]) -> bool:
     """As oracle_nccl_refuses, for ranks of different versions: each pair by either one's rule."""
     pairs = itertools.combinations(workers, 2)
     return any(one.devices[0].pci_bus_id == other.devices[0].pci_bus_id for one, other in pairs)
@@ -227,7 +227,7 @@ def test_the_order_of_ranks_decides_nothing(data, workers, backend, policy):
         workers = [replace(w, devices=devices) if w.rank == odd else w for w in workers]
     if data.draw(st.integers(0, 9)) == 0:
         workers[0] = replace(workers[0], devices=(), cuda_missing="the driver is too old")
-    options = StartOptions(
+    options = Settings(
         backend=backend, on_shared_device=policy, on_missing_cuda=data.draw(st.sampled_from(["error", "cpu"]))
     )
     order = data.draw(st.permutations(range(len(workers))))
@@ -235,7 +235,7 @@ def test_the_order_of_ranks_decides_nothing(data, workers, backend, policy):
     assert decided(workers, options) == decided(other, options)
 
 
-def decided(workers: list[WorkerFacts], options: StartOptions) -> object:
+def decided(workers: list[WorkerInfo], options: Settings) -> object:
     """What a plan decides, with ranks told by process, or the class of the error."""
     try:
         plan = plan_start(workers, options)
@@ -245,7 +245,7 @@ def decided(workers: list[WorkerFacts], options: StartOptions) -> object:
     return plan.backend, plan.device_type, plan.fallback, dict(plan.env_defaults), plan.train_on_cpu, groups
 
 
-def outcome(workers: list[WorkerFacts], options: StartOptions) -> str:
+def outcome(workers: list[WorkerInfo], options: Settings) -> str:
     """The backend, or the class of the error."""
     try:
         return plan_start(workers, options).backend
@@ -259,14 +259,14 @@ def test_one_rank_without_nccl_decides_whichever_it_is(without, policy):
     """Two MIG slices of one GPU, NCCL 2.30.7 on one rank alone: gloo, whether it is rank 0 or rank 1 that has it."""
     workers = [worker(rank, mig(f"s{rank}"), nccl_version=(2, 30, 7)) for rank in range(2)]
     workers[without] = replace(workers[without], nccl_available=False, nccl_version=None)
-    assert outcome(workers, StartOptions(on_shared_device=policy)) == "gloo"
+    assert outcome(workers, Settings(on_shared_device=policy)) == "gloo"
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(jobs())
 def test_every_shared_rank_is_named(workers):
     """The share map holds exactly the ranks that sit on one device with another, by device."""
-    plan = plan_start(workers, StartOptions(backend="gloo"))
+    plan = plan_start(workers, Settings(backend="gloo"))
     expected = {}
     for facts in workers:
         expected.setdefault(facts.devices[0].uuid, []).append(facts.rank)
@@ -288,7 +288,7 @@ def test_planning_is_linear(shared):
 
         sys.setprofile(profile)
         try:
-            plan_start(workers, StartOptions())
+            plan_start(workers, Settings())
         finally:
             sys.setprofile(None)
         return calls

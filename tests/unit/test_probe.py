@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ray_fracbackend import probe, ray_compat
-from ray_fracbackend.facts import WorkerFacts
-from ray_fracbackend.missing_cuda import nvml_session
-from ray_fracbackend.probe import mps_reachable
+from ray_fracbackend import _ray
+from ray_fracbackend.decide.worker_info import WorkerInfo
+from ray_fracbackend.worker import probe
+from ray_fracbackend.worker.missing_cuda import nvml_session
+from ray_fracbackend.worker.probe import mps_reachable
 
 _UUID = "ab12cd34-0000-0000-0000-000000000001"
 
@@ -103,7 +104,7 @@ _BUS = {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}
 
 def facts_on(*devices, ask_nvml=True, **own):
     """Facts of a worker with these devices, without Ray."""
-    return probe._facts(
+    return probe._info(
         [torch.device(device) for device in devices], ask_nvml, rank=0, node_id="", node_ip="127.0.0.1", **own
     )
 
@@ -224,7 +225,7 @@ def test_devices_by_index_and_by_uuid(cuda, monkeypatch, visible, gpu_ids):
     cuda(device_count=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(
-        ray_compat, "worker_devices", lambda: [torch.device("cuda", visible.split(",").index(str(g))) for g in gpu_ids]
+        _ray, "worker_devices", lambda: [torch.device("cuda", visible.split(",").index(str(g))) for g in gpu_ids]
     )
     devices, missing = probe._devices(True)
     assert missing is None
@@ -234,7 +235,7 @@ def test_devices_by_index_and_by_uuid(cuda, monkeypatch, visible, gpu_ids):
 def test_more_gpus_told_than_there_are(cuda, monkeypatch):
     """An overstated num_gpus gives a device index that does not exist: said as that."""
     cuda(device_count=1)
-    monkeypatch.setattr(ray_compat, "worker_devices", lambda: [torch.device("cuda:1")])
+    monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:1")])
     missing = "num_gpus of the node exceeds the GPUs present: device 1 of 1; correct num_gpus"
     assert probe._devices(True) == ([], missing)
 
@@ -243,7 +244,7 @@ def test_more_gpus_told_than_there_are(cuda, monkeypatch):
 def test_no_cuda_device_from_ray(cuda, monkeypatch, given, says):
     """A GPU worker to which Ray Train gives the CPU, as after `train_on_cpu`, reports why it has no device."""
     cuda()
-    monkeypatch.setattr(ray_compat, "worker_devices", lambda: given)
+    monkeypatch.setattr(_ray, "worker_devices", lambda: given)
     devices, missing = probe._devices(True)
     assert devices == []
     expected = f"Ray Train gives this worker no CUDA device (ray.train.torch.get_devices() says {says})"
@@ -259,7 +260,7 @@ def test_visible_devices_that_do_not_fit(cuda, monkeypatch):
     def fail():
         raise ValueError("'0' is not in list")
 
-    monkeypatch.setattr(ray_compat, "worker_devices", fail)
+    monkeypatch.setattr(_ray, "worker_devices", fail)
     missing = probe._devices(True)[1]
     assert "CUDA_VISIBLE_DEVICES='7' does not fit Ray's GPU ids ('0' is not in list)" in missing
     assert missing.endswith("leave the variable to Ray")
@@ -318,10 +319,10 @@ def test_no_boot_id():
 def half_a_gpu(monkeypatch, cuda):
     """A Ray worker with half a GPU, without Ray."""
     cuda()
-    monkeypatch.setattr(ray_compat, "node_ids", lambda: ("node", "127.0.0.1"))
-    monkeypatch.setattr(ray_compat, "assigned_resources", lambda: {"CPU": 1.0, "GPU": 0.5})
-    monkeypatch.setattr(ray_compat, "accelerator_ids", lambda: {"GPU": ["0"]})
-    monkeypatch.setattr(ray_compat, "worker_devices", lambda: [torch.device("cuda:0")])
+    monkeypatch.setattr(_ray, "node_ids", lambda: ("node", "127.0.0.1"))
+    monkeypatch.setattr(_ray, "assigned_resources", lambda: {"CPU": 1.0, "GPU": 0.5})
+    monkeypatch.setattr(_ray, "accelerator_ids", lambda: {"GPU": ["0"]})
+    monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:0")])
 
 
 def ipc_missing(found):
@@ -329,7 +330,7 @@ def ipc_missing(found):
     return found.ipc_host_memory_missing, found.ipc_device_memory_missing
 
 
-_NOT_PROBED = ipc_missing(WorkerFacts(rank=0, node_id="", node_ip="", hostname=""))
+_NOT_PROBED = ipc_missing(WorkerInfo(rank=0, node_id="", node_ip="", hostname=""))
 _NO_DEVICE = "the worker has no CUDA device" if sys.platform == "linux" else "the ipc backend needs Linux"
 
 
@@ -375,7 +376,7 @@ def test_probe_does_not_load_ipc():
     """A process that is probed without ask_ipc neither imports the ipc backend nor registers it with torch."""
     code = (
         "import sys; import torch.distributed as dist; from ray_fracbackend import probe\n"
-        "probe._facts([], True, rank=0, node_id='', node_ip='127.0.0.1')\n"
+        "probe._info([], True, rank=0, node_id='', node_ip='127.0.0.1')\n"
         "assert 'ray_fracbackend.ipc' not in sys.modules, 'imported'\n"
         "assert 'ipc' not in dist.Backend.backend_list, 'registered'\n"
     )

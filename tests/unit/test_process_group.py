@@ -12,19 +12,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DebugLevel, TCPStore, set_debug_level
 
-from ray_fracbackend import process_group
+from ray_fracbackend.decide.plan import WorkerPlan
+from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.errors import GroupFormationError, VerificationError
-from ray_fracbackend.process_group import StartInstruction, start_worker
-from ray_fracbackend.rendezvous import WorkerRendezvous
+from ray_fracbackend.worker import process_group
+from ray_fracbackend.worker.process_group import start_worker
+from ray_fracbackend.worker.store import hold_store
 from tests.processes import free_port, run_processes, wait_for_port
 
 # On Windows processes are spawned, and loopback has another name.
 _forks = pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork and a loopback interface named lo")
 
 
-def instruction(backend: str, device: str) -> StartInstruction:
-    rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=1, init_url="env://")
-    return StartInstruction(
+def instruction(backend: str, device: str) -> WorkerPlan:
+    rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=1)
+    return WorkerPlan(
         rank=0,
         world_size=2,
         backend=backend,
@@ -72,10 +74,10 @@ def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: 
     return dist.get_world_size()
 
 
-def cpu_instruction(rank: int, port: int, budget_s: float) -> StartInstruction:
-    rendezvous = WorkerRendezvous(
-        master_addr="127.0.0.1", master_port=port, init_url=f"tcp://127.0.0.1:{port}", env={"GLOO_SOCKET_IFNAME": "lo"}
-    )
+def cpu_instruction(rank: int, port: int, budget_s: float) -> WorkerPlan:
+    if rank == 0:
+        hold_store(port, one_node=True)
+    rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=port, env={"GLOO_SOCKET_IFNAME": "lo"})
     return replace(instruction("gloo", "cpu"), rank=rank, rendezvous=rendezvous, budget_s=budget_s)
 
 

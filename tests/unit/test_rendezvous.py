@@ -7,36 +7,42 @@ from typing import Any
 
 import pytest
 
+from ray_fracbackend.decide.rendezvous import (
+    IFNAME,
+    Rendezvous,
+    is_link_local,
+    is_loopback,
+    normal,
+    plan_rendezvous,
+)
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerInfo
 from ray_fracbackend.errors import BackendUnavailableError, IncompatibleWorkersError, RendezvousError
-from ray_fracbackend.facts import NetworkFacts, WorkerFacts
-from ray_fracbackend.interfaces import IFNAME, is_link_local, is_loopback, normal
-from ray_fracbackend.options import StartOptions
-from ray_fracbackend.plan import plan_start
-from ray_fracbackend.rendezvous import RendezvousPlan, init_url, plan_rendezvous
 
 LO = {"lo": ("127.0.0.1", "::1")}
 WINDOWS_LO = {"Loopback Pseudo-Interface 1": ("127.0.0.1", "::1")}
 
 
-def worker(rank: int, node_ip: str = "10.0.0.1", **changes: Any) -> WorkerFacts:
+def worker(rank: int, node_ip: str = "10.0.0.1", **changes: Any) -> WorkerInfo:
     """A worker on Linux whose node has ``lo`` and, on eth0, its node's address."""
     network = {"interfaces": {**LO, "eth0": (node_ip,)}, "store_port": 4321 if rank == 0 else None}
     network.update(changes.pop("network", {}))
     base: dict[str, Any] = {"rank": rank, "node_id": node_ip, "node_ip": node_ip, "hostname": "h", "platform": "linux"}
-    return WorkerFacts(**{**base, **changes}, network=NetworkFacts(**network))
+    return WorkerInfo(**{**base, **changes}, network=NetworkInfo(**network))
 
 
-def windows(rank: int, node_ip: str = "127.0.0.1", node_id: str = "w", **changes: Any) -> WorkerFacts:
+def windows(rank: int, node_ip: str = "127.0.0.1", node_id: str = "w", **changes: Any) -> WorkerInfo:
     return worker(
         rank, node_ip, node_id=node_id, platform="win32", **{"network": {"interfaces": WINDOWS_LO}, **changes}
     )
 
 
-def plan(workers: list[WorkerFacts], backend: str = "gloo", **options: Any) -> RendezvousPlan:
-    return plan_rendezvous(workers, StartOptions(**options), backend)
+def plan(workers: list[WorkerInfo], backend: str = "gloo", **options: Any) -> Rendezvous:
+    return plan_rendezvous(workers, Settings(**options), backend)
 
 
-def two_nodes(**changes: Any) -> list[WorkerFacts]:
+def two_nodes(**changes: Any) -> list[WorkerInfo]:
     return [worker(0, "10.0.0.1", **changes), worker(1, "10.0.0.2", **changes)]
 
 
@@ -48,7 +54,6 @@ class TestOneNode:
         found = plan([worker(0), worker(1)])
         assert found.of(1).env == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321"}
         assert found.of(1).start_env == {IFNAME: "lo"}
-        assert found.of(1).init_url == "env://"
         assert not found.of(1).check_reachable
         assert found.reason == "rank 0 at 127.0.0.1:4321 (one node), Gloo over lo"
 
@@ -57,7 +62,6 @@ class TestOneNode:
         facts = {"interfaces": {"lo": ("::1",)}, "store_port": 1}
         found = plan([worker(0, network=facts), worker(1, network=facts)], init_method="tcp")
         assert found.master_addr == "::1"
-        assert found.of(0).init_url == "tcp://[::1]:1"
 
     def test_loopback_under_another_name(self) -> None:
         """macOS calls it lo0."""
@@ -127,8 +131,6 @@ class TestWindows:
         """No Windows wheel has a libuv store: off in the environment, and in the URL, which wins over it."""
         found = plan([windows(0), windows(1)])
         assert found.of(1).env == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321", "USE_LIBUV": "0"}
-        assert found.of(1).init_url == "env://?use_libuv=0"
-        assert plan([windows(0)], init_method="tcp").of(0).init_url == "tcp://127.0.0.1:4321?use_libuv=0"
 
     def test_inherited_libuv_is_overridden_with_a_warning(self) -> None:
         """USE_LIBUV=1 cannot be kept there, and the log says so."""
@@ -140,7 +142,6 @@ class TestWindows:
         """On other systems the variable is torch's and the user's business."""
         found = plan([worker(0, env={"USE_LIBUV": "0"})])
         assert "USE_LIBUV" not in found.of(0).env
-        assert found.of(0).init_url == "env://"
 
     def test_the_10049_line_is_explained_once(self) -> None:
         """The expected c10d line is explained in the log on Windows and nowhere else."""
@@ -221,30 +222,30 @@ class TestWindows:
     def test_windows_and_linux_are_refused(self) -> None:
         """Gloo cannot connect the two systems."""
         with pytest.raises(IncompatibleWorkersError, match="Gloo cannot connect Windows"):
-            plan_start([windows(0), worker(1)], StartOptions())
+            plan_start([windows(0), worker(1)], Settings())
 
     def test_gpus_without_nccl_get_gloo_whatever_was_asked(self) -> None:
         """Where torch has no NCCL, as on Windows, asking for it gives Gloo and a warning instead of a crash."""
-        from ray_fracbackend.facts import DeviceFacts
+        from ray_fracbackend.decide.worker_info import DeviceInfo
 
         gpus = [
-            windows(r, resources={"GPU": 1.0}, devices=(DeviceFacts(uuid=f"GPU-{r}"),), num_visible_devices=2)
+            windows(r, resources={"GPU": 1.0}, devices=(DeviceInfo(uuid=f"GPU-{r}"),), num_visible_devices=2)
             for r in (0, 1)
         ]
-        assert plan_start(gpus, StartOptions()).backend == "gloo"
-        forced = plan_start(gpus, StartOptions(backend="nccl"))
+        assert plan_start(gpus, Settings()).backend == "gloo"
+        forced = plan_start(gpus, Settings(backend="nccl"))
         assert forced.backend == "gloo"
         assert forced.warnings
 
     def test_a_wheel_without_a_transport_is_refused_with_the_good_versions(self) -> None:
         """The missing transport, found by the probe, ends the start before any rank waits."""
-        from ray_fracbackend.network import no_transport_text
+        from ray_fracbackend.worker.network import no_transport_text
 
         text = no_transport_text("2.9.1", "win32", None)
         with pytest.raises(
             BackendUnavailableError, match=r"2\.8\.0 to 2\.10\.0.*2\.7\.1 or older, or 2\.11\.0 or newer"
         ):
-            plan_start([windows(0, network={"gloo_missing": text})], StartOptions())
+            plan_start([windows(0, network={"gloo_missing": text})], Settings())
 
 
 class TestSeveralNodes:
@@ -270,7 +271,6 @@ class TestSeveralNodes:
         ]
         found = plan(workers, init_method="tcp")
         assert found.of(1).master_addr == "fd00:0:0::1"
-        assert found.of(1).init_url == "tcp://[fd00:0:0::1]:4321"
         assert [choice.name for choice in found.interfaces] == ["eth0", "eth0"]
 
     def test_a_link_local_node_address_is_dropped_for_another_of_its_interface(self) -> None:
@@ -377,10 +377,6 @@ class TestSeveralNodes:
             plan([worker(0), lost], master_addr="head")
         assert info.value.ranks == (1,)
 
-    def test_an_elastic_agents_store_is_removed_with_a_warning(self) -> None:
-        """TORCHELASTIC_USE_AGENT_STORE would make every rank a client of a store that nobody serves."""
-        assert "is removed" in plan(two_nodes(env={"TORCHELASTIC_USE_AGENT_STORE": "True"})).warnings[0]
-
     def test_without_a_held_store_there_is_nothing_to_meet_at(self) -> None:
         """A probe that forgot to open the store is an error, not port 0."""
         with pytest.raises(RendezvousError, match="holds no store"):
@@ -397,16 +393,10 @@ class TestSeveralNodes:
         ([windows(0)], True),
     ],
 )
-def test_devices_in_doubt_are_checked_before_the_rendezvous(workers: list[WorkerFacts], checked: bool) -> None:
+def test_devices_in_doubt_are_checked_before_the_rendezvous(workers: list[WorkerInfo], checked: bool) -> None:
     """A name that was just read off this kernel needs no trial; a user's, none, and one on another system do."""
     assert plan(workers).of(len(workers) - 1).check_device is checked
     assert plan(workers, "nccl").of(0).check_device is False
-
-
-def test_urls() -> None:
-    """The URL has brackets around IPv6 only, and says libuv off only where asked."""
-    assert init_url("tcp", "10.0.0.1", 5, libuv_off=False) == "tcp://10.0.0.1:5"
-    assert init_url("tcp", "fd00::1", 5, libuv_off=True) == "tcp://[fd00::1]:5?use_libuv=0"
 
 
 def test_kinds_of_addresses() -> None:
@@ -436,17 +426,3 @@ def test_the_choice_is_linear() -> None:
         return min(best)
 
     assert seconds(20_000) < 30 * max(seconds(2_000), 0.005)
-
-
-def test_silent_name_servers_are_named_and_their_ranks_told() -> None:
-    """The warning has node, ranks and file."""
-    found = plan([worker(0), worker(1, "10.0.0.2", network={"name_server_silent": True})])
-    assert len(found.warnings) == 1
-    assert found.warnings[0].startswith("the name server of node 10.0.0.2 does not answer (rank 1)")
-    assert "/etc/resolv.conf" in found.warnings[0]
-
-
-def test_a_silent_name_server_keeps_the_interface() -> None:
-    """Groups that the train function makes later would ask it for the host name."""
-    facts = {"interfaces": {"lo": ("127.0.0.1",)}, "store_port": 1, "name_server_silent": True}
-    assert plan([worker(0, network=facts)]).of(0).env[IFNAME] == "lo"

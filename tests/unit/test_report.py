@@ -2,22 +2,23 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
-from ray_fracbackend import report
-from ray_fracbackend.options import StartOptions
-from ray_fracbackend.plan import plan_start
-from ray_fracbackend.rendezvous import RendezvousPlan
-from ray_fracbackend.report import StartReport, get_start_report
+from ray_fracbackend.decide.rendezvous import Rendezvous
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.report import StartReport
+from ray_fracbackend.worker.state import STATE, get_start_report, publish_report
 from tests.unit.builders import FIGURES, gpu, job
 
 
 @pytest.fixture
 def start_report():
     workers = tuple(job(gpu("ab12cd34-56<b>"), gpu("ab12cd34-56<b>")))
-    plan = plan_start(workers, StartOptions())
-    rendezvous = RendezvousPlan(
+    plan = plan_start(workers, Settings())
+    rendezvous = Rendezvous(
         master_addrs=("10.0.0.1", "10.0.0.1"),
         master_port=29500,
         init_method="env",
@@ -26,7 +27,7 @@ def start_report():
         reason="rank 0 at 10.0.0.1:29500 (one node)",
         warnings=("a doubt about the network",),
     )
-    return StartReport(plan=plan, workers=workers, rendezvous=rendezvous, verification=FIGURES)
+    return StartReport(plan=replace(plan, rendezvous=rendezvous), workers=workers, verification=FIGURES)
 
 
 def test_log_line(start_report):
@@ -67,13 +68,13 @@ def test_html_is_escaped(start_report):
 
 def test_no_report_outside_of_a_start(monkeypatch):
     """Where nothing of ours was started, a start left to Ray included, portable train functions get None and no error."""
-    monkeypatch.setattr(report, "_load_current", None)
+    monkeypatch.setattr(STATE, "load_report", None)
     assert get_start_report() is None
 
 
 def test_published_report_has_this_workers_figures(start_report, monkeypatch):
     """What a train function gets is the start's report with the verification of its own group."""
-    monkeypatch.setattr(report, "_load_current", None)
-    report.publish(start_report, None)
+    monkeypatch.setattr(STATE, "load_report", None)
+    publish_report(start_report, None)
     assert get_start_report().verification is None
     assert get_start_report().backend == "gloo"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ray_fracbackend import SharedDeviceError, VerificationError, VerificationResult, verify, verify_process_group
-from ray_fracbackend.nccl_words import is_invalid_usage
+from ray_fracbackend.decide.nccl import is_invalid_usage
 from tests.processes import run_processes
 from tests.unit.test_nccl_words import DUPLICATE, torch_text
 

@@ -1,7 +1,6 @@
 """Pieces go in whole and come out whole."""
 
 import importlib
-import os
 import sys
 
 import pytest
@@ -35,13 +34,11 @@ def test_names_are_put_back():
     module = sys.modules["ray.train.torch.config"]
     before = _TorchBackend.on_start, module.ray
     with pytest.raises(KeyError):
-        with as_if_merged("shared_device", "bounded_start", "collective_probe"):
+        with as_if_merged("shared_device", "bounded_start"):
             assert _TorchBackend.on_start is not before[0]
             assert module.ray is not before[1]
-            assert "CollectivePreflight" in os.environ["RAY_TRAIN_CALLBACKS"]
             raise KeyError
     assert (_TorchBackend.on_start, module.ray) == before
-    assert "RAY_TRAIN_CALLBACKS" not in os.environ
 
 
 def test_requirements_come_along():
@@ -59,7 +56,7 @@ def test_unknown_piece():
 
 def test_public_surface_is_unchanged():
     """With all pieces of Ray Train, a config has its fields, defaults and backend."""
-    with as_if_merged("shared_device", "bounded_start", "collective_probe"):
+    with as_if_merged("shared_device", "bounded_start"):
         config = TorchConfig()
         assert config.to_dict() == {
             "backend": None,

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from ray_fracbackend.store import hold_store, release_store
+from ray_fracbackend.worker.store import hold_store, release_store
 
 from upstream.install import as_if_merged
 from upstream.tests.conftest import ALWAYS_ON

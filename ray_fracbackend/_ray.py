@@ -1,0 +1,279 @@
+"""All uses of private Ray names; no other module imports one.
+
+Each private name is imported inside the function that uses it, so a Ray release without it breaks that function alone, with
+an ImportError that says so, and not ``import ray_fracbackend``. Checked against Ray 2.40 (first supported; V1 engine only),
+2.48 and 2.60 (V1 and V2 engines):
+
+==============================================  ====================================================================
+``ray.train.torch.config``                      ``_set_torch_distributed_env_vars``, 2.40 to 2.60; run before
+                                                ``init_process_group`` by V2 only
+``ray.train._internal.session``                 ``get_session`` (V1), 2.40 to 2.60, and its ``storage``
+``ray.air._internal.torch_utils``               ``get_devices``, 2.40 to 2.60
+``ray.air._internal.device_manager``            ``CPUTorchDeviceManager``, ``_torch_device_manager``,
+                                                ``_torch_device_manager_lock``, 2.40 to 2.60
+``ray.train.v2._internal.execution.callback``   ``WorkerGroupCallback``, 2.48 to 2.60
+``ray.train.v2._internal.callbacks``            ``BackendSetupCallback``, 2.48 to 2.60
+``ray.rllib.core.learner.learner_group``        ``_get_backend_config``, 2.40 to 2.60
+==============================================  ====================================================================
+
+Attributes of objects that Ray passes in need no import:
+
+==============================================  ====================================================================
+V1 worker groups                                ``.workers``, ``.num_gpus_per_worker``, and no ``.get_workers``, which
+                                                tells them from those of V2
+V2 worker groups                                ``.get_workers()``, ``.abort()``, ``._worker_group_state``,
+                                                ``._storage_context``, ``._callbacks``; replica groups the first alone
+workers of both                                 ``.metadata``, ``.actor``
+``TorchTrainer``                                ``._param_dict`` (V1), 2.40 to 2.60
+==============================================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.train.torch
+import ray.tune  # public; Ray imports it at a worker's first get_device(), which would be in the middle of a start
+
+if TYPE_CHECKING:
+    import torch
+
+# Stock Ray's backend: runs backends that are not ours, and shutdown.
+TorchBackend = ray.train.torch.TorchConfig().backend_cls
+
+_NEWEST_CHECKED = "2.60"
+# A worker that takes longer to answer anything has not come back from a failed start.
+_BUSY_S = 2.0
+
+# Ray configures the level and the handlers of "ray.train" in its controller and workers, and of nothing else.
+logger = logging.getLogger("ray.train.fracbackend")
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """Where Ray put a worker, known before the worker has answered anything.
+
+    Attributes:
+        rank: Index in its worker group.
+        node_ip: Ray's address of its node.
+        pid: Its process id.
+        node_id: Ray's id of its node.
+    """
+
+    rank: int
+    node_ip: str
+    pid: int
+    node_id: str
+
+    @property
+    def text(self) -> str:
+        """``rank 3 (node 10.0.0.3, pid 4711)``."""
+        return f"rank {self.rank} (node {self.node_ip}, pid {self.pid})"
+
+
+def _private(module: str, *names: str, since: str = "2.40") -> Any:
+    """Import a private module of Ray that has these names. Only called with literals, which ci/canary.py reads.
+
+    Raises:
+        ImportError: This Ray has no such module, or the module lacks one of the names.
+    """
+    missing = names[0]
+    try:
+        found = importlib.import_module(module)
+        for missing in names:
+            getattr(found, missing)
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and not (error.name or "").startswith("ray."):
+            raise  # a package that Ray needs is not installed
+        raise ImportError(
+            f"Ray {ray.__version__} has no {module}.{missing}, which {sys._getframe(1).f_code.co_name}() of "
+            f"ray_fracbackend/_ray.py needs. Checked with Ray {since} to {_NEWEST_CHECKED}: install one of these, or a "
+            "ray-fracbackend that supports this Ray.",
+            name=module,
+        ) from error
+    return found
+
+
+def _is_v1(worker_group: Any) -> bool:
+    """Tell V1's worker groups from V2's worker groups and replica groups, without an import of V1's class."""
+    return not hasattr(worker_group, "get_workers")
+
+
+def _workers(worker_group: Any) -> list[Any]:
+    return list(worker_group.workers if _is_v1(worker_group) else worker_group.get_workers())
+
+
+def worker_addresses(worker_group: Any) -> list[WorkerAddress]:
+    """Addresses of all workers of a V1 or V2 worker group or of a V2 replica group, by rank."""
+    found = enumerate(worker.metadata for worker in _workers(worker_group))
+    return [WorkerAddress(rank, worker.node_ip, worker.pid, worker.node_id) for rank, worker in found]
+
+
+def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
+    """What every worker of the group has reserved, as far as the driver knows it without asking a worker."""
+    if hasattr(worker_group, "get_resources_per_worker"):
+        resources: Mapping[str, float] = worker_group.get_resources_per_worker()
+        return resources
+    if _is_v1(worker_group):  # before Ray 2.49
+        return {"GPU": worker_group.num_gpus_per_worker}
+    return dict(_workers(worker_group)[0].resources)
+
+
+def release_workers(worker_group: Any) -> None:
+    """Ends the workers of a V2 group whose start failed, and those of V1 that are still busy with it.
+
+    An exception in ``on_start`` makes V2 forget the group that it has just made, with workers and placement group still
+    there (WorkerGroup.create and _start, 2.48 to 2.60). ``abort`` ends them without a graceful shutdown of the backend,
+    which would wait for a rank that hangs; in 2.48 it leaves the workers to this. V1 ends its workers itself, after a
+    graceful shutdown that waits 30 s for one that hangs (BackendExecutor.shutdown, 2.40 to 2.60). A replica group's owner
+    ends its own.
+    """
+    is_v1 = _is_v1(worker_group)
+    if not is_v1 and not hasattr(worker_group, "abort"):
+        return
+    try:
+        _end_busy_workers(worker_group)
+        if is_v1:
+            return
+        worker_group.abort()
+        left = getattr(worker_group, "_worker_group_state", None)
+        if left is not None:
+            left.shutdown()
+    except Exception as error:  # the start's own error is the one to tell
+        logger.warning("the workers of the failed start may still be there: %s", error)
+
+
+def _end_busy_workers(worker_group: Any) -> None:
+    """Kills the workers that are still in the failed start: neither engine waits for one that is gone."""
+    answers = worker_group.execute_async(os.getpid)
+    _, busy = ray.wait(answers, num_returns=len(answers), timeout=_BUSY_S)
+    for worker, answer in zip(_workers(worker_group), answers, strict=True):
+        if answer in busy:
+            ray.kill(worker.actor)
+
+
+def restarts_lost_workers(worker_group: Any) -> bool:
+    """True where the engine restarts the workers when a start raises a RayActorError (V2).
+
+    V1 loses such an error: its trial has no restarts of its own, and raises None instead (BackendExecutor.start and
+    _increment_failures, 2.40 to 2.60). Any other error reaches the user, and Tune restarts the trial as FailureConfig says.
+    """
+    return not _is_v1(worker_group)
+
+
+def sets_env_before_init(worker_group: Any) -> bool:
+    """True where the train context exists before ``on_start`` (V2), so that RANK and its kin are set there."""
+    return not _is_v1(worker_group)
+
+
+def set_torch_distributed_env() -> None:
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, ... as stock Ray Train does. On the worker."""
+    _private("ray.train.torch.config", "_set_torch_distributed_env_vars")._set_torch_distributed_env_vars()
+
+
+def node_ids() -> tuple[str, str]:
+    """Ray's id and address of this worker's node."""
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+
+def assigned_resources() -> Mapping[str, float]:
+    """What Ray reserved for this worker, such as ``{"CPU": 1.0, "GPU": 0.5}``."""
+    resources: Mapping[str, float] = ray.get_runtime_context().get_assigned_resources()
+    return resources
+
+
+def accelerator_ids() -> Mapping[str, list[str]]:
+    """Ray's ids of this worker's accelerators by resource name."""
+    ids: Mapping[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
+    return ids
+
+
+def worker_devices() -> list[torch.device]:
+    """The devices that ``ray.train.torch.get_devices()`` will give this worker's train function."""
+    return list(_private("ray.air._internal.torch_utils", "get_devices").get_devices())
+
+
+def train_on_cpu() -> None:
+    """Makes ``ray.train.torch.get_device()`` and ``prepare_model`` of this worker use the CPU, whatever Ray reserved."""
+    manager = _private(
+        "ray.air._internal.device_manager",
+        "CPUTorchDeviceManager",
+        "_torch_device_manager",
+        "_torch_device_manager_lock",
+    )
+    with manager._torch_device_manager_lock:
+        manager._torch_device_manager = manager.CPUTorchDeviceManager()
+
+
+def keep_torch_config(trainer: Any, config: Any) -> None:
+    """Makes V1 build the trainer with this configuration in its trial too.
+
+    V1 makes the trainer a second time there, from the arguments that the first was given (BaseTrainer.__new__).
+    """
+    arguments = getattr(trainer, "_param_dict", None)
+    if arguments is not None:
+        arguments["torch_config"] = config
+
+
+def v2_enabled() -> bool:
+    """True where ``ray.train.torch.TorchTrainer`` is that of the V2 engine."""
+    return hasattr(ray.train, "UserCallback")
+
+
+def worker_group_callback_class() -> type:
+    """V2's base class of callbacks that see a worker group start."""
+    execution = _private("ray.train.v2._internal.execution.callback", "WorkerGroupCallback", since="2.48")
+    base: type = execution.WorkerGroupCallback
+    return base
+
+
+def replace_backend_config(worker_group: Any, replace: Callable[[Any], Any]) -> None:
+    """Gives the callback that starts the backend of a V2 worker group another configuration.
+
+    Args:
+        worker_group: A V2 group whose backend has not started yet.
+        replace: From the configuration to the one to use; the same object leaves all as it is.
+    """
+    callbacks = _private("ray.train.v2._internal.callbacks", "BackendSetupCallback", since="2.48")
+    for callback in worker_group._callbacks:
+        if isinstance(callback, callbacks.BackendSetupCallback):
+            config = replace(callback._backend_config)
+            if config is not callback._backend_config:
+                callback._backend_config, callback._backend = config, config.backend_cls()
+
+
+@contextmanager
+def learner_backend_config(config: Any) -> Iterator[None]:
+    """Torch learners of RLlib that this process starts meanwhile get this configuration."""
+    learner_group = _private("ray.rllib.core.learner.learner_group", "_get_backend_config")
+    original = learner_group._get_backend_config
+    learner_group._get_backend_config = lambda learner_class: (
+        config if learner_class.framework == "torch" else original(learner_class)
+    )
+    try:
+        yield
+    finally:
+        learner_group._get_backend_config = original
+
+
+def results_folder(worker_group: Any) -> tuple[Any, str] | None:
+    """File system and folder of the run's results, as in ``Result.path``; None where a group belongs to no run.
+
+    V2 calls ``on_start`` in its controller, whose group knows the storage; V1 in the trial, whose session does.
+    """
+    storage = getattr(worker_group, "_storage_context", None)
+    if storage is not None:
+        return storage.storage_filesystem, storage.experiment_fs_path
+    if not _is_v1(worker_group):
+        return None
+    session = _private("ray.train._internal.session", "get_session").get_session()
+    storage = getattr(session, "storage", None)
+    return (storage.storage_filesystem, storage.trial_fs_path) if storage is not None else None

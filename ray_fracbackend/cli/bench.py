@@ -1,0 +1,247 @@
+"""The benchmark of the ipc backend beside Gloo, NCCL, a plain copy and Open MPI: measure, table, plot. Driver side.
+
+Open MPI is measured where ``mpirun`` and mpi4py are installed, NCCL on CUDA devices where it takes the ranks. What other
+processes took of the machine meanwhile is part of the result.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK, multi_rank_env
+from ray_fracbackend.decide.worker_info import version_text
+from ray_fracbackend.ipc import bench
+from ray_fracbackend.worker.nccl_library import loaded_nccl_version
+
+LABELS = {"ipc": "ipc", "gloo": "Gloo", "nccl": "NCCL", "open_mpi": "Open MPI", "copy": "plain copy"}
+COLORS = {"ipc": "tab:blue", "gloo": "tab:red", "nccl": "tab:purple", "open_mpi": "tab:green", "copy": "tab:gray"}
+
+
+def measure(
+    ranks: Sequence[int],
+    *,
+    operations: Sequence[str] = bench.OPERATIONS,
+    sizes: Sequence[int] = bench.SIZES,
+    rounds: int = 5,
+    starts: int = 1,
+    tries: int = 8,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Measures every operation and size for each number of ranks, with a progress bar on terminals.
+
+    Args:
+        ranks: Numbers of processes, each measured on its own.
+        operations: Of `bench.OPERATIONS`.
+        sizes: Bytes of the float32 tensors.
+        rounds: How often everything is measured in one start; medians are over all rounds of all starts.
+        starts: How often the processes are started anew.
+        tries: Of a case, until other processes leave the machine alone.
+        device: ``"cpu"``, or ``"cuda"`` for tensors on the CUDA devices of this machine, the ranks on them in turn.
+
+    Returns:
+        Plain values for JSON: date, hardware, versions, load and ``rows`` as `bench.run_benchmark` gives them.
+
+    Raises:
+        RuntimeError: A rank failed; the message has its output.
+    """
+    from tqdm import tqdm
+
+    now = datetime.now(timezone.utc)
+    load_before, others, rows = os.getloadavg(), _OthersShare(), []
+    for num_ranks in ranks:
+        with tqdm(desc=f"{num_ranks} ranks", disable=None) as bar:
+
+            def show(done: int, total: int, what: str, bar: Any = bar) -> None:
+                bar.total = total
+                bar.set_postfix_str(what, refresh=False)
+                bar.update(done - bar.n)
+
+            rows += bench.run_benchmark(
+                num_ranks,
+                operations=operations,
+                sizes=sizes,
+                rounds=rounds,
+                starts=starts,
+                tries=tries,
+                device=device,
+                nccl_env=_nccl_env(num_ranks) if device == "cuda" else None,
+                mpirun=mpirun(num_ranks) if device == "cpu" else None,
+                progress=show,
+            )
+    return {
+        "benchmark": "ipc",
+        "date": now.isoformat(timespec="seconds"),
+        "hardware": {"cpu": _cpu_model(), "cores": os.cpu_count(), "caches": _caches(), "gpus": _gpus(device)},
+        "versions": _versions(device),
+        "settings": {
+            "threads_per_rank": 1,
+            "rounds": rounds,
+            "starts": starts,
+            "tries": tries,
+            "dtype": "float32",
+            "device": device,
+        },
+        "load_average_before": load_before,
+        "load_average_after": os.getloadavg(),
+        "cpu_share_of_other_processes": others(),
+        "rows": rows,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Medians in milliseconds, one line for each operation, number of ranks and size."""
+    medians: dict[tuple[str, int, int], dict[str, float]] = {}
+    for row in rows:
+        key = (row["operation"], row["num_ranks"], row["num_bytes"])
+        medians.setdefault(key, {})[row["backend"]] = row["median_ms"]
+    backends = [backend for backend in bench.BACKENDS if any(backend in by for by in medians.values())]
+    lines = [f"{'operation':<15}{'ranks':>5}{'KiB':>9}" + "".join(f"{b:>11}" for b in backends) + f"{'x Gloo':>9}"]
+    for (operation, ranks, size), by_backend in sorted(medians.items()):
+        cells = "".join(f"{by_backend[b]:>11.3f}" if b in by_backend else f"{'-':>11}" for b in backends)
+        lines.append(f"{operation:<15}{ranks:>5}{size >> 10:>9}{cells}{by_backend['gloo'] / by_backend['ipc']:>9.1f}")
+    return "\n".join(lines)
+
+
+def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks: int) -> None:
+    """Draws one operation with one number of ranks: milliseconds over size, median and quartiles, both axes logarithmic.
+
+    Args:
+        axis: Of matplotlib.
+        rows: As `measure` returns them; the others are skipped.
+        operation: Of `bench.OPERATIONS`.
+        num_ranks: Processes.
+    """
+    for backend, label in LABELS.items():
+        points = sorted(
+            (row["num_bytes"], row["median_ms"], row["p25_ms"], row["p75_ms"])
+            for row in rows
+            if (row["operation"], row["backend"], row["num_ranks"]) == (operation, backend, num_ranks)
+        )
+        if points:
+            sizes, medians, low, high = zip(*points, strict=True)
+            if operation == "ddp_step" and backend == "copy":
+                label = "no communication"
+            axis.plot(sizes, medians, marker="o", markersize=3, color=COLORS[backend], label=label)
+            axis.fill_between(sizes, low, high, color=COLORS[backend], alpha=0.15)
+    axis.set(xscale="log", yscale="log", title=f"{operation}, {num_ranks} ranks", xlabel="bytes", ylabel="ms")
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+
+
+def draw(result: dict[str, Any], target: Path) -> None:
+    """Draws milliseconds over size, one panel an operation and number of ranks, with median and quartiles.
+
+    Args:
+        result: As `measure` returns it.
+        target: Picture to write; its ending says which format.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = result["rows"]
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    all_ranks = sorted({row["num_ranks"] for row in rows})
+    figure, axes = plt.subplots(
+        len(all_ranks), len(operations), figsize=(4 * len(operations), 3.4 * len(all_ranks)), squeeze=False
+    )
+    for line, num_ranks in enumerate(all_ranks):
+        for column, operation in enumerate(operations):
+            draw_panel(axes[line][column], rows, operation, num_ranks)
+    hardware = result["hardware"]
+    figure.suptitle(
+        f"{hardware['cpu']}, {hardware['cores']} cores, torch {result['versions']['torch']}, {result['date']}; "
+        "median and quartiles"
+    )
+    figure.tight_layout()
+    figure.savefig(target, dpi=90)
+    plt.close(figure)
+
+
+def _cpu_model() -> str:
+    """The CPU's name as Linux gives it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _caches() -> dict[str, str]:
+    """Cache sizes of the first core, by level and type."""
+    found = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind = (index / "level").read_text().strip(), (index / "type").read_text().strip()
+        found[f"L{level} {kind}"] = (index / "size").read_text().strip()
+    return found
+
+
+def mpirun(num_ranks: int) -> list[str] | None:
+    """Command for Open MPI's ranks, or None where it is not installed."""
+    path = shutil.which("mpirun")
+    if path is None or importlib.util.find_spec("mpi4py") is None:
+        return None
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    yielding = ["--mca", "mpi_yield_when_idle", "1"] if num_ranks > (os.cpu_count() or 1) else []
+    return [path, *root, "-n", str(num_ranks), "--oversubscribe", "--bind-to", "none", *yielding]
+
+
+def _nccl_env(num_ranks: int) -> dict[str, str] | None:
+    """Variables with which NCCL takes so many ranks on this machine's devices, None where it does not."""
+    num_devices = torch.cuda.device_count()
+    if num_ranks <= num_devices:
+        return {}
+    ranks_per_device = -(-num_ranks // num_devices)
+    return multi_rank_env(ranks_per_device) if (loaded_nccl_version() or ()) >= NCCL_MULTI_RANK else None
+
+
+def _gpus(device: str) -> list[str]:
+    """Names of the devices that the tensors are on."""
+    if device == "cpu":
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _versions(device: str) -> dict[str, str]:
+    """Versions of everything that was measured."""
+    result = {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()}
+    if device == "cuda":
+        result |= {"cuda": str(torch.version.cuda), "nccl": version_text(loaded_nccl_version())}
+    elif mpirun(2) is not None:
+        text = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+        result["open_mpi"] = text.splitlines()[0]
+    return result
+
+
+class _OthersShare:
+    """How much of the machine's CPU time went to other processes since this object was made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        import resource  # Unix only; the module has to import on Windows too
+
+        ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        own_ticks = sum(usage.ru_utime + usage.ru_stime for usage in own) * os.sysconf("SC_CLK_TCK")
+        return sum(ticks), ticks[3] + ticks[4], own_ticks
+
+    def __call__(self) -> float:
+        """A number from 0 (nothing else ran) to 1."""
+        total, idle, own = (now - then for now, then in zip(self._now(), self._start, strict=True))
+        return round(max(0.0, total - idle - own) / total, 3)

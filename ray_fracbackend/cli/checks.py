@@ -1,0 +1,388 @@
+"""The lines of ``ray-fracbackend doctor``: from what machines report to lines with a verdict and a fix. Pure.
+
+doctor.py collects the reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from packaging.version import Version
+
+from ray_fracbackend.decide.device_sharing import short_uuid
+from ray_fracbackend.decide.nccl import NCCL_COMPARES_UUID, NCCL_MULTI_RANK
+from ray_fracbackend.decide.rendezvous import IFNAME, is_loopback, normal, owner_of
+from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, version_text
+
+Level = Literal["ok", "warning", "problem"]
+_COLORS = {"ok": "32", "warning": "33", "problem": "31"}
+# Oldest versions that are supported.
+_OLDEST = {"ray": "2.40", "torch": "2.4"}
+# Docker's default is 64 MiB; NCCL's troubleshooting guide asks for 1 GiB.
+_SHM_PROBLEM_BYTES, _SHM_WARNING_BYTES = 64 << 20, 1 << 30
+# A name server that answers slower than this delays every connection by host name.
+_SLOW_LOOKUP_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineInfo:
+    """What one machine reports.
+
+    Attributes:
+        worker: What a worker with all of its devices would report.
+        package_version: Version of ray_fracbackend.
+        python_version: Such as ``3.11.9``.
+        host_addresses: What the machine's own host name resolves to, IPv4 first.
+        host_missing: Why it does not resolve, None where it does.
+        host_lookup_s: Seconds that the look-up took.
+        gloo_interface: Interface on which Gloo was tried, None for the one of the host name.
+        gloo_device_missing: Why Gloo cannot use it, None where it can.
+        shm_total_bytes: Size of /dev/shm, None where there is none.
+        shm_free_bytes: What of it is free.
+        ray_gpus: GPUs that Ray gives out on this node, None where no Ray was asked.
+        vgpu_preloaded: A GPU-sharing library (HAMi's libvgpu) is preloaded into every process.
+        name_server_silent: A look-up of the node's own address got no answer within a second; False off Linux.
+    """
+
+    worker: WorkerInfo
+    package_version: str = ""
+    python_version: str = ""
+    host_addresses: tuple[str, ...] = ()
+    host_missing: str | None = None
+    host_lookup_s: float = 0.0
+    gloo_interface: str | None = None
+    gloo_device_missing: str | None = None
+    shm_total_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    ray_gpus: float | None = None
+    vgpu_preloaded: bool = False
+    name_server_silent: bool = False
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor.
+
+    Attributes:
+        name: The subject; stable, for programs.
+        level: ``ok``, ``warning`` (training works, not as well as it could) or ``problem``.
+        text: What was found.
+        fix: What to do about it, empty where all is well.
+    """
+
+    name: str
+    level: Level
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All lines about a machine or a cluster.
+
+    Attributes:
+        nodes: Checks by the name of their node.
+        cluster: Checks of the nodes against each other.
+    """
+
+    nodes: dict[str, tuple[Check, ...]]
+    cluster: tuple[Check, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """True where no line is a problem."""
+        return not any(check.level == "problem" for _, checks in self._parts() for check in checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values that ``json.dumps`` takes."""
+        nodes = [{"node": node, "checks": [asdict(check) for check in checks]} for node, checks in self.nodes.items()]
+        return {"ok": self.ok, "nodes": nodes, "cluster": [asdict(check) for check in self.cluster]}
+
+    def to_text(self, color: bool = False) -> str:
+        """A block of lines for each node, a fix under each line that needs one."""
+        lines = []
+        for name, checks in self._parts():
+            lines.append(name)
+            for check in checks:
+                level = f"\x1b[{_COLORS[check.level]}m{check.level:<8}\x1b[0m" if color else f"{check.level:<8}"
+                lines.append(f"  {level} {check.name:<13} {check.text}")
+                if check.fix:
+                    lines.append(f"{'':25}fix: {check.fix}")
+        return "\n".join(lines)
+
+    def _parts(self) -> Iterable[tuple[str, tuple[Check, ...]]]:
+        yield from self.nodes.items()
+        if self.cluster:
+            yield "between the nodes", self.cluster
+
+
+def check_machine(machine: MachineInfo, num_nodes: int = 1) -> tuple[Check, ...]:
+    """Every line about one machine.
+
+    Args:
+        machine: What it reports.
+        num_nodes: Nodes of the cluster that it is part of.
+    """
+    return (
+        _versions(machine),
+        *_check_devices(machine),
+        _gloo(machine),
+        _host_name(machine, num_nodes),
+        _interfaces(machine.worker, num_nodes),
+        _environment(machine),
+        *_name_server(machine),
+        *_shm(machine),
+    )
+
+
+def check_cluster(machines: Sequence[MachineInfo]) -> tuple[Check, ...]:
+    """Every line about the machines of one cluster against each other; none where there is one machine."""
+    if len(machines) < 2:
+        return ()
+    same: dict[str, Callable[[MachineInfo], str]] = {
+        "system": lambda machine: machine.worker.platform,
+        "ray_fracbackend": lambda machine: machine.package_version,
+        "Python": lambda machine: ".".join(machine.python_version.split(".")[:2]),
+        "torch": lambda machine: machine.worker.torch_version,
+        "NCCL": lambda machine: version_text(machine.worker.nccl_version) if machine.worker.devices else "",
+    }
+    mixed = [check for name, value_of in same.items() if (check := _mixed(name, machines, value_of)) is not None]
+    return (
+        *(mixed or [Check("same", "ok", f"{len(machines)} nodes of one kind: {', '.join(same)}")]),
+        *_doubles(machines),
+    )
+
+
+def _mixed(name: str, machines: Sequence[MachineInfo], value_of: Callable[[MachineInfo], str]) -> Check | None:
+    nodes: dict[str, list[str]] = {}
+    for machine in machines:
+        if value := value_of(machine):
+            nodes.setdefault(value, []).append(machine.worker.node_ip)
+    if len(nodes) < 2:
+        return None
+    listed = "; ".join(f"{value} on {', '.join(on[:4])}{', ...' if len(on) > 4 else ''}" for value, on in nodes.items())
+    fix = (
+        "place the workers of a job on nodes of one system" if name == "system" else f"install one {name} on every node"
+    )
+    return Check(name, "problem", f"differs: {listed}", fix)
+
+
+def _doubles(machines: Sequence[MachineInfo]) -> list[Check]:
+    """Devices that several nodes have: containers of one machine, to which Ray gives one device several times."""
+    nodes: dict[str, list[str]] = {}
+    for machine in machines:
+        for device in machine.worker.devices:
+            nodes.setdefault(device.uuid, []).append(machine.worker.node_ip)
+    return [
+        Check(
+            "CUDA devices",
+            "warning",
+            f"{short_uuid(uuid)} belongs to nodes {', '.join(on)}: Ray gives the whole of it out on each",
+            "give every container devices of its own, or start Ray there with fewer --num-gpus",
+        )
+        for uuid, on in nodes.items()
+        if len(on) > 1
+    ]
+
+
+def _versions(machine: MachineInfo) -> Check:
+    found = {"ray": machine.worker.ray_version, "torch": machine.worker.torch_version}
+    text = ", ".join(
+        [f"ray_fracbackend {machine.package_version}", *(f"{name} {version}" for name, version in found.items())]
+    )
+    text = f"{text}, Python {machine.python_version} on {machine.worker.platform}"
+    old = [f"{name}>={oldest}" for name, oldest in _OLDEST.items() if Version(found[name]) < Version(oldest)]
+    if old:
+        return Check("versions", "problem", text, f"pip install '{' '.join(old)}'")
+    return Check("versions", "ok", text)
+
+
+def _gloo(machine: MachineInfo) -> Check:
+    over = machine.gloo_interface or "the host name's interface"
+    if machine.worker.network.gloo_missing:
+        fix = (
+            "unset GLOO_DEVICE_TRANSPORT" if "GLOO_DEVICE_TRANSPORT" in machine.worker.env else "install another torch"
+        )
+        return Check("Gloo", "problem", machine.worker.network.gloo_missing, fix)
+    if machine.gloo_device_missing:
+        return Check("Gloo", "problem", machine.gloo_device_missing, f"see the line on interfaces, or set {IFNAME}")
+    return Check("Gloo", "ok", f"makes a device on {over}")
+
+
+def _host_name(machine: MachineInfo, num_nodes: int) -> Check:
+    """The machine's own name: Gloo without the name of an interface, and much else, uses what it resolves to."""
+    worker = machine.worker
+    name, addresses = worker.hostname, ", ".join(machine.host_addresses)
+    line = f"write the line '{_own_address(worker)} {name}' into the hosts file"
+    if machine.host_missing is not None:
+        # Gloo's own look-up on Windows reads an uninitialised pointer then.
+        level: Level = "problem" if worker.platform == "win32" else "warning"
+        return Check("host name", level, f"{name!r} does not resolve: {machine.host_missing}", line)
+    own = {address for found in worker.network.interfaces.values() for address in found}
+    foreign = [a for a in machine.host_addresses if normal(a) not in own and not is_loopback(a)]
+    if foreign:
+        text = f"{name!r} resolves to {foreign[0]}, which is no address of this machine"
+        return Check("host name", "problem", text, f"correct the hosts file or the name server: {line}")
+    if machine.host_lookup_s > _SLOW_LOOKUP_S:
+        text = f"{name!r} took {machine.host_lookup_s:.1f} s to resolve"
+        return Check("host name", "warning", text, f"correct the name server, or {line}")
+    if num_nodes > 1 and is_loopback(machine.host_addresses[0]):
+        text = f"{name!r} resolves to {addresses}: connections by host name from other nodes reach the wrong machine"
+        return Check("host name", "warning", f"{text}; FracTorchConfig does not", line)
+    return Check("host name", "ok", f"{name!r} resolves to {addresses}")
+
+
+def _name_server(machine: MachineInfo) -> list[Check]:
+    if not machine.name_server_silent:
+        return []
+    text = "no answer within a second: torch's store asks it for the name of every peer and serves nobody meanwhile"
+    return [Check("name server", "warning", text, "correct /etc/resolv.conf")]
+
+
+def _own_address(worker: WorkerInfo) -> str:
+    """An address of the machine that others may reach, where it has one."""
+    known = [address for found in worker.network.interfaces.values() for address in found]
+    return next((address for address in (worker.node_ip, *known) if not is_loopback(address)), worker.node_ip)
+
+
+def _interfaces(worker: WorkerInfo, num_nodes: int) -> Check:
+    known = worker.network.interfaces
+    text = ", ".join(f"{name} {addresses[0]}" for name, addresses in known.items())
+    if not known:
+        return Check("interfaces", "problem", "none is up", "bring at least the loopback interface up")
+    unknown = [name for name in worker.env.get(IFNAME, "").split(",") if name and name not in known]
+    if unknown:
+        found = f"{IFNAME}={worker.env[IFNAME]} names {unknown[0]!r}, which is none of {', '.join(known)}"
+        return Check("interfaces", "problem", found, f"unset {IFNAME}, or name an interface; Gloo knows no patterns")
+    if num_nodes > 1 and is_loopback(worker.node_ip):
+        found = f"Ray knows this node as {worker.node_ip}, which no other node reaches"
+        return Check("interfaces", "problem", found, "start Ray there with --node-ip-address=ADDRESS")
+    if num_nodes > 1 and owner_of(worker, worker.node_ip) is None:
+        found = f"none has the node's address {worker.node_ip} ({text}): it is translated on the way"
+        return Check("interfaces", "warning", found, "run the container with --network=host: Gloo's ports are random")
+    return Check("interfaces", "ok", text)
+
+
+def _environment(machine: MachineInfo) -> Check:
+    if machine.vgpu_preloaded:
+        found = "libvgpu (HAMi) is preloaded; NCCL is reported to crash under it"
+        return Check("environment", "warning", found, "FracTorchConfig(on_shared_device='gloo'), or backend='gloo'")
+    env = machine.worker.env
+    if machine.worker.platform == "win32" and env.get("USE_LIBUV") == "1":
+        found = "USE_LIBUV=1, which torch's wheels for Windows cannot do"
+        return Check("environment", "warning", found, "unset USE_LIBUV; FracTorchConfig overrides it")
+    return Check("environment", "ok", ", ".join(f"{name}={value}" for name, value in env.items()) or "nothing is set")
+
+
+def _shm(machine: MachineInfo) -> list[Check]:
+    total, free = machine.shm_total_bytes, machine.shm_free_bytes
+    if total is None or free is None:
+        return []
+    text = f"{_size(free)} free of {_size(total)}"
+    fix = "--shm-size=1g or --ipc=host (Docker); an emptyDir with medium: Memory (Kubernetes)"
+    users = "NCCL, data loader workers and Ray's object store"
+    if free <= _SHM_PROBLEM_BYTES:
+        return [Check("/dev/shm", "problem", f"{text}: {users} fail on so little", fix)]
+    if total < _SHM_WARNING_BYTES:
+        return [Check("/dev/shm", "warning", f"{text}: little for {users}", fix)]
+    return [Check("/dev/shm", "ok", text)]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _check_devices(machine: MachineInfo) -> tuple[Check, ...]:
+    """Devices and who may share them, Ray's count of them, NCCL, MPS and the ipc backend."""
+    worker = machine.worker
+    return (*_devices(worker), _ray_gpus(machine), _nccl(worker), _mps(worker), *_ipc(worker))
+
+
+def _devices(worker: WorkerInfo) -> list[Check]:
+    if worker.devices:
+        return [_device(device, worker) for device in worker.devices]
+    if not worker.num_node_devices:
+        return [Check("CUDA devices", "ok", f"none ({worker.cuda_missing}): workers train on the CPU")]
+    # A cause that ends in what to do has it after its last semicolon.
+    cause, _, advice = (worker.cuda_missing or "").rpartition("; ")
+    text = f"torch uses none of the node's {worker.num_node_devices} GPUs: {cause or advice}"
+    if cause:
+        return [Check("CUDA devices", "problem", text, advice)]
+    if worker.cuda_visible_devices is not None:
+        return [Check("CUDA devices", "warning", text, "unset CUDA_VISIBLE_DEVICES, or set it to devices of the node")]
+    return [Check("CUDA devices", "problem", text, "install a CUDA build of torch that the driver supports")]
+
+
+def _device(device: DeviceInfo, worker: WorkerInfo) -> Check:
+    text = f"{short_uuid(device.uuid)} {device.name}, {device.total_memory_bytes / 2**30:.1f} GiB"
+    if device.is_mig:
+        text += f", MIG slice of {short_uuid(device.parent_uuid or 'a GPU')}"
+    name, text = f"cuda:{device.index}", f"{text}, compute mode {device.compute_mode}"
+    default = "nvidia-smi -c DEFAULT"
+    if device.compute_mode == "prohibited":
+        return Check(name, "problem", f"{text}: no process may use it", default)
+    if device.compute_mode == "exclusive_process" and not worker.mps_reachable:
+        return Check(
+            name, "warning", f"{text}: workers with a fraction of it fail", f"{default}, or nvidia-cuda-mps-control -d"
+        )
+    if device.is_mig and (worker.nccl_version or (0, 0, 0)) < NCCL_COMPARES_UUID and worker.nccl_available:
+        version = version_text(worker.nccl_version)
+        return Check(
+            name,
+            "warning",
+            f"{text}: NCCL {version} takes slices of one GPU for one device and refuses them",
+            "NCCL 2.30.7 or newer; until then such ranks use gloo",
+        )
+    return Check(name, "ok", f"{text}: several workers may share it")
+
+
+def _ray_gpus(machine: MachineInfo) -> Check:
+    worker, claimed = machine.worker, machine.ray_gpus
+    if claimed is None:
+        return Check("Ray's GPUs", "ok", "not asked; with --address they are compared with the devices")
+    if any(device.is_mig for device in worker.devices):
+        return Check("Ray's GPUs", "ok", f"{claimed:g} on a node with MIG slices, which are not counted here")
+    there = max(worker.num_visible_devices, worker.num_node_devices or 0)
+    if claimed > there:
+        return Check(
+            "Ray's GPUs",
+            "problem",
+            f"Ray gives out {claimed:g} GPUs, the node has {there}: workers get GPUs that are not there",
+            f"start Ray there with --num-gpus={there}, or train with FracTorchConfig(on_missing_cuda='cpu')",
+        )
+    return Check("Ray's GPUs", "ok", f"{claimed:g} of {there} devices")
+
+
+def _nccl(worker: WorkerInfo) -> Check:
+    if not worker.nccl_available:
+        if not worker.devices:
+            return Check("NCCL", "ok", "not in this torch, and not needed without CUDA devices")
+        fix = "" if worker.platform == "win32" else "install a torch build with NCCL"
+        return Check("NCCL", "warning", "not in this torch: ranks use gloo, on devices of their own too", fix)
+    if worker.nccl_version is None:
+        fix = "set LD_PRELOAD to the library, or reinstall torch"
+        return Check("NCCL", "warning" if worker.devices else "ok", "in this torch, its version cannot be read", fix)
+    can = worker.nccl_version >= NCCL_MULTI_RANK
+    shared = "takes shared devices with on_shared_device='nccl'" if can else "refuses shared devices"
+    return Check("NCCL", "ok", f"{version_text(worker.nccl_version)} is loaded; it {shared}")
+
+
+def _mps(worker: WorkerInfo) -> Check:
+    return Check("MPS", "ok", "its control daemon answers" if worker.mps_reachable else "no daemon runs")
+
+
+def _ipc(worker: WorkerInfo) -> list[Check]:
+    if worker.platform != "linux":
+        return [Check("ipc", "ok", "the ipc backend needs Linux; it is optional")]
+    host = Check("ipc", "ok", "ranks of this machine can share host memory")
+    if worker.ipc_host_memory_missing:
+        text = f"ranks cannot share host memory: {worker.ipc_host_memory_missing}"
+        host = Check("ipc", "warning", text, "fix this, or do without: the ipc backend is optional")
+    if not worker.devices:
+        return [host]
+    if worker.ipc_device_memory_missing is None:
+        return [host, Check("ipc", "ok", "ranks on one device can share its memory")]
+    text = f"ranks cannot share device memory: {worker.ipc_device_memory_missing}"
+    return [host, Check("ipc", "warning", text, "nothing to do: ranks that share a device use gloo")]

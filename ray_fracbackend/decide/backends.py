@@ -1,0 +1,84 @@
+"""What the name of a backend means for each device type. The only module that reads such names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Names that this package decides about; any other is left to Ray Train.
+_OURS = {"auto", "nccl", "gloo", "ipc"}
+_RULE = (
+    "must be 'auto', 'nccl', 'gloo', 'ipc', a pair such as 'cpu:gloo,cuda:nccl', or the name of a backend that is "
+    "registered with torch.distributed, without spaces; leave it out to let the start decide"
+)
+_IPC_ALONE = "must be 'ipc' where it has ipc, which is for tensors of all devices and cannot be one of a pair"
+
+
+@dataclass(frozen=True)
+class Backends:
+    """A name for ``torch.distributed.init_process_group``, and the backend that it means for each device type.
+
+    Attributes:
+        name: In lower case, as torch reads it; ``auto`` where none was given.
+        by_device: Backend by device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``; empty for ``auto``.
+    """
+
+    name: str
+    by_device: Mapping[str, str]
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the start decides."""
+        return self.name == "auto"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this package starts it: pairs of cpu and cuda with gloo and nccl too. Any other is Ray Train's own."""
+        if self.name in _OURS:
+            return True
+        return set(self.by_device) <= {"cpu", "cuda"} and set(self.by_device.values()) <= {"gloo", "nccl"}
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether tensors of some device go through NCCL."""
+        return "nccl" in self.by_device.values()
+
+    @property
+    def has_ipc(self) -> bool:
+        """Whether it is the ipc backend."""
+        return "ipc" in self.by_device.values()
+
+    @property
+    def connects_with_gloo(self) -> bool:
+        """Whether Gloo connects the ranks when the group is made; the ipc backend has a Gloo group inside."""
+        return bool({"gloo", "ipc"} & set(self.by_device.values()))
+
+
+def parse_backend(name: str | None) -> Backends:
+    """Read the name of a backend.
+
+    Args:
+        name: Such as ``nccl``, ``ipc`` or ``cpu:gloo,cuda:nccl``, in any case; None and an empty string mean ``auto``. A name
+            without a device means the backend for the device types that it has: NCCL for cuda, others for cpu and cuda.
+
+    Returns:
+        The backend of each device type.
+
+    Raises:
+        ValueError: It is no such name; the message is the rule.
+    """
+    if name is None or name == "":
+        name = "auto"
+    if not isinstance(name, str) or any(character.isspace() for character in name):
+        raise ValueError(_RULE)
+    name = name.lower()
+    if ":" not in name and "," not in name:
+        devices = {"auto": (), "nccl": ("cuda",)}.get(name, ("cpu", "cuda"))
+        return Backends(name, dict.fromkeys(devices, name))
+    parts = [part.split(":") for part in name.split(",")]
+    # torch makes a group with ipc in a pair an ipc group for all devices, without a message.
+    if any(part[-1] == "ipc" for part in parts):
+        raise ValueError(_IPC_ALONE)
+    if not all(len(part) == 2 and all(part) for part in parts):
+        raise ValueError(_RULE)
+    return Backends(name, dict(parts))

@@ -1,0 +1,104 @@
+"""Which ranks share a CUDA device. O(number of workers)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, ranks_text
+
+KeyOf = Callable[[WorkerInfo, DeviceInfo], str]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareGroup:
+    """Ranks on one device, or on MIG slices of one GPU that NCCL takes for one device.
+
+    Attributes:
+        ranks: Ranks in ascending order, at least two.
+        device: The device of the lowest of them.
+        nodes: Addresses of their nodes, in order of first appearance; more than one for containers.
+        same_device: False where the ranks are on different MIG slices.
+    """
+
+    ranks: tuple[int, ...]
+    device: DeviceInfo
+    nodes: tuple[str, ...]
+    same_device: bool
+
+    @property
+    def text(self) -> str:
+        """``ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.3``."""
+        node = f"node{'s' if len(self.nodes) > 1 else ''} {', '.join(self.nodes)}"
+        if self.same_device:
+            return f"{ranks_text(self.ranks)} share {short_uuid(self.device.uuid)} ({self.device.name}) on {node}"
+        parent = short_uuid(self.device.parent_uuid or self.device.pci_bus_id or "one GPU")
+        return f"{ranks_text(self.ranks)} use MIG slices of {parent} ({self.device.name}) on {node}"
+
+
+def short_uuid(uuid: str) -> str:
+    """The UUID up to its first block, enough to tell devices of one job apart: ``GPU-ab12cd34``."""
+    head, _, rest = uuid.partition("-")
+    return f"{head}-{rest.partition('-')[0]}" if head in ("GPU", "MIG") and rest else uuid
+
+
+def share_text(groups: Sequence[ShareGroup]) -> str:
+    """The first three groups in one line."""
+    shown = ", ".join(group.text for group in groups[:3])
+    return shown if len(groups) <= 3 else f"{shown} and {len(groups) - 3} more such groups"
+
+
+def sharing_ranks(groups: Sequence[ShareGroup]) -> list[int]:
+    """All ranks of the groups in ascending order."""
+    return sorted({rank for group in groups for rank in group.ranks})
+
+
+def shared_devices(workers: Sequence[WorkerInfo]) -> tuple[ShareGroup, ...]:
+    """Groups of ranks with the same device UUID over the whole job, containers of one host included."""
+    return tuple(_group(found, True) for found in _members(workers, lambda _, device: device.uuid))
+
+
+def different_devices(workers: Sequence[WorkerInfo], key_of: KeyOf) -> tuple[ShareGroup, ...]:
+    """Groups of ranks whose devices have one key although not all of them are one device.
+
+    Args:
+        workers: Every rank, in rank order.
+        key_of: What two devices have in common, from a worker and its first device. A string and no tuple: the garbage
+            collector would go through hundreds of thousands of those on a large job.
+    """
+    uuids: dict[str, str] = {}
+    for worker in workers:
+        if worker.devices:
+            device = worker.devices[0]
+            if uuids.setdefault(key_of(worker, device), device.uuid) != device.uuid:
+                break
+    else:
+        return ()
+    return tuple(
+        _group(found, False)
+        for found in _members(workers, key_of)
+        if any(w.devices[0].uuid != found[0].devices[0].uuid for w in found)
+    )
+
+
+def _members(workers: Sequence[WorkerInfo], key_of: KeyOf) -> list[list[WorkerInfo]]:
+    first: dict[str, WorkerInfo] = {}
+    # A list for shared devices only: a list each would cost more than all the rest on a job of 100,000 workers.
+    members: dict[str, list[WorkerInfo]] = {}
+    for worker in workers:
+        if not worker.devices:
+            continue
+        key = key_of(worker, worker.devices[0])
+        earlier = first.setdefault(key, worker)
+        if earlier is not worker:
+            members.setdefault(key, [earlier]).append(worker)
+    return list(members.values())
+
+
+def _group(members: list[WorkerInfo], same_device: bool) -> ShareGroup:
+    return ShareGroup(
+        ranks=tuple(worker.rank for worker in members),
+        device=members[0].devices[0],
+        nodes=tuple(dict.fromkeys(worker.node_ip for worker in members)),
+        same_device=same_device,
+    )

@@ -1,0 +1,91 @@
+"""What would be better than what was asked for. A hint never changes a decision."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ray_fracbackend.decide.device_sharing import ShareGroup
+from ray_fracbackend.decide.nccl import MULTI_RANK_ENV, multi_rank_obstacle
+from ray_fracbackend.decide.plan import StartPlan
+from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
+
+
+def add_hints(plan: StartPlan, workers: Sequence[WorkerInfo], node_gpus: Mapping[str, float]) -> StartPlan:
+    """Add advice on placement, fractions and device indices to a plan, at most one line a subject.
+
+    Args:
+        plan: The decision.
+        workers: Every rank, in rank order.
+        node_gpus: GPUs that Ray gives out on each node, by Ray's node id; without an entry nothing is said of placement.
+    """
+    another, beyond = _local_ranks(workers)
+    # A warning that says what sharing costs has this advice already.
+    spread = None if plan.warnings else _spread(workers, plan.share_groups, node_gpus)
+    hints = [spread, _fraction(workers), another, _multi_rank(workers, plan)]
+    return replace(
+        plan,
+        hints=tuple(hint for hint in hints if hint),
+        # True of every job whose ranks share a device, and an error of CUDA where it matters.
+        debug_hints=(beyond,) if beyond else (),
+    )
+
+
+def _spread(workers: Sequence[WorkerInfo], groups: Sequence[ShareGroup], node_gpus: Mapping[str, float]) -> str | None:
+    if not groups or workers[0].gpu_fraction >= 1:
+        return None
+    num_ranks: dict[str, int] = defaultdict(int)
+    for worker in workers:
+        num_ranks[worker.node_id] += 1
+    for group in groups:
+        first = workers[group.ranks[0]]
+        # What Ray gives out: the node may have more GPUs than it was started with.
+        gpus = node_gpus.get(first.node_id, 0)
+        if len(group.nodes) == 1 and group.same_device and gpus >= num_ranks[first.node_id]:
+            return (
+                f"Ray has {gpus:g} GPUs on node {first.node_ip} and packed {ranks_text(group.ranks)} onto one; "
+                "ask for more than half a GPU each and NCCL can be used"
+            )
+    return None
+
+
+def _fraction(workers: Sequence[WorkerInfo]) -> str | None:
+    fraction = workers[0].gpu_fraction
+    if not 0 < fraction < 1 or abs(1 / fraction - round(1 / fraction)) < 1e-3:
+        return None
+    count = int(1 / fraction)
+    return f"{fraction:g} GPU a worker is not 1/k of a device: Ray may leave workers waiting; use 1/{count} ({1 / count:.3g})"
+
+
+def _local_ranks(workers: Sequence[WorkerInfo]) -> tuple[str | None, str | None]:
+    """The first local rank that is the index of another rank's device, and the first that is none of a device."""
+    another = beyond = None
+    local_ranks: dict[str, int] = defaultdict(int)
+    for worker in workers:
+        local_rank = local_ranks[worker.node_id]
+        local_ranks[worker.node_id] += 1
+        if worker.device is None or local_rank == worker.device.index:
+            continue
+        advice = "use ray.train.torch.get_device()"
+        if local_rank >= worker.num_visible_devices:
+            beyond = beyond or (
+                f"LOCAL_RANK {local_rank} is not a valid device index on node {worker.node_ip} "
+                f"({worker.num_visible_devices} visible); {advice}"
+            )
+        else:
+            another = another or (
+                f"LOCAL_RANK {local_rank} is not the device of rank {worker.rank} on node {worker.node_ip}, which is "
+                f"cuda:{worker.device.index}; {advice}"
+            )
+        if another and beyond:
+            break
+    return another, beyond
+
+
+def _multi_rank(workers: Sequence[WorkerInfo], plan: StartPlan) -> str | None:
+    ranks = [rank for group in plan.share_groups for rank in group.ranks]
+    if plan.backends.has_nccl or not any(workers[rank].env.get(MULTI_RANK_ENV) == "1" for rank in ranks):
+        return None
+    why = multi_rank_obstacle(workers, plan.share_groups) or f"{plan.backend} was asked for"
+    return f"{MULTI_RANK_ENV}=1 has no effect: {why}"

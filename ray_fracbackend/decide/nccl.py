@@ -1,0 +1,212 @@
+"""NCCL's rules for ranks on one GPU: versions, what it refuses, the flags of 2.30, and what its errors mean.
+
+NCCL writes why it refuses ranks as a warning to its log and returns ``ncclInvalidUsage`` alone; torch adds the sentence as
+"Last error" where it gets hold of it. Sources: init.cc, transport/nvls.cc, utils.cc and env.rst of the release tags.
+
+===================  ==============================================================================
+NCCL                 sentence
+===================  ==============================================================================
+to 2.29              ``Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000``
+2.30.3, 2.30.4       ``Multiple ranks detected using the same GPU on this node. Set NCCL_MULTI_...``
+2.30.7 and newer     ``Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_...``
+2.30, NVLS demanded  ``... has been set to "1" and communicator has multiple ranks using the same NVML device``
+===================  ==============================================================================
+
+Several ranks on one GPU are experimental in NCCL, since 2.30: every rank takes channels of its own, and too few resources for
+all of them end in a hang.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ray_fracbackend.decide.device_sharing import ShareGroup, different_devices, share_text, sharing_ranks
+from ray_fracbackend.decide.worker_info import DeviceInfo, NcclVersion, WorkerInfo, ranks_text, version_text
+from ray_fracbackend.errors import FracBackendError, SharedDeviceError, StartTimeoutError, VerificationError
+
+if TYPE_CHECKING:
+    from ray_fracbackend.decide.plan import StartPlan
+
+# From this version on NCCL compares GPU UUIDs instead of PCI bus ids (init.cc, ncclCheckMultiRank).
+NCCL_COMPARES_UUID: NcclVersion = (2, 30, 7)
+# From this version on NCCL takes several ranks on one GPU when NCCL_MULTI_RANK_GPU_ENABLE=1.
+NCCL_MULTI_RANK: NcclVersion = (2, 30, 0)
+MULTI_RANK_ENV = "NCCL_MULTI_RANK_GPU_ENABLE"
+# CTAs for all ranks of a device together: NCCL's defaults are said to be enough for two ranks.
+_CTAS_PER_DEVICE = 8
+
+_REFUSALS = re.compile(
+    r"Duplicate GPU detected(?:\s*:\s*rank \d+ and rank \d+ both on CUDA device \w+)?"
+    r"|Multiple ranks (?:detected|are) using the same GPU[^.\n;)]*"
+    r"|NCCL_NVLS_ENABLE has been set to \"1\" and communicator has multiple ranks[^.\n;)]*",
+    re.IGNORECASE,
+)
+_RANKS = re.compile(r"Duplicate GPU detected\s*:\s*rank (\d+) and rank (\d+)", re.IGNORECASE)
+_LAST_ERROR = re.compile(r"^Last error:\s*\n\s*(\S[^\n]*)", re.MULTILINE)
+
+
+def versions_text(workers: Sequence[WorkerInfo]) -> str:
+    """The NCCL versions of the workers in ascending order, such as ``2.28.9`` or ``2.27.3 and 2.28.9``."""
+    found = sorted({worker.nccl_version or (0, 0, 0) for worker in workers})
+    return " and ".join(version_text(version if version[0] else None) for version in found)
+
+
+def nccl_conflicts(workers: Sequence[WorkerInfo]) -> tuple[ShareGroup, ...]:
+    """Groups of ranks on different devices that the loaded NCCL takes for one and refuses.
+
+    NCCL compares ranks of equal host hash only (utils.cc): below 2.30.7 by PCI bus id, so that MIG slices of one GPU
+    collide, from 2.30.7 on by device UUID. A version that could not be read is taken to be old.
+    """
+    return different_devices(
+        workers, lambda worker, device: f"{worker.nccl_host}\0{_compared(worker.nccl_version, device)}"
+    )
+
+
+def _compared(version: NcclVersion | None, device: DeviceInfo) -> str:
+    if version is not None and version >= NCCL_COMPARES_UUID:
+        return device.uuid
+    return device.pci_bus_id or device.parent_uuid or device.uuid
+
+
+def mig_siblings(workers: Sequence[WorkerInfo]) -> tuple[ShareGroup, ...]:
+    """Groups of ranks on different MIG slices of one GPU; users report that NCCL may refuse these at any version."""
+    if not any(worker.devices and worker.devices[0].is_mig for worker in workers):
+        return ()
+    return different_devices(workers, _physical_gpu)
+
+
+def _physical_gpu(worker: WorkerInfo, device: DeviceInfo) -> str:
+    if device.is_mig and device.parent_uuid is None and device.pci_bus_id:  # NVML did not name the parent
+        return f"{worker.nccl_host}\0{device.pci_bus_id}"
+    return device.parent_uuid or device.uuid
+
+
+def multi_rank_obstacle(workers: Sequence[WorkerInfo], groups: Sequence[ShareGroup]) -> str | None:
+    """Why the user's ``NCCL_MULTI_RANK_GPU_ENABLE=1`` cannot take effect, None where it can.
+
+    It needs the variable on all ranks that share a device, and one NCCL of 2.30 or newer on all workers.
+
+    Args:
+        workers: Every rank, in rank order.
+        groups: The ranks that share a device.
+
+    Returns:
+        The obstacle in a few words.
+    """
+    missing = [rank for rank in sharing_ranks(groups) if workers[rank].env.get(MULTI_RANK_ENV) != "1"]
+    if missing:
+        return f"it is not set on {ranks_text(missing)}"
+    versions = {worker.nccl_version if worker.nccl_available else None for worker in workers}
+    if len(versions) > 1 or None in versions:
+        return "the workers do not all have one version of NCCL"
+    if min(version for version in versions if version) < NCCL_MULTI_RANK:
+        return f"NCCL {versions_text(workers)} is older than 2.30"
+    return None
+
+
+def refusal_in(text: str) -> str | None:
+    """Find NCCL's sentence that refuses ranks on one GPU; None where the text has none."""
+    found = _REFUSALS.search(text)
+    return found.group().strip() if found else None
+
+
+def refused_ranks(text: str) -> tuple[int, ...]:
+    """The ranks of the communicator that the sentence names, in ascending order; newer versions name none."""
+    found = _RANKS.search(text)
+    return tuple(sorted(map(int, found.groups()))) if found else ()
+
+
+def is_invalid_usage(text: str) -> bool:
+    """True where NCCL returned ``ncclInvalidUsage``, with or without a sentence of its own."""
+    return "ncclInvalidUsage" in text or ("NCCL" in text and "invalid usage" in text)
+
+
+def cause_of(error: BaseException) -> str:
+    """An error in one line: its first, and NCCL's own last error where torch appended that."""
+    text = str(error).strip()
+    if not text:
+        return type(error).__name__
+    last = _LAST_ERROR.search(text)
+    first = text.splitlines()[0]
+    return f"{first}: {last.group(1).strip()}" if last else first
+
+
+def multi_rank_env(num_ranks: int, several_nodes: bool = False) -> dict[str, str]:
+    """Variables that NCCL 2.30 or newer needs for several ranks on one GPU.
+
+    NVLS is switched off by name: with several ranks a GPU it is incompatible, and 2.30.7 finds that out from the last
+    pair of ranks alone (init.cc, ``hasMultiRankNvml``).
+
+    Args:
+        num_ranks: Ranks on the fullest GPU, at least one.
+        several_nodes: The job has more than one node.
+    """
+    env = {MULTI_RANK_ENV: "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": str(max(1, _CTAS_PER_DEVICE // num_ranks))}
+    if several_nodes:
+        env["NCCL_NET_GDR_LEVEL"] = "LOC"
+    return env
+
+
+def kept_settings(workers: Sequence[WorkerInfo], env: Mapping[str, str]) -> tuple[str, ...]:
+    """``NAME=value`` of each variable that the user set to something else than the plan would."""
+    return tuple(
+        sorted({f"{name}={w.env[name]}" for w in workers for name in env if w.env.get(name, env[name]) != env[name]})
+    )
+
+
+def explain_failure(error: FracBackendError, plan: StartPlan, workers: Sequence[WorkerInfo]) -> FracBackendError:
+    """Explain a failed start of NCCL from what all ranks reported; the error itself where that adds nothing.
+
+    Args:
+        error: The error of the start.
+        plan: The plan that was tried.
+        workers: Every rank, in rank order.
+
+    Returns:
+        SharedDeviceError where NCCL refused ranks on one GPU. With several ranks a GPU, a timeout or a failed
+        verification of the same class, with what usually is behind it.
+    """
+    if not plan.backends.has_nccl:
+        return error
+    sentence = refusal_in(str(error))
+    if sentence is None and is_invalid_usage(str(error)) and plan.share_groups:
+        sentence = "ncclInvalidUsage"
+    if sentence is not None:
+        return _refused(sentence, error, plan, workers)
+    ended = "wrong answer" in str(error)
+    if plan.share_groups and isinstance(error, (StartTimeoutError, VerificationError)) and not ended:
+        advice = (
+            "NCCL hangs where one GPU has too few resources for all of its ranks: set NCCL_MAX_CTAS lower, put fewer ranks "
+            "on the GPU, run the MPS daemon, or use on_shared_device='gloo'."
+        )
+        return type(error)(f"{error} {advice}", ranks=error.ranks)
+    return error
+
+
+def _refused(
+    sentence: str, error: FracBackendError, plan: StartPlan, workers: Sequence[WorkerInfo]
+) -> SharedDeviceError:
+    groups = plan.share_groups or mig_siblings(workers)
+    who = (
+        share_text(groups)
+        if groups
+        else f"{ranks_text(error.ranks)} share a GPU"
+        if error.ranks
+        else "ranks share a GPU"
+    )
+    ranks = sharing_ranks(groups) or error.ranks
+    return SharedDeviceError(
+        f"NCCL {versions_text(workers)} refused the start: {who} ({sentence}). {_advice(plan, workers)}",
+        ranks=ranks,
+    )
+
+
+def _advice(plan: StartPlan, workers: Sequence[WorkerInfo]) -> str:
+    kept = kept_settings(workers, plan.env_defaults)
+    if kept:
+        return f"The user set {', '.join(kept)}, which was kept: unset it, or use on_shared_device='gloo'."
+    if plan.env_defaults:
+        return "NCCL's flags for several ranks a GPU did not help; use on_shared_device='gloo'."
+    return "Set FracTorchConfig(backend='gloo'), or give every worker a GPU of its own."

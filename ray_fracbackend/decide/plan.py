@@ -1,0 +1,141 @@
+"""The plan of one start: what the decision comes to, and the part of each worker in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ray_fracbackend.decide.backends import Backends, parse_backend
+from ray_fracbackend.decide.device_sharing import ShareGroup, share_text
+from ray_fracbackend.decide.rendezvous import Rendezvous, WorkerRendezvous
+from ray_fracbackend.decide.worker_info import WorkerInfo
+
+# What a job on GPUs pays where Gloo takes the place of NCCL.
+GLOO_COST = "gradients go through host memory and TCP"
+# Accelerate on the CPU: without it, it looks for an accelerator, finds none, and lets every rank train by itself. Read in
+# Accelerate 1.15.0, on which transformers.Trainer is built (PartialState._prepare_backend, Accelerator.prepare_model).
+ACCELERATE_ON_CPU: Mapping[str, str] = {"ACCELERATE_USE_CPU": "true"}
+# Without it, Accelerate passes LOCAL_RANK to DDP as the index of the model's device.
+ACCELERATE_ON_SHARED_DEVICE: Mapping[str, str] = {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPlan:
+    """What a start will do.
+
+    Attributes:
+        backend: Name for ``torch.distributed.init_process_group``.
+        device_type: ``cuda`` or ``cpu``: where the workers train and the group is verified.
+        reason: The decision in one line, as logged.
+        share_groups: Ranks that share a device, or that NCCL takes to share one.
+        env_defaults: Environment variables to set on every worker where the user did not.
+        fallback: Backend to try when verification of ``backend`` fails, None where a failure is final.
+        train_on_cpu: ``ray.train.torch.get_device()`` must say cpu in workers for which Ray reserved GPUs.
+        hints: What would be better, one line each.
+        debug_hints: The same for the debug log, where they apply to most jobs of a kind.
+        warnings: Settings that were overridden, what the choice costs, and doubts, one line each.
+        rendezvous: Where and how the ranks meet; None until that is decided too.
+    """
+
+    backend: str
+    device_type: str
+    reason: str
+    share_groups: tuple[ShareGroup, ...] = ()
+    env_defaults: Mapping[str, str] = field(default_factory=dict)
+    fallback: str | None = None
+    train_on_cpu: bool = False
+    hints: tuple[str, ...] = ()
+    debug_hints: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    rendezvous: Rendezvous | None = None
+
+    @property
+    def backends(self) -> Backends:
+        """The backend by device type."""
+        return parse_backend(self.backend)
+
+    def device_of(self, worker: WorkerInfo) -> str:
+        """torch device that the worker trains on, such as ``cuda:1``."""
+        if self.device_type == "cpu":
+            return "cpu"
+        # Without a device of Ray's, the one that the user makes current.
+        return f"cuda:{worker.device.index}" if worker.device is not None else "cuda"
+
+    def memory_fraction_of(self, worker: WorkerInfo) -> float | None:
+        """Share of its device's memory that a worker may use, in 0 to 1, None for whole devices and for the CPU."""
+        return worker.gpu_fraction if self.device_type == "cuda" and 0 < worker.gpu_fraction < 1 else None
+
+    def env_of(self, worker: WorkerInfo) -> Mapping[str, str]:
+        """Variables to set in one worker where the user did not: the job's, and those of training libraries.
+
+        None where nothing differs from stock Ray Train.
+        """
+        if self.device_type == "cpu":
+            return {**self.env_defaults, **(ACCELERATE_ON_CPU if worker.gpu_fraction > 0 else {})}
+        return {**self.env_defaults, **(ACCELERATE_ON_SHARED_DEVICE if self.share_groups else {})}
+
+    def after_failure(self, cause: str) -> StartPlan:
+        """The plan of the fallback, without a rendezvous.
+
+        Args:
+            cause: Message of the failed verification; its first sentence goes into the warning, as the others advise
+                against a group that is not used.
+
+        Raises:
+            ValueError: There is no fallback.
+        """
+        if self.fallback is None:
+            raise ValueError(f"no fallback from {self.backend}")
+        shared = f"{share_text(self.share_groups)}: " if self.share_groups else ""
+        first = cause.partition(". ")[0]
+        warning = f"{shared}{self.backend} failed its verification, fell back to {self.fallback}, so that {GLOO_COST}: {first}"
+        return replace(
+            self,
+            backend=self.fallback,
+            reason=f"{shared}using {self.fallback} ({self.backend} failed its verification)",
+            fallback=None,
+            env_defaults={},
+            warnings=(*self.warnings, warning),
+            rendezvous=None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlan:
+    """The part of one worker in a start; nothing about the other workers travels with it.
+
+    Attributes:
+        rank: The worker's rank.
+        world_size: Workers in the job.
+        backend: Name for ``init_process_group``.
+        device: torch device that the worker trains on and is verified on.
+        rendezvous: How the worker meets the other ranks.
+        timeout_s: Timeout of the group's collectives once training runs, in seconds.
+        budget_s: Bound on this worker's start, in seconds.
+        verify: Run the collective check.
+        train_on_cpu: Ray reserved GPUs that are not there: ``get_device()`` must say cpu.
+        set_distributed_env: Set RANK, WORLD_SIZE, LOCAL_RANK, ... before ``init_process_group``, as Ray Train V2 does.
+        memory_fraction: Cap on the process's share of its device's memory, None for no cap.
+        env_defaults: Variables to set where the user did not.
+        report: The start report without verification figures, or what ``ray.get`` makes it of.
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+    rendezvous: WorkerRendezvous
+    timeout_s: float
+    budget_s: float
+    verify: bool
+    train_on_cpu: bool = False
+    set_distributed_env: bool = False
+    memory_fraction: float | None = None
+    env_defaults: Mapping[str, str] = field(default_factory=dict)
+    report: Any = None
+
+    @property
+    def backends(self) -> Backends:
+        """The backend by device type."""
+        return parse_backend(self.backend)

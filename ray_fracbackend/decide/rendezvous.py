@@ -1,0 +1,488 @@
+"""Where and how the ranks meet: address and port of rank 0's store, Gloo's interface of every rank, libuv.
+
+Example: two nodes, rank 0 on 10.0.0.3, whose host names resolve to 127.0.1.1 as Debian sets them::
+
+    rank 0 at 10.0.0.3:41235 (its node's address), Gloo over eth0 (rank 0), ens5 (rank 1)
+
+An explicit setting of the user always wins, and a conflict with these rules is a warning. NCCL finds its interfaces itself:
+no NCCL variable is ever set. Without the name of an interface Gloo takes whatever address the node's own host name resolves
+to, which on many machines is a loopback or foreign address; with one it takes the first address of that interface.
+MASTER_ADDR plays no part in it. The rules of each system are in docs/windows.md.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ray_fracbackend.decide.backends import parse_backend
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
+from ray_fracbackend.errors import BackendUnavailableError, RendezvousError
+
+IFNAME = "GLOO_SOCKET_IFNAME"
+# Systems whose list of addresses may start with a link-local one; Linux lists IPv4, then the widest scope of IPv6 first.
+_LINK_LOCAL_FIRST = ("win32", "darwin")
+# c10d tries IPv6 first, and a Windows IPv6 socket does not take the IPv4 address in it; then it connects over IPv4.
+NOTE_10049 = (
+    "on Windows c10d logs 'The client socket has failed to connect to [...] (system error: 10049 ...)', at times with a "
+    "foreign host name, before it connects over IPv4: this line is expected and harmless"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterfaceChoice:
+    """Gloo's interface on one rank.
+
+    Attributes:
+        name: Its name, None where Gloo is left to find one.
+        by_user: The name is the user's own setting.
+        by_route: The worker finds the name itself: that of its route to rank 0.
+        start_only: Groups that the train function makes later work without the name, so that it is not left behind.
+    """
+
+    name: str | None = None
+    by_user: bool = False
+    by_route: bool = False
+    start_only: bool = False
+
+    @property
+    def text(self) -> str:
+        """``over eth0``, for the log."""
+        if self.by_route:
+            return "over the interface of the route to rank 0"
+        if self.name is None:
+            return "over the host name's address"
+        return f"over {self.name}{' as set by the user' if self.by_user else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRendezvous:
+    """How one rank meets the others.
+
+    Attributes:
+        master_addr: Address of rank 0's store as this rank reaches it, a literal IP without brackets.
+        master_port: Port of that store.
+        env: Variables to set, whatever they were before.
+        start_env: Variables to set for the start and to remove once the group is verified.
+        interface_by_route: Find ``GLOO_SOCKET_IFNAME`` on the worker: the interface of its route to rank 0.
+        check_device: Gloo's device is in doubt, so it is tried before any rank waits.
+        check_reachable: Rank 0 may be on another machine, so the connection is checked first.
+    """
+
+    master_addr: str
+    master_port: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_env: Mapping[str, str] = field(default_factory=dict)
+    interface_by_route: bool = False
+    check_device: bool = False
+    check_reachable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where all ranks meet.
+
+    Attributes:
+        master_addrs: Address of rank 0's store as each rank reaches it, by rank; literal IPs.
+        master_port: Port of that store.
+        init_method: ``env`` or ``tcp``.
+        one_node: All ranks share one loopback interface.
+        uses_gloo: Gloo connects the ranks.
+        interfaces: Gloo's interface of every rank, by rank; empty where Gloo is not used.
+        libuv_off: The store must not use libuv.
+        on_linux: The workers run on Linux.
+        reason: The choice in one line, as logged.
+        notes: What the log will show and nobody needs to act on.
+        warnings: Settings that are in conflict and doubts, one line each.
+    """
+
+    master_addrs: tuple[str, ...]
+    master_port: int
+    init_method: str
+    one_node: bool
+    uses_gloo: bool
+    interfaces: tuple[InterfaceChoice, ...] = ()
+    libuv_off: bool = False
+    on_linux: bool = True
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def master_addr(self) -> str:
+        """Address of rank 0's store as rank 0 itself knows it."""
+        return self.master_addrs[0]
+
+    def of(self, rank: int) -> WorkerRendezvous:
+        """The part of one rank."""
+        address, choice = self.master_addrs[rank], self.interfaces[rank] if self.interfaces else InterfaceChoice()
+        env: dict[str, str] = {}
+        if self.init_method == "env":
+            env = {"MASTER_ADDR": address, "MASTER_PORT": str(self.master_port)}
+        if self.libuv_off:
+            env["USE_LIBUV"] = "0"
+        interface = {IFNAME: choice.name} if choice.name is not None and not choice.by_user else {}
+        if not choice.start_only:
+            env |= interface
+        return WorkerRendezvous(
+            master_addr=address,
+            master_port=self.master_port,
+            env=env,
+            start_env=interface if choice.start_only else {},
+            interface_by_route=choice.by_route,
+            # Elsewhere than on Linux names and addresses of interfaces are as Gloo sees them only by and large.
+            check_device=self.uses_gloo and (not self.on_linux or choice.name is None or choice.by_user),
+            check_reachable=not self.one_node,
+        )
+
+
+def bracketed(address: str) -> str:
+    """A literal IP as it stands before a port: IPv6 in brackets."""
+    return f"[{address}]" if ":" in address else address
+
+
+def plan_rendezvous(workers: Sequence[WorkerInfo], settings: Settings, backend: str) -> Rendezvous:
+    """Decides where and how the ranks meet. O(number of workers).
+
+    Args:
+        workers: Facts of every rank, in rank order, at least one; rank 0 holds a store open.
+        options: What the user asked for.
+        backend: The backend that was decided on.
+
+    Raises:
+        RendezvousError: No address of rank 0 can work for all ranks, or Gloo has no interface that can.
+    """
+    windows = workers[0].platform == "win32"
+    one_node = is_one_node(workers)
+    port = workers[0].network.store_port
+    if port is None:
+        raise RendezvousError("rank 0 holds no store open: it was not asked for one when the workers were probed.")
+    addresses, origin, warnings = _addresses(workers, settings, one_node)
+    uses_gloo = parse_backend(backend).connects_with_gloo
+    interfaces: tuple[InterfaceChoice, ...] = ()
+    gloo = ""
+    if uses_gloo:
+        interfaces, doubts = choose_interfaces(workers, one_node, addresses)
+        warnings += doubts
+        gloo = f", Gloo {_over(interfaces)}"
+    host = bracketed(addresses[0])
+    return Rendezvous(
+        master_addrs=addresses,
+        master_port=port,
+        init_method=settings.init_method,
+        one_node=one_node,
+        uses_gloo=uses_gloo,
+        interfaces=interfaces,
+        libuv_off=windows,
+        on_linux=workers[0].platform == "linux",
+        reason=f"rank 0 at {host}:{port} ({origin}){gloo}{', libuv off' if windows else ''}",
+        notes=(NOTE_10049,) if windows else (),
+        warnings=(*warnings, *_overridden_env(workers, windows)),
+    )
+
+
+def is_one_node(workers: Sequence[WorkerInfo]) -> bool:
+    """True where all ranks share one loopback: one Ray node, or Ray nodes side by side on one machine under one address.
+
+    The network's id alone does not tell: machines that were restored from one snapshot have equal boot ids and namespaces.
+    """
+    if len({worker.node_id for worker in workers}) == 1:
+        return True
+    networks = {worker.network.network_id for worker in workers}
+    return len({worker.node_ip for worker in workers}) == 1 and len(networks) == 1 and "" not in networks
+
+
+_Addresses = tuple[tuple[str, ...], str, tuple[str, ...]]
+
+
+def _addresses(workers: Sequence[WorkerInfo], settings: Settings, one_node: bool) -> _Addresses:
+    """Rank 0's address as each rank reaches it, where it comes from, and warnings."""
+    if settings.master_addr is not None:
+        return _configured(workers, settings.master_addr, one_node)
+    if one_node:
+        return (_loopback(workers[0]),) * len(workers), "one node", ()
+    address, warnings = _node_address(workers)
+    return (address,) * len(workers), "its node's address", warnings
+
+
+def _configured(workers: Sequence[WorkerInfo], value: str, one_node: bool) -> _Addresses:
+    lost = [worker for worker in workers if worker.network.master_addr_missing]
+    if lost:
+        where = ", ".join(worker.where for worker in lost[:4])
+        raise RendezvousError(
+            f"master_addr={value!r} cannot be resolved by {ranks_text([worker.rank for worker in lost])} ({where}: "
+            f"{lost[0].network.master_addr_missing}). It must mean rank 0's node everywhere; use an IP address of it.",
+            ranks=[worker.rank for worker in lost],
+        )
+    addresses = tuple(worker.network.master_addrs[0] if worker.network.master_addrs else value for worker in workers)
+    node_id = workers[0].node_id
+    away = [
+        w.rank for w, address in zip(workers, addresses, strict=True) if is_loopback(address) and w.node_id != node_id
+    ]
+    warnings: tuple[str, ...] = ()
+    if away and not one_node:
+        warnings = (
+            f"master_addr={value!r} is a loopback address for {ranks_text(away)} on other nodes; it is used as asked",
+        )
+    elif workers[0].network.interfaces and owner_of(workers[0], addresses[0]) is None:
+        warnings = (
+            f"master_addr={value!r} is on no interface of rank 0's node {workers[0].node_ip}; it is used as asked",
+        )
+    return addresses, "master_addr as configured", warnings
+
+
+def _loopback(worker: WorkerInfo) -> str:
+    known = worker.network.interfaces
+    for address in ("127.0.0.1", "::1"):
+        if not known or owner_of(worker, address) is not None:
+            return address
+    return worker.node_ip
+
+
+def _node_address(workers: Sequence[WorkerInfo]) -> tuple[str, tuple[str, ...]]:
+    """The address of rank 0's node that Ray knows, where it can be used from other nodes."""
+    first = workers[0]
+    loopback = [worker for worker in workers if is_loopback(worker.node_ip)]
+    if loopback:
+        raise RendezvousError(_loopback_text(loopback), ranks=[worker.rank for worker in loopback])
+    address = first.node_ip
+    if is_link_local(address):  # needs a scope, which differs from node to node
+        name = owner_of(first, address)
+        others = [a for a in first.network.interfaces.get(name or "", ()) if not is_link_local(a)]
+        if not others:
+            raise RendezvousError(
+                f"rank 0's node address {address} is link-local and its interface has no other. Other nodes cannot use "
+                "it; start that Ray node with --node-ip-address, or set FracTorchConfig(master_addr=...).",
+                ranks=(first.rank,),
+            )
+        address = others[0]
+    if not first.network.interfaces or owner_of(first, address) is not None:
+        return address, ()
+    found = f"rank 0's node address {address} is on none of its interfaces ({_listed(first)})"
+    if first.platform == "win32":
+        raise RendezvousError(
+            f"{found}. Start Ray on that node with --node-ip-address of an interface that the others reach, and with "
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 on every node, or set FracTorchConfig(master_addr=...).",
+            ranks=(first.rank,),
+        )
+    return address, (
+        f"{found}: a translated address, as in a container with a bridge. Gloo listens on random ports; run the "
+        "containers with --network host",
+    )
+
+
+def _loopback_text(loopback: Sequence[WorkerInfo]) -> str:
+    where = ", ".join(f"rank {worker.rank} on node {worker.node_ip}" for worker in loopback[:4])
+    found = f"Ray knows several nodes of this job, and some only by a loopback address ({where})"
+    if loopback[0].platform in ("win32", "darwin"):
+        return (
+            f"{found}. Set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 for every Ray process on every node before `ray start`: "
+            "without it Ray on Windows and macOS serves one machine."
+        )
+    return f"{found}. Start each Ray node with --node-ip-address of an interface that the others reach."
+
+
+def _listed(worker: WorkerInfo) -> str:
+    shown = [f"{name} {','.join(addresses)}" for name, addresses in list(worker.network.interfaces.items())[:6]]
+    return "; ".join(shown)
+
+
+def _over(interfaces: Sequence[InterfaceChoice]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, choice in enumerate(interfaces):
+        ranks_of.setdefault(choice.text, []).append(rank)
+    if len(ranks_of) == 1:
+        return next(iter(ranks_of))
+    shown = [f"{text} ({ranks_text(ranks)})" for text, ranks in list(ranks_of.items())[:4]]
+    return ", ".join(shown) + (", ..." if len(ranks_of) > 4 else "")
+
+
+def _overridden_env(workers: Sequence[WorkerInfo], windows: bool) -> tuple[str, ...]:
+    """Inherited variables that would break the start and are therefore not kept."""
+    found = []
+    libuv = [worker.rank for worker in workers if worker.env.get("USE_LIBUV") == "1"]
+    if windows and libuv:
+        found.append(f"USE_LIBUV=1 on {ranks_text(libuv)} is not kept: no torch for Windows has a libuv store")
+    return tuple(found)
+
+
+def choose_interfaces(
+    workers: Sequence[WorkerInfo], one_node: bool, master_addrs: Sequence[str]
+) -> tuple[tuple[InterfaceChoice, ...], tuple[str, ...]]:
+    """Gloo's interface of every rank, and doubts, one line each.
+
+    Args:
+        workers: Facts of every rank, in rank order.
+        one_node: All ranks share one loopback interface.
+        master_addrs: Address of rank 0's store as each rank reaches it.
+
+    Raises:
+        RendezvousError: The ranks would use addresses of different families, or no interface can be used.
+    """
+    doubts: dict[str, list[int]] = defaultdict(list)
+    choices = []
+    for worker, master_addr in zip(workers, master_addrs, strict=True):
+        choice, found = _choose(worker, one_node, master_addr)
+        choices.append(choice)
+        for doubt in found:
+            doubts[doubt].append(worker.rank)
+    lines = [f"{ranks_text(ranks)}: {doubt}" for doubt, ranks in doubts.items()]
+    if not one_node:
+        lines += _check_families(workers, choices)
+    return tuple(choices), tuple(lines)
+
+
+def owner_of(worker: WorkerInfo, address: str) -> str | None:
+    """Name of the interface that has the address, None where none has."""
+    wanted = normal(address)
+    for name, addresses in worker.network.interfaces.items():
+        if wanted in addresses:
+            return name
+    return None
+
+
+def normal(address: str) -> str:
+    """The shortest spelling of an address, without scope, so that two spellings of one compare equal."""
+    bare = address.partition("%")[0]
+    try:
+        return str(ipaddress.ip_address(bare)) if ":" in bare else bare
+    except ValueError:
+        return bare
+
+
+def is_loopback(address: str) -> bool:
+    """True for 127.0.0.0/8 and ::1, in any spelling."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
+
+
+def is_link_local(address: str) -> bool:
+    """True for fe80::/10 and 169.254.0.0/16, which mean something else on every link."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_link_local
+    except ValueError:
+        return False
+
+
+def _choose(worker: WorkerInfo, one_node: bool, master_addr: str) -> tuple[InterfaceChoice, list[str]]:
+    if one_node:
+        ruled, doubts = _on_one_node(worker, master_addr)
+    else:
+        ruled, doubts = _between_nodes(worker)
+    set_by_user = worker.env.get(IFNAME)
+    if not set_by_user:
+        return ruled, doubts
+    # On one node every interface reaches every rank.
+    return InterfaceChoice(name=set_by_user, by_user=True), _conflicts(
+        worker, set_by_user, None if one_node else ruled.name
+    )
+
+
+def _conflicts(worker: WorkerInfo, set_by_user: str, ruled: str | None) -> list[str]:
+    known = worker.network.interfaces
+    missing = [name for name in set_by_user.split(",") if name not in known]
+    if known and missing:
+        return [
+            f"{IFNAME}={set_by_user} is kept, but {missing[0]!r} is none of this node's interfaces ({', '.join(known)})"
+        ]
+    if ruled is not None and ruled not in set_by_user.split(","):
+        return [f"{IFNAME}={set_by_user} is kept; without it {ruled} would be used"]
+    return []
+
+
+def _on_one_node(worker: WorkerInfo, master_addr: str) -> tuple[InterfaceChoice, list[str]]:
+    """The loopback interface, which needs no name server, no VPN and no link."""
+    name = owner_of(worker, "127.0.0.1") or owner_of(worker, "::1")
+    if worker.platform != "win32":
+        if name is None:
+            return InterfaceChoice(), []
+        trouble = _trouble(worker, name)
+        if trouble:
+            return InterfaceChoice(), [_unset(name, trouble)]
+        # Without a name Gloo takes the host name's address, or loopback where there is none: on one node either will do.
+        return InterfaceChoice(name=name, start_only=True), []
+    if worker.network.default_device_missing is None:
+        return InterfaceChoice(), []
+    trouble = "there is no interface with a loopback address" if name is None else _trouble(worker, name)
+    if trouble:
+        raise BackendUnavailableError(
+            f"Gloo finds no network device on node {worker.node_ip}: {worker.network.default_device_missing}, and "
+            f"{trouble}. "
+            f"Make the host name {worker.hostname!r} resolve to an address of the machine (a line in its hosts file), or "
+            f"set {IFNAME} to an interface with a plain ASCII name.",
+            ranks=(worker.rank,),
+        )
+    return InterfaceChoice(name=name), []
+
+
+def _between_nodes(worker: WorkerInfo) -> tuple[InterfaceChoice, list[str]]:
+    """The interface that owns the node's address."""
+    name = owner_of(worker, worker.node_ip)
+    if name is None:
+        doubt = f"no interface has the node's address {worker.node_ip}: Gloo uses the one of the route to rank 0"
+        return InterfaceChoice(by_route=True), [doubt]
+    trouble = _trouble(worker, name)
+    if trouble:
+        return InterfaceChoice(), [_unset(name, trouble)]
+    addresses = worker.network.interfaces[name]
+    if worker.platform in _LINK_LOCAL_FIRST and any(is_link_local(address) for address in addresses):
+        return InterfaceChoice(name=name), [
+            f"Gloo takes the first address of {name}, which may be its link-local one; if the ranks cannot connect, "
+            f"switch IPv6 off for that interface"
+        ]
+    return InterfaceChoice(name=name), []
+
+
+def _trouble(worker: WorkerInfo, name: str) -> str | None:
+    """Why Gloo cannot be given this name, None where it can."""
+    if "," in name:
+        return "its name has a comma, at which Gloo splits the list"
+    if worker.platform == "win32" and not name.isascii():
+        return "its name is not ASCII, and Windows hands variables to Gloo in another code page"
+    addresses = worker.network.interfaces[name]
+    if worker.platform in _LINK_LOCAL_FIRST and is_link_local(addresses[0]):
+        return f"its first address {addresses[0]} is link-local, and Gloo takes the first"
+    return None
+
+
+def _unset(name: str, trouble: str) -> str:
+    return f"{IFNAME} is not set to {name!r}: {trouble}. Gloo uses the address of the node's host name"
+
+
+def _gloo_family(worker: WorkerInfo, choice: InterfaceChoice) -> str | None:
+    """IP version of the address that Gloo takes: an interface's IPv4 address where it has one."""
+    addresses = worker.network.interfaces.get((choice.name or "").split(",")[0])
+    if not addresses:
+        return None
+    return "IPv6" if all(":" in address for address in addresses) else "IPv4"
+
+
+def _check_families(workers: Sequence[WorkerInfo], choices: Sequence[InterfaceChoice]) -> list[str]:
+    """Row 5: Gloo cannot connect an IPv4 with an IPv6 address."""
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for worker, choice in zip(workers, choices, strict=True):
+        family = _gloo_family(worker, choice)
+        if family is not None:
+            ranks_of[family].append(worker.rank)
+    if len(ranks_of) < 2:
+        return []
+    shown = "; ".join(
+        f"{ranks_text(ranks)} {family}, as node {workers[ranks[0]].node_ip} on {choices[ranks[0]].name}"
+        for family, ranks in sorted(ranks_of.items())
+    )
+    found = f"Gloo cannot connect IPv4 with IPv6 addresses ({shown})"
+    if any(choice.by_user for choice in choices):
+        return [f"{found}; {IFNAME} is kept as set by the user"]
+    fewer = min(ranks_of.values(), key=len)
+    raise RendezvousError(
+        f"{found}. Give all nodes addresses of one family and start Ray there with --node-ip-address, or set {IFNAME} to "
+        "interfaces that have them.",
+        ranks=fewer,
+    )

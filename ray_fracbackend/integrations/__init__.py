@@ -1,0 +1,1 @@
+"""FracTorchConfig where a script cannot pass it itself."""

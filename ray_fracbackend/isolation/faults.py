@@ -1,0 +1,325 @@
+"""Which rank, node or link is at fault, from what every rank found alone, with every peer and in pairs. Pure.
+
+The search runs only after the whole group failed. Every rank's helper (isolation_helper.py) tries its own machine, then the
+links to its peers, then collectives of two in rounds: in round k rank i meets rank ``i XOR 2**k``, all pairs at once, so
+that ``ceil(log2(N))`` rounds pair every rank with ranks of all parts of the job. Two rounds could not tell a bad rank from
+a bad link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray_fracbackend.decide.worker_info import ranks_text
+
+# Up to so many ranks every link is tried, above it those to a rank's partners and to its neighbours.
+MAX_MESH = 64
+# Slow: this multiple of what is usual in the job, and this much above it; what breaks a start is far beyond the noise.
+_SLOW_FACTOR, _SLOW_MARGIN_S = 5.0, 0.25
+# Slow where there is nothing to compare with.
+_SLOW_ALONE_S = 1.0
+_NUM_NAMED = 4
+
+
+def num_rounds(world_size: int) -> int:
+    """Rounds that pair every rank along every bit of the rank number."""
+    return max(0, (world_size - 1).bit_length())
+
+
+def partner(rank: int, round_number: int, world_size: int) -> int | None:
+    """Whom a rank meets in a round, None where that rank does not exist."""
+    other = rank ^ (1 << round_number)
+    return other if other < world_size else None
+
+
+def peers_of(rank: int, world_size: int) -> list[int]:
+    """Ranks to which a rank tries its link."""
+    if world_size <= MAX_MESH:
+        return [other for other in range(world_size) if other != rank]
+    partners = {partner(rank, number, world_size) for number in range(num_rounds(world_size))}
+    neighbours = {(rank + 1) % world_size, (rank - 1) % world_size}
+    return sorted(other for other in partners | neighbours if other is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFinding:
+    """One rank's view of its link to a peer.
+
+    Attributes:
+        connected: A TCP connection to the peer was made.
+        heard: A datagram of the peer arrived.
+        seconds: Seconds to send a block over that connection and get it back, None where that did not end in time.
+    """
+
+    connected: bool
+    heard: bool
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFinding:
+    """One rank's view of a collective with one peer.
+
+    Attributes:
+        peer: The other rank.
+        outcome: ``ok``, ``wrong`` (this rank's result is not the right answer) or ``failed``.
+        seconds: Seconds of the collectives, None where they did not end.
+        error: What the process group said.
+    """
+
+    peer: int
+    outcome: str
+    seconds: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """All that one rank's helper found.
+
+    Attributes:
+        right: Sums that the rank computed alone are right, as far as they ended.
+        seconds: Seconds for them, None where they did not end, 0 where ``untried`` or ``failure`` says more.
+        links: By peer.
+        pairs: By round; without rounds in which it had no partner.
+        untried: Why the rank's device could not be tried, such as out of memory; empty where it was.
+        failure: What CUDA said where the device failed by itself; empty where it did not.
+    """
+
+    right: bool
+    seconds: float | None
+    links: Mapping[int, LinkFinding] = field(default_factory=dict)
+    pairs: Sequence[PairFinding] = ()
+    untried: str = ""
+    failure: str = ""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Findings:
+        """Findings from what ``json`` makes of ``asdict``."""
+        return cls(
+            right=value["right"],
+            seconds=value["seconds"],
+            links={int(peer): LinkFinding(**link) for peer, link in value["links"].items()},
+            pairs=[PairFinding(**pair) for pair in value["pairs"]],
+            untried=value["untried"],
+            failure=value["failure"],
+        )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A verdict.
+
+    Attributes:
+        kind: ``silent rank``, ``failing device``, ``wrong rank``, ``slow rank``, ``cut rank``, ``boundary``, ``cut link``,
+            ``one-way link``, ``slow link``, ``pair`` or ``scale``.
+        ranks: Ranks at fault; the two ends of a link; the smaller side of a boundary.
+        text: What was seen, with ranks and nodes.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+
+
+def diagnose(findings: Mapping[int, Findings], where: Sequence[str]) -> list[Fault]:
+    """Names what is at fault, the worst first.
+
+    Args:
+        findings: Of the ranks whose helper answered, by rank.
+        where: Rank, node and process of every rank, for the texts.
+
+    Returns:
+        At least one verdict: where everything works in pairs, that the fault shows only in the whole group.
+    """
+    return list(_Diagnosis(findings, where).faults())
+
+
+class _Diagnosis:
+    def __init__(self, findings: Mapping[int, Findings], where: Sequence[str]) -> None:
+        self._findings = findings
+        self._where = where
+        self._live = sorted(findings)
+        # A device that computed nothing was neither fast nor slow.
+        tried = {rank: each for rank, each in findings.items() if not each.untried and not each.failure}
+        seconds = {rank: _or_endless(finding.seconds) for rank, finding in tried.items()}
+        limit_s = _slow_limit(seconds.values())
+        self._slow_alone = {rank: value for rank, value in seconds.items() if value > limit_s}
+        # What a slow rank's links and groups do says nothing about them.
+        self._sound = [rank for rank in self._live if rank not in self._slow_alone]
+        sound = set(self._sound)
+        self._tried = {
+            (i, j) for i in self._sound for j in findings[i].links if i < j and j in sound and i in findings[j].links
+        }
+        self._bad = {pair for pair in self._tried if not all(self._connected(*pair))}
+
+    def faults(self) -> Iterator[Fault]:
+        # What is slow or fails where something is broken may be so because of that.
+        broken = [*self._silent(), *self._failing(), *self._wrong(), *self._starved(), *self._cut()]
+        yield from broken or [*self._slow()] or self._pairs() or self._scale()
+
+    def _connected(self, i: int, j: int) -> tuple[bool, bool]:
+        return self._findings[i].links[j].connected, self._findings[j].links[i].connected
+
+    def _silent(self) -> Iterator[Fault]:
+        silent = [rank for rank in range(len(self._where)) if rank not in self._findings]
+        if silent:
+            yield Fault("silent rank", tuple(silent), f"{self._named(silent)}: no answer at all, stopped or dead")
+
+    def _failing(self) -> Iterator[Fault]:
+        for rank in self._live:
+            if failure := self._findings[rank].failure:
+                text = f"the device of {self._where[rank]} fails by itself ({failure})"
+                yield Fault("failing device", (rank,), text)
+
+    def _wrong(self) -> Iterator[Fault]:
+        for rank in self._live:
+            if not self._findings[rank].right:
+                yield Fault("wrong rank", (rank,), f"{self._where[rank]} computes wrong sums by itself")
+        ended = {(i, j): (self._outcome(i, j), self._outcome(j, i)) for i, j in self._pairs_tried()}
+        wrong = {pair for pair, outcomes in ended.items() if "wrong" in outcomes}
+        wrong -= {pair for pair in wrong if not all(self._findings[rank].right for rank in pair)}
+        while wrong:
+            # The rank that explains most: it alone sees the wrong answer, or is in most wrong pairs and in fewest right.
+            blame = {rank: self._blame(rank, wrong, ended) for pair in wrong for rank in pair}
+            worst = max(blame.values())
+            ranks = tuple(sorted(rank for rank, score in blame.items() if score == worst))
+            peers = sorted({rank for pair in wrong if set(ranks) & set(pair) for rank in pair} - set(ranks[:1]))
+            text = f"{' or '.join(self._where[rank] for rank in ranks)} gets wrong answers in collectives"
+            yield Fault("wrong rank", ranks, f"{text} with {ranks_text(peers)}" if len(ranks) == 1 else text)
+            wrong -= {pair for pair in wrong if set(ranks) & set(pair)}
+
+    def _blame(
+        self, rank: int, wrong: set[tuple[int, int]], ended: Mapping[tuple[int, int], tuple[str, str]]
+    ) -> tuple[int, int, int]:
+        own = [pair for pair in wrong if rank in pair]
+        alone = sum(ended[pair][pair.index(rank)] == "wrong" and ended[pair].count("wrong") == 1 for pair in own)
+        right = sum(rank in pair and set(outcomes) == {"ok"} for pair, outcomes in ended.items())
+        return alone, len(own), -right
+
+    def _pairs_tried(self) -> Iterator[tuple[int, int]]:
+        for rank in self._live:
+            yield from ((rank, pair.peer) for pair in self._findings[rank].pairs if rank < pair.peer in self._findings)
+
+    def _outcome(self, rank: int, peer: int) -> str:
+        return next((pair.outcome for pair in self._findings[rank].pairs if pair.peer == peer), "failed")
+
+    def _starved(self) -> Iterator[Fault]:
+        for rank, seconds in self._slow_alone.items():
+            took = f"{seconds:.2f} s" if seconds < float("inf") else "no end"
+            yield Fault("slow rank", (rank,), f"{self._where[rank]} is slow by itself: {took} for sums of its own")
+
+    def _cut(self) -> Iterator[Fault]:
+        groups = self._groups()
+        left = set(self._bad)
+        if len(groups) > 1 and len(self._sound) > 2:
+            for group in groups[1:]:
+                left -= {pair for pair in left if (pair[0] in group) != (pair[1] in group)}
+                if len(group) == 1:
+                    yield Fault("cut rank", group, f"{self._where[group[0]]} is cut off from all other ranks")
+                else:
+                    yield Fault("boundary", group, f"{self._named(group)} are cut off from the other ranks")
+        for i, j in sorted(left):
+            yield self._link(i, j)
+
+    def _groups(self) -> list[tuple[int, ...]]:
+        """Ranks that reach each other, the largest group first; of two equal ones that of the lowest rank."""
+        group_of = {rank: [rank] for rank in self._sound}
+        for i, j in self._tried - self._bad:
+            large, small = sorted((group_of[i], group_of[j]), key=len, reverse=True)
+            if large is not small:
+                # The smaller into the larger: a rank moves log2(N) times at most.
+                large += small
+                group_of.update(dict.fromkeys(small, large))
+        groups = {id(ranks): ranks for ranks in group_of.values()}.values()
+        return sorted((tuple(sorted(ranks)) for ranks in groups), key=lambda ranks: (-len(ranks), ranks))
+
+    def _link(self, i: int, j: int) -> Fault:
+        heard = self._findings[i].links[j].heard, self._findings[j].links[i].heard
+        connected = self._connected(i, j)
+        between = f"between {self._where[i]} and {self._where[j]}"
+        if heard == (True, True):
+            if connected == (False, False):
+                return Fault(
+                    "cut link", (i, j), f"the link {between} passes datagrams and no TCP connection: a firewall"
+                )
+            end = j if connected[1] else i
+            return Fault(
+                "one-way link", (i, j), f"the link {between}: only {self._where[end]} can open connections, a firewall"
+            )
+        if heard == (False, False):
+            return Fault("cut link", (i, j), f"the link {between} is cut in both directions")
+        source, target = (j, i) if heard[0] else (i, j)
+        return Fault(
+            "one-way link",
+            (i, j),
+            f"the link {between} passes packets from rank {source} to rank {target} and none back",
+        )
+
+    def _slow(self) -> Iterator[Fault]:
+        times = {pair: self._link_seconds(*pair) for pair in self._tried - self._bad}
+        limit_s = _slow_limit(times.values())
+        slow_links = {pair for pair, seconds in times.items() if seconds > limit_s}
+        own_links: dict[int, list[tuple[int, int]]] = {}
+        for pair in times:
+            for rank in pair:
+                own_links.setdefault(rank, []).append(pair)
+        for rank, own in sorted(own_links.items()):
+            if len(own) > 1 and slow_links.issuperset(own):
+                yield Fault("slow rank", (rank,), f"{self._where[rank]} is slow towards all other ranks")
+                slow_links -= set(own)
+        for i, j in sorted(slow_links):
+            took = f"{times[i, j]:.2f} s" if times[i, j] < float("inf") else "no end"
+            text = f"the link between {self._where[i]} and {self._where[j]} is slow: {took} for a block to and fro"
+            yield Fault("slow link", (i, j), text)
+
+    def _link_seconds(self, i: int, j: int) -> float:
+        seconds = (self._findings[i].links[j].seconds, self._findings[j].links[i].seconds)
+        return max(_or_endless(value) for value in seconds)
+
+    def _pairs(self) -> list[Fault]:
+        failed = {
+            (min(rank, pair.peer), max(rank, pair.peer)): pair.error
+            for rank in self._sound
+            for pair in self._findings[rank].pairs
+            if pair.outcome != "ok"
+        }
+        return [
+            Fault(
+                "pair",
+                pair,
+                f"a group of {self._where[pair[0]]} and {self._where[pair[1]]} alone fails too, although their link works "
+                f"({error or 'wrong answer'})",
+            )
+            for pair, error in sorted(failed.items())
+        ]
+
+    def _scale(self) -> list[Fault]:
+        text = (
+            f"all {len(self._where)} ranks, their links and their groups of two work in fresh processes: the fault shows "
+            "only in the whole group or in the workers' own processes"
+        )
+        untried = [rank for rank in self._live if self._findings[rank].untried]
+        for rank in untried[:_NUM_NAMED]:
+            text += f"; the device of {self._where[rank]} could not be tried ({self._findings[rank].untried})"
+        if len(untried) > _NUM_NAMED:
+            text += f"; nor could those of {ranks_text(untried[_NUM_NAMED:])}"
+        return [Fault("scale", (), text)]
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self._where[rank] for rank in ranks) if len(ranks) <= _NUM_NAMED else ranks_text(list(ranks))
+
+
+def _or_endless(seconds: float | None) -> float:
+    return float("inf") if seconds is None else seconds
+
+
+def _slow_limit(seconds: Iterable[float]) -> float:
+    values = sorted(value for value in seconds if value < float("inf"))
+    if len(values) < 2:
+        return _SLOW_ALONE_S
+    # A slow rank makes over half of the links of a small job slow, so not the median.
+    usual = values[len(values) // 4]
+    return max(_SLOW_FACTOR * usual, usual + _SLOW_MARGIN_S)

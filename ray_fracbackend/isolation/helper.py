@@ -1,0 +1,287 @@
+"""One rank's part of the search for a fault, in a process of its own that can be killed. Needs torch alone, no Ray.
+
+Started by isolation_run.py as ``python -m ray_fracbackend.isolation.helper ADDRESS``. It listens on that address alone,
+prints where as one line of JSON, reads its task as another, and prints its findings as a third. Peers know a token of the
+job; a connection or datagram without it is dropped, and nothing that comes from a socket is interpreted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, TextIO
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from ray_fracbackend.isolation.faults import Findings, LinkFinding, PairFinding
+from ray_fracbackend.timeouts import bounded
+from ray_fracbackend.worker.store import open_store, uses_libuv
+
+BLOCK_BYTES = 64 * 1024
+_NUM_DATAGRAMS = 8
+_SIZES = (128, 131_072)
+# The helper gets no memory or no device beside the worker: says nothing of the device. cuBLAS and MPS have words of their own.
+_UNTRIED = re.compile(
+    r"out of memory|not enough memory|CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)|busy or unavailable|\bMPS\b"
+    r"|not compiled with CUDA|invalid device (?:ordinal|id)|no CUDA.capable device|no CUDA GPUs|no NVIDIA driver"
+    r"|cudaGetDeviceCount|driver version is insufficient|initialization (?:error|failed)|CUDA unknown error",
+    re.IGNORECASE,
+)
+# A helper whose worker is gone ends by itself.
+_LIFE_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HelperAddress:
+    """Where a helper listens.
+
+    Attributes:
+        address: Literal IP.
+        link_port: TCP, for the link test.
+        datagram_port: UDP, for the same.
+        store_port: Port of its store, for groups in which it is the lower rank.
+    """
+
+    address: str
+    link_port: int
+    datagram_port: int
+    store_port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HelperTask:
+    """What a helper has to try.
+
+    Attributes:
+        rank: Its rank.
+        token: Secret of this search, the same on all ranks.
+        peers: Addresses of the peers whose link it tries, by rank.
+        partners: Its partner of every round, None for a round without one.
+        device: torch device for the sums that it computes alone.
+        link_s: Seconds for all links together.
+        round_s: Seconds for each round; rounds begin by the clock, so that a failed one delays nobody.
+    """
+
+    rank: int
+    token: str
+    peers: Mapping[int, HelperAddress]
+    partners: tuple[int | None, ...]
+    device: str
+    link_s: float
+    round_s: float
+
+    @classmethod
+    def from_json(cls, text: str) -> HelperTask:
+        """A task from what ``json`` makes of ``asdict``."""
+        value = json.loads(text)
+        peers = {int(rank): HelperAddress(**address) for rank, address in value.pop("peers").items()}
+        return cls(peers=peers, partners=tuple(value.pop("partners")), **value)
+
+
+class Helper:
+    """The sockets of one helper, and what it does with them.
+
+    Args:
+        address: Literal IP of this node to listen on.
+    """
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=256)
+        self._datagrams = socket.socket(family, socket.SOCK_DGRAM)
+        self._datagrams.bind((address, 0))
+        self._store = open_store(host=address)
+        self.address = HelperAddress(
+            address=address,
+            link_port=self._listener.getsockname()[1],
+            datagram_port=self._datagrams.getsockname()[1],
+            store_port=int(self._store.port),
+        )
+
+    def run(self, task: HelperTask) -> Findings:
+        """Tries everything, within ``link_s + rounds * round_s`` seconds."""
+        started = time.monotonic()
+        links_end = started + task.link_s
+        threading.Thread(target=self._answer, args=(task.token.encode(),), daemon=True).start()
+        alone = self._alone(task)
+        links = self._links(task, links_end)
+        pairs = []
+        for number, peer in enumerate(task.partners):
+            time.sleep(max(0.0, links_end + number * task.round_s - time.monotonic()))
+            if peer is not None:
+                pairs.append(self._pair(task, number, peer, links_end + (number + 1) * task.round_s))
+        return replace(alone, links=links, pairs=pairs)
+
+    def _alone(self, task: HelperTask) -> Findings:
+        """Compute sums on the rank's own device; only a sum that was compared and differs is wrong."""
+        started = time.perf_counter()
+        try:
+            right = bounded(lambda: sums_are_right(torch.device(task.device)), task.link_s / 3)
+        except TimeoutError:
+            return Findings(right=True, seconds=None)
+        except (RuntimeError, AssertionError) as error:  # of CUDA; the second of a torch without it
+            cause = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+            if _UNTRIED.search(cause):
+                return Findings(right=True, seconds=0.0, untried=cause)
+            return Findings(right=True, seconds=0.0, failure=cause)
+        return Findings(right=right, seconds=time.perf_counter() - started)
+
+    def _links(self, task: HelperTask, end: float) -> dict[int, LinkFinding]:
+        heard: set[int] = set()
+        listening = threading.Thread(target=self._listen, args=(task, end, heard), daemon=True)
+        listening.start()
+        with ThreadPoolExecutor(max(1, len(task.peers))) as pool:
+            tried = dict(
+                zip(
+                    task.peers,
+                    pool.map(lambda peer: _try_link(peer, task.token, end), task.peers.values()),
+                    strict=True,
+                )
+            )
+        # Until the end: others may still be waiting for this rank.
+        listening.join()
+        return {
+            rank: LinkFinding(connected=connected, heard=rank in heard, seconds=seconds)
+            for rank, (connected, seconds) in tried.items()
+        }
+
+    def _listen(self, task: HelperTask, end: float, heard: set[int]) -> None:
+        pause_s = max(0.05, (end - time.monotonic()) / _NUM_DATAGRAMS)
+        words = {f"{task.token} {rank}".encode(): rank for rank in task.peers}
+        mine = f"{task.token} {task.rank}".encode()
+        next_send = 0.0
+        while (now := time.monotonic()) < end:
+            if now >= next_send:
+                next_send = now + pause_s
+                for peer in task.peers.values():
+                    with contextlib.suppress(OSError):  # refused or unreachable: then it is not heard
+                        self._datagrams.sendto(mine, (peer.address, peer.datagram_port))
+            self._datagrams.settimeout(max(0.001, min(next_send, end) - time.monotonic()))
+            with contextlib.suppress(OSError):
+                word = self._datagrams.recv(len(mine) + 32)
+                if word in words:
+                    heard.add(words[word])
+
+    def _answer(self, token: bytes) -> None:
+        """Sends back what peers send, until the process ends."""
+        while True:
+            connection, _ = self._listener.accept()
+            threading.Thread(target=_echo, args=(connection, token), daemon=True).start()
+
+    def _pair(self, task: HelperTask, number: int, peer: int, end: float) -> PairFinding:
+        try:
+            outcome, seconds = bounded(lambda: self._collectives(task, number, peer, end), end - time.monotonic())
+        except (RuntimeError, TimeoutError) as error:
+            lines = str(error).strip().splitlines()
+            return PairFinding(peer=peer, outcome="failed", error=lines[0][:200] if lines else type(error).__name__)
+        return PairFinding(peer=peer, outcome=outcome, seconds=seconds)
+
+    def _collectives(self, task: HelperTask, number: int, peer: int, end: float) -> tuple[str, float]:
+        index, store = int(task.rank > peer), self._store
+        timeout = timedelta(seconds=max(0.1, end - time.monotonic()))
+        if index == 1:
+            host = task.peers[peer]
+            store = TCPStore(
+                host.address, host.store_port, None, False, timeout, wait_for_workers=False, use_libuv=uses_libuv()
+            )
+        prefix = f"{task.token}/{number}/{min(task.rank, peer)}"
+        group: Any = ProcessGroupGloo(PrefixStore(prefix, store), index, 2, timeout)
+        group.barrier().wait(timeout)
+        started = time.perf_counter()
+        for numel in _SIZES:
+            pattern = torch.arange(numel, dtype=torch.float64) % 7 + 1
+            tensor = pattern * (task.rank + 1)
+            group.allreduce(tensor).wait(timeout)
+            if not torch.equal(tensor, pattern * (task.rank + peer + 2)):
+                return "wrong", time.perf_counter() - started
+        return "ok", time.perf_counter() - started
+
+
+def sums_are_right(device: torch.device) -> bool:
+    """Whether products of integers that this device computes are what the rule says."""
+    size = 256
+    row = torch.arange(size, dtype=torch.float64, device=device) % 7 + 1
+    matrix = row.repeat(size, 1)
+    for factor in range(1, 4):
+        # Every element of row i, column j is (sum of the row) * row[j].
+        expected = row.cpu().sum().item() * factor * row.cpu()
+        if not torch.equal((matrix * factor @ matrix).cpu(), expected.repeat(size, 1)):
+            return False
+    return True
+
+
+def _try_link(peer: HelperAddress, token: str, end: float) -> tuple[bool, float | None]:
+    """Whether the peer was reached, and the seconds for a block to it and back."""
+    while True:
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            return False, None
+        try:
+            connection = socket.create_connection((peer.address, peer.link_port), timeout=left_s)
+            break
+        except TimeoutError:
+            return False, None
+        except OSError:  # refused while the peer starts, or no route for good
+            time.sleep(min(0.1, left_s))
+    with connection, contextlib.suppress(OSError):
+        started = time.perf_counter()
+        block = bytes(BLOCK_BYTES)
+        connection.settimeout(max(0.01, end - time.monotonic()))
+        sender = threading.Thread(target=_send, args=(connection, token.encode() + block), daemon=True)
+        sender.start()
+        if _receive(connection, BLOCK_BYTES, end) == block:
+            return True, time.perf_counter() - started
+    return True, None
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(data)
+
+
+def _receive(connection: socket.socket, num_bytes: int, end: float) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        connection.settimeout(max(0.01, end - time.monotonic()))
+        chunk = connection.recv(num_bytes - len(data))
+        if not chunk:
+            break
+        data += chunk
+    return bytes(data)
+
+
+def _echo(connection: socket.socket, token: bytes) -> None:
+    end = time.monotonic() + _LIFE_S
+    with connection, contextlib.suppress(OSError):
+        if hmac.compare_digest(_receive(connection, len(token), end), token):
+            connection.sendall(_receive(connection, BLOCK_BYTES, end))
+
+
+def serve(address: str, source: TextIO, sink: TextIO) -> None:
+    """The whole conversation with the worker that started this process."""
+    helper = Helper(address)
+    print(json.dumps(asdict(helper.address)), file=sink, flush=True)
+    line = source.readline()
+    if line:
+        print(json.dumps(asdict(helper.run(HelperTask.from_json(line)))), file=sink, flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    ending = threading.Timer(_LIFE_S, os._exit, (1,))
+    ending.daemon = True
+    ending.start()
+    serve(sys.argv[1], sys.stdin, sys.stdout)
+    os._exit(0)  # threads may still wait for a peer

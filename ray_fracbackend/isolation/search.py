@@ -1,0 +1,136 @@
+"""The search for the fault of a failed start: a helper process on every worker, and what they report.
+
+Runs after a failure only. ``find_faults`` runs on the driver, the other functions on the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ray_fracbackend._ray import WorkerAddress
+from ray_fracbackend.collect import collect
+from ray_fracbackend.decide.plan import WorkerPlan
+from ray_fracbackend.decide.rendezvous import IFNAME, WorkerRendezvous
+from ray_fracbackend.isolation.faults import Fault, Findings, diagnose, num_rounds, partner, peers_of
+from ray_fracbackend.isolation.helper import HelperAddress, HelperTask
+from ray_fracbackend.timeouts import Deadline, bounded
+from ray_fracbackend.worker.network import route_address, route_interface
+from ray_fracbackend.worker.state import STATE
+
+# Shortest time in which a helper can import torch and try anything, and the longest for each of its steps.
+MIN_S = 10.0
+_LINK_S, _ROUND_S, _ANSWER_S = 3.0, 3.0, 1.0
+
+# The resolver of a helper gives up a name server that does not answer after a second, not after 10.
+_RESOLVER = "timeout:1"
+
+
+def find_faults(
+    worker_group: Any, plans: Sequence[WorkerPlan], addresses: Sequence[WorkerAddress], deadline: Deadline
+) -> list[Fault]:
+    """Find what made a start fail, in two remote rounds and ``ceil(log2(N))`` rounds of pairs.
+
+    Args:
+        worker_group: Workers whose start has failed.
+        plans: What each rank was to do, by rank.
+        addresses: Where the ranks run.
+        deadline: When the start must have ended.
+
+    Returns:
+        The faults, the worst first; empty where too little time is left.
+    """
+    if deadline.left_s < MIN_S:
+        return []
+    opening_s = deadline.left_s / 2
+    refs = [worker_group.execute_single_async(plan.rank, open_helper, plan.rendezvous, opening_s) for plan in plans]
+    helpers: dict[int, HelperAddress] = collect(refs, opening_s + _ANSWER_S)
+    left_s, rounds = deadline.left_s - _ANSWER_S, num_rounds(len(addresses))
+    link_s, round_s = min(_LINK_S, left_s * 0.4), min(_ROUND_S, left_s * 0.6 / max(1, rounds))
+    token = secrets.token_hex(16)
+    refs = []
+    for rank in helpers:
+        partners = [partner(rank, number, len(addresses)) for number in range(rounds)]
+        task = HelperTask(
+            rank=rank,
+            token=token,
+            peers={peer: helpers[peer] for peer in peers_of(rank, len(addresses)) if peer in helpers},
+            partners=tuple(peer if peer in helpers else None for peer in partners),
+            device=plans[rank].device,
+            link_s=link_s,
+            round_s=round_s,
+        )
+        refs.append(worker_group.execute_single_async(rank, run_helper, task))
+    answers = collect(refs, link_s + rounds * round_s + _ANSWER_S)
+    findings = {rank: answers[index] for index, rank in enumerate(helpers) if index in answers}
+    return diagnose(findings, [address.text for address in addresses])
+
+
+def open_helper(rendezvous: WorkerRendezvous, timeout_s: float) -> HelperAddress:
+    """Start this worker's helper, listening on the address that the other ranks know this node by.
+
+    Raises:
+        TimeoutError: It did not come up in time.
+        RuntimeError: It ended.
+    """
+    close_helper()
+    # The helper finds what this process can import, whatever put it there.
+    env = {
+        **os.environ,
+        "RES_OPTIONS": f"{os.environ.get('RES_OPTIONS', '')} {_RESOLVER}".strip(),
+        **rendezvous.env,
+        **rendezvous.start_env,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    interface = route_interface(rendezvous.master_addr) if rendezvous.interface_by_route else None
+    if interface:
+        env.setdefault(IFNAME, interface)
+    address = route_address(rendezvous.master_addr) or rendezvous.master_addr
+    command = [sys.executable, "-m", "ray_fracbackend.isolation.helper", address]
+    helper = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    STATE.fault_helper = helper
+    try:
+        return HelperAddress(**_answer(helper, timeout_s))
+    except BaseException:
+        close_helper()
+        raise
+
+
+def run_helper(task: HelperTask) -> Findings:
+    """Run the task of this worker's helper, and end it.
+
+    Raises:
+        TimeoutError: It did not answer in time.
+        RuntimeError: It ended.
+    """
+    helper = STATE.fault_helper
+    if helper is None or helper.stdin is None:
+        raise RuntimeError("open_helper was not called in this process")
+    try:
+        print(json.dumps(asdict(task)), file=helper.stdin, flush=True)
+        return Findings.from_json(_answer(helper, task.link_s + len(task.partners) * task.round_s + _ANSWER_S))
+    finally:
+        close_helper()
+
+
+def close_helper() -> None:
+    """Kill this worker's helper, if there is one."""
+    if STATE.fault_helper is not None:
+        STATE.fault_helper.kill()
+        STATE.fault_helper.communicate()
+    STATE.fault_helper = None
+
+
+def _answer(helper: subprocess.Popen[str], timeout_s: float) -> Any:
+    stdout = helper.stdout
+    assert stdout is not None
+    line = bounded(stdout.readline, timeout_s)
+    if not line:
+        raise RuntimeError(f"the helper ended with exit code {helper.wait(timeout_s)}")
+    return json.loads(line)

@@ -1,0 +1,177 @@
+"""Network of the worker's node: interfaces, Gloo's devices, look-ups of names. Runs on the worker; opens no connection.
+
+Names of interfaces come from psutil, which on Windows gives the friendly names that Gloo compares; the socket module
+gives others there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ray_fracbackend.decide.rendezvous import IFNAME, is_link_local, normal
+from ray_fracbackend.decide.worker_info import NetworkInfo
+from ray_fracbackend.errors import RendezvousError
+from ray_fracbackend.timeouts import bounded
+
+# Bound on one look-up of a host name: a resolver without a server waits longer than a start may.
+RESOLVE_S = 5.0
+
+
+def network_info(boot_id: str, master_addr: str | None = None, store_port: int | None = None) -> NetworkInfo:
+    """Collect what the rendezvous has to know of the calling worker's node.
+
+    Args:
+        boot_id: The kernel's boot id, empty where there is none.
+        master_addr: The configured address or name of rank 0's node.
+        store_port: Port of the store that this worker holds open, None on other ranks than 0.
+    """
+    addresses, missing = _master_addrs(master_addr)
+    gloo = gloo_missing()
+    return NetworkInfo(
+        network_id=network_id(boot_id),
+        interfaces=interfaces(),
+        gloo_missing=gloo,
+        default_device_missing=_default_device_missing() if sys.platform == "win32" and gloo is None else None,
+        store_port=store_port,
+        master_addrs=addresses,
+        master_addr_missing=missing,
+    )
+
+
+def interfaces() -> dict[str, tuple[str, ...]]:
+    """Addresses of the interfaces that are up, by name; without those that only have link-local ones."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        inet = tuple(normal(entry.address) for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6))
+        # An alias such as eth0:1 has no state of its own.
+        if name.partition(":")[0] in up and not all(is_link_local(address) for address in inet):
+            found[name] = inet
+    return found
+
+
+def network_id(boot_id: str) -> str:
+    """Equal for processes that share one network stack: kernel and network namespace; empty where it is unknown."""
+    try:
+        return f"{boot_id}/{os.stat('/proc/self/ns/net').st_ino}" if boot_id else ""
+    except OSError:
+        return ""
+
+
+def gloo_missing() -> str | None:
+    """Why this torch cannot make a Gloo device on any address, None where it can.
+
+    Linux builds always have a transport, so there it is tried only where the user asks for one: closing a device takes as
+    long as all the rest of a probe.
+    """
+    if not dist.is_gloo_available():
+        return "torch was built without Gloo"
+    if sys.platform == "linux" and "GLOO_DEVICE_TRANSPORT" not in os.environ:
+        return None
+    try:
+        # By literal address: by name it would ask a name server.
+        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    except RuntimeError as error:
+        if "unsupported gloo device" in str(error):
+            return no_transport_text(torch.__version__, sys.platform, os.environ.get("GLOO_DEVICE_TRANSPORT"))
+    return None
+
+
+def no_transport_text(torch_version: str, platform: str, transport: str | None) -> str:
+    """What ``unsupported gloo device`` means: the wheel has no transport, or the user asked for one that it lacks."""
+    if transport:
+        return f"torch {torch_version} has no Gloo transport {transport!r}; unset GLOO_DEVICE_TRANSPORT"
+    return (
+        f"torch {torch_version} on {platform} has no Gloo transport (unsupported gloo device). The Windows wheels of torch "
+        "2.8.0 to 2.10.0 were built without one; install torch 2.7.1 or older, or 2.11.0 or newer"
+    )
+
+
+def check_gloo_device(interface: str | None) -> None:
+    """Make and drop the device that Gloo is going to use, so that its failure has a message before any rank waits.
+
+    Args:
+        interface: Value of ``GLOO_SOCKET_IFNAME``, None where it is not set.
+
+    Raises:
+        RendezvousError: Gloo cannot use it.
+    """
+    try:
+        if interface is None:
+            dist.ProcessGroupGloo.create_default_device()
+            return
+        for name in interface.split(","):
+            dist.ProcessGroupGloo.create_device(interface=name)
+    except RuntimeError as error:
+        cause = str(error).strip().splitlines()[0]
+        if "unsupported gloo device" in cause:
+            cause = no_transport_text(torch.__version__, sys.platform, os.environ.get("GLOO_DEVICE_TRANSPORT"))
+        setting = f"{IFNAME}={interface}" if interface is not None else f"{IFNAME} not set"
+        raise RendezvousError(
+            f"Gloo cannot use a network device here ({setting}): {cause}. This node has {', '.join(interfaces())}."
+        ) from error
+
+
+def route_interface(address: str) -> str | None:
+    """Name of the interface that this node reaches the address over, None where it has no route. Sends nothing."""
+    local = route_address(address)
+    return next((name for name, addresses in interfaces().items() if local in addresses), None)
+
+
+def route_address(address: str) -> str | None:
+    """This node's own address on its route to another, None where it has no route. Sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return normal(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def resolve(name: str, timeout_s: float = RESOLVE_S) -> tuple[str, ...]:
+    """Addresses of a host name, IPv4 first.
+
+    Raises:
+        OSError: It does not resolve, or not within ``timeout_s`` seconds.
+    """
+    entries = bounded(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), timeout_s)
+    addresses = dict.fromkeys(str(entry[4][0]) for entry in entries)
+    return tuple(sorted(addresses, key=lambda address: ":" in address))
+
+
+def is_literal(address: str) -> bool:
+    """True for an IP address, False for a name."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, address.partition("%")[0])
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _master_addrs(value: str | None) -> tuple[tuple[str, ...], str | None]:
+    if value is None or is_literal(value):
+        return (), None
+    try:
+        return resolve(value), None
+    except (OSError, UnicodeError) as error:
+        return (), str(error)
+
+
+def _default_device_missing() -> str | None:
+    """Windows: Gloo's own look-up reads an uninitialised pointer where the name does not resolve, so ask first."""
+    name = socket.gethostname()
+    try:
+        resolve(name)
+        dist.ProcessGroupGloo.create_default_device()
+    except (OSError, RuntimeError, UnicodeError) as error:
+        return f"the host name {name!r} leads to no device ({str(error).strip().splitlines()[0]})"
+    return None

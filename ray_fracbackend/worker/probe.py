@@ -1,0 +1,289 @@
+"""Devices and network of one worker. Runs on the worker; makes no process group and no CUDA context.
+
+Device identity is the UUID that CUDA itself reports: Ray's GPU ids and ``CUDA_VISIBLE_DEVICES`` are names that two
+workers can use for one device, or one name for two. NVML adds what CUDA does not tell without a context; it is optional.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from ray_fracbackend import _ray
+from ray_fracbackend.decide.worker_info import DeviceInfo, NetworkInfo, WorkerInfo
+from ray_fracbackend.worker.environment import user_environment
+from ray_fracbackend.worker.missing_cuda import mode_name, nvml_answer, nvml_session, why_no_cuda
+from ray_fracbackend.worker.nccl_library import loaded_nccl_version
+from ray_fracbackend.worker.network import network_info
+from ray_fracbackend.worker.store import hold_store
+
+_ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV")
+
+
+def probe_worker(
+    rank: int,
+    master_addr: str | None = None,
+    master_port: int | tuple[int, int] | None = None,
+    one_node: bool = False,
+    ask_ipc: bool = False,
+) -> WorkerInfo:
+    """Collect devices, network and versions of the calling worker; rank 0 also creates the TCPStore of the rendezvous.
+
+    Args:
+        rank: Its rank in the worker group.
+        master_addr: The configured address or name of rank 0's node; a name is resolved here.
+        master_port: The configured port of rank 0's store, or an inclusive range.
+        one_node: Ray placed all workers on this node.
+        ask_ipc: Whether to ask what the ipc backend can use here, which imports and registers it.
+
+    Returns:
+        Devices, network and versions of the worker.
+
+    Raises:
+        PortInUseError: The configured port, or every port of the range, is taken on rank 0's node.
+    """
+    info = probe_devices(rank, ask_ipc)
+    return replace(info, network=probe_network(info, master_addr, master_port, one_node))
+
+
+def probe_network(
+    info: WorkerInfo,
+    master_addr: str | None = None,
+    master_port: int | tuple[int, int] | None = None,
+    one_node: bool = False,
+) -> NetworkInfo:
+    """Collect the network part of `probe_worker`; rank 0 also creates the store.
+
+    Args:
+        info: The other parts.
+        master_addr: As there.
+        master_port: As there.
+        one_node: As there.
+
+    Returns:
+        Interfaces, addresses and the port of the store.
+
+    Raises:
+        PortInUseError: As there.
+    """
+    store_port = hold_store(master_port, one_node and master_addr is None) if info.rank == 0 else None
+    return network_info(info.boot_id, master_addr, store_port)
+
+
+def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
+    """Collect devices and versions of the calling worker, without its network; create no store.
+
+    Args:
+        rank: Its rank in the worker group.
+        ask_ipc: As in `probe_worker`.
+
+    Returns:
+        Devices and versions of the worker.
+    """
+    node_id, node_ip = _ray.node_ids()
+    resources = _ray.assigned_resources()
+    wants_gpu = resources.get("GPU", 0) > 0
+    devices, cuda_missing = _devices(wants_gpu)
+    return _info(
+        devices,
+        wants_gpu,
+        ask_ipc,
+        rank=rank,
+        node_id=node_id,
+        node_ip=node_ip,
+        resources=dict(resources),
+        gpu_ids=tuple(map(str, _ray.accelerator_ids().get("GPU", []))),
+        cuda_missing=cuda_missing,
+    )
+
+
+def probe_machine(node_id: str = "", node_ip: str = "127.0.0.1") -> WorkerInfo:
+    """Collect what one worker with all devices of this machine would report; needs no running Ray.
+
+    Args:
+        node_id: Ray's id of the node, empty where Ray does not run.
+        node_ip: Ray's address of the node.
+
+    Returns:
+        Devices, network and versions, with what the ipc backend can use.
+    """
+    found = torch.cuda.is_available()
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if found else []
+    return _info(
+        devices,
+        True,
+        True,
+        rank=0,
+        node_id=node_id,
+        node_ip=node_ip,
+        cuda_missing=None if found else why_no_cuda(),
+        network=network_info(boot_id()),
+    )
+
+
+def _info(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **own: Any) -> WorkerInfo:
+    """Add what any process of the machine finds to what the caller alone knows."""
+    with nvml_session() if ask_nvml else nullcontext() as nvml:
+        described, unreadable = _described(devices, nvml)
+        num_node_devices = nvml_answer(nvml, nvml.nvmlDeviceGetCount) if nvml else None
+    own |= {"cuda_missing": unreadable} if unreadable else {}
+    own |= _ipc_support(described) if ask_ipc else {}
+    return WorkerInfo(
+        **own,
+        hostname=socket.gethostname(),
+        boot_id=boot_id(),
+        pid=os.getpid(),
+        platform=sys.platform,
+        torch_version=torch.__version__,
+        ray_version=ray.__version__,
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        devices=described,
+        num_visible_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        num_node_devices=num_node_devices,
+        nccl_available=dist.is_nccl_available(),
+        nccl_version=loaded_nccl_version(),
+        gloo_available=dist.is_gloo_available(),
+        mps_reachable=mps_reachable(),
+        env={name: value for name, value in user_environment().items() if name.startswith(_ENV_PREFIXES)},
+    )
+
+
+def _ipc_support(devices: tuple[DeviceInfo, ...]) -> dict[str, str | None]:
+    """Ask the ipc backend what it can use; importing it registers it with torch.distributed."""
+    if sys.platform != "linux":
+        return dict.fromkeys(("ipc_host_memory_missing", "ipc_device_memory_missing"), "the ipc backend needs Linux")
+    from ray_fracbackend.ipc import device_memory_support, host_memory_support
+
+    no_device = "the worker has no CUDA device"
+    return {
+        "ipc_host_memory_missing": host_memory_support(),
+        "ipc_device_memory_missing": device_memory_support(devices[0].index) if devices else no_device,
+    }
+
+
+def boot_id() -> str:
+    """Read the kernel's boot id, which all containers of one host have in common.
+
+    Returns:
+        The id, empty where the platform has none.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
+    """The worker's CUDA devices, or why there are none although Ray reserved some."""
+    if not wants_gpu:
+        return [], None
+    if not torch.cuda.is_available():
+        return [], why_no_cuda()
+    try:
+        given = _ray.worker_devices()
+    except (RuntimeError, ValueError) as error:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return [], f"CUDA_VISIBLE_DEVICES={visible!r} does not fit Ray's GPU ids ({error}); leave the variable to Ray"
+    devices = [device for device in given if device.type == "cuda"]
+    if not devices:
+        says = ", ".join(map(str, given)) or "none"
+        return [], (
+            f"Ray Train gives this worker no CUDA device (ray.train.torch.get_devices() says {says}), as after an earlier "
+            "start on the CPU in its process; start the worker in a new process"
+        )
+    count = torch.cuda.device_count()
+    beyond = [device.index for device in devices if (device.index or 0) >= count]
+    if beyond:
+        return [], f"num_gpus of the node exceeds the GPUs present: device {beyond[0]} of {count}; correct num_gpus"
+    return devices, None
+
+
+def _described(devices: list[torch.device], nvml: Any) -> tuple[tuple[DeviceInfo, ...], str | None]:
+    """Facts of all devices, or why one of them cannot be used: a GPU may be lost while CUDA still counts it."""
+    described = []
+    for device in devices:
+        index = device.index or 0
+        try:
+            properties = torch.cuda.get_device_properties(index)
+        except Exception as error:  # AssertionError, RuntimeError, or DeferredCudaCallError, which is neither
+            return (), f"cuda:{index} cannot be used: {why_no_cuda(error)}"
+        described.append(_describe(index, properties, nvml))
+    return tuple(described), None
+
+
+def _describe(index: int, properties: Any, nvml: Any) -> DeviceInfo:
+    bus_id, parent, mode = _torch_bus_id(properties), None, "unknown"
+    bare = str(getattr(properties, "uuid", None) or "").removeprefix("GPU-").removeprefix("MIG-")
+    # Old ROCm builds have no UUID, and some drivers give zeros.
+    known = bool(bare.strip("0-"))
+    uuid = f"GPU-{bare}" if known else f"BUS-{boot_id() or socket.gethostname()}/{bus_id or index}"
+    handle, is_mig = _nvml_handle(nvml, bare) if known else (None, False)
+    if is_mig:
+        uuid = f"MIG-{bare}"
+        handle = nvml_answer(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
+        parent = _text(nvml_answer(nvml, nvml.nvmlDeviceGetUUID, handle)) if handle is not None else None
+    if handle is not None:
+        pci = nvml_answer(nvml, nvml.nvmlDeviceGetPciInfo, handle)
+        bus_id = _text(pci.busId).lower() if pci else bus_id
+        mode = mode_name(nvml, nvml_answer(nvml, nvml.nvmlDeviceGetComputeMode, handle))
+    return DeviceInfo(
+        uuid=uuid,
+        index=index,
+        name=properties.name,
+        total_memory_bytes=properties.total_memory,
+        pci_bus_id=bus_id,
+        parent_uuid=parent,
+        compute_mode=mode,
+    )
+
+
+def _torch_bus_id(properties: Any) -> str | None:
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    return f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
+def _nvml_handle(nvml: Any, bare_uuid: str) -> tuple[Any, bool]:
+    """NVML's handle of the device and whether it is a MIG slice; (None, False) where NVML does not know it."""
+    if nvml is None:
+        return None, False
+    for prefix in ("GPU", "MIG"):
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(f"{prefix}-{bare_uuid}".encode()), prefix == "MIG"
+        except nvml.NVMLError:
+            continue
+    return None, False
+
+
+def _text(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def mps_reachable() -> bool:
+    """Look for a CUDA MPS control daemon.
+
+    Returns:
+        True where one holds its pipe open; the directory alone survives a crash of the daemon.
+    """
+    if sys.platform == "win32":
+        return False
+    directory = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    control = os.path.join(directory, "control")
+    try:
+        if not stat.S_ISFIFO(os.stat(control).st_mode):
+            return False
+        # ENXIO where nobody reads the pipe; opening it writes nothing.
+        os.close(os.open(control, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True

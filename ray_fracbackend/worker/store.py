@@ -1,0 +1,216 @@
+"""Rank 0's store, which is open before its address is published, and the connection of every rank to it. Runs on the worker.
+
+A port that is looked up and bound later can be taken in between. So rank 0 opens the store itself while it is probed, and the
+start hands it to ``init_process_group``. The other ranks can then tell a firewall from a slow rank 0: a store that is open and
+does not answer is not reachable.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import socket
+import sys
+import time
+from datetime import timedelta
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.torch_version import TorchVersion
+
+from ray_fracbackend.decide.rendezvous import bracketed
+from ray_fracbackend.errors import PortInUseError, UnreachableMasterError
+from ray_fracbackend.worker.state import STATE
+
+# Bound on one worker's attempt to reach rank 0's store.
+REACH_S = 5.0
+_NUM_TRIES = 3
+_PAUSE_S = 0.3
+# c10d looks the name of every peer up for its log: its own connection waits for a name server that does not answer.
+_OPEN_S = 60.0
+# As many as the kernel allows: all ranks connect at once.
+_BACKLOG = 4096
+# Address in use: 48 on macOS, 98 on Linux, 10048 on Windows; 10013 is a port that Windows reserved or holds exclusively.
+_IN_USE_ERRNOS = {48, 98, 10048, 10013, errno.EADDRINUSE}
+_IN_USE_TEXT = re.compile(
+    r"address already in use|EADDRINUSE|(?:errno|error|code): -?(?:48|98|10048|10013)\b", re.IGNORECASE
+)
+
+
+def hold_store(port: int | tuple[int, int] | None, one_node: bool = False) -> int:
+    """Open the store of a start whose rank 0 is this worker, and keep it open until ``release_store``.
+
+    Args:
+        port: The configured port or inclusive range, None for any.
+        one_node: All ranks are on this node, so that loopback is enough.
+
+    Returns:
+        The store's port.
+
+    Raises:
+        PortInUseError: The port, or every port of the range, is taken.
+    """
+    release_store()
+    candidates = list(range(port[0], port[1] + 1)) if isinstance(port, tuple) else [port or 0] * _NUM_TRIES
+    clash = ""
+    for number, candidate in enumerate(candidates):
+        if number > 0 and not isinstance(port, tuple):
+            # What holds it may be the store of a failed start of this very worker, alive in the frames of its error.
+            gc.collect()
+            time.sleep(_PAUSE_S)
+        try:
+            STATE.store = _open_local(candidate) if one_node else open_store(candidate)
+        except (RuntimeError, OSError) as error:
+            if not is_address_in_use(error):
+                raise
+            clash = str(error).splitlines()[0]
+            continue
+        return int(STATE.store.port)
+    raise PortInUseError(_in_use_text(port, clash), ranks=(0,))
+
+
+def release_store() -> None:
+    """Let go of the held store; it stays open while a process group uses it."""
+    STATE.store = None
+
+
+def connect_store(rank: int, address: str, port: int, timeout_s: float) -> TCPStore:
+    """Get the store of a start: on rank 0 the one that it holds, else a connection to it.
+
+    Args:
+        rank: This worker's rank.
+        address: Rank 0's address, a literal IP.
+        port: Its store's port.
+        timeout_s: Bound on the connection, and the store's timeout.
+
+    Raises:
+        RuntimeError: The connection failed, or rank 0 holds no store.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if rank == 0:
+        if STATE.store is None:
+            raise RuntimeError("rank 0 holds no store open: it was not probed")
+        STATE.store.set_timeout(timeout)
+        return STATE.store
+    return TCPStore(address, port, None, False, timeout, wait_for_workers=False, use_libuv=uses_libuv())
+
+
+def uses_libuv() -> bool:
+    """Whether the store of this process may use libuv: never on Windows, elsewhere as torch itself reads USE_LIBUV."""
+    return sys.platform != "win32" and os.environ.get("USE_LIBUV", "1") == "1"
+
+
+def is_address_in_use(error: BaseException) -> bool:
+    """True for the errors that c10d and the system give when a port is taken."""
+    if isinstance(error, OSError) and error.errno in _IN_USE_ERRNOS:
+        return True
+    return _IN_USE_TEXT.search(str(error)) is not None
+
+
+def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None:
+    """Open and close one connection to rank 0's store, which is known to be open.
+
+    Args:
+        address: Rank 0's address, a literal IP.
+        port: Its store's port.
+        timeout_s: Bound on all attempts together, in seconds.
+
+    Raises:
+        UnreachableMasterError: No attempt got through.
+    """
+    end = time.monotonic() + timeout_s
+    cause: OSError | None = None
+    while (left_s := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=left_s).close()
+            return
+        except OSError as error:
+            cause = error
+            if isinstance(error, TimeoutError):
+                break
+        time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
+    where = f"{bracketed(address)}:{port}"
+    raise UnreachableMasterError(
+        f"cannot reach rank 0's store at {where} within {timeout_s:g} s ({_outcome(cause)}). The store is open: let the "
+        "firewalls of both nodes pass that port (FracTorchConfig(master_port=...) takes a fixed one or a range), or name an "
+        "address of rank 0's node that this node reaches (master_addr=...)."
+    )
+
+
+def _open_local(port: int) -> TCPStore:
+    """Open the store on the loopback address that this node has, on all addresses where it has none."""
+    for host in ("127.0.0.1", "::1"):
+        try:
+            return open_store(port, host)
+        except OSError as error:
+            if is_address_in_use(error):
+                raise
+    return open_store(port)
+
+
+def open_store(port: int = 0, host: str | None = None) -> TCPStore:
+    """Create a store of this process, open as long as it is referenced.
+
+    Args:
+        port: Port to listen on, 0 for any free one.
+        host: Literal IP to listen on alone, None for all addresses of this machine, IPv4 and IPv6; on Windows, where torch
+            cannot be given a socket, always all.
+
+    Raises:
+        RuntimeError: The port is taken, on Windows.
+        OSError: The port is taken, or ``host`` is no address of this machine.
+    """
+    listener = None if sys.platform == "win32" else _listen(port, host)
+    return TCPStore(
+        host or "127.0.0.1",
+        port if listener is None else listener.getsockname()[1],
+        None,
+        True,
+        timedelta(seconds=_OPEN_S),
+        wait_for_workers=False,
+        # A train function that makes a group of its own from MASTER_ADDR and MASTER_PORT finds this store by its port.
+        multi_tenant=True,
+        master_listen_fd=listener.detach() if listener else None,
+        use_libuv=uses_libuv() and (listener is None or _libuv_takes_sockets()),
+    )
+
+
+def _listen(port: int, host: str | None) -> socket.socket:
+    if host is not None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    try:
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+    except OSError as error:
+        if is_address_in_use(error):
+            raise
+        return socket.create_server(("0.0.0.0", port), backlog=_BACKLOG)  # a machine without IPv6
+
+
+def _libuv_takes_sockets() -> bool:
+    """Before torch 2.8 a store with libuv refuses an open socket (pytorch#150215). Clients with libuv use either store."""
+    return TorchVersion(torch.__version__) >= "2.8"
+
+
+def _in_use_text(port: int | tuple[int, int] | None, clash: str) -> str:
+    if port is None:
+        return f"rank 0's node has no free port for the store ({clash}). Too many connections are open there."
+    if isinstance(port, tuple):
+        return (
+            f"every port of master_port={port} is taken on rank 0's node ({clash}). Give a wider range, or leave "
+            "master_port out to use any free port."
+        )
+    return (
+        f"master_port={port} is taken on rank 0's node ({clash}). Another job may use it: give a range (low, high), or "
+        "leave master_port out to use any free port."
+    )
+
+
+def _outcome(cause: OSError | None) -> str:
+    if cause is None or isinstance(cause, TimeoutError):
+        return "no answer: something drops the packets"
+    if isinstance(cause, ConnectionRefusedError):
+        return "refused: a firewall, or another machine has that address"
+    return cause.strerror or str(cause)

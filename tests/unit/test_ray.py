@@ -1,0 +1,137 @@
+"""Private Ray names that are gone: the package still imports, and the one function that needs the name says so."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import ray
+
+from ray_fracbackend import _ray
+
+_SOURCE = Path(_ray.__file__).read_text()
+
+
+def lazy_names():
+    """Function, module and name of every private name that _ray imports."""
+    for function in ast.parse(_SOURCE).body:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "_private":
+                module, *names = map(ast.literal_eval, node.args)
+                yield from ((function.name, module, name) for name in names)
+
+
+class V1Group:
+    """A worker group of V1, as far as _ray looks at it."""
+
+
+class V2Group:
+    """A worker group of V2 or a replica group, without a run."""
+
+    def get_workers(self):
+        return []
+
+
+def learners():
+    with _ray.learner_backend_config(None):
+        pass
+
+
+_CALLS = {
+    "set_torch_distributed_env": _ray.set_torch_distributed_env,
+    "worker_devices": _ray.worker_devices,
+    "train_on_cpu": _ray.train_on_cpu,
+    "worker_group_callback_class": _ray.worker_group_callback_class,
+    "replace_backend_config": lambda: _ray.replace_backend_config(V2Group(), lambda config: config),
+    "learner_backend_config": learners,
+    "results_folder": lambda: _ray.results_folder(V1Group()),
+}
+_NAMES = sorted(lazy_names())
+
+# Without V1's worker groups, with another name for stock Ray's backend class, and without all that is imported lazily.
+_WITHOUT_PRIVATE_NAMES = f"""
+import importlib, sys
+import ray.train.torch, ray.tune, ray.train.torch.config as config
+
+stock = config._TorchBackend
+del config._TorchBackend
+ray.train.torch.TorchConfig.backend_cls = property(lambda self: stock)
+import ray.train._internal.worker_group
+del ray.train._internal.worker_group.WorkerGroup
+for _, module, name in {_NAMES}:
+    if module in sys.modules and hasattr(sys.modules[module], name):
+        delattr(sys.modules[module], name)
+
+import ray_fracbackend
+assert issubclass(ray_fracbackend.FracTorchConfig().backend_cls, stock)
+"""
+
+
+def test_the_package_imports_without_private_names():
+    """A Ray that removed or renamed all of them at once breaks neither the import nor FracTorchConfig()."""
+    subprocess.run([sys.executable, "-c", _WITHOUT_PRIVATE_NAMES], check=True, timeout=200)
+
+
+def test_every_function_is_called_here():
+    """The tests below have a call of each function that imports a private name."""
+    assert {function for function, _, _ in _NAMES} == set(_CALLS)
+
+
+@pytest.mark.parametrize("module_is_gone", [False, True], ids=["name", "module"])
+@pytest.mark.parametrize(("function", "module", "name"), _NAMES)
+def test_a_name_that_is_gone(monkeypatch, function, module, name, module_is_gone):
+    """The function that needs it fails with Ray's version, the name, the function, the versions checked and what to do."""
+    if ".rllib." in module:
+        pytest.importorskip("gymnasium", reason="needs Ray's extra rllib")
+    with suppress(ModuleNotFoundError):  # Ray 2.40 has no V2
+        monkeypatch.delattr(importlib.import_module(module), name)
+    if module_is_gone:
+        monkeypatch.setitem(sys.modules, module, None)
+    first = next(other for other_function, _, other in lazy_names() if other_function == function)
+    with pytest.raises(
+        ImportError, match=r"install one of these, or a ray-fracbackend that supports this Ray"
+    ) as caught:
+        _CALLS[function]()
+    assert f"Ray {ray.__version__} has no {module}.{first if module_is_gone else name}, " in str(caught.value)
+    assert f" which {function}() of ray_fracbackend/_ray.py needs" in str(caught.value)
+    assert "to 2.60" in str(caught.value)
+
+
+def test_a_package_that_ray_needs_is_not_a_private_name(monkeypatch):
+    """An extra of Ray that is not installed keeps Python's own error."""
+    missing = ModuleNotFoundError("No module named 'gymnasium'", name="gymnasium")
+
+    def needs_gymnasium(module):
+        raise missing
+
+    monkeypatch.setattr(_ray.importlib, "import_module", needs_gymnasium)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        learners()
+    assert caught.value is missing
+
+
+@pytest.mark.parametrize(
+    ("path", "is_v1"),
+    [
+        ("ray.train._internal.worker_group:WorkerGroup", True),
+        ("ray.train.v2._internal.execution.worker_group:WorkerGroup", False),
+        ("ray.train.v2._internal.execution.worker_group.execution_group:ReplicaGroup", False),
+    ],
+)
+def test_engines_are_told_apart_by_get_workers(path, is_v1):
+    """V1's own class has no get_workers; V2's worker groups and replica groups have it."""
+    module, _, name = path.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        pytest.skip(f"Ray {ray.__version__} has no {path}")
+    assert _ray.restarts_lost_workers(cls.__new__(cls)) is not is_v1
+
+
+def test_v2_needs_nothing_of_v1(monkeypatch):
+    """A V2 group without a run has no folder of results, whether or not Ray still has V1's session."""
+    monkeypatch.setitem(sys.modules, "ray.train._internal.session", None)
+    assert _ray.results_folder(V2Group()) is None
