@@ -175,7 +175,8 @@ def _init_process_group(plan: WorkerPlan, deadline: float) -> None:
     address, port = plan.rendezvous.master_addr, plan.rendezvous.master_port
     with _named("rendezvous", plan):
         left_s = _left_s(deadline)
-        common = bounded(partial(store.connect_store, plan.rank, address, port, left_s), left_s + _SILENCE_S)
+        connect = partial(store.connect_store, plan.rank, plan.world_size, address, port, left_s)
+        common = bounded(connect, left_s + _SILENCE_S)
     with _named(f"creating the {plan.backend} process group", plan, GroupFormationError):
         left_s = _left_s(deadline)
         group_s = left_s if _connects_at_init(plan) else plan.timeout_s

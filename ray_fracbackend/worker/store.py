@@ -21,12 +21,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.torch_version import TorchVersion
 
 from ray_fracbackend.decide.rendezvous import bracketed
-from ray_fracbackend.errors import PortInUseError, UnreachableMasterError
+from ray_fracbackend.decide.worker_info import ranks_text
+from ray_fracbackend.errors import PortInUseError, RendezvousError, UnreachableMasterError
 from ray_fracbackend.worker.state import STATE
 
 # Bound on one worker's attempt to reach rank 0's store.
 REACH_S = 5.0
 _NUM_TRIES = 3
+_CONNECTED = "ray_fracbackend/connected"
 _PAUSE_S = 0.3
 # c10d looks the name of every peer up for its log: its own connection waits for a name server that does not answer.
 _OPEN_S = 60.0
@@ -76,25 +78,41 @@ def release_store() -> None:
     STATE.store = None
 
 
-def connect_store(rank: int, address: str, port: int, timeout_s: float) -> TCPStore:
-    """Get the store of a start: on rank 0 the one that it holds, else a connection to it.
+def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> TCPStore:
+    """Get the store of a start: on rank 0 the one that it holds, once all ranks have connected, else a connection to it.
 
     Args:
         rank: This worker's rank.
+        world_size: Workers in the job.
         address: Rank 0's address, a literal IP.
         port: Its store's port.
-        timeout_s: Bound on the connection, and the store's timeout.
+        timeout_s: Bound in seconds; also the store's own timeout.
 
     Raises:
+        RendezvousError: On rank 0: ranks have not connected in time, which are those that it names.
         RuntimeError: The connection failed, or rank 0 holds no store.
     """
     timeout = timedelta(seconds=timeout_s)
-    if rank == 0:
-        if STATE.store is None:
-            raise RuntimeError("rank 0 holds no store open: it was not probed")
-        STATE.store.set_timeout(timeout)
-        return STATE.store
-    return TCPStore(address, port, None, False, timeout, wait_for_workers=False, use_libuv=uses_libuv())
+    if rank > 0:
+        store = TCPStore(address, port, None, False, timeout, wait_for_workers=False, use_libuv=uses_libuv())
+        store.set(f"{_CONNECTED}/{rank}", "")
+        return store
+    if STATE.store is None:
+        raise RuntimeError("rank 0 holds no store open: it was not probed")
+    STATE.store.set_timeout(timeout)
+    keys = [f"{_CONNECTED}/{other}" for other in range(1, world_size)]
+    try:
+        # A rank 0 that went on alone, and failed, would close the store under ranks that are still on their way.
+        if keys:
+            STATE.store.wait(keys, timeout)
+    except RuntimeError as error:
+        absent = [other for other, key in enumerate(keys, 1) if not STATE.store.check([key])]
+        raise RendezvousError(
+            f"{ranks_text(absent)} did not connect to rank 0's store at {bracketed(address)}:{port} within {timeout_s:.3g} s. Look "
+            "at the logs of these workers and at their nodes.",
+            ranks=absent,
+        ) from error
+    return STATE.store
 
 
 def uses_libuv() -> bool:

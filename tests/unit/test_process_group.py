@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,21 +12,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import DebugLevel, TCPStore, set_debug_level
+from torch.distributed import DebugLevel, set_debug_level
 
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import WorkerRendezvous
-from ray_fracbackend.errors import GroupFormationError, VerificationError
+from ray_fracbackend.errors import GroupFormationError, RendezvousError, VerificationError
 from ray_fracbackend.worker import process_group
 from ray_fracbackend.worker.process_group import start_worker
-from ray_fracbackend.worker.store import hold_store
+from ray_fracbackend.worker.store import connect_store, hold_store
 from tests.processes import free_port, run_processes, wait_for_port
 
 # On Windows processes are spawned, and loopback has another name.
 _forks = pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork and a loopback interface named lo")
 
 
-def instruction(backend: str, device: str) -> WorkerPlan:
+def plan_of(backend: str, device: str) -> WorkerPlan:
     rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=1)
     return WorkerPlan(
         rank=0,
@@ -49,15 +51,15 @@ def test_ipc_that_carries_cuda_tensors_over_gloo_is_a_failure(group: SimpleNames
     """Row 9: ipc or an error that says what stands against it; what only the group found out counts as well."""
     group.gloo_reason = "rank 1: cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT"
     with pytest.raises(VerificationError, match=r"memory of cuda:0: rank 1: cuIpcOpen.*on_shared_device='gloo'"):
-        process_group._check_memory(instruction("ipc", "cuda:0"))
+        process_group._check_memory(plan_of("ipc", "cuda:0"))
 
 
 def test_ipc_that_uses_the_memory_it_was_chosen_for_passes(group: SimpleNamespace) -> None:
     """Device memory that works, and CPU tensors, which Gloo never carries unasked."""
-    process_group._check_memory(instruction("ipc", "cuda:0"))
+    process_group._check_memory(plan_of("ipc", "cuda:0"))
     group.gloo_reason = "there is no CUDA here"
-    process_group._check_memory(instruction("ipc", "cpu"))
-    process_group._check_memory(instruction("gloo", "cuda:0"))
+    process_group._check_memory(plan_of("ipc", "cpu"))
+    process_group._check_memory(plan_of("gloo", "cuda:0"))
 
 
 def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: int) -> int:
@@ -65,20 +67,20 @@ def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: 
     if rank == 0:
         with pytest.raises(GroupFormationError):
             # Enough for the other process to come; then it is waited for in vain for the rest.
-            start_worker(cpu_instruction(rank, first_port, budget_s=20))
+            start_worker(cpu_plan(rank, first_port, budget_s=20))
     else:
         wait_for_port(first_port)
-        TCPStore("127.0.0.1", first_port, num_processes, is_master=False)
+        connect_store(rank, num_processes, "127.0.0.1", first_port, 20)
         wait_for_port(port)
-    start_worker(cpu_instruction(rank, port, budget_s=90))
+    start_worker(cpu_plan(rank, port, budget_s=90))
     return dist.get_world_size()
 
 
-def cpu_instruction(rank: int, port: int, budget_s: float) -> WorkerPlan:
+def cpu_plan(rank: int, port: int, budget_s: float) -> WorkerPlan:
     if rank == 0:
         hold_store(port, one_node=True)
     rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=port, env={"GLOO_SOCKET_IFNAME": "lo"})
-    return replace(instruction("gloo", "cpu"), rank=rank, rendezvous=rendezvous, budget_s=budget_s)
+    return replace(plan_of("gloo", "cpu"), rank=rank, rendezvous=rendezvous, budget_s=budget_s)
 
 
 @_forks
@@ -88,11 +90,43 @@ def test_a_rank_whose_last_start_failed_meets_one_that_is_new() -> None:
     assert run_processes(start_after_a_failure, 2, free_port(), timeout_s=120) == [2, 2]
 
 
+def test_a_rank_that_does_not_connect_is_named() -> None:
+    """Rank 0 waits for all at its store, and says who is missing."""
+    with pytest.raises(RendezvousError, match=r"rank 1 did not connect to rank 0's store at 127\.0\.0\.1:") as caught:
+        start_worker(cpu_plan(0, free_port(), budget_s=0.5))
+    assert caught.value.ranks == (1,)
+
+
+_SERVER = """
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
+
+
+@_forks
+def test_a_store_that_falls_silent_ends_the_start() -> None:
+    """torch's own client would wait without a limit: its process is stopped, and its kernel goes on accepting."""
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        try:
+            port = int(server.stdout.readline())
+            os.kill(server.pid, signal.SIGSTOP)
+            with pytest.raises(
+                RendezvousError, match=rf"127.0.0.1:{port} failed \(no answer within .* Rank 0 hangs"
+            ) as caught:
+                start_worker(cpu_plan(1, port, budget_s=1))
+        finally:
+            server.kill()
+    assert caught.value.ranks == (1,)
+
+
 def time_limits(rank: int, num_processes: int, port: int, detail: bool) -> float:
     """Time limit of a Gloo group once it has started, in seconds."""
     if detail:
         set_debug_level(DebugLevel.DETAIL)
-    start_worker(cpu_instruction(rank, port, budget_s=60))
+    start_worker(cpu_plan(rank, port, budget_s=60))
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     return (backend.wrapped_pg if detail else backend).options._timeout.total_seconds()
 
@@ -109,7 +143,7 @@ def test_the_users_time_limit_holds_once_the_group_runs(detail: bool) -> None:
 )
 def test_what_connects_when_it_is_made_has_the_starts_limit(backend: str, bounded: bool) -> None:
     """Gloo, alone or as half of a pair, connects all ranks at once: not for half an hour."""
-    assert process_group._connects_at_init(instruction(backend, "cuda:0")) is bounded
+    assert process_group._connects_at_init(plan_of(backend, "cuda:0")) is bounded
 
 
 def start_and_look(rank: int, num_processes: int, port: int) -> tuple[bool, bool]:
@@ -121,7 +155,7 @@ def start_and_look(rank: int, num_processes: int, port: int) -> tuple[bool, bool
         original(*args, **kwargs)
 
     dist.init_process_group = recorded
-    plain = cpu_instruction(rank, port, budget_s=60)
+    plain = cpu_plan(rank, port, budget_s=60)
     rendezvous = replace(plain.rendezvous, env={}, start_env=plain.rendezvous.env)
     start_worker(replace(plain, rendezvous=rendezvous))
     return seen[0], "GLOO_SOCKET_IFNAME" in os.environ
