@@ -15,8 +15,9 @@ PICTURE = Path(__file__).with_name("decision.svg")
 PAGE = Path(__file__).parents[1] / "how-it-decides.md"
 _TABLE = re.compile(r"(<!-- the rows of decide/table.py -->\n).*?(<!-- end of the rows -->)", re.DOTALL)
 
-_COLORS = {"ray": "#8a8a8a", "error": "#b3392f", "gloo": "#2f6db3", "ipc": "#6a4fa3", "nccl": "#2e7d4f"}
-_INK, _LINE = "#24292f", "#b8bec5"
+# By what the result names.
+_COLORS = {"Error": "#b3392f", "gloo": "#2f6db3", "ipc": "#6a4fa3", "nccl": "#2e7d4f"}
+_INK, _LINE, _GRAY = "#24292f", "#b8bec5", "#8a8a8a"
 _WIDTH, _LEFT, _LEFT_WIDTH, _RIGHT, _HEIGHT, _GAP, _LINE_HEIGHT = 960, 16, 560, 640, 30, 10, 17
 # Characters of a case in one line of its box.
 _LINE_CHARS = 78
@@ -26,7 +27,7 @@ def table() -> str:
     """The rows as a table in markdown, numbered in the order in which they are asked."""
     lines = ["| # | Case | Result |", "|---|---|---|"]
     for number, row in enumerate(ROWS, 1):
-        lines.append(f"| {number} | {row.case} | {row.result}{'. ' + row.note if row.note else ''} |")
+        lines.append(f"| {number} | {row.case} | {row.result.rstrip('.')} |")
     return "\n".join(lines)
 
 
@@ -81,19 +82,20 @@ def _case(lines: list[str], top: float, height: float, is_last: bool) -> list[st
     for index, line in enumerate(lines):
         drawn.append(_text(line, _LEFT + 12, middle + 4.5 + (index - (len(lines) - 1) / 2) * _LINE_HEIGHT))
     if not is_last:
-        drawn.append(_text("yes", end + 20, middle - 4, _COLORS["ray"], size=11))
+        drawn.append(_text("yes", end + 20, middle - 4, _GRAY, size=11))
         drawn.append(f'<path d="M{down} {top + height}v{_GAP}" stroke="{_LINE}"/>')
-        drawn.append(_text("no", down + 5, top + height + _GAP - 1, _COLORS["ray"], size=10))
+        drawn.append(_text("no", down + 5, top + height + _GAP - 1, _GRAY, size=10))
     return drawn
 
 
 def _result(number: int, row: Row, middle: float) -> list[str]:
     """The result on the right: the row's number and the result."""
-    color = _COLORS[row.outcomes[0]]
+    result = _plain(row.result).partition(". ")[0].rstrip(".")
+    color = next((color for word, color in _COLORS.items() if word in result), _INK)
     return [
         f'<rect x="{_RIGHT}" y="{middle - 10:g}" width="26" height="20" rx="10" fill="{color}"/>',
         _text(str(number), _RIGHT + 13, middle + 4.5, "#ffffff", anchor="middle"),
-        _text(_plain(row.result), _RIGHT + 36, middle + 4.5, color),
+        _text(result, _RIGHT + 36, middle + 4.5, color),
     ]
 
 

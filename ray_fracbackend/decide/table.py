@@ -1,6 +1,6 @@
 """The decision: from the workers and the settings to one backend for the job, as a table of rows.
 
-``ROWS`` at the end is the table: the first row whose condition holds decides. Example: two workers at half a GPU each on a
+``ROWS`` is the table, in the order of this file: the first row whose condition holds decides. Example: two workers at half a GPU each on a
 node with one device, torch with NCCL 2.28.9::
 
     ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.3: using gloo (NCCL 2.28.9 refuses shared devices)
@@ -148,19 +148,42 @@ class Row:
 
     Attributes:
         case: When it decides, in markdown, where none of the rows before it did.
-        result: What it comes to, in markdown.
-        outcomes: Every backend that it can come to, ``error``, or ``ray`` for a start that is Ray Train's own.
         applies: The condition.
-        decide: Makes the plan, or raises the error; None for a start that is Ray Train's own.
-        note: More about the result, for the table in the docs.
+        decide: Makes the plan, or raises the error; its name is the row's, its docstring the result, in markdown. None for a
+            start that is Ray Train's own, which is asked before the workers are.
     """
 
     case: str
-    result: str
-    outcomes: tuple[str, ...]
     applies: Callable[[Job], bool]
     decide: Callable[[Job], StartPlan] | None
-    note: str = ""
+
+    @property
+    def result(self) -> str:
+        """What it comes to, in markdown."""
+        if self.decide is None:
+            return "Ray's own start, untouched. Decided before the workers are probed: no verification, no report."
+        return " ".join((self.decide.__doc__ or "").split())
+
+
+ROWS = [
+    Row(
+        "a backend of [another name](#whose-backend), or `TPU`, `HPU`, `NPU` or `neuron_cores` workers",
+        lambda job: left_to_ray(job.settings.backend, job.workers[0].resources) is not None,
+        None,
+    )
+]
+
+
+def _row(
+    case: str, applies: Callable[[Job], bool]
+) -> Callable[[Callable[[Job], StartPlan]], Callable[[Job], StartPlan]]:
+    """Make a function the next row of the table."""
+
+    def add(decide: Callable[[Job], StartPlan]) -> Callable[[Job], StartPlan]:
+        ROWS.append(Row(case, applies, decide))
+        return decide
+
+    return add
 
 
 def left_to_ray(backend: str | None, resources_per_worker: Mapping[str, float]) -> str | None:
@@ -261,94 +284,6 @@ def _as_asked(job: Job, device_type: str) -> StartPlan:
     return StartPlan(backend=backend, device_type=device_type, reason=f"using {backend} as asked for")
 
 
-def _mixed_systems(job: Job) -> StartPlan:
-    raise IncompatibleWorkersError(
-        f"Windows under {ranks_text(job.on_windows)}, another system under the others. Gloo cannot connect Windows with other "
-        "systems (gloo#386); place all workers on nodes of one system.",
-        ranks=job.on_windows,
-    )
-
-
-def _nccl_without_gpus(job: Job) -> StartPlan:
-    without = [worker.rank for worker in job.workers if not worker.nccl_available or worker.num_visible_devices == 0]
-    if without:
-        raise MissingDeviceError(
-            f"backend={job.settings.backend!r} for {ranks_text(without)} without a GPU, or with a torch without NCCL. NCCL "
-            "works on CUDA devices only; ask for GPUs in ScalingConfig(use_gpu=True), or use backend='auto' or 'gloo'.",
-            ranks=without,
-        )
-    return _as_asked(job, "cuda")
-
-
-def _gloo_without_gpus(job: Job) -> StartPlan:
-    if job.settings.backend not in ("auto", "gloo"):
-        return _as_asked(job, "cpu")
-    why = "no GPUs were asked for" if job.settings.backend == "auto" else "as asked for"
-    return _gloo(job, f"using gloo ({why})", device_type="cpu")
-
-
-def _asked_without_cuda(job: Job) -> StartPlan:
-    backend = job.settings.backends.name
-    plan = _gloo(job, f"using {backend} as asked for", device_type="cpu")
-    warning = (
-        f"{job.found_without_cuda}: {backend} starts all the same, as with TorchConfig, and a train function that uses "
-        "ray.train.torch.get_device() will fail; on_missing_cuda='cpu' trains on the CPU"
-    )
-    return replace(plan, backend=backend, warnings=(warning,))
-
-
-def _error_without_cuda(job: Job) -> StartPlan:
-    raise MissingDeviceError(
-        f"{job.found_without_cuda}. Every GPU worker needs a CUDA device; correct num_gpus of those nodes or their torch and "
-        "driver, or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU.",
-        ranks=[worker.rank for worker in job.without_cuda],
-    )
-
-
-def _cpu_with_ipc(job: Job) -> StartPlan:
-    return replace(_ipc_on_host(job, f"{job.found_without_cuda}: training on the CPU"), train_on_cpu=True)
-
-
-def _cpu_with_gloo(job: Job) -> StartPlan:
-    plan = _gloo(job, f"{job.found_without_cuda}: training on the CPU with gloo", device_type="cpu")
-    plan = replace(plan, train_on_cpu=True)
-    if job.settings.backend not in ("auto", "gloo"):
-        plan = replace(plan, warnings=(f"backend={job.settings.backend!r} needs CUDA devices: using gloo",))
-    return plan
-
-
-def _prohibited(job: Job) -> StartPlan:
-    raise MissingDeviceError(
-        f"the device of {ranks_text(job.prohibited)} is in compute mode PROHIBITED, which lets no process use it. "
-        "Run `nvidia-smi -c DEFAULT` on that node.",
-        ranks=job.prohibited,
-    )
-
-
-def _exclusive(job: Job) -> StartPlan:
-    group = job.exclusive
-    assert group is not None  # the condition of its row
-    raise SharedDeviceError(
-        f"{group.text}, which is in compute mode EXCLUSIVE_PROCESS: one process at a time without MPS. Run "
-        "`nvidia-smi -c DEFAULT` on that node, or start the MPS daemon (`nvidia-cuda-mps-control -d`).",
-        ranks=group.ranks,
-    )
-
-
-def _shared_error(job: Job) -> StartPlan:
-    raise SharedDeviceError(
-        f"{share_text(job.conflicts)}, and on_shared_device='error' forbids it. Ask for a whole GPU a worker or for fewer "
-        "workers, or set on_shared_device to 'auto' or 'gloo'.",
-        ranks=sharing_ranks(job.conflicts),
-    )
-
-
-def _asked_on_devices(job: Job) -> StartPlan:
-    prefix = f"{share_text(job.shared)}: " if job.shared else ""
-    backend = job.settings.backends.name
-    return replace(_gloo(job, f"{prefix}using {backend} as asked for", job.shared), backend=backend)
-
-
 def _multi_rank(job: Job, asked: str) -> StartPlan:
     """NCCL's own flags for several ranks on one GPU (NCCL env.rst, since 2.30, experimental)."""
     workers, groups = job.workers, job.conflicts
@@ -362,7 +297,7 @@ def _multi_rank(job: Job, asked: str) -> StartPlan:
             ranks=old,
         )
     if len(_nccl_versions(job)) > 1:
-        _mixed_nccl(job)
+        raise _mixed_versions(job)
     fullest = max(len(group.ranks) for group in groups)
     env = multi_rank_env(fullest, len({worker.node_id for worker in workers}) > 1)
     warnings = tuple(f"{setting} was set by the user and is kept" for setting in kept_settings(workers, env))
@@ -370,39 +305,6 @@ def _multi_rank(job: Job, asked: str) -> StartPlan:
     return StartPlan(
         backend="nccl", device_type="cuda", reason=reason, share_groups=groups, env_defaults=env, warnings=warnings
     )
-
-
-def _shared_nccl(job: Job) -> StartPlan:
-    return _override(job, _multi_rank(job, "on_shared_device='nccl'"))
-
-
-def _shared_nccl_by_user(job: Job) -> StartPlan:
-    plan, policy = _multi_rank(job, f"{MULTI_RANK_ENV}=1 is set"), job.settings.on_shared_device
-    if policy in ("auto", "gloo"):
-        plan = replace(plan, fallback="gloo")
-    if policy != "auto":
-        override = f"on_shared_device={policy!r} does not count: the user's {MULTI_RANK_ENV}=1 asks for nccl"
-        plan = replace(plan, warnings=(*plan.warnings, override))
-    return _override(job, plan)
-
-
-def _shared_ipc(job: Job) -> StartPlan:
-    plan = _ipc_on_device(job, f"on_shared_device={job.settings.on_shared_device!r}")
-    return _override(job, replace(plan, fallback="gloo" if job.settings.on_shared_device == "auto" else None))
-
-
-def _shared_gloo(job: Job) -> StartPlan:
-    return _override(
-        job, _gloo(job, f"{share_text(job.conflicts)}: using gloo (as on_shared_device says)", job.conflicts)
-    )
-
-
-def _shared_auto(job: Job) -> StartPlan:
-    why = _why_not_nccl(job)
-    plan = _gloo(job, f"{share_text(job.conflicts)}: using gloo ({why})", job.conflicts)
-    if len(job.without_nccl) < len(job.workers):
-        plan = replace(plan, warnings=(_gloo_warning(job, why),))
-    return _override(job, plan)
 
 
 def _override(job: Job, plan: StartPlan) -> StartPlan:
@@ -451,7 +353,249 @@ def _gloo_warning(job: Job, why: str) -> str:
     return f"{found} Ask for more than half a GPU per worker where Ray has as many GPUs as workers (`ray status`); {accept}."
 
 
+def _nccl_versions(job: Job) -> set[tuple[int, int, int] | None]:
+    return {worker.nccl_version for worker in job.workers}
+
+
+def _mixed_versions(job: Job) -> IncompatibleWorkersError:
+    ranks_by_version = {
+        version_text(version): [worker.rank for worker in job.workers if worker.nccl_version == version]
+        for version in _nccl_versions(job)
+    }
+    listed = "; ".join(f"{ranks_text(ranks)}: {version}" for version, ranks in sorted(ranks_by_version.items()))
+    return IncompatibleWorkersError(
+        f"the workers loaded different NCCL versions ({listed}). NCCL needs one version on all ranks; install the same "
+        "torch and nvidia-nccl packages on every node, or use backend='gloo'."
+    )
+
+
+def _policy(job: Job, policy: str) -> bool:
+    """Devices are shared, and the setting says this of it."""
+    return bool(job.conflicts) and job.settings.on_shared_device == policy
+
+
+def _cpu_asks_for_ipc(settings: Settings) -> bool:
+    return settings.backends.has_ipc or (settings.backends.is_auto and settings.on_shared_device == "ipc")
+
+
+# The rows, in the order in which they are asked; the first is above.
+
+
+@_row("Windows and other systems in one job", lambda job: 0 < len(job.on_windows) < len(job.workers))
+def _mixed_systems(job: Job) -> StartPlan:
+    """`IncompatibleWorkersError`. CPU jobs included: Gloo cannot connect them."""
+    raise IncompatibleWorkersError(
+        f"Windows under {ranks_text(job.on_windows)}, another system under the others. Gloo cannot connect Windows with other "
+        "systems (gloo#386); place all workers on nodes of one system.",
+        ranks=job.on_windows,
+    )
+
+
+@_row('no GPU asked for, `backend="ipc"`', lambda job: not job.asks_for_gpus and job.settings.backends.has_ipc)
+def _ipc_without_gpus(job: Job) -> StartPlan:
+    """ipc on host memory. Or `BackendUnavailableError` where a rank cannot use it."""
+    return _ipc_on_host(job, "backend='ipc'")
+
+
+@_row(
+    'no GPU asked for, `backend="nccl"` or a pair with it',
+    lambda job: not job.asks_for_gpus and job.settings.backends.has_nccl,
+)
+def _nccl_without_gpus(job: Job) -> StartPlan:
+    """as asked for. `MissingDeviceError` where a rank has no visible GPU or no NCCL."""
+    without = [worker.rank for worker in job.workers if not worker.nccl_available or worker.num_visible_devices == 0]
+    if without:
+        raise MissingDeviceError(
+            f"backend={job.settings.backend!r} for {ranks_text(without)} without a GPU, or with a torch without NCCL. NCCL "
+            "works on CUDA devices only; ask for GPUs in ScalingConfig(use_gpu=True), or use backend='auto' or 'gloo'.",
+            ranks=without,
+        )
+    return _as_asked(job, "cuda")
+
+
+@_row("no GPU asked for", lambda job: not job.asks_for_gpus)
+def _gloo_without_gpus(job: Job) -> StartPlan:
+    """gloo."""
+    if job.settings.backend not in ("auto", "gloo"):
+        return _as_asked(job, "cpu")
+    why = "no GPUs were asked for" if job.settings.backend == "auto" else "as asked for"
+    return _gloo(job, f"using gloo ({why})", device_type="cpu")
+
+
+@_row(
+    'torch of a worker has no CUDA, `on_missing_cuda="error"`, `backend="gloo"` or a pair without NCCL',
+    lambda job: (
+        bool(job.without_cuda)
+        and job.settings.on_missing_cuda == "error"
+        and not (job.wants_nccl or job.settings.backends.has_ipc)
+    ),
+)
+def _asked_without_cuda(job: Job) -> StartPlan:
+    """as asked for, with a warning. As with stock; `get_device()` is left to Ray."""
+    backend = job.settings.backends.name
+    plan = _gloo(job, f"using {backend} as asked for", device_type="cpu")
+    warning = (
+        f"{job.found_without_cuda}: {backend} starts all the same, as with TorchConfig, and a train function that uses "
+        "ray.train.torch.get_device() will fail; on_missing_cuda='cpu' trains on the CPU"
+    )
+    return replace(plan, backend=backend, warnings=(warning,))
+
+
+@_row(
+    'torch of a worker has no CUDA, `on_missing_cuda="error"`',
+    lambda job: bool(job.without_cuda) and job.settings.on_missing_cuda == "error",
+)
+def _error_without_cuda(job: Job) -> StartPlan:
+    """`MissingDeviceError`. With node and [cause](#causes-of-missing-cuda)."""
+    raise MissingDeviceError(
+        f"{job.found_without_cuda}. Every GPU worker needs a CUDA device; correct num_gpus of those nodes or their torch and "
+        "driver, or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU.",
+        ranks=[worker.rank for worker in job.without_cuda],
+    )
+
+
+@_row(
+    "torch of a worker has no CUDA, ipc asked for",
+    lambda job: bool(job.without_cuda) and _cpu_asks_for_ipc(job.settings),
+)
+def _cpu_with_ipc(job: Job) -> StartPlan:
+    """ipc on host memory, training on the CPU. Or `BackendUnavailableError`. `on_missing_cuda="cpu"` from here on: the
+    whole job trains on the CPU, and `get_device()` says cpu.
+    """
+    return replace(_ipc_on_host(job, f"{job.found_without_cuda}: training on the CPU"), train_on_cpu=True)
+
+
+@_row("torch of a worker has no CUDA", lambda job: bool(job.without_cuda))
+def _cpu_with_gloo(job: Job) -> StartPlan:
+    """gloo, training on the CPU. With `backend="nccl"` or a pair with it, a warning."""
+    plan = _gloo(job, f"{job.found_without_cuda}: training on the CPU with gloo", device_type="cpu")
+    plan = replace(plan, train_on_cpu=True)
+    if job.settings.backend not in ("auto", "gloo"):
+        plan = replace(plan, warnings=(f"backend={job.settings.backend!r} needs CUDA devices: using gloo",))
+    return plan
+
+
+@_row("compute mode PROHIBITED on a worker's device", lambda job: bool(job.prohibited))
+def _prohibited(job: Job) -> StartPlan:
+    """`MissingDeviceError`."""
+    raise MissingDeviceError(
+        f"the device of {ranks_text(job.prohibited)} is in compute mode PROHIBITED, which lets no process use it. "
+        "Run `nvidia-smi -c DEFAULT` on that node.",
+        ranks=job.prohibited,
+    )
+
+
+@_row(
+    "EXCLUSIVE_PROCESS on a shared device, and MPS not reachable from all its ranks",
+    lambda job: job.exclusive is not None,
+)
+def _exclusive(job: Job) -> StartPlan:
+    """`SharedDeviceError`."""
+    group = job.exclusive
+    assert group is not None  # the condition of its row
+    raise SharedDeviceError(
+        f"{group.text}, which is in compute mode EXCLUSIVE_PROCESS: one process at a time without MPS. Run "
+        "`nvidia-smi -c DEFAULT` on that node, or start the MPS daemon (`nvidia-cuda-mps-control -d`).",
+        ranks=group.ranks,
+    )
+
+
+@_row('devices shared, `on_shared_device="error"`', lambda job: _policy(job, "error"))
+def _shared_error(job: Job) -> StartPlan:
+    """`SharedDeviceError`. With the share map. [Shared](#what-counts-as-shared) from here on: by one device, or, where
+    NCCL is wanted, also what NCCL would refuse.
+    """
+    raise SharedDeviceError(
+        f"{share_text(job.conflicts)}, and on_shared_device='error' forbids it. Ask for a whole GPU a worker or for fewer "
+        "workers, or set on_shared_device to 'auto' or 'gloo'.",
+        ranks=sharing_ranks(job.conflicts),
+    )
+
+
+@_row('`backend="ipc"`', lambda job: job.settings.backends.has_ipc)
+def _ipc_asked(job: Job) -> StartPlan:
+    """ipc on device memory. Or `BackendUnavailableError` with the reason; slices of one GPU cannot use it. What only
+    several processes can show, the group itself finds at its first call with CUDA tensors: those then go through
+    Gloo, with a warning.
+    """
+    return _ipc_on_device(job, "backend='ipc'")
+
+
+@_row('`backend="gloo"`, or a pair without NCCL', lambda job: not job.wants_nccl)
+def _asked_on_devices(job: Job) -> StartPlan:
+    """as asked for. On shared devices too."""
+    prefix = f"{share_text(job.shared)}: " if job.shared else ""
+    backend = job.settings.backends.name
+    return replace(_gloo(job, f"{prefix}using {backend} as asked for", job.shared), backend=backend)
+
+
+@_row('devices shared, `on_shared_device="nccl"`', lambda job: _policy(job, "nccl"))
+def _shared_nccl(job: Job) -> StartPlan:
+    """nccl with [flags](#variables-for-several-ranks-a-gpu). NCCL 2.30 or newer, one version; else
+    `BackendUnavailableError` or `IncompatibleWorkersError`.
+    """
+    return _override(job, _multi_rank(job, "on_shared_device='nccl'"))
+
+
+@_row(
+    "devices shared, `NCCL_MULTI_RANK_GPU_ENABLE=1` set by the user",
+    lambda job: bool(job.conflicts) and multi_rank_obstacle(job.workers, job.conflicts) is None,
+)
+def _shared_nccl_by_user(job: Job) -> StartPlan:
+    """nccl with the same flags. On all ranks that share, with one NCCL of 2.30 or newer on all workers. With gloo as
+    fallback under `"auto"` and `"gloo"`, and a warning where it overrides a policy.
+    """
+    plan, policy = _multi_rank(job, f"{MULTI_RANK_ENV}=1 is set"), job.settings.on_shared_device
+    if policy in ("auto", "gloo"):
+        plan = replace(plan, fallback="gloo")
+    if policy != "auto":
+        override = f"on_shared_device={policy!r} does not count: the user's {MULTI_RANK_ENV}=1 asks for nccl"
+        plan = replace(plan, warnings=(*plan.warnings, override))
+    return _override(job, plan)
+
+
+@_row('devices shared, `on_shared_device="ipc"`', lambda job: _policy(job, "ipc"))
+def _shared_ipc(job: Job) -> StartPlan:
+    """ipc on device memory. Or `BackendUnavailableError`, as with `backend="ipc"`. With `backend="nccl"` or a pair with
+    it, a warning names the override.
+    """
+    return _override(job, _ipc_on_device(job, "on_shared_device='ipc'"))
+
+
+@_row(
+    'devices shared, `"auto"`, and ipc proven on GPUs',
+    lambda job: _policy(job, "auto") and AUTO_TAKES_DEVICE_IPC and job.ipc_obstacle is None,
+)
+def _shared_ipc_by_auto(job: Job) -> StartPlan:
+    """ipc on device memory. Off (`AUTO_TAKES_DEVICE_IPC`) until a recorded run on a GPU has proven it. Gloo as
+    fallback. With `backend="nccl"` or a pair with it, a warning names the override.
+    """
+    return _override(job, replace(_ipc_on_device(job, "on_shared_device='auto'"), fallback="gloo"))
+
+
+@_row('devices shared, `"gloo"`', lambda job: _policy(job, "gloo"))
+def _shared_gloo(job: Job) -> StartPlan:
+    """gloo. With `backend="nccl"` or a pair with it, a warning names the override."""
+    return _override(
+        job, _gloo(job, f"{share_text(job.conflicts)}: using gloo (as on_shared_device says)", job.conflicts)
+    )
+
+
+@_row('devices shared, `"auto"`', lambda job: bool(job.conflicts))
+def _shared_auto(job: Job) -> StartPlan:
+    """gloo, with a warning. The warning says [what it costs](#what-gloo-costs). With `backend="nccl"` or a pair with
+    it, a warning names the override.
+    """
+    why = _why_not_nccl(job)
+    plan = _gloo(job, f"{share_text(job.conflicts)}: using gloo ({why})", job.conflicts)
+    if len(job.without_nccl) < len(job.workers):
+        plan = replace(plan, warnings=(_gloo_warning(job, why),))
+    return _override(job, plan)
+
+
+@_row("own devices, torch of a worker has no NCCL", lambda job: bool(job.without_nccl))
 def _own_without_nccl(job: Job) -> StartPlan:
+    """gloo. A warning where other ranks have it, and where `backend="nccl"` is overridden."""
     plan = _gloo(job, f"using gloo ({ranks_text(job.without_nccl)}: torch has no NCCL)")
     if not job.settings.backends.is_auto:
         return replace(plan, warnings=(f"backend={job.settings.backend!r} is not available: using gloo",))
@@ -464,238 +608,23 @@ def _own_without_nccl(job: Job) -> StartPlan:
     return plan
 
 
-def _nccl_versions(job: Job) -> set[tuple[int, int, int] | None]:
-    return {worker.nccl_version for worker in job.workers}
-
-
+@_row("own devices, mixed NCCL versions", lambda job: len(_nccl_versions(job)) > 1)
 def _mixed_nccl(job: Job) -> StartPlan:
-    ranks_by_version = {
-        version_text(version): [worker.rank for worker in job.workers if worker.nccl_version == version]
-        for version in _nccl_versions(job)
-    }
-    listed = "; ".join(f"{ranks_text(ranks)}: {version}" for version, ranks in sorted(ranks_by_version.items()))
-    raise IncompatibleWorkersError(
-        f"the workers loaded different NCCL versions ({listed}). NCCL needs one version on all ranks; install the same "
-        "torch and nvidia-nccl packages on every node, or use backend='gloo'."
-    )
+    """`IncompatibleWorkersError`."""
+    raise _mixed_versions(job)
 
 
-def _own_nccl(job: Job) -> StartPlan:
-    backend = "nccl" if job.settings.backends.is_auto else job.settings.backends.name
-    reason = f"every rank has a device of its own: using {backend} (NCCL {versions_text(job.workers)})"
-    return StartPlan(backend=backend, device_type="cuda", reason=reason)
-
-
+@_row("own devices, MIG slices of one GPU among them", lambda job: bool(job.siblings))
 def _own_slices(job: Job) -> StartPlan:
+    """nccl, with a warning. Gloo as fallback. See [MIG and containers](#mig-and-containers)."""
     # NCCL's source allows these, users saw it refuse them (nccl#1716): let the verification decide.
     doubt = f"{job.siblings[0].text}: NCCL {versions_text(job.workers)} may refuse them"
     return replace(_own_nccl(job), fallback="gloo", warnings=(doubt,))
 
 
-def _policy(job: Job, policy: str) -> bool:
-    """Devices are shared, and the setting says this of it."""
-    return bool(job.conflicts) and job.settings.on_shared_device == policy
-
-
-def _cpu_asks_for_ipc(settings: Settings) -> bool:
-    return settings.backends.has_ipc or (settings.backends.is_auto and settings.on_shared_device == "ipc")
-
-
-_NOT_NCCL = 'With `backend="nccl"` or a pair with it, a warning names the override.'
-
-ROWS = (
-    Row(
-        "a backend of [another name](#whose-backend), or `TPU`, `HPU`, `NPU` or `neuron_cores` workers",
-        "Ray's own start, untouched",
-        ("ray",),
-        lambda job: left_to_ray(job.settings.backend, job.workers[0].resources) is not None,
-        None,
-        "Decided before the workers are probed: no verification, no report.",
-    ),
-    Row(
-        "Windows and other systems in one job",
-        "`IncompatibleWorkersError`",
-        ("error",),
-        lambda job: 0 < len(job.on_windows) < len(job.workers),
-        _mixed_systems,
-        "CPU jobs included: Gloo cannot connect them.",
-    ),
-    Row(
-        'no GPU asked for, `backend="ipc"`',
-        "ipc on host memory",
-        ("ipc", "error"),
-        lambda job: not job.asks_for_gpus and job.settings.backends.has_ipc,
-        lambda job: _ipc_on_host(job, "backend='ipc'"),
-        "Or `BackendUnavailableError` where a rank cannot use it.",
-    ),
-    Row(
-        'no GPU asked for, `backend="nccl"` or a pair with it',
-        "as asked for",
-        ("nccl", "error"),
-        lambda job: not job.asks_for_gpus and job.settings.backends.has_nccl,
-        _nccl_without_gpus,
-        "`MissingDeviceError` where a rank has no visible GPU or no NCCL.",
-    ),
-    Row(
-        "no GPU asked for",
-        "gloo",
-        ("gloo",),
-        lambda job: not job.asks_for_gpus,
-        _gloo_without_gpus,
-    ),
-    Row(
-        'torch of a worker has no CUDA, `on_missing_cuda="error"`, `backend="gloo"` or a pair without NCCL',
-        "as asked for, with a warning",
-        ("gloo",),
-        lambda job: (
-            bool(job.without_cuda)
-            and job.settings.on_missing_cuda == "error"
-            and not (job.wants_nccl or job.settings.backends.has_ipc)
-        ),
-        _asked_without_cuda,
-        "As with stock; `get_device()` is left to Ray.",
-    ),
-    Row(
-        'torch of a worker has no CUDA, `on_missing_cuda="error"`',
-        "`MissingDeviceError`",
-        ("error",),
-        lambda job: bool(job.without_cuda) and job.settings.on_missing_cuda == "error",
-        _error_without_cuda,
-        "With node and [cause](#causes-of-missing-cuda).",
-    ),
-    Row(
-        "torch of a worker has no CUDA, ipc asked for",
-        "ipc on host memory, training on the CPU",
-        ("ipc", "error"),
-        lambda job: bool(job.without_cuda) and _cpu_asks_for_ipc(job.settings),
-        _cpu_with_ipc,
-        '`on_missing_cuda="cpu"` from here on: the whole job trains on the CPU, and `get_device()` says cpu.',
-    ),
-    Row(
-        "torch of a worker has no CUDA",
-        "gloo, training on the CPU",
-        ("gloo",),
-        lambda job: bool(job.without_cuda),
-        _cpu_with_gloo,
-        'With `backend="nccl"` or a pair with it, a warning.',
-    ),
-    Row(
-        "compute mode PROHIBITED on a worker's device",
-        "`MissingDeviceError`",
-        ("error",),
-        lambda job: bool(job.prohibited),
-        _prohibited,
-    ),
-    Row(
-        "EXCLUSIVE_PROCESS on a shared device, and MPS not reachable from all its ranks",
-        "`SharedDeviceError`",
-        ("error",),
-        lambda job: job.exclusive is not None,
-        _exclusive,
-    ),
-    Row(
-        'devices shared, `on_shared_device="error"`',
-        "`SharedDeviceError`",
-        ("error",),
-        lambda job: _policy(job, "error"),
-        _shared_error,
-        "With the share map. [Shared](#what-counts-as-shared) from here on: by one device, or, where NCCL is wanted, also what "
-        "NCCL would refuse.",
-    ),
-    Row(
-        '`backend="ipc"`',
-        "ipc on device memory",
-        ("ipc", "error"),
-        lambda job: job.settings.backends.has_ipc,
-        lambda job: _ipc_on_device(job, "backend='ipc'"),
-        "Or `BackendUnavailableError` with the reason; slices of one GPU cannot use it. What only several processes can find out "
-        "is found out by the group itself, at its first call with CUDA tensors: those then go through Gloo, with a warning.",
-    ),
-    Row(
-        '`backend="gloo"`, or a pair without NCCL',
-        "as asked for",
-        ("gloo",),
-        lambda job: not job.wants_nccl,
-        _asked_on_devices,
-        "On shared devices too.",
-    ),
-    Row(
-        'devices shared, `on_shared_device="nccl"`',
-        "nccl with [flags](#variables-for-several-ranks-a-gpu)",
-        ("nccl", "error"),
-        lambda job: _policy(job, "nccl"),
-        _shared_nccl,
-        "NCCL 2.30 or newer, one version; else `BackendUnavailableError` or `IncompatibleWorkersError`.",
-    ),
-    Row(
-        "devices shared, `NCCL_MULTI_RANK_GPU_ENABLE=1` set by the user",
-        "nccl with the same flags",
-        ("nccl",),
-        lambda job: bool(job.conflicts) and multi_rank_obstacle(job.workers, job.conflicts) is None,
-        _shared_nccl_by_user,
-        'On all ranks that share, with one NCCL of 2.30 or newer on all workers. With gloo as fallback under `"auto"` and `"gloo"`, '
-        "and a warning where it overrides a policy.",
-    ),
-    Row(
-        'devices shared, `on_shared_device="ipc"`',
-        "ipc on device memory",
-        ("ipc", "error"),
-        lambda job: _policy(job, "ipc"),
-        _shared_ipc,
-        f'As with `backend="ipc"`. {_NOT_NCCL}',
-    ),
-    Row(
-        'devices shared, `"auto"`, and ipc proven on GPUs',
-        "ipc on device memory",
-        ("ipc",),
-        lambda job: _policy(job, "auto") and AUTO_TAKES_DEVICE_IPC and job.ipc_obstacle is None,
-        _shared_ipc,
-        f"Off (`AUTO_TAKES_DEVICE_IPC`) until a recorded run on a GPU has proven it. Gloo as fallback. {_NOT_NCCL}",
-    ),
-    Row(
-        'devices shared, `"gloo"`',
-        "gloo",
-        ("gloo",),
-        lambda job: _policy(job, "gloo"),
-        _shared_gloo,
-        _NOT_NCCL,
-    ),
-    Row(
-        'devices shared, `"auto"`',
-        "gloo, with a warning",
-        ("gloo",),
-        lambda job: bool(job.conflicts),
-        _shared_auto,
-        f"The warning says [what it costs](#what-gloo-costs). {_NOT_NCCL}",
-    ),
-    Row(
-        "own devices, torch of a worker has no NCCL",
-        "gloo",
-        ("gloo",),
-        lambda job: bool(job.without_nccl),
-        _own_without_nccl,
-        'A warning where other ranks have it, and where `backend="nccl"` is overridden.',
-    ),
-    Row(
-        "own devices, mixed NCCL versions",
-        "`IncompatibleWorkersError`",
-        ("error",),
-        lambda job: len(_nccl_versions(job)) > 1,
-        _mixed_nccl,
-    ),
-    Row(
-        "own devices, MIG slices of one GPU among them",
-        "nccl, with a warning",
-        ("nccl",),
-        lambda job: bool(job.siblings),
-        _own_slices,
-        "Gloo as fallback. See [MIG and containers](#mig-and-containers).",
-    ),
-    Row(
-        "own devices",
-        "nccl, environment as in stock Ray",
-        ("nccl",),
-        lambda job: True,
-        _own_nccl,
-    ),
-)
+@_row("own devices", lambda job: True)
+def _own_nccl(job: Job) -> StartPlan:
+    """nccl, environment as in stock Ray."""
+    backend = "nccl" if job.settings.backends.is_auto else job.settings.backends.name
+    reason = f"every rank has a device of its own: using {backend} (NCCL {versions_text(job.workers)})"
+    return StartPlan(backend=backend, device_type="cuda", reason=reason)

@@ -31,34 +31,49 @@ _CPU_IPC = job(None, None, ipc_host_memory_missing=None)
 _MISSING_IPC = job(gpu(), gpu(), cuda_missing="no driver", ipc_host_memory_missing=None)
 _ON_CPU = {"on_missing_cuda": "cpu"}
 
-# Jobs and settings that each row decides, in the order of the rows: all outcomes that it has.
-_EXAMPLES = [
-    [(_OWN, {"backend": "ucc"}), (job(None, resources={"TPU": 4}), {})],
-    [([worker(0, platform="win32"), worker(1)], {})],
-    [(_CPU_IPC, {"backend": "ipc"}), (_CPU, {"backend": "ipc"})],
-    [(job(None, nccl_available=True, num_visible_devices=1), {"backend": "nccl"}), (_CPU, {"backend": "nccl"})],
-    [(_CPU, {})],
-    [(_MISSING, {"backend": "gloo"})],
-    [(_MISSING, {}), (_MISSING, {"backend": "ipc"})],
-    [(_MISSING_IPC, {"backend": "ipc", **_ON_CPU}), (_MISSING, {"on_shared_device": "ipc", **_ON_CPU})],
-    [(_MISSING, _ON_CPU), (_MISSING, {"backend": "nccl", **_ON_CPU})],
-    [(job(gpu(compute_mode="prohibited")), {})],
-    [(job(gpu(compute_mode="exclusive_process"), gpu(compute_mode="exclusive_process")), {})],
-    [(_SHARED, {"on_shared_device": "error"}), (_SHARED, {"on_shared_device": "error", "backend": "gloo"})],
-    [(_IPC, {"backend": "ipc"}), (_SHARED, {"backend": "ipc"})],
-    [(_SHARED, {"backend": "gloo"}), (_OWN, {"backend": "gloo"})],
-    [(_MULTI_RANK, {"on_shared_device": "nccl"}), (_SHARED, {"on_shared_device": "nccl", "backend": "nccl"})],
-    [(_SWITCHED, {}), (_SWITCHED, {"on_shared_device": "ipc"})],
-    [(_IPC, {"on_shared_device": "ipc"}), (_SHARED, {"on_shared_device": "ipc"})],
-    [(_IPC, {})],
-    [(_SHARED, {"on_shared_device": "gloo"})],
-    [(_SHARED, {}), (_MULTI_RANK, {}), (_IPC, {}), (_SHARED, {"backend": "nccl"})],
-    [([_OWN[0], worker(1, gpu("b"), nccl_available=False, nccl_version=None)], {})],
-    [([_OWN[0], worker(1, gpu("b"), nccl_version=_NEW)], {})],
-    [(job(mig("1"), mig("2"), nccl_version=_NEW), {})],
-    [(_OWN, {}), (_OWN, {"backend": "nccl"})],
-]
-_PROVEN = next(row for row in ROWS if "proven" in row.case)
+# Jobs and settings that each row decides, by the row's name and in the order of the rows, and what each comes to.
+_EXAMPLES = {
+    "left to Ray": [(_OWN, {"backend": "ucc"}, "ray"), (job(None, resources={"TPU": 4}), {}, "ray")],
+    "_mixed_systems": [([worker(0, platform="win32"), worker(1)], {}, "error")],
+    "_ipc_without_gpus": [(_CPU_IPC, {"backend": "ipc"}, "ipc"), (_CPU, {"backend": "ipc"}, "error")],
+    "_nccl_without_gpus": [
+        (job(None, nccl_available=True, num_visible_devices=1), {"backend": "nccl"}, "nccl"),
+        (_CPU, {"backend": "nccl"}, "error"),
+    ],
+    "_gloo_without_gpus": [(_CPU, {}, "gloo")],
+    "_asked_without_cuda": [(_MISSING, {"backend": "gloo"}, "gloo")],
+    "_error_without_cuda": [(_MISSING, {}, "error"), (_MISSING, {"backend": "ipc"}, "error")],
+    "_cpu_with_ipc": [
+        (_MISSING_IPC, {"backend": "ipc", **_ON_CPU}, "ipc"),
+        (_MISSING, {"on_shared_device": "ipc", **_ON_CPU}, "error"),
+    ],
+    "_cpu_with_gloo": [(_MISSING, _ON_CPU, "gloo"), (_MISSING, {"backend": "nccl", **_ON_CPU}, "gloo")],
+    "_prohibited": [(job(gpu(compute_mode="prohibited")), {}, "error")],
+    "_exclusive": [(job(gpu(compute_mode="exclusive_process"), gpu(compute_mode="exclusive_process")), {}, "error")],
+    "_shared_error": [
+        (_SHARED, {"on_shared_device": "error"}, "error"),
+        (_SHARED, {"on_shared_device": "error", "backend": "gloo"}, "error"),
+    ],
+    "_ipc_asked": [(_IPC, {"backend": "ipc"}, "ipc"), (_SHARED, {"backend": "ipc"}, "error")],
+    "_asked_on_devices": [(_SHARED, {"backend": "gloo"}, "gloo"), (_OWN, {"backend": "gloo"}, "gloo")],
+    "_shared_nccl": [
+        (_MULTI_RANK, {"on_shared_device": "nccl"}, "nccl"),
+        (_SHARED, {"on_shared_device": "nccl", "backend": "nccl"}, "error"),
+    ],
+    "_shared_nccl_by_user": [(_SWITCHED, {}, "nccl"), (_SWITCHED, {"on_shared_device": "ipc"}, "nccl")],
+    "_shared_ipc": [
+        (_IPC, {"on_shared_device": "ipc"}, "ipc"),
+        (_SHARED, {"on_shared_device": "ipc"}, "error"),
+    ],
+    "_shared_ipc_by_auto": [(_IPC, {}, "ipc")],
+    "_shared_gloo": [(_SHARED, {"on_shared_device": "gloo"}, "gloo")],
+    "_shared_auto": [(workers, {}, "gloo") for workers in (_SHARED, _MULTI_RANK, _IPC)]
+    + [(_SHARED, {"backend": "nccl"}, "gloo")],
+    "_own_without_nccl": [([_OWN[0], worker(1, gpu("b"), nccl_available=False, nccl_version=None)], {}, "gloo")],
+    "_mixed_nccl": [([_OWN[0], worker(1, gpu("b"), nccl_version=_NEW)], {}, "error")],
+    "_own_slices": [(job(mig("1"), mig("2"), nccl_version=_NEW), {}, "nccl")],
+    "_own_nccl": [(_OWN, {}, "nccl"), (_OWN, {"backend": "nccl"}, "nccl")],
+}
 
 
 def outcome(row, workers, settings):
@@ -71,14 +86,19 @@ def outcome(row, workers, settings):
         return "error"
 
 
-@pytest.mark.parametrize(
-    ("row", "examples"), zip(ROWS, _EXAMPLES, strict=True), ids=[f"{n} {row.case}" for n, row in enumerate(ROWS, 1)]
-)
-def test_row(row, examples, monkeypatch):
-    """The row is the first whose condition holds for its examples, and comes to the outcomes that it names."""
-    monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", row is _PROVEN)
-    assert [deciding_row(Job(workers, Settings(**settings))) for workers, settings in examples] == [row] * len(examples)
-    assert {outcome(row, *example) for example in examples} == set(row.outcomes)
+def test_every_row_has_an_example():
+    """In the order of the rows."""
+    assert [row.decide.__name__ if row.decide else "left to Ray" for row in ROWS] == list(_EXAMPLES)
+
+
+@pytest.mark.parametrize(("row", "name"), zip(ROWS, _EXAMPLES, strict=True), ids=list(_EXAMPLES))
+def test_row(row, name, monkeypatch):
+    """The row is the first whose condition holds for its examples, and comes to what they say, which its result names."""
+    monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", name == "_shared_ipc_by_auto")
+    for workers, settings, expected in _EXAMPLES[name]:
+        assert deciding_row(Job(workers, Settings(**settings))) is row
+        assert outcome(row, workers, settings) == expected
+        assert expected in row.result.casefold() or "as asked for" in row.result
 
 
 def test_the_docs_have_the_code_s_table_and_picture():
