@@ -165,7 +165,7 @@ def plan_rendezvous(workers: Sequence[WorkerInfo], settings: Settings, backend: 
     interfaces: tuple[InterfaceChoice, ...] = ()
     gloo = ""
     if uses_gloo:
-        interfaces, doubts = choose_interfaces(workers, one_node, addresses)
+        interfaces, doubts = choose_interfaces(workers, one_node)
         warnings += doubts
         gloo = f", Gloo {_over(interfaces)}"
     host = bracketed(addresses[0])
@@ -310,22 +310,21 @@ def _overridden_env(workers: Sequence[WorkerInfo], windows: bool) -> tuple[str, 
 
 
 def choose_interfaces(
-    workers: Sequence[WorkerInfo], one_node: bool, master_addrs: Sequence[str]
+    workers: Sequence[WorkerInfo], one_node: bool
 ) -> tuple[tuple[InterfaceChoice, ...], tuple[str, ...]]:
     """Gloo's interface of every rank, and doubts, one line each.
 
     Args:
         workers: Facts of every rank, in rank order.
         one_node: All ranks share one loopback interface.
-        master_addrs: Address of rank 0's store as each rank reaches it.
 
     Raises:
         RendezvousError: The ranks would use addresses of different families, or no interface can be used.
     """
     doubts: dict[str, list[int]] = defaultdict(list)
     choices = []
-    for worker, master_addr in zip(workers, master_addrs, strict=True):
-        choice, found = _choose(worker, one_node, master_addr)
+    for worker in workers:
+        choice, found = _choose(worker, one_node)
         choices.append(choice)
         for doubt in found:
             doubts[doubt].append(worker.rank)
@@ -371,9 +370,9 @@ def is_link_local(address: str) -> bool:
         return False
 
 
-def _choose(worker: WorkerInfo, one_node: bool, master_addr: str) -> tuple[InterfaceChoice, list[str]]:
+def _choose(worker: WorkerInfo, one_node: bool) -> tuple[InterfaceChoice, list[str]]:
     if one_node:
-        ruled, doubts = _on_one_node(worker, master_addr)
+        ruled, doubts = _on_one_node(worker)
     else:
         ruled, doubts = _between_nodes(worker)
     set_by_user = worker.env.get(IFNAME)
@@ -397,7 +396,7 @@ def _conflicts(worker: WorkerInfo, set_by_user: str, ruled: str | None) -> list[
     return []
 
 
-def _on_one_node(worker: WorkerInfo, master_addr: str) -> tuple[InterfaceChoice, list[str]]:
+def _on_one_node(worker: WorkerInfo) -> tuple[InterfaceChoice, list[str]]:
     """The loopback interface, which needs no name server, no VPN and no link."""
     name = owner_of(worker, "127.0.0.1") or owner_of(worker, "::1")
     if worker.platform != "win32":
@@ -465,7 +464,7 @@ def _gloo_family(worker: WorkerInfo, choice: InterfaceChoice) -> str | None:
 
 
 def _check_families(workers: Sequence[WorkerInfo], choices: Sequence[InterfaceChoice]) -> list[str]:
-    """Row 5: Gloo cannot connect an IPv4 with an IPv6 address."""
+    """Refuse a mix of address families: Gloo cannot connect an IPv4 with an IPv6 address."""
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for worker, choice in zip(workers, choices, strict=True):
         family = _gloo_family(worker, choice)

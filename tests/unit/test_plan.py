@@ -20,7 +20,7 @@ def plan(workers, node_gpus=None, **options):
 
 
 class TestWithoutGpus:
-    """Row 1: no GPU asked for."""
+    """No GPU asked for."""
 
     def test_cpu_job_uses_gloo(self):
         """A CPU job gets gloo on the CPU, as stock."""
@@ -54,7 +54,7 @@ class TestWithoutGpus:
 
 
 class TestLeftToRay:
-    """Row 2: backends and accelerators that are not ours to judge."""
+    """Backends and accelerators that are not ours to judge."""
 
     @pytest.mark.parametrize("backend", ["tpu_dist", "hccl", "xla", "ucc", "mine", "cpu:gloo,xpu:ccl"])
     def test_other_backends(self, backend):
@@ -73,7 +73,7 @@ class TestLeftToRay:
 
 
 class TestMissingCuda:
-    """Row 3: Ray gave GPUs, torch sees none."""
+    """Ray gave GPUs, torch sees none."""
 
     workers = job(gpu("a"), None)
     workers[1] = worker(
@@ -124,7 +124,7 @@ class TestMissingCuda:
 
 
 class TestOwnDevices:
-    """Rows 4 and 5: nothing is shared."""
+    """Nothing is shared."""
 
     def test_nccl_untouched(self):
         """Every worker on its own device: NCCL, with no environment at all."""
@@ -164,7 +164,7 @@ class TestOwnDevices:
 
 
 class TestShared:
-    """Rows 6 to 11: two ranks on one device."""
+    """Two ranks on one device."""
 
     workers = job(gpu("ab12cd34-56"), gpu("ab12cd34-56"))
 
@@ -251,7 +251,7 @@ class TestShared:
 
     @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
     def test_explicit_nccl_is_overridden_with_a_warning(self, backend):
-        """Row 11: the policy decides over an explicit NCCL, and the warning names it."""
+        """The policy decides over an explicit NCCL, and the warning names it."""
         found = plan(self.workers, backend=backend)
         assert found.backend == "gloo"
         assert len(found.warnings) == 1
@@ -373,7 +373,7 @@ class TestMig:
 
 
 class TestComputeMode:
-    """Row 12: compute modes that forbid sharing."""
+    """Compute modes that forbid sharing."""
 
     def test_exclusive_process_on_a_shared_device(self):
         """EXCLUSIVE_PROCESS without MPS is said before CUDA says busy, with both ways out."""

@@ -48,7 +48,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_ipc_that_carries_cuda_tensors_over_gloo_is_a_failure(group: SimpleNamespace) -> None:
-    """Row 9: ipc or an error that says what stands against it; what only the group found out counts as well."""
+    """It is ipc or an error with the reason, also where only the group itself could find it."""
     group.gloo_reason = "rank 1: cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT"
     with pytest.raises(VerificationError, match=r"memory of cuda:0: rank 1: cuIpcOpen.*on_shared_device='gloo'"):
         process_group._check_memory(plan_of("ipc", "cuda:0"))

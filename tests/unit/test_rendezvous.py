@@ -47,7 +47,7 @@ def two_nodes(**changes: Any) -> list[WorkerInfo]:
 
 
 class TestOneNode:
-    """Rows 1, 3 and 7."""
+    """Loopback, whatever names and addresses the node has."""
 
     def test_linux_uses_loopback_for_store_and_gloo(self) -> None:
         """One node needs no network: 127.0.0.1 and lo, whatever the node's address and host name are."""
@@ -125,7 +125,7 @@ class TestOneNode:
 
 
 class TestWindows:
-    """Rows 1, 2 and 9."""
+    """What differs on Windows."""
 
     def test_one_node_switches_libuv_off_in_url_and_environment(self) -> None:
         """No Windows wheel has a libuv store: off in the environment, and in the URL, which wins over it."""
@@ -249,7 +249,7 @@ class TestWindows:
 
 
 class TestSeveralNodes:
-    """Rows 4, 5, 6, 8 and 10."""
+    """Addresses that every node reaches, and the interface of each."""
 
     def test_each_rank_gets_the_interface_of_its_own_node_address(self) -> None:
         """Names may differ from node to node; the host name plays no part."""

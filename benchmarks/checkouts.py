@@ -1,0 +1,90 @@
+"""Is a checkout slower than another? on_start and the ipc backend of both, in turn, in one run.
+
+    python benchmarks/checkouts.py OLD [--turns 3] [--starts 3] [--workers 2] [--out FOLDER]
+
+OLD is a folder with the other checkout, such as one of ``git worktree add --detach OLD REVISION``; the new one is that of this
+script. Each turn runs benchmarks/start.py and benchmarks/ipc_all_reduce.py of both, in processes of their own, first the old
+one and then the new one, in the next turn the other way round. Writes one dated JSON with the medians over all turns and
+their ratios. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import environment, parser, save
+
+NEW = Path(__file__).resolve().parents[1]
+
+
+def run(checkout: Path, script: str, *arguments: str) -> dict[str, Any]:
+    """The result that a benchmark of a checkout writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, checkout / "benchmarks" / script, *arguments, "--out", folder]
+        env = {**os.environ, "PYTHONPATH": str(checkout)}
+        subprocess.run(command, cwd=checkout, env=env, check=True, stdout=subprocess.DEVNULL)
+        (path,) = Path(folder).glob("*.json")
+        return json.loads(path.read_text())
+
+
+def starts(result: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
+    """Milliseconds of each on_start of ours, by kind."""
+    for kind in ("new processes", "same workers"):
+        for row in result["rows"][kind]:
+            yield (
+                f"on_start, {row['num_workers']} workers, {kind}",
+                [1e3 * seconds for seconds in row["seconds"]["ours"]],
+            )
+
+
+def collectives(result: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
+    """Median milliseconds of each ipc case, one a start of its processes."""
+    for row in result["rows"]:
+        if row["backend"] == "ipc":
+            yield f"ipc {row['operation']}, {row['num_ranks']} ranks, {row['num_bytes']} bytes", row["start_medians_ms"]
+
+
+def revision(checkout: Path) -> str:
+    """Commit of a checkout, with a mark where files differ from it."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("old", type=Path)
+    options.add_argument("--turns", type=int, default=3)
+    options.add_argument("--starts", type=int, default=3, help="of each kind in one turn")
+    options.add_argument("--workers", type=int, nargs="+", default=[2])
+    chosen = options.parse_args()
+    of_starts = ["--starts", str(chosen.starts), "--workers", *map(str, chosen.workers)]
+    of_ipc = ["--ranks", "2", "--rounds", "3", "--starts", "2", "--operations", "all_reduce"]
+    of_ipc += ["--sizes", "4096", "65536", "1048576", "26214400"]
+    found: dict[str, dict[str, list[float]]] = {}
+    for turn in range(chosen.turns):
+        sides = [("old", chosen.old.resolve()), ("new", NEW)]
+        for side, checkout in sides if turn % 2 == 0 else reversed(sides):
+            values = dict(starts(run(checkout, "start.py", *of_starts)))
+            values |= dict(collectives(run(checkout, "ipc_all_reduce.py", *of_ipc)))
+            for name, milliseconds in values.items():
+                found.setdefault(name, {}).setdefault(side, []).extend(milliseconds)
+            print(f"turn {turn + 1} of {chosen.turns}: {side}", flush=True)
+    rows = []
+    for name, by_side in found.items():
+        old, new = (statistics.median(by_side[side]) for side in ("old", "new"))
+        rows.append({"case": name, "old_ms": old, "new_ms": new, "new_over_old": new / old, "all_ms": by_side})
+        print(f"{name:<45}{old:>10.3f}{new:>10.3f}{new / old:>7.2f}x")
+    result = {"old": revision(chosen.old), "new": revision(NEW), "environment": environment(), "rows": rows}
+    print(f"written to {save('checkouts', chosen.out, result)}")
+
+
+if __name__ == "__main__":
+    main()
