@@ -196,15 +196,10 @@ def open_store(port: int = 0, host: str | None = None) -> TCPStore:
 
 
 def _listen(port: int, host: str | None) -> socket.socket:
-    if host is not None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    try:
+    if host is None and socket.has_dualstack_ipv6():
         return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-    except OSError as error:
-        if is_address_in_use(error):
-            raise
-        return socket.create_server(("0.0.0.0", port), backlog=_BACKLOG)  # a machine without IPv6
+    family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
+    return socket.create_server((host or "0.0.0.0", port), family=family, backlog=_BACKLOG)
 
 
 def _libuv_takes_sockets() -> bool:
