@@ -61,7 +61,12 @@ def _parser() -> argparse.ArgumentParser:
         "--placement-strategy", choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"), default="PACK"
     )
     plan.add_argument(
-        "--timeout-s", type=_seconds, default=30, metavar="SECONDS", help="wait for resources (default 30)"
+        "--timeout-s",
+        dest="wait_s",
+        type=_seconds,
+        default=30,
+        metavar="SECONDS",
+        help="wait for resources (default 30)",
     )
     _add_cluster(plan, "default: the running one that ray.init() finds, else a local one")
     _add_settings(plan)
@@ -211,7 +216,7 @@ def _plan(options: argparse.Namespace) -> int:
     )
     try:
         with connected(options.address):
-            report = plan_workers(scaling_config, FracTorchConfig(**settings), timeout_s=options.timeout_s)
+            report = plan_workers(scaling_config, FracTorchConfig(**settings), timeout_s=options.wait_s)
     except (ConnectionError, FracBackendError) as error:
         reason, ranks = getattr(error, "reason", "no_cluster"), list(getattr(error, "ranks", ()))
         found = {"ok": False, "error": {"reason": reason, "message": str(error), "ranks": ranks}}
