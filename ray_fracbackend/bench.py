@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ray_fracbackend import bench_ranks as bench
 from ray_fracbackend.facts import version_text
-from ray_fracbackend.ipc import bench
 from ray_fracbackend.nccl_library import loaded_nccl_version
 from ray_fracbackend.nccl_multi_rank import multi_rank_env
 from ray_fracbackend.sharing import NCCL_MULTI_RANK

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .device_support import device_memory_support
+from ._torch import DEVICES, Backend, is_registered
+from .device.support import device_memory_support
 from .errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -24,11 +25,10 @@ from .errors import (
     IpcUnavailableError,
     PeerLostError,
 )
-from .support import host_memory_support, place_id
-from .torch_compat import DEVICES, Backend, is_registered
+from .host.support import host_memory_support, place_id
 
 if TYPE_CHECKING:
-    from .operations import IpcProcessGroup
+    from .group.operations import IpcProcessGroup
 
 __all__ = [
     "BACKEND_NAME",
@@ -53,13 +53,13 @@ def __getattr__(name: str) -> Any:
     # The collectives are loaded with the first group: who only asks whether the backend could be used need not pay.
     if name != "IpcProcessGroup":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .operations import IpcProcessGroup
+    from .group.operations import IpcProcessGroup
 
     return IpcProcessGroup
 
 
 def _create(opts: Any, _backend_options: Any = None) -> IpcProcessGroup:
-    from .operations import IpcProcessGroup
+    from .group.operations import IpcProcessGroup
 
     return IpcProcessGroup(
         opts.store, opts.group_rank, opts.group_size, opts.timeout, tuple(opts.global_ranks_in_group or ())

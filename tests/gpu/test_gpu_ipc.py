@@ -31,8 +31,8 @@ from ipc_table import SMALL_CHUNKS, whole_table
 from ipc_workloads import busy
 
 from ray_fracbackend.ipc import device_memory_support
-from ray_fracbackend.ipc.device_memory import DeviceMemory
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.device.memory import DeviceMemory
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 pytestmark = [
     pytest.mark.gpu,

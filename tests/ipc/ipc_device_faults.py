@@ -15,7 +15,7 @@ from ipc_device_calls import CALLS, device_group, phases, strike_at
 from ipc_fault_runs import error_of, strike
 from ipc_harness import Job, run_ranks, values
 
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 SURVIVORS = 2
 

@@ -25,7 +25,7 @@ from ipc_faults import BARRIER, SETUP_TIMEOUT_S, SIZE, TIMEOUT_S, Case
 from ipc_harness import Job
 
 from ray_fracbackend.ipc import IpcError, IpcProcessGroup
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 # Stopped ranks are waited for, which costs time but no CPU: so many cases at once.
 _STOPPED_AT_ONCE = 16

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from ipc_calls import CALLS, NUMEL, SMALL_NUMEL, Call, Point, points
 
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 SIZE = 3
 FAULTS = ("kill", "stop", "raise", "mismatch", "leave")

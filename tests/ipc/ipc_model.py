@@ -1,6 +1,6 @@
 """A model of the slot protocol: every interleaving of small cases over fake memory and fake events.
 
-The sequences are those of `ray_fracbackend.ipc.schedule` itself. Each rank has a host, which runs its actions in order
+The sequences are those of `ray_fracbackend.ipc.protocol.schedule` itself. Each rank has a host, which runs its actions in order
 and waits for counters, and a stream, which carries out copies, event records and event waits in the order in which the
 host issued them, any time later (device memory) or at once (host memory). Fake events have the semantics of CUDA's:
 a wait binds to the latest record issued so far, and a wait on an event that was never recorded does nothing.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ray_fracbackend.ipc.schedule import Action, schedule
+from ray_fracbackend.ipc.protocol.schedule import Action, schedule
 
 TORN = -1
 

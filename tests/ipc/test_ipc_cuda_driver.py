@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ray_fracbackend.ipc import cuda_driver, device_memory_support, device_support
+from ray_fracbackend.ipc import device_memory_support
+from ray_fracbackend.ipc.device import driver as cuda_driver
+from ray_fracbackend.ipc.device import support as device_support
 
 
 class Driver:

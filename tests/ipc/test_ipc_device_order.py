@@ -18,17 +18,17 @@ from ipc_device_calls import device_group
 from ipc_harness import Job, run_ranks, values
 from ipc_table import SMALL_CHUNKS
 
-from ray_fracbackend.ipc import streams
-from ray_fracbackend.ipc.arena import create_arena
-from ray_fracbackend.ipc.control import control_bytes
-from ray_fracbackend.ipc.cuda_driver import tensor_at
-from ray_fracbackend.ipc.description import describe_call
-from ray_fracbackend.ipc.device_memory import DeviceMemory, DeviceParts, block_bytes
-from ray_fracbackend.ipc.liveness import Peer, start_time
-from ray_fracbackend.ipc.local import LEADER, LocalCollectives, ReductionPlan
-from ray_fracbackend.ipc.reductions import Reduction
-from ray_fracbackend.ipc.setup import make_engine
-from ray_fracbackend.ipc.torch_compat import RedOpType
+from ray_fracbackend.ipc._torch import RedOpType
+from ray_fracbackend.ipc.device import streams
+from ray_fracbackend.ipc.device.driver import tensor_at
+from ray_fracbackend.ipc.device.memory import DeviceMemory, DeviceParts, block_bytes
+from ray_fracbackend.ipc.host.arena import create_arena
+from ray_fracbackend.ipc.host.liveness import Peer, start_time
+from ray_fracbackend.ipc.protocol.control import control_bytes
+from ray_fracbackend.ipc.protocol.description import describe_call
+from ray_fracbackend.ipc.protocol.local import LEADER, LocalCollectives, ReductionPlan
+from ray_fracbackend.ipc.protocol.reductions import Reduction
+from ray_fracbackend.ipc.protocol.setup import make_engine
 
 CHUNK_BYTES = 65536
 NUM_CALLS = 6

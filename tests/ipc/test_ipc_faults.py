@@ -15,7 +15,7 @@ from ipc_fault_runs import Report, play_fatal, survivors
 from ipc_faults import FAULTS, MARGIN_S, SIZE, Case, cases_of, sample
 from ipc_harness import Job, run_ranks, values
 
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 SEED_ENV_VAR = "RAY_FRACBACKEND_TEST_SEED"
 # What the ranks that did not cause it may raise; the first to notice says why, and the others may hear it from that one.

@@ -261,9 +261,9 @@ def test_dynamo_skips_every_function(module: str) -> None:
     """The marks are on the code, so also on functions inside of others and on decorated ones."""
     import importlib
 
-    from ray_fracbackend.ipc import dynamo
+    from ray_fracbackend.ipc.group import dynamo
 
-    found = {code.co_name for code in dynamo._codes_of(importlib.import_module(f"ray_fracbackend.ipc.{module}"))}
+    found = {code.co_name for code in dynamo._codes_of(importlib.import_module(f"ray_fracbackend.ipc.group.{module}"))}
     expected = {
         "executor": {"run", "_drain", "submit"},
         "forms": {"takes", "decorate", "call"},

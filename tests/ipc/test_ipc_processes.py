@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ipc_harness import Job, run_ranks, values
 
 import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
-from ray_fracbackend.ipc.executor import Executor
+from ray_fracbackend.ipc.group.executor import Executor
 
 
 def in_child(function: Any) -> str:

@@ -22,18 +22,11 @@ import torch.distributed as dist
 from ipc_calls import CALLS, bare_group, filled, memfd_count, open_memfds, options, shared_names
 from ipc_harness import Job, run_ranks, values
 
-from ray_fracbackend.ipc import (
-    IpcUnavailableError,
-    arena,
-    atomics,
-    host_memory_support,
-    knobs,
-    leaders,
-    place_id,
-    support,
-)
-from ray_fracbackend.ipc.liveness import Peer, start_time
-from ray_fracbackend.ipc.setup import Membership
+from ray_fracbackend.ipc import IpcUnavailableError, host_memory_support, knobs, place_id
+from ray_fracbackend.ipc.host import arena, atomics, support
+from ray_fracbackend.ipc.host.liveness import Peer, start_time
+from ray_fracbackend.ipc.protocol import leaders
+from ray_fracbackend.ipc.protocol.setup import Membership
 
 
 def test_support_leaves_nothing_behind() -> None:
@@ -309,7 +302,7 @@ def pairs(job: Job) -> list[str]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ray_fracbackend.ipc.process_group").addHandler(handler)
+    logging.getLogger("ray_fracbackend.ipc.group.process_group").addHandler(handler)
     for backend in ("ipc", "cpu:ipc", "cpu:gloo,cuda:ipc", "cpu:gloo"):
         dist.all_reduce(torch.ones(1), group=dist.new_group(backend=backend))
     return [text.partition(",")[0] for text in texts if "asked for" in text]

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from ray_fracbackend.ipc import knobs, waiting
-from ray_fracbackend.ipc.arena import create_arena
-from ray_fracbackend.ipc.control import ControlPage, control_bytes
-from ray_fracbackend.ipc.liveness import Peer, start_time
+from ray_fracbackend.ipc import knobs
+from ray_fracbackend.ipc.host.arena import create_arena
+from ray_fracbackend.ipc.host.liveness import Peer, start_time
+from ray_fracbackend.ipc.protocol import waiting
+from ray_fracbackend.ipc.protocol.control import ControlPage, control_bytes
 
 WAKE_US = 60.0
 

@@ -1,0 +1,219 @@
+"""Work and Future of a collective, in the forms that torch's C++ callers survive. Imports torch.
+
+``Future.set_exception`` and a result of None both crash the process inside DDP's reducer, so failures go through a
+``then`` callback that raises, and the value is always a list of tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from .._torch import Reducer, Work
+from ..device.streams import CommunicationStream, DeviceCall
+from ..errors import CollectiveTimeoutError, IpcError
+from .executor import Executor, Task
+
+_hand_over = Reducer._set_forward_pass_work_handle
+_handed_over: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
+
+
+def keep_work_of_reducers() -> None:
+    """Keep alive what DDP's ``join`` hands to its reducer, whose C++ keeps no Python part of a Work. May be called again.
+
+    Without that part the reducer's wait never ends: torch calls the base class, which nothing completes.
+    """
+    Reducer._set_forward_pass_work_handle = _hand_over_and_keep
+
+
+def _hand_over_and_keep(reducer: Any, work: Work, use_static_world_size: bool) -> None:
+    _hand_over(reducer, work, use_static_world_size)
+    _handed_over[reducer] = work  # the one before goes only now, when the reducer no longer has it
+
+
+def completed_future(tensors: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
+    """A future that already holds `tensors`."""
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    return future
+
+
+class CompletedWork(Work):  # type: ignore[misc]  # torch gives it no type
+    """A collective that was over before its call returned.
+
+    Args:
+        tensors: Value of the future: the tensors that received results.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """None."""
+        return None
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that received results."""
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A completed future of `result()`."""
+        return completed_future(self._tensors)
+
+
+class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
+    """A collective that runs behind its caller's back.
+
+    Args:
+        task: The queued call.
+        executor: Runs it.
+        tensors: The tensors that receive results.
+    """
+
+    def __init__(self, task: Task, executor: Executor, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._task = task
+        self._executor = executor
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the collective is over.
+
+        Args:
+            timeout: Bound on this wait alone; None, zero and negative mean the collective's own.
+
+        Raises:
+            IpcError: The collective failed.
+            CollectiveTimeoutError: `timeout` passed first; the collective goes on.
+        """
+        if timeout is not None and timeout > timedelta(0):
+            if not self._task.wait(timeout.total_seconds()):
+                raise CollectiveTimeoutError(
+                    f"Work.wait timed out: not done within the {timeout.total_seconds()} s asked for."
+                )
+        else:
+            self._executor.finish(self._task)
+        error = self._task.error
+        if error is not None:
+            # What a signal handler raised in another thread is not for this one.
+            raise error if isinstance(error, Exception) else IpcError(f"The collective was ended by {error!r}.")
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the collective is over, well or badly."""
+        return self._task.is_done()
+
+    def is_success(self) -> bool:
+        """Whether the collective is over and went well."""
+        return self._task.is_done() and self._task.error is None
+
+    def exception(self) -> BaseException | None:
+        """What the collective raised, or None."""
+        return self._task.error
+
+    def synchronize(self) -> None:
+        """Same as ``wait()``."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that receive results."""
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of `result()`; waiting on it raises what the collective raised."""
+        started = self._new_future()
+        task, tensors = self._task, self._tensors
+
+        def outcome(_: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            if task.error is not None:
+                raise task.error if isinstance(task.error, Exception) else IpcError(repr(task.error))
+            return tensors
+
+        future: torch.futures.Future[list[torch.Tensor]] = started.then(outcome)
+        task.when_done(lambda: self._complete(started))
+        return future
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future()
+
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
+        future.set_result(self._tensors)
+
+
+class CompletedDeviceWork(CompletedWork):
+    """A collective on a device that the caller's stream already waits for.
+
+    Args:
+        tensors: See `CompletedWork`.
+        stream: Where it ran.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], stream: CommunicationStream) -> None:
+        super().__init__(tensors)
+        self._stream = stream
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A completed future of `result()`; whoever waits for it, its stream waits for the work."""
+        runtime = self._stream.runtime
+        future = runtime.new_future()
+        runtime.complete(future, self._tensors, self._stream.stream)
+        return future
+
+
+class PendingDeviceWork(PendingWork):
+    """A collective on a device whose work is issued behind its caller's back.
+
+    Args:
+        task: The queued call.
+        executor: Runs it.
+        tensors: The tensors that receive results.
+        call: What the task runs.
+    """
+
+    def __init__(self, task: Task, executor: Executor, tensors: list[torch.Tensor], call: DeviceCall) -> None:
+        super().__init__(task, executor, tensors)
+        self._call = call
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As `PendingWork.wait` until the work has been issued; then the caller's stream waits, and not the host."""
+        super().wait(timeout)
+        self._call.join()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the device is through with the work, or the collective failed."""
+        return self._task.is_done() and (self._task.error is not None or bool(self._call.done.query()))
+
+    def is_success(self) -> bool:
+        """Whether the device is through with the work and nothing failed."""
+        return self._task.error is None and self.is_completed()
+
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return self._call.stream.runtime.new_future()
+
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
+        if self._task.error is not None:
+            # The device may be broken, and a value without tensors does not touch it.
+            future.set_result([])
+            return
+        stream = self._call.stream
+        stream.runtime.complete(future, self._tensors, stream.stream)

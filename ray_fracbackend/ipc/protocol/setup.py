@@ -1,0 +1,166 @@
+"""Brings the ranks of a group together: who shares a place, one arena a place, agreement. Imports torch.
+
+Each rank announces its place and process in the group's store; the first rank of a place creates the memory; the
+others open it; and only when every rank of the whole group has said that it is attached does anyone go on. So either
+all ranks have the backend or all raise the same reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .. import knobs
+from .._torch import PrefixStore
+from ..errors import IpcUnavailableError
+from ..host.arena import Arena, ArenaName, attach_arena, create_arena
+from ..host.liveness import Peer, start_time
+from ..host.memory import HostMemory, data_bytes
+from ..host.support import host_memory_support, place_id
+from ..host.transport import Transport
+from .control import ControlPage, control_bytes
+from .engine import Engine
+from .local import LocalCollectives, ReductionPlan
+from .waiting import Waiter
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Where the ranks of a group are.
+
+    Attributes:
+        rank: This process's rank in the group.
+        places: Group ranks of each place, ascending; places by their lowest rank.
+        names: How messages call each group rank: "rank" and its global rank.
+    """
+
+    rank: int
+    places: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+    @property
+    def place_index(self) -> int:
+        """Index of this rank's place."""
+        return next(i for i, members in enumerate(self.places) if self.rank in members)
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Group ranks of this rank's place."""
+        return self.places[self.place_index]
+
+
+def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Membership, LocalCollectives]:
+    """Set up the shared memory of a group; every rank of the group must call it.
+
+    Args:
+        store: The group's own store (prefixed).
+        rank: This process's rank in the group.
+        size: Ranks of the group.
+        names: How messages call each group rank.
+
+    Returns:
+        The places, and the collectives of this rank's own place.
+
+    Raises:
+        IpcUnavailableError: Some rank cannot take part; the message says which and why.
+    """
+    store = PrefixStore("ipc", store)
+    hello = {"place": place_id(), "pid": os.getpid(), "started": 0, "error": host_memory_support()}
+    if hello["error"] is None:
+        hello["started"] = start_time(os.getpid())
+    infos = _exchange(store, "hello", rank, size, hello)
+    _raise_first_error(infos, names)
+    membership = Membership(rank, group_by_place([info["place"] for info in infos]), names)
+    members = membership.local_ranks
+    arena, chunk_bytes, keep_fd, error = _open_arena(store, rank, members)
+    try:
+        _raise_first_error(_exchange(store, "attached", rank, size, {"error": error}), names)
+    finally:
+        if keep_fd >= 0:
+            os.close(keep_fd)
+    assert arena is not None
+    peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
+
+    def memory(waiter: Waiter) -> Transport:
+        return HostMemory(
+            arena, control_bytes(len(members)), chunk_bytes, len(members), waiter.release_fence, waiter.acquire_fence
+        )
+
+    engine = make_engine(arena, members.index(rank), peers, [names[r] for r in members], memory)
+    return membership, LocalCollectives(engine, ReductionPlan(knobs.ONE_PASS_BYTES, knobs.two_pass_ranks(), False))
+
+
+def make_engine(
+    arena: Arena, rank: int, peers: list[Peer], names: list[str], memory: Callable[[Waiter], Transport]
+) -> Engine:
+    """One rank's side of a place.
+
+    Args:
+        arena: Begins with the control page.
+        rank: Local rank of this process.
+        peers: Processes of the local ranks.
+        names: How messages call each local rank.
+        memory: Makes the memory for tensors; the waiter has the fences.
+    """
+    control = ControlPage(arena, rank, len(peers))
+    waiter = Waiter(control, arena.address, peers, names)
+    return Engine(control, memory(waiter), waiter, names)
+
+
+def _exchange(store: Any, key: str, rank: int, size: int, value: dict[str, Any]) -> list[dict[str, Any]]:
+    store.set(f"{key}/{rank}", json.dumps(value))
+    return [value if r == rank else json.loads(store.get(f"{key}/{r}")) for r in range(size)]
+
+
+def _raise_first_error(infos: list[dict[str, Any]], names: tuple[str, ...]) -> None:
+    failed = [(names[r], info["error"]) for r, info in enumerate(infos) if info["error"] is not None]
+    if failed:
+        others = f" ({len(failed)} ranks in all)" if len(failed) > 1 else ""
+        raise IpcUnavailableError(f"The ipc backend cannot be used: {failed[0][0]}{others}: {failed[0][1]}")
+
+
+def group_by_place(place_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each place, ascending; places by their lowest rank."""
+    places: dict[str, list[int]] = {}
+    for rank, place in enumerate(place_of_rank):
+        places.setdefault(place, []).append(rank)
+    return tuple(tuple(members) for members in places.values())
+
+
+def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena | None, int, int, str | None]:
+    """Create or attach this place's arena; returns it, its chunk size, a descriptor to close later, and an error."""
+    key = f"arena/{members[0]}"
+    if rank != members[0]:
+        announced = json.loads(store.get(key))
+        if announced["error"] is not None:
+            return None, 0, -1, announced["error"]
+        try:
+            return attach_arena(ArenaName(**announced["name"])), announced["chunk_bytes"], -1, None
+        except (IpcUnavailableError, OSError) as error:
+            return None, 0, -1, str(error)
+    try:
+        arena, name, chunk_bytes = _create_largest(len(members))
+    except (OSError, ValueError) as error:
+        store.set(key, json.dumps({"error": str(error)}))
+        return None, 0, -1, str(error)
+    store.set(key, json.dumps({"error": None, "name": asdict(name), "chunk_bytes": chunk_bytes}))
+    return arena, chunk_bytes, name.fd, None
+
+
+def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, int]:
+    """An arena with the wanted chunk size, or with the largest half, quarter, ... of it that the kernel gives."""
+    chunk_bytes = knobs.chunk_bytes()
+    while True:
+        num_bytes = control_bytes(num_ranks) + data_bytes(chunk_bytes, num_ranks)
+        try:
+            arena, name = create_arena(num_bytes)
+            return arena, name, chunk_bytes
+        except OSError as error:
+            if chunk_bytes // 2 < knobs.MIN_CHUNK_BYTES:
+                raise OSError(
+                    error.errno, f"the kernel does not give {num_bytes} bytes of shared memory ({error.strerror})"
+                ) from error
+            chunk_bytes = chunk_bytes // 2 // 4096 * 4096
