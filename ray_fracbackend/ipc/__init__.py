@@ -8,10 +8,13 @@ Importing this package registers the backend; it needs torch on Linux, and not R
     dist.init_process_group("ipc")  # under torchrun
 
 Ranks on other machines, and tensors that shared memory does not carry, go through a Gloo group inside it.
+
+Imports go one way: ``group`` -> ``device`` -> ``protocol`` -> ``host``; all of them may use ``errors``, ``knobs`` and ``_torch``.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ._torch import DEVICES, Backend, is_registered
@@ -25,7 +28,7 @@ from .errors import (
     IpcUnavailableError,
     PeerLostError,
 )
-from .host.support import host_memory_support, place_id
+from .host.support import host_id, host_memory_support
 
 if TYPE_CHECKING:
     from .group.operations import IpcProcessGroup
@@ -41,8 +44,8 @@ __all__ = [
     "IpcUnavailableError",
     "PeerLostError",
     "device_memory_support",
+    "host_id",
     "host_memory_support",
-    "place_id",
     "register",
 ]
 
@@ -50,6 +53,9 @@ BACKEND_NAME = "ipc"
 
 
 def __getattr__(name: str) -> Any:
+    if name == "place_id":
+        warnings.warn("ipc.place_id is deprecated: use ipc.host_id.", DeprecationWarning, stacklevel=2)
+        return host_id
     # The collectives are loaded with the first group: who only asks whether the backend could be used need not pay.
     if name != "IpcProcessGroup":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -130,7 +130,7 @@ Point = tuple[Action, int]
 
 
 def points(call: Call, num_ranks: int) -> list[Point]:
-    """What each rank does in a call in one place: actions in order, each with how often it came before."""
+    """What each rank does in a call on one host: actions in order, each with how often it came before."""
     entries: list[Action] = []
     if call.name.startswith("all_to_all"):
         # First the sizes.

@@ -56,9 +56,9 @@ def problems_of(case: Case, report: Report) -> list[str]:
     allowed = {NOTICED[case.fault], "GroupPoisonedError"}
     if case.fault == "raise" and is_victim:
         allowed = {"RuntimeError"}
-    # A rank of another place may see no more than the end of a connection, but its leader compares calls before.
-    compared = case.fault == "mismatch" and case.places.count(case.places[case.victim]) == 1
-    elsewhere = case.places[report.rank] != case.places[case.victim] and not compared
+    # A rank of another host may see no more than the end of a connection, but its leader compares calls before.
+    compared = case.fault == "mismatch" and case.hosts.count(case.hosts[case.victim]) == 1
+    elsewhere = case.hosts[report.rank] != case.hosts[case.victim] and not compared
     if elsewhere:
         allowed.add("IpcError")
     if error_type not in allowed:

@@ -1,4 +1,4 @@
-"""Does the device memory of a place really work? Real collectives with known answers. Imports torch."""
+"""Does the memory of a device really work between its ranks? Real collectives with known answers. Imports torch."""
 
 from __future__ import annotations
 

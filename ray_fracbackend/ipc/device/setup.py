@@ -26,7 +26,7 @@ from ..protocol.description import describe_call, description_text, first_on_dev
 from ..protocol.hierarchy import HierarchicalCollectives
 from ..protocol.leaders import gloo_leaders, nccl_leaders
 from ..protocol.local import LEADER, LocalCollectives, ReductionPlan
-from ..protocol.setup import Membership, group_by_place, make_engine
+from ..protocol.setup import Membership, group_by_host, make_engine
 from ..protocol.waiting import Beside, Waiter
 from .check import check_collectives
 from .memory import DeviceMemory, DeviceParts, block_bytes, free_retired, give_up
@@ -45,8 +45,8 @@ class HostSide:
     """What a group has before it has device memory.
 
     Attributes:
-        membership: Places that share host memory.
-        local: Collectives of this rank's place.
+        membership: Ranks of each host.
+        local: Collectives of this rank's host.
         collectives: Collectives of the group.
         gloo: The Gloo group of all ranks.
         store: The group's store.
@@ -64,7 +64,7 @@ class DeviceLane:
     """What a group has once its device memory works.
 
     Attributes:
-        membership: Places are devices.
+        membership: Ranks of each device.
         local: Collectives of this rank's device.
         memory: Their transport.
         collectives: Collectives of the group.
@@ -155,13 +155,13 @@ class DeviceSetup:
             return {"error": error}
 
     def _group(self, infos: list[dict[str, Any]]) -> Membership:
-        """Ranks that share host memory and a device form a place."""
+        """Group the ranks by the device that they share; ranks of different hosts never share one."""
         host = self._host.membership
-        place_of = {rank: str(place) for place, members in enumerate(host.places) for rank in members}
-        places = group_by_place([f"{place_of[rank]}/{info['uuid']}" for rank, info in enumerate(infos)])
-        if len(places) == len(infos) > 1 and not all(info["nccl"] for info in infos):
+        host_of = {rank: index for index, members in enumerate(host.hosts) for rank in members}
+        devices = group_by_host([f"{host_of[rank]}/{info['uuid']}" for rank, info in enumerate(infos)])
+        if len(devices) == len(infos) > 1 and not all(info["nccl"] for info in infos):
             raise IpcUnavailableError("no two ranks share a device, and NCCL is not there to connect devices")
-        return Membership(self._rank, places, host.names)
+        return Membership(self._rank, devices, host.names)
 
     def _allocate(self, membership: Membership, chunk_bytes: int) -> DeviceParts:
         """This rank's block, with the largest half, quarter, ... of the wanted chunk size that every device has."""
@@ -198,7 +198,7 @@ class DeviceSetup:
             return self._runtime.allocate(num_bytes)
 
     def _connect(self, membership: Membership, parts: DeviceParts, own: int) -> Arena:
-        """Map the other ranks' blocks, events and the place's control page."""
+        """Map the other ranks' blocks, events and the device's control page."""
         members = membership.local_ranks
         with contextlib.ExitStack() as stack:
             arena: Arena | None = None
@@ -274,7 +274,7 @@ class DeviceSetup:
         return DeviceLane(membership, local, memory, collectives, leaders)
 
     def _connect_devices(self, membership: Membership, local: LocalCollectives) -> tuple[Collectives, tuple[Any, ...]]:
-        if len(membership.places) == 1:
+        if len(membership.hosts) == 1:
             return local, ()
         store = PrefixStore("device", self._host.store)
         error: Any = None

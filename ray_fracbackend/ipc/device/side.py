@@ -101,7 +101,7 @@ class DeviceSide:
             logger.info(
                 "ipc device memory for %d ranks on %d devices, chunks of %d bytes",
                 self._host.collectives.num_ranks,
-                len(self._lane.membership.places),
+                len(self._lane.membership.hosts),
                 self._lane.memory.chunk_bytes,
             )
 

@@ -25,7 +25,7 @@ def takes(options: str, *tensors: str, also: Sequence[str] = ()) -> Callable[[_M
     Args:
         options: Class of the options, such as ``AllreduceOptions``.
         tensors: Names of the arguments before the options; alternatives with ``/`` between them.
-        also: What may stand in the place of the options, in torch's order: of ``root``, ``op`` and ``timeout``. A root has
+        also: What may stand instead of the options, in torch's order: of ``root``, ``op`` and ``timeout``. A root has
             no default.
 
     Returns:

@@ -51,7 +51,7 @@ def _in_inference_mode(function: Callable[[], None]) -> Callable[[], None]:
 class LaunchingGroup(ProcessGroupBase):
     """Adds the running of calls; `operations.IpcProcessGroup` adds the calls."""
 
-    def _place_of(self, *tensors: torch.Tensor) -> torch.device | None:
+    def _carrier_of(self, *tensors: torch.Tensor) -> torch.device | None:
         """Whose shared memory can carry these tensors: the host's, a CUDA device's, or None for nobody's.
 
         Raises:
@@ -72,7 +72,7 @@ class LaunchingGroup(ProcessGroupBase):
 
     def _launch(
         self,
-        place: torch.device,
+        device: torch.device,
         opts: Any,
         description: bytes,
         function: Callable[[Collectives], None],
@@ -84,7 +84,7 @@ class LaunchingGroup(ProcessGroupBase):
         """Run a call through shared memory.
 
         Args:
-            place: From `_place_of`. Tensors without data are left as they are, and no rank hears of the call.
+            device: From `_carrier_of`. Tensors without data are left as they are, and no rank hears of the call.
             opts: torch's options.
             description: Of the call.
             function: Does the work with the collectives that it is given.
@@ -97,25 +97,25 @@ class LaunchingGroup(ProcessGroupBase):
             ValueError: One of `written` has several elements at one place in memory.
         """
         check_writable(description, results if written is None else written)
-        if place is NOWHERE:
+        if device is NOWHERE:
             return CompletedWork(results)
-        if place is HOST:
+        if device is HOST:
             on_host = self._begun(description, tensors, self._guarded(function, self._collectives))
             return self._execute(opts, on_host, results)
         timeout_s = timeout_of(opts, self._timeout_s)
 
         def prepare() -> None:
-            self._device_side.prepare(place, description, timeout_s)
+            self._device_side.prepare(device, description, timeout_s)
 
         def on_device() -> None:
-            there = self._device_side.collectives(place)
+            there = self._device_side.collectives(device)
             if there is None:
                 self._run_gloo(gloo, through_gloo(description), timeout_s)
             else:
                 function(there)
 
         issue = self._begun(description, tensors, self._guarded(on_device))
-        return self._execute_on(place, opts, issue, tensors, results, self._guarded(prepare))
+        return self._execute_on(device, opts, issue, tensors, results, self._guarded(prepare))
 
     def _through_gloo(
         self, opts: Any, description: bytes, start: Callable[[], Any], tensors: Tensors, results: list[torch.Tensor]

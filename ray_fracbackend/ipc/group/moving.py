@@ -27,8 +27,8 @@ class MovingGroup(LaunchingGroup):
         def gloo() -> Any:
             return self._gloo.broadcast([tensor], opts)
 
-        place = self._place_of(tensor)
-        if place is None:
+        device = self._carrier_of(tensor)
+        if device is None:
             return self._through_gloo(opts, description, gloo, [tensor], [tensor])
         timeout_s = timeout_of(opts, self._timeout_s)
 
@@ -39,7 +39,7 @@ class MovingGroup(LaunchingGroup):
                 out.store()
 
         written = [tensor] if root != self._own_rank else []
-        return self._launch(place, opts, description, function, gloo, [tensor], [tensor], written)
+        return self._launch(device, opts, description, function, gloo, [tensor], [tensor], written)
 
     @takes("AllgatherOptions", "output_tensors", "input_tensors/input_tensor", also=("timeout",))
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -50,8 +50,8 @@ class MovingGroup(LaunchingGroup):
         def gloo() -> Any:
             return self._gloo.allgather([targets], [tensor], opts)
 
-        place = self._place_of(tensor, *targets)
-        if place is None:
+        device = self._carrier_of(tensor, *targets)
+        if device is None:
             return self._through_gloo(opts, description, gloo, [tensor, *targets], targets)
         check_same("all_gather", targets, self._num_ranks, tensor.dtype, tensor.numel())
         timeout_s = timeout_of(opts, self._timeout_s)
@@ -62,7 +62,7 @@ class MovingGroup(LaunchingGroup):
             for out in outs:
                 out.store()
 
-        return self._launch(place, opts, description, function, gloo, [tensor, *targets], targets)
+        return self._launch(device, opts, description, function, gloo, [tensor, *targets], targets)
 
     @takes("AllgatherOptions", "output_lists", "input_list")
     def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any) -> Any:
@@ -86,8 +86,8 @@ class MovingGroup(LaunchingGroup):
         def gloo() -> Any:
             return self._gloo_base("all_gather", output, tensor, opts)
 
-        place = self._place_of(output, tensor)
-        if place is None:
+        device = self._carrier_of(output, tensor)
+        if device is None:
             return self._through_gloo(opts, description, gloo, [output, tensor], [output])
         check_same("all_gather_into_tensor", [output], 1, tensor.dtype, tensor.numel() * self._num_ranks)
         timeout_s = timeout_of(opts, self._timeout_s)
@@ -98,7 +98,7 @@ class MovingGroup(LaunchingGroup):
             collectives.all_gather(flat(tensor), parts, description, timeout_s)
             out.store()
 
-        return self._launch(place, opts, description, function, gloo, [output, tensor], [output])
+        return self._launch(device, opts, description, function, gloo, [output, tensor], [output])
 
     @takes("AllgatherOptions", "outputs/output_lists", "inputs/input_list")
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
@@ -117,8 +117,8 @@ class MovingGroup(LaunchingGroup):
         def gloo() -> Any:
             return self._gloo.gather([targets] if is_root else [], [tensor], opts)
 
-        place = self._place_of(tensor, *targets)
-        if place is None:
+        device = self._carrier_of(tensor, *targets)
+        if device is None:
             return self._through_gloo(opts, description, gloo, [tensor, *targets], targets)
         if is_root:
             check_same("gather", targets, self._num_ranks, tensor.dtype, tensor.numel())
@@ -131,7 +131,7 @@ class MovingGroup(LaunchingGroup):
             for out in outs or ():
                 out.store()
 
-        return self._launch(place, opts, description, function, gloo, [tensor, *targets], targets or [tensor], targets)
+        return self._launch(device, opts, description, function, gloo, [tensor, *targets], targets or [tensor], targets)
 
     @takes("ScatterOptions", "output_tensors/output_tensor", "input_tensors", also=("root", "timeout"))
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -144,8 +144,8 @@ class MovingGroup(LaunchingGroup):
         def gloo() -> Any:
             return self._gloo.scatter([output], [parts] if is_root else [], opts)
 
-        place = self._place_of(output, *parts)
-        if place is None:
+        device = self._carrier_of(output, *parts)
+        if device is None:
             return self._through_gloo(opts, description, gloo, [output, *parts], [output])
         if is_root:
             check_same("scatter", parts, self._num_ranks, output.dtype, output.numel())
@@ -159,7 +159,7 @@ class MovingGroup(LaunchingGroup):
             collectives.exchange(sources, targets, num_bytes, description, timeout_s)
             out.store()
 
-        return self._launch(place, opts, description, function, gloo, [output, *parts], [output])
+        return self._launch(device, opts, description, function, gloo, [output, *parts], [output])
 
     @takes(
         "AllToAllOptions", "output_tensors/output_tensor/output", "input_tensors/input_tensor/input", also=("timeout",)
@@ -174,8 +174,8 @@ class MovingGroup(LaunchingGroup):
         def gloo() -> Any:
             return self._gloo_all_to_all(outputs, inputs, opts)
 
-        place = self._place_of(*outputs, *inputs)
-        if place is None:
+        device = self._carrier_of(*outputs, *inputs)
+        if device is None:
             return self._through_gloo(opts, description, gloo, [*outputs, *inputs], outputs)
         for name, tensors in (("outputs", outputs), ("inputs", inputs)):
             if len(tensors) != self._num_ranks:
@@ -188,7 +188,7 @@ class MovingGroup(LaunchingGroup):
             for out in outs:
                 out.store()
 
-        return self._launch(place, opts, description, function, gloo, [*outputs, *inputs], outputs)
+        return self._launch(device, opts, description, function, gloo, [*outputs, *inputs], outputs)
 
     @takes(
         "AllToAllOptions",
@@ -213,8 +213,8 @@ class MovingGroup(LaunchingGroup):
         def gloo() -> Any:
             return self._gloo_base("all_to_all", output, tensor, list(output_splits), list(input_splits), opts)
 
-        place = self._place_of(output, tensor)
-        if place is None:
+        device = self._carrier_of(output, tensor)
+        if device is None:
             return self._through_gloo(opts, description, gloo, [output, tensor], [output])
         timeout_s = timeout_of(opts, self._timeout_s)
 
@@ -226,7 +226,7 @@ class MovingGroup(LaunchingGroup):
             self._exchange(collectives, sources, targets, description, timeout_s)
             out.store()
 
-        return self._launch(place, opts, description, function, gloo, [output, tensor], [output])
+        return self._launch(device, opts, description, function, gloo, [output, tensor], [output])
 
     # Names of torch before 2.13; its C++ looks for either set.
     _allgather_base = all_gather_single

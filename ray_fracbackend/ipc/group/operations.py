@@ -37,8 +37,8 @@ class IpcProcessGroup(MovingGroup):
         def gloo() -> Any:
             return self._gloo.allreduce([tensor], opts)
 
-        place = self._place_of(tensor)
-        if place is None:
+        device = self._carrier_of(tensor)
+        if device is None:
             return self._through_gloo(opts, description, gloo, [tensor], [tensor])
         reduction, factor = self._reduction_of("all_reduce", tensor.dtype, kind), premul_factor(opts.reduceOp, kind)
         timeout_s = timeout_of(opts, self._timeout_s)
@@ -48,7 +48,7 @@ class IpcProcessGroup(MovingGroup):
             collectives.all_reduce(out.flat, reduction, factor, description, timeout_s)
             out.store()
 
-        return self._launch(place, opts, description, function, gloo, [tensor], [tensor])
+        return self._launch(device, opts, description, function, gloo, [tensor], [tensor])
 
     @takes("AllreduceCoalescedOptions", "tensors")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
@@ -72,8 +72,8 @@ class IpcProcessGroup(MovingGroup):
         def gloo() -> Any:
             return self._gloo.reduce([tensor], opts)
 
-        place = self._place_of(tensor)
-        if place is None:
+        device = self._carrier_of(tensor)
+        if device is None:
             return self._through_gloo(opts, description, gloo, [tensor], [tensor])
         reduction, factor = self._reduction_of("reduce", tensor.dtype, kind), premul_factor(opts.reduceOp, kind)
         timeout_s = timeout_of(opts, self._timeout_s)
@@ -85,7 +85,7 @@ class IpcProcessGroup(MovingGroup):
                 out.store()
 
         written = [tensor] if root == self._own_rank else []
-        return self._launch(place, opts, description, function, gloo, [tensor], [tensor], written)
+        return self._launch(device, opts, description, function, gloo, [tensor], [tensor], written)
 
     @takes(
         "ReduceScatterOptions",
@@ -101,11 +101,11 @@ class IpcProcessGroup(MovingGroup):
         def gloo() -> Any:
             return self._gloo.reduce_scatter([output], [parts], opts)
 
-        place = self._place_of(output, *parts)
-        if place is None:
+        device = self._carrier_of(output, *parts)
+        if device is None:
             return self._through_gloo(opts, description, gloo, [output, *parts], [output])
         check_same("reduce_scatter", parts, self._num_ranks, output.dtype, output.numel())
-        return self._launch_reduce_scatter(place, opts, description, gloo, output, parts)
+        return self._launch_reduce_scatter(device, opts, description, gloo, output, parts)
 
     @takes("ReduceScatterOptions", "outputTensor", "inputTensor")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
@@ -115,15 +115,15 @@ class IpcProcessGroup(MovingGroup):
         def gloo() -> Any:
             return self._gloo_base("reduce_scatter", output, tensor, opts)
 
-        place = self._place_of(output, tensor)
-        if place is None:
+        device = self._carrier_of(output, tensor)
+        if device is None:
             return self._through_gloo(opts, description, gloo, [output, tensor], [output])
         check_same("reduce_scatter_tensor", [tensor], 1, output.dtype, output.numel() * self._num_ranks)
-        return self._launch_reduce_scatter(place, opts, description, gloo, output, tensor)
+        return self._launch_reduce_scatter(device, opts, description, gloo, output, tensor)
 
     def _launch_reduce_scatter(
         self,
-        place: torch.device,
+        device: torch.device,
         opts: Any,
         description: bytes,
         gloo: Callable[[], Any],
@@ -144,7 +144,7 @@ class IpcProcessGroup(MovingGroup):
             out.store()
 
         tensors = [output, source] if isinstance(source, torch.Tensor) else [output, *source]
-        return self._launch(place, opts, description, function, gloo, tensors, [output])
+        return self._launch(device, opts, description, function, gloo, tensors, [output])
 
     @takes("ReduceScatterOptions", "outputs/outputTensors", "inputs/inputTensors")
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:

@@ -81,7 +81,7 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
         self._set_default_backend(_GLOO_NAME)
         self._leaders = gloo_leaders(store, self.membership, timeout)
         self._collectives: Collectives = self._local
-        if len(self.membership.places) > 1:
+        if len(self.membership.hosts) > 1:
             self._collectives = HierarchicalCollectives(self.membership, self._local, self._leaders, self._gloo)
         host = HostSide(self.membership, self._local, self._collectives, self._gloo, store)
         self._device_side = DeviceSide(host, timeout)
@@ -89,9 +89,9 @@ class ProcessGroupBase(ProcessGroup):  # type: ignore[misc]  # torch gives it no
         self._reductions: dict[tuple[torch.dtype, Any], Reduction] = {}
         logger.log(
             logging.INFO if rank == 0 else logging.DEBUG,
-            "ipc process group of %d ranks in %d places, %d here, chunks of %d bytes",
+            "ipc process group of %d ranks on %d hosts, %d here, chunks of %d bytes",
             size,
-            len(self.membership.places),
+            len(self.membership.hosts),
             self._local.num_ranks,
             self._local.engine.transport.chunk_bytes,
         )

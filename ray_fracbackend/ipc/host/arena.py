@@ -1,4 +1,4 @@
-"""Anonymous shared memory between processes of one place: creation, attachment, size. Imports stdlib only.
+"""Anonymous shared memory between processes of one host: creation, attachment, size. Imports stdlib only.
 
 The memory is a memfd. It has no name in any file system, so nothing can be left in /dev/shm whichever rank is
 killed when, it is not limited by the size of /dev/shm (64 MB in a Docker container), and only processes that may
@@ -87,7 +87,7 @@ def attach_arena(name: ArenaName) -> Arena:
     except OSError as error:
         raise IpcUnavailableError(
             f"{path} of the rank that created the shared memory cannot be opened ({error.strerror}): both ranks must "
-            f"share a PID namespace and a user; give them different places, or use the gloo backend."
+            f"share a PID namespace and a user; set RAY_FRACBACKEND_IPC_HOST differently for them, or use the gloo backend."
         ) from error
     try:
         if os.fstat(fd).st_size < name.num_bytes:

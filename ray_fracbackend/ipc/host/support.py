@@ -20,17 +20,17 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = "/proc/self/ns/pid"
 
 
-def place_id() -> str:
+def host_id() -> str:
     """Text that is equal for exactly those processes that can open each other's memory.
 
-    Boot id, host name and PID namespace; `RAY_FRACBACKEND_IPC_PLACE` is added when set, so that it can only split
-    a host into several places, never join two hosts.
+    Boot id, host name and PID namespace; `RAY_FRACBACKEND_IPC_HOST` is added when set, so that it can only split
+    a host into several, never join two.
     """
     try:
         detected = f"{_BOOT_ID.read_text().strip()}/{socket.gethostname()}/{os.readlink(_PID_NAMESPACE)}"
     except OSError:
         detected = socket.gethostname()
-    override = knobs.place_override()
+    override = knobs.host_override()
     return detected if override is None else f"{detected}/{override}"
 
 

@@ -17,7 +17,7 @@ _MAX_VIEWS = 2048
 
 
 class Transport(Protocol):
-    """Memory of one group in one place.
+    """Memory of one group on one host, or on one of its devices.
 
     Attributes:
         chunk_bytes: Size of a slot in bytes; a multiple of 4096.

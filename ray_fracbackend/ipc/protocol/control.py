@@ -1,4 +1,4 @@
-"""The control page: counters, call descriptions and failure marks that the ranks of one place share.
+"""The control page: counters, call descriptions and failure marks that the ranks of one host share.
 
 Runs in every rank; imports the standard library only. Layout (8-byte words, native order):
 
@@ -35,7 +35,7 @@ def control_bytes(num_ranks: int) -> int:
 
 
 class ControlPage:
-    """Typed access to the control page of one group in one place.
+    """Typed access to the control page of one group on one host.
 
     Args:
         arena: The mapping; the page is at its start.

@@ -1,4 +1,4 @@
-"""Runs collectives of one place, one at a time: schedule, steps, mismatch detection, failure. Imports torch.
+"""Runs collectives of one host, one at a time: schedule, steps, mismatch detection, failure. Imports torch.
 
 Nothing here knows which memory the tensors pass through; that is the transport's.
 """
@@ -43,7 +43,7 @@ class Call:
 
 
 class Engine:
-    """One rank's side of the collectives of a place.
+    """One rank's side of the collectives of a host.
 
     Args:
         control: The control page.

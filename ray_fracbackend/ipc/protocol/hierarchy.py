@@ -1,7 +1,7 @@
-"""Collectives of a group whose ranks are in several places (hosts, or devices). Imports torch.
+"""Collectives of a group whose ranks are on several hosts, or on several devices. Imports torch.
 
-Ranks reduce inside their place, the first rank of each place (its leader) talks to the other leaders through a group of
-their own (Gloo, or NCCL between devices), and the result comes back through the place's memory. Places may differ in
+Ranks reduce within their host (or device), the first rank of each (its leader) talks to the other leaders through a group of
+their own (Gloo, or NCCL between devices), and the result comes back through the host's memory. Hosts may differ in
 their number of ranks.
 Every rank gets bitwise the same result: the leaders' all_reduce gives all leaders the same bytes.
 """
@@ -38,12 +38,12 @@ _LEADER_OPS = {
 
 
 class HierarchicalCollectives:
-    """Collectives of a group in several places; the arguments are those of `LocalCollectives`.
+    """Collectives of a group on several hosts or devices; the arguments are those of `LocalCollectives`.
 
     Args:
-        membership: Places and ranks.
-        local: Collectives of this rank's place.
-        leaders: Group of the leaders that moves their data, rank = place index; None on other ranks.
+        membership: Ranks of each host, or of each device.
+        local: Collectives of this rank's host.
+        leaders: Group of the leaders that moves their data, rank = host index; None on other ranks.
         everyone: Gloo group of all ranks.
         agreement: Gloo group of the leaders, in which they compare descriptions; None for `leaders` itself.
     """
@@ -57,10 +57,10 @@ class HierarchicalCollectives:
         agreement: Any = None,
     ) -> None:
         self.rank = membership.rank
-        self.num_ranks = sum(map(len, membership.places))
+        self.num_ranks = sum(map(len, membership.hosts))
         self._local = local
-        self._places = membership.places
-        self._place = membership.place_index
+        self._hosts = membership.hosts
+        self._host = membership.host_index
         self._names = membership.names
         self._leaders = leaders
         self._everyone = everyone
@@ -69,7 +69,7 @@ class HierarchicalCollectives:
             local.engine.on_failure.append(self._hang_up)
 
     def _hang_up(self, reason: str) -> None:
-        """End the connections to other leaders, so that a failure in this place reaches their places at once."""
+        """End the connections to other leaders, so that a failure on this host reaches their hosts at once."""
         # Where this torch's Gloo has no abort, the other leaders notice at their timeout.
         for group in (self._agreement, self._leaders):
             with suppress(RuntimeError, AttributeError):
@@ -77,13 +77,13 @@ class HierarchicalCollectives:
 
     @contextmanager
     def _poisoning(self, description: bytes, timeout_s: float) -> Iterator[None]:
-        """A failure between places must not leave the ranks of this place waiting."""
+        """A failure between hosts must not leave the ranks of this host waiting."""
         started = time.monotonic()
         try:
             yield
         except BaseException as error:
             what = description_text(description)
-            reason = str(error) if isinstance(error, IpcError) else f"{what} between places: {error}"
+            reason = str(error) if isinstance(error, IpcError) else f"{what} between hosts: {error}"
             self._local.engine.fail(reason)
             if isinstance(error, IpcError) or not isinstance(error, Exception):
                 raise
@@ -91,7 +91,7 @@ class HierarchicalCollectives:
             late = time.monotonic() - started >= timeout_s
             raise (CollectiveTimeoutError if late else IpcError)(reason) from error
 
-    def _between_places(self, function: Callable[[Any], None], description: bytes, timeout_s: float) -> None:
+    def _between_hosts(self, function: Callable[[Any], None], description: bytes, timeout_s: float) -> None:
         """Run `function` on the leader, after the leaders have compared descriptions."""
         if self._leaders is not None:
             with self._poisoning(description, timeout_s):
@@ -99,22 +99,22 @@ class HierarchicalCollectives:
                 function(self._leaders)
 
     def _gather_parts(self, leaders: Any, part: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
-        """The `part` of every leader, by place."""
+        """The `part` of every leader, by host."""
         options = c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=timeout_s)
-        parts = [torch.empty_like(part) for _ in self._places]
+        parts = [torch.empty_like(part) for _ in self._hosts]
         leaders.allgather([parts], [part], options).wait()
         return parts
 
     def _agree(self, description: bytes, timeout_s: float) -> None:
         own = torch.frombuffer(bytearray(description), dtype=torch.uint8)
         all_of_them = self._gather_parts(self._agreement, own, timeout_s)
-        for place, tensor in enumerate(all_of_them):
+        for host, tensor in enumerate(all_of_them):
             theirs = bytes(tensor.tolist())
             if theirs[:KEY_BYTES] != description[:KEY_BYTES]:
                 raise CollectiveMismatchError(
                     f"{self._names[self.rank]} called {description_text(description)} while "
-                    f"{self._names[self._places[place][0]]} called {description_text(theirs)} as the same collective "
+                    f"{self._names[self._hosts[host][0]]} called {description_text(theirs)} as the same collective "
                     f"of the group; every rank must make the same calls in the same order."
                 )
 
@@ -122,7 +122,7 @@ class HierarchicalCollectives:
         """See `LocalCollectives.barrier`."""
         self._local.barrier(description, timeout_s)
         # _agree alone already waits for every leader.
-        self._between_places(lambda leaders: None, description, timeout_s)
+        self._between_hosts(lambda leaders: None, description, timeout_s)
         self._local.barrier(description, timeout_s)
 
     def all_reduce(
@@ -148,7 +148,7 @@ class HierarchicalCollectives:
             reduction.of_partials().reduce(merged, parts)
             tensor.copy_(merged)
 
-        self._between_places(reduce_partials, description, timeout_s)
+        self._between_hosts(reduce_partials, description, timeout_s)
         self._local.broadcast(tensor, 0, description, timeout_s)
 
     def reduce(
@@ -168,21 +168,21 @@ class HierarchicalCollectives:
 
     def broadcast(self, tensor: torch.Tensor, root: int, description: bytes, timeout_s: float) -> None:
         """See `LocalCollectives.broadcast`."""
-        home = next(i for i, members in enumerate(self._places) if root in members)
-        if self._place == home:
-            self._local.broadcast(tensor, self._places[home].index(root), description, timeout_s)
+        home = next(i for i, members in enumerate(self._hosts) if root in members)
+        if self._host == home:
+            self._local.broadcast(tensor, self._hosts[home].index(root), description, timeout_s)
 
         def send(leaders: Any) -> None:
             self._send(leaders, as_bytes(tensor), home, timeout_s)
 
-        self._between_places(send, description, timeout_s)
-        if self._place != home:
+        self._between_hosts(send, description, timeout_s)
+        if self._host != home:
             self._local.broadcast(tensor, 0, description, timeout_s)
 
     @staticmethod
-    def _send(leaders: Any, data: torch.Tensor, place: int, timeout_s: float) -> None:
+    def _send(leaders: Any, data: torch.Tensor, host: int, timeout_s: float) -> None:
         options = c10d.BroadcastOptions()
-        options.rootRank = place
+        options.rootRank = host
         options.timeout = timedelta(seconds=timeout_s)
         if data.numel():
             leaders.broadcast([data], options).wait()
@@ -192,19 +192,19 @@ class HierarchicalCollectives:
         data = as_bytes(tensor)
         everything = torch.empty(self.num_ranks * data.numel(), dtype=torch.uint8, device=data.device)
         blocks: list[torch.Tensor] = []
-        for members in self._places:
+        for members in self._hosts:
             start = sum(block.numel() for block in blocks)
             blocks.append(everything[start : start + len(members) * data.numel()])
-        own = list(blocks[self._place].view(len(self._places[self._place]), data.numel()))
+        own = list(blocks[self._host].view(len(self._hosts[self._host]), data.numel()))
         self._local.gather(data, own, 0, description, timeout_s)
 
         def exchange(leaders: Any) -> None:
-            for place, block in enumerate(blocks):
-                self._send(leaders, block, place, timeout_s)
+            for host, block in enumerate(blocks):
+                self._send(leaders, block, host, timeout_s)
 
-        self._between_places(exchange, description, timeout_s)
+        self._between_hosts(exchange, description, timeout_s)
         self._local.broadcast(everything, 0, description, timeout_s)
-        order = [rank for members in self._places for rank in members]
+        order = [rank for members in self._hosts for rank in members]
         for position, rank in enumerate(order):
             start = position * data.numel()
             as_bytes(outputs[rank]).copy_(everything[start : start + data.numel()])

@@ -1,4 +1,4 @@
-"""Groups of the leaders, the first ranks of all places: Gloo on the host, NCCL between devices. Imports torch."""
+"""Groups of the leaders, the first ranks of all hosts: Gloo on the host, NCCL between devices. Imports torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .setup import Membership
 
 
 def leads(membership: Membership) -> bool:
-    """Whether this rank talks to other places."""
-    return len(membership.places) > 1 and membership.local_ranks[0] == membership.rank
+    """Whether this rank talks to other hosts."""
+    return len(membership.hosts) > 1 and membership.local_ranks[0] == membership.rank
 
 
 def gloo_leaders(store: Any, membership: Membership, timeout: timedelta) -> Any:
-    """The Gloo group between the leaders, rank = place index; None on other ranks and in a single place.
+    """The Gloo group between the leaders, rank = host index; None on other ranks and on a single host.
 
     Raises:
         IpcError: The leaders cannot connect.
@@ -29,15 +29,13 @@ def gloo_leaders(store: Any, membership: Membership, timeout: timedelta) -> Any:
         return None
     try:
         group = ProcessGroupGloo(
-            PrefixStore("ipc-leaders", store), membership.place_index, len(membership.places), timeout
+            PrefixStore("ipc-leaders", store), membership.host_index, len(membership.hosts), timeout
         )
         # A leader whose connections stand may leave at once; to one that still connects that is a broken network.
         group.barrier().wait()
         return group
     except RuntimeError as error:
-        raise IpcError(
-            f"The leaders of {len(membership.places)} places cannot connect through Gloo: {error}"
-        ) from error
+        raise IpcError(f"The leaders of {len(membership.hosts)} hosts cannot connect through Gloo: {error}") from error
 
 
 def nccl_leaders(
@@ -47,7 +45,7 @@ def nccl_leaders(
 
     Args:
         store: The group's store.
-        membership: Places are devices, so that no two leaders share one, which NCCL would refuse.
+        membership: Ranks of each device, so that no two leaders share one, which NCCL would refuse.
         timeout: Time limit of its collectives.
         stream: Where to try it.
         patience_s: Seconds until the trial counts as failed.
@@ -57,8 +55,8 @@ def nccl_leaders(
     """
     if not leads(membership):
         return None
-    runtime, size = stream.runtime, len(membership.places)
-    group = ProcessGroupNCCL(PrefixStore("ipc-nccl-leaders", store), membership.place_index, size, timeout)
+    runtime, size = stream.runtime, len(membership.hosts)
+    group = ProcessGroupNCCL(PrefixStore("ipc-nccl-leaders", store), membership.host_index, size, timeout)
     with runtime.on(stream.stream):
         ones = torch.ones(1024, device=runtime.device)
         group.allreduce([ones]).wait()

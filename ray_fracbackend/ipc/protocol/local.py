@@ -1,4 +1,4 @@
-"""Collectives between the ranks of one place, chunk by chunk through the engine. Imports torch.
+"""Collectives between the ranks of one host, chunk by chunk through the engine. Imports torch.
 
 Every method blocks until this rank's part is done. Tensors are 1-D, contiguous and on the transport's device; the
 caller owns them. `description` comes from `describe_call`, `timeout_s` bounds the wait for other ranks in seconds, and
@@ -42,7 +42,7 @@ class ReductionPlan:
 
 
 class LocalCollectives:
-    """Collectives of one place.
+    """Collectives of one host.
 
     Args:
         engine: Runs the calls.

@@ -1,6 +1,6 @@
-"""Brings the ranks of a group together: who shares a place, one arena a place, agreement. Imports torch.
+"""Brings the ranks of a group together: who shares a host, one arena a host, agreement. Imports torch.
 
-Each rank announces its place and process in the group's store; the first rank of a place creates the memory; the
+Each rank announces its host and process in the group's store; the first rank of a host creates the memory; the
 others open it; and only when every rank of the whole group has said that it is attached does anyone go on. So either
 all ranks have the backend or all raise the same reason.
 """
@@ -19,7 +19,7 @@ from ..errors import IpcUnavailableError
 from ..host.arena import Arena, ArenaName, attach_arena, create_arena
 from ..host.liveness import Peer, start_time
 from ..host.memory import HostMemory, data_bytes
-from ..host.support import host_memory_support, place_id
+from ..host.support import host_id, host_memory_support
 from ..host.transport import Transport
 from .control import ControlPage, control_bytes
 from .engine import Engine
@@ -33,23 +33,24 @@ class Membership:
 
     Attributes:
         rank: This process's rank in the group.
-        places: Group ranks of each place, ascending; places by their lowest rank.
+        hosts: Group ranks of each host, ascending; hosts by their lowest rank. For the collectives of device memory, of each
+            device.
         names: How messages call each group rank: "rank" and its global rank.
     """
 
     rank: int
-    places: tuple[tuple[int, ...], ...]
+    hosts: tuple[tuple[int, ...], ...]
     names: tuple[str, ...]
 
     @property
-    def place_index(self) -> int:
-        """Index of this rank's place."""
-        return next(i for i, members in enumerate(self.places) if self.rank in members)
+    def host_index(self) -> int:
+        """Index of this rank's host."""
+        return next(i for i, members in enumerate(self.hosts) if self.rank in members)
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Group ranks of this rank's place."""
-        return self.places[self.place_index]
+        """Group ranks of this rank's host."""
+        return self.hosts[self.host_index]
 
 
 def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Membership, LocalCollectives]:
@@ -62,18 +63,18 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
         names: How messages call each group rank.
 
     Returns:
-        The places, and the collectives of this rank's own place.
+        The hosts, and the collectives of this rank's own host.
 
     Raises:
         IpcUnavailableError: Some rank cannot take part; the message says which and why.
     """
     store = PrefixStore("ipc", store)
-    hello = {"place": place_id(), "pid": os.getpid(), "started": 0, "error": host_memory_support()}
+    hello = {"host": host_id(), "pid": os.getpid(), "started": 0, "error": host_memory_support()}
     if hello["error"] is None:
         hello["started"] = start_time(os.getpid())
     infos = _exchange(store, "hello", rank, size, hello)
     _raise_first_error(infos, names)
-    membership = Membership(rank, group_by_place([info["place"] for info in infos]), names)
+    membership = Membership(rank, group_by_host([info["host"] for info in infos]), names)
     members = membership.local_ranks
     arena, chunk_bytes, keep_fd, error = _open_arena(store, rank, members)
     try:
@@ -96,7 +97,7 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
 def make_engine(
     arena: Arena, rank: int, peers: list[Peer], names: list[str], memory: Callable[[Waiter], Transport]
 ) -> Engine:
-    """One rank's side of a place.
+    """One rank's side of a host.
 
     Args:
         arena: Begins with the control page.
@@ -122,16 +123,16 @@ def _raise_first_error(infos: list[dict[str, Any]], names: tuple[str, ...]) -> N
         raise IpcUnavailableError(f"The ipc backend cannot be used: {failed[0][0]}{others}: {failed[0][1]}")
 
 
-def group_by_place(place_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each place, ascending; places by their lowest rank."""
-    places: dict[str, list[int]] = {}
-    for rank, place in enumerate(place_of_rank):
-        places.setdefault(place, []).append(rank)
-    return tuple(tuple(members) for members in places.values())
+def group_by_host(host_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each host, ascending; hosts by their lowest rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(host_of_rank):
+        hosts.setdefault(host, []).append(rank)
+    return tuple(tuple(members) for members in hosts.values())
 
 
 def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena | None, int, int, str | None]:
-    """Create or attach this place's arena; returns it, its chunk size, a descriptor to close later, and an error."""
+    """Create or attach this host's arena; returns it, its chunk size, a descriptor to close later, and an error."""
     key = f"arena/{members[0]}"
     if rank != members[0]:
         announced = json.loads(store.get(key))

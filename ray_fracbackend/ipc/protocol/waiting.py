@@ -44,7 +44,7 @@ class Beside:
 
 
 class Waiter:
-    """One rank's side of the counters of a place.
+    """One rank's side of the counters of a host.
 
     Args:
         control: The control page.
