@@ -18,7 +18,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from ._torch import DEVICES, Backend, is_registered
-from .device.support import device_memory_support
+from .device.driver import device_memory_support
 from .errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

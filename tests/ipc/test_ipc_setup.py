@@ -26,7 +26,7 @@ from ray_fracbackend import ipc
 from ray_fracbackend.ipc import IpcUnavailableError, host_id, host_memory_support, knobs
 from ray_fracbackend.ipc.host import arena, atomics, support
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
-from ray_fracbackend.ipc.protocol import leaders
+from ray_fracbackend.ipc.protocol import hierarchy
 from ray_fracbackend.ipc.protocol.setup import Membership
 
 
@@ -281,7 +281,7 @@ def test_messages_name_global_ranks() -> None:
 def late_leader(job: Job) -> bool:
     """Whether both leaders' connections stood when this rank was through with them."""
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
-    connect = leaders.ProcessGroupGloo
+    connect = hierarchy.ProcessGroupGloo
 
     def slowly(*args: Any) -> Any:
         group = connect(*args)
@@ -290,8 +290,8 @@ def late_leader(job: Job) -> bool:
         return group
 
     if job.rank == 1:
-        leaders.ProcessGroupGloo = slowly
-    leaders.gloo_leaders(store, Membership(job.rank, ((0,), (1,)), ("rank 0", "rank 1")), timedelta(seconds=60))
+        hierarchy.ProcessGroupGloo = slowly
+    hierarchy.gloo_leaders(store, Membership(job.rank, ((0,), (1,)), ("rank 0", "rank 1")), timedelta(seconds=60))
     return bool(store.check(["connected"]))
 
 

@@ -2,14 +2,16 @@
 
 torch can share storages too, but its way leaves a counter file in /dev/shm when a process is killed, keeps freed memory
 until all receivers let go, and depends on how the caching allocator is configured (expandable segments, cudaMallocAsync).
-Memory from ``cuMemAlloc`` can always be exported. A tensor over it is made through DLPack.
+Memory from ``cuMemAlloc`` can always be exported.
 
-Sources: CUDA driver API, "Memory Management" (cuIpc*) and "Primary Context Management"; dlpack.h 0.x (DLManagedTensor).
+Source: CUDA driver API, "Memory Management" (cuIpc*) and "Primary Context Management".
 """
 
 from __future__ import annotations
 
 import ctypes
+import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-import torch.utils.dlpack
+
+from .._torch import storage_at
+from ..host.support import host_memory_support
 
 HANDLE_BYTES = 64
 # Smaller allocations may lie in a block with others, and a handle opens the whole block (cudaIpcGetMemHandle).
@@ -76,6 +80,42 @@ def shares_events(index: int) -> bool:
     return bool(value.value) or code == _INVALID_VALUE
 
 
+def device_memory_support(device_index: int = 0) -> str | None:
+    """Whether the ipc backend can use the memory of a CUDA device between processes of this machine.
+
+    Needs no process group. What only several processes can find out (a MIG slice, a container without the host's
+    process ids) is found out when a group is set up, which falls back to Gloo.
+
+    Args:
+        device_index: torch's index of the device in this process.
+
+    Returns:
+        None if it can, as far as one process can tell, else the reason in one sentence.
+    """
+    if sys.platform != "linux":
+        return f"CUDA memory is shared between processes on Linux only, and this is {sys.platform}"
+    reason = host_memory_support()
+    if reason is not None:
+        return reason
+    release = platform.release().lower()
+    if "microsoft" in release:
+        return "this is Windows Subsystem for Linux, where CUDA memory cannot be shared between processes"
+    if "tegra" in release:
+        return "this is a Tegra, where CUDA memory cannot be shared between processes"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    if not 0 <= device_index < torch.cuda.device_count():
+        return f"there is no device {device_index} among the {torch.cuda.device_count()} that torch sees"
+    try:
+        if not shares_events(device_index):
+            return f"device {device_index} cannot share events between processes"
+    except DriverError as error:
+        return str(error)
+    return None
+
+
 @cache
 def _primary_context(index: int) -> ctypes.c_void_p:
     # Kept for good: it is torch's own context, and releasing it early would free the memory in it.
@@ -121,7 +161,7 @@ def allocate(index: int, num_bytes: int) -> DeviceBlock:
     pointer = ctypes.c_uint64()
     with _current(index):
         _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
-    return DeviceBlock(pointer.value, index, False, tensor_at(pointer.value, num_bytes, index))
+    return DeviceBlock(pointer.value, index, False, tensor_at(pointer.value, num_bytes, torch.device("cuda", index)))
 
 
 def export_block(block: DeviceBlock) -> bytes:
@@ -143,7 +183,7 @@ def open_block(index: int, handle: bytes, num_bytes: int) -> DeviceBlock:
         _call(
             "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_ENABLE_PEER_ACCESS
         )
-    return DeviceBlock(pointer.value, index, True, tensor_at(pointer.value, num_bytes, index))
+    return DeviceBlock(pointer.value, index, True, tensor_at(pointer.value, num_bytes, torch.device("cuda", index)))
 
 
 def release(block: DeviceBlock) -> None:
@@ -153,44 +193,7 @@ def release(block: DeviceBlock) -> None:
         _call(name, ctypes.c_uint64(block.pointer))
 
 
-class _DLDevice(ctypes.Structure):
-    _fields_ = [("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
-
-
-class _DLDataType(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device", _DLDevice),
-        ("ndim", ctypes.c_int32),
-        ("dtype", _DLDataType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-class _DLManagedTensor(ctypes.Structure):
-    _fields_ = [("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
-
-
-_DL_CPU, _DL_CUDA = 1, 2
-_DL_UINT = 1
-# torch reads the structure again when the tensor goes, so these few bytes stay.
-_descriptions: list[Any] = []
-
-
-def tensor_at(pointer: int, num_bytes: int, index: int | None) -> torch.Tensor:
-    """A uint8 tensor over memory that somebody else owns; `index` None means host memory."""
-    shape = (ctypes.c_int64 * 1)(num_bytes)
-    device = _DLDevice(_DL_CPU, 0) if index is None else _DLDevice(_DL_CUDA, index)
-    managed = _DLManagedTensor(_DLTensor(pointer, device, 1, _DLDataType(_DL_UINT, 8, 1), shape, None, 0), None, None)
-    _descriptions.append((managed, shape))
-    new_capsule = ctypes.pythonapi.PyCapsule_New
-    new_capsule.restype = ctypes.py_object
-    new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+def tensor_at(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return a 1-D uint8 tensor over memory that the caller owns and keeps for as long as the tensor is used."""
     with torch.inference_mode(False):
-        return torch.utils.dlpack.from_dlpack(new_capsule(ctypes.addressof(managed), b"dltensor", None))
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage_at(pointer, device, num_bytes))

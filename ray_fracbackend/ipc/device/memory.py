@@ -1,4 +1,4 @@
-"""Transport through device memory that every rank of a device has mapped. Runs in every rank; imports torch.
+"""Device memory that every rank of a device has mapped. Runs in every rank; imports torch.
 
 Each rank owns one block with its slots and folded memory, and a ring of two interprocess events; the others opened both
 when the group was set up. What a step has to wait for is said to the device, never to a kernel: the host only learns
@@ -12,24 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from ..host.memory import folded_bytes
-from ..host.transport import SlotMemory
+from ..host.memory import SlotMemory
 from .driver import DeviceBlock
 from .runtime import CudaRuntime
-
-
-def block_bytes(chunk_bytes: int, num_ranks: int, leads: bool) -> int:
-    """Bytes of one rank's block; a leader's folded memory holds whole chunks."""
-    return 2 * (chunk_bytes + (chunk_bytes if leads else folded_bytes(chunk_bytes, num_ranks)))
-
-
-def _pieces(block: torch.Tensor, chunk_bytes: int, num_bytes: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The two slots and the two folded areas of a block."""
-    folded = num_bytes // 2 - chunk_bytes
-    slots = [block[parity * chunk_bytes :][:chunk_bytes] for parity in (0, 1)]
-    return slots, [block[2 * chunk_bytes + parity * folded :][:folded] for parity in (0, 1)]
 
 
 @dataclass
@@ -63,15 +48,15 @@ class DeviceParts:
 
 
 class DeviceMemory(SlotMemory):
-    """Slots in the memory of one device; see `transport.Transport`.
+    """Slots in the memory of one device.
 
     Args:
         runtime: The device.
         stream: All work on the slots is issued to it, by whoever holds the turn.
         parts: Blocks and events of all local ranks.
         rank: Local rank of this process.
-        release_fence: As in `host_memory.HostMemory`: descriptions lie in host memory.
-        acquire_fence: Likewise.
+        release_fence: As in `SlotMemory`: descriptions are in host memory.
+        acquire_fence: As above.
     """
 
     def __init__(
@@ -83,28 +68,23 @@ class DeviceMemory(SlotMemory):
         release_fence: Callable[[], None],
         acquire_fence: Callable[[], None],
     ) -> None:
-        pieces = []
-        for block, num_bytes in zip(parts.blocks, parts.sizes, strict=True):
-            assert block is not None
-            pieces.append(_pieces(block.bytes, parts.chunk_bytes, num_bytes))
-        slots = [[slots[parity] for slots, _ in pieces] for parity in (0, 1)]
-        folded = [[folded[parity] for _, folded in pieces] for parity in (0, 1)]
-        super().__init__(parts.chunk_bytes, slots, folded)
+        blocks = [
+            block.bytes[:size] for block, size in zip(parts.blocks, parts.sizes, strict=True) if block is not None
+        ]
+        super().__init__(parts.chunk_bytes, blocks, release_fence, acquire_fence)
         self._runtime = runtime
         self._stream = stream
         self._parts = parts
         self._rank = rank
-        self._release_fence = release_fence
-        self._acquire_fence = acquire_fence
 
     def record(self, step: int) -> None:
-        """See `transport.Transport.record`."""
+        """See `SlotMemory.record`."""
         self._parts.events[self._rank][step & 1].record(self._stream)
-        self._release_fence()
+        super().record(step)
 
     def wait(self, rank: int, step: int) -> None:
-        """See `transport.Transport.wait`."""
-        self._acquire_fence()
+        """See `SlotMemory.wait`."""
+        super().wait(rank, step)
         self._stream.wait_event(self._parts.events[rank][step & 1])
 
     def close_imports(self) -> None:

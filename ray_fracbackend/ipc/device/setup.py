@@ -1,8 +1,8 @@
-"""Brings a group's device memory together, at its first call with CUDA tensors. Runs in every rank; imports torch.
+"""Set up a group's device memory, at its first call with CUDA tensors. Runs in every rank; imports torch.
 
-The ranks talk through the host memory that they share already, so a rank that dies or never comes is noticed as in any
-other call. After each step everybody tells everybody whether it worked; if it did not somewhere, all ranks give up with
-the same reason, and Gloo carries the group's CUDA tensors from then on.
+The ranks exchange messages through the host memory that they share already, so a rank that dies or never comes is noticed as
+in any other call. After each step all ranks exchange whether it worked. If it failed on one, all ranks give up with the same
+reason, and Gloo carries the group's CUDA tensors from then on.
 """
 
 from __future__ import annotations
@@ -10,34 +10,36 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 
 from .. import knobs
-from .._torch import PrefixStore, ProcessGroupNCCL
-from ..errors import IpcError, IpcUnavailableError
+from .._torch import PrefixStore, ProcessGroupNCCL, RedOpType
+from ..errors import IpcUnavailableError
 from ..host.arena import Arena, ArenaName, attach_arena, create_arena
-from ..host.transport import Transport
+from ..host.memory import block_bytes
 from ..protocol.control import control_bytes
 from ..protocol.description import describe_call, description_text, first_on_device
-from ..protocol.hierarchy import HierarchicalCollectives
-from ..protocol.leaders import gloo_leaders, nccl_leaders
+from ..protocol.hierarchy import Collectives, HierarchicalCollectives, gloo_leaders, leads
 from ..protocol.local import LEADER, LocalCollectives, ReductionPlan
+from ..protocol.reductions import Reduction
 from ..protocol.setup import Membership, group_by_host, make_engine
 from ..protocol.waiting import Beside, Waiter
-from .check import check_collectives
-from .memory import DeviceMemory, DeviceParts, block_bytes, free_retired, give_up
-from .streams import CommunicationStream
+from .memory import DeviceMemory, DeviceParts, free_retired, give_up
+from .runtime import CommunicationStream, wait_on_host
 
 # Seconds for each step once all ranks have come. Some steps wait until the device is idle.
 STEP_S = 60.0
 _MESSAGE_BYTES = 4096
 _MAX_ERROR = 1000
-
-Collectives = LocalCollectives | HierarchicalCollectives
+_CHECKED_BYTES = 64 * 1024
+# Of the check: twice round the ring of two slots and events.
+_NUM_CHECKS = 4
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class DeviceSetup:
     Args:
         host: The group so far.
         stream: The group's stream on this rank's device.
-        timeout: Default time limit of the group's collectives.
+        timeout: Default timeout of the group's collectives.
     """
 
     def __init__(self, host: HostSide, stream: CommunicationStream, timeout: timedelta) -> None:
@@ -106,17 +108,17 @@ class DeviceSetup:
             IpcUnavailableError: Device memory cannot be used; every rank raises the same text.
             IpcError: A rank did not come or died; the group is broken.
         """
-        infos = self._tell(self._hello(), first_on_device(first_call), timeout_s)
+        infos = self._share(self._hello, first_on_device(first_call), timeout_s)
         membership = self._group(infos)
-        parts = self._allocate(membership, min(info["chunk"] for info in infos))
-        local_rank = membership.local_ranks.index(self._rank)
+        own = membership.local_ranks.index(self._rank)
+        parts = self._allocate(membership, own, min(info["chunk"] for info in infos))
         try:
-            arena = self._connect(membership, parts, local_rank)
+            arena = self._connect(membership, parts, own)
         except IpcUnavailableError:
             # Nothing has been issued to the device, so all can be given back.
-            parts.close_imports(self._runtime, local_rank)
-            self._tell({})
-            parts.free_own(self._runtime, local_rank)
+            parts.close_imports(self._runtime, own)
+            self._share(dict)
+            parts.free_own(self._runtime, own)
             raise
         try:
             return self._start(membership, parts, arena, infos[membership.local_ranks[0]])
@@ -125,12 +127,20 @@ class DeviceSetup:
             give_up()
             raise
 
-    def _tell(
-        self, message: dict[str, Any], description: bytes | None = None, timeout_s: float = STEP_S
+    def _share(
+        self, step: Callable[[], dict[str, Any]], description: bytes | None = None, timeout_s: float = STEP_S
     ) -> list[dict[str, Any]]:
-        """Exchange messages with all ranks; raises the first "error" among them."""
+        """Run a step of the set-up on this rank and exchange its result with all ranks.
+
+        Raises:
+            IpcUnavailableError: The step failed on some rank; every rank raises the first rank's reason.
+        """
+        try:
+            message = step()
+        except Exception as error:
+            message = {"error": str(error) or repr(error)}
         if message.get("error"):
-            message = {"error": str(message["error"])[:_MAX_ERROR]}
+            message = {"error": message["error"][:_MAX_ERROR]}
         data = json.dumps(message).encode().ljust(_MESSAGE_BYTES, b"\0")
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         table = torch.empty((self._host.collectives.num_ranks, _MESSAGE_BYTES), dtype=torch.uint8, device="cpu")
@@ -142,17 +152,14 @@ class DeviceSetup:
         return answers
 
     def _hello(self) -> dict[str, Any]:
-        try:
-            return {
-                "error": self._runtime.missing(),
-                "uuid": self._runtime.uuid(),
-                "chunk": knobs.device_chunk_bytes(),
-                "one_pass": knobs.device_one_pass_bytes(),
-                "by_leader": knobs.device_reduces_by_leader(),
-                "nccl": ProcessGroupNCCL is not None,
-            }
-        except (RuntimeError, ValueError) as error:
-            return {"error": error}
+        return {
+            "error": self._runtime.missing(),
+            "uuid": self._runtime.uuid(),
+            "chunk": knobs.device_chunk_bytes(),
+            "one_pass": knobs.device_one_pass_bytes(),
+            "by_leader": knobs.device_reduces_by_leader(),
+            "nccl": ProcessGroupNCCL is not None,
+        }
 
     def _group(self, infos: list[dict[str, Any]]) -> Membership:
         """Group the ranks by the device that they share; ranks of different hosts never share one."""
@@ -163,62 +170,61 @@ class DeviceSetup:
             raise IpcUnavailableError("no two ranks share a device, and NCCL is not there to connect devices")
         return Membership(self._rank, devices, host.names)
 
-    def _allocate(self, membership: Membership, chunk_bytes: int) -> DeviceParts:
-        """This rank's block, with the largest half, quarter, ... of the wanted chunk size that every device has."""
+    def _allocate(self, membership: Membership, own: int, chunk_bytes: int) -> DeviceParts:
+        """Allocate this rank's block, with the largest half, quarter, ... of the wanted chunk size that every device has."""
         members = membership.local_ranks
         while True:
             sizes = [block_bytes(chunk_bytes, len(members), r == LEADER) for r in range(len(members))]
             parts = DeviceParts(chunk_bytes, sizes, [None] * len(members), [[] for _ in members])
-            own = members.index(self._rank)
-            answer: dict[str, Any] = {"short": False}
             try:
-                free_retired()
-                parts.blocks[own] = self._allocate_block(sizes[own])
-            except MemoryError:
-                answer = {"short": True}
-            except RuntimeError as error:
-                answer = {"error": error}
-            try:
-                answers = self._tell(answer)
+                answers = self._share(partial(self._allocate_block, parts, own))
             except IpcUnavailableError:
                 parts.free_own(self._runtime, own)
                 raise
-            if not any(a["short"] for a in answers):
+            if not any(answer["short"] for answer in answers):
                 return parts
             parts.free_own(self._runtime, own)
             chunk_bytes = chunk_bytes // 2 // 4096 * 4096
             if chunk_bytes < knobs.MIN_CHUNK_BYTES:
                 raise IpcUnavailableError("there is not enough free device memory even for small slots")
 
-    def _allocate_block(self, num_bytes: int) -> Any:
+    def _allocate_block(self, parts: DeviceParts, own: int) -> dict[str, Any]:
+        free_retired()
         try:
-            return self._runtime.allocate(num_bytes)
+            try:
+                parts.blocks[own] = self._runtime.allocate(parts.sizes[own])
+            except MemoryError:
+                self._runtime.trim()
+                parts.blocks[own] = self._runtime.allocate(parts.sizes[own])
         except MemoryError:
-            self._runtime.trim()
-            return self._runtime.allocate(num_bytes)
+            return {"short": True}
+        return {"short": False}
 
     def _connect(self, membership: Membership, parts: DeviceParts, own: int) -> Arena:
         """Map the other ranks' blocks, events and the device's control page."""
         members = membership.local_ranks
+        arena: Arena | None = None
         with contextlib.ExitStack() as stack:
-            arena: Arena | None = None
-            try:
+
+            def export() -> dict[str, Any]:
+                nonlocal arena
                 message = self._export(parts, own)
                 if own == LEADER:
                     arena, name = create_arena(control_bytes(len(members)))
                     stack.callback(os.close, name.fd)
                     message["arena"] = asdict(name)
-            except (RuntimeError, OSError) as error:
-                message = {"error": error}
-            answers = self._tell(message)
-            error_text: Any = None
-            try:
+                return message
+
+            answers = self._share(export)
+
+            def attach() -> dict[str, Any]:
+                nonlocal arena
                 if arena is None:
                     arena = attach_arena(ArenaName(**answers[members[LEADER]]["arena"]))
                 self._open(parts, own, [answers[rank] for rank in members])
-            except (RuntimeError, OSError) as error:
-                error_text = error
-            self._tell({"error": error_text})
+                return {}
+
+            self._share(attach)
         assert arena is not None
         return arena
 
@@ -245,52 +251,119 @@ class DeviceSetup:
         own = members.index(self._rank)
         host_waiter = self._host.local.engine.waiter
         there = {r: host.local_ranks.index(rank) for r, rank in enumerate(members)}
-        memory: DeviceMemory | None = None
 
-        def make_memory(waiter: Waiter) -> Transport:
-            nonlocal memory
-            memory = DeviceMemory(
-                self._runtime, self._stream.stream, parts, own, waiter.release_fence, waiter.acquire_fence
-            )
-            return memory
+        def memory(waiter: Waiter) -> DeviceMemory:
+            fences = waiter.release_fence, waiter.acquire_fence
+            return DeviceMemory(self._runtime, self._stream.stream, parts, own, *fences)
 
         peers = [host_waiter.peers[there[r]] for r in range(len(members))]
-        engine = make_engine(arena, own, peers, [host.names[rank] for rank in members], make_memory)
-        plan = ReductionPlan(settings["one_pass"], 2, settings["by_leader"])
-        local = LocalCollectives(engine, plan)
-        error: Any = None
-        try:
+        engine = make_engine(arena, own, peers, [host.names[rank] for rank in members], memory)
+        local = LocalCollectives(engine, ReductionPlan(settings["one_pass"], 2, settings["by_leader"]))
+
+        def check() -> dict[str, Any]:
             check_collectives(local, self._stream, STEP_S / 2)
-        except (RuntimeError, ValueError) as failure:
-            error = failure
-        self._tell({"error": error})
-        assert memory is not None
+            return {}
+
+        self._share(check)
+        assert isinstance(engine.transport, DeviceMemory)
         collectives, leaders = self._connect_devices(membership, local)
         # From here on a failure in either memory ends the group.
         back = {host_rank: r for r, host_rank in there.items()}
         engine.waiter.beside = Beside(host_waiter, there, description_text)
         host_waiter.beside = Beside(engine.waiter, back, description_text)
         engine.on_failure.append(self._host.local.engine.fail)
-        return DeviceLane(membership, local, memory, collectives, leaders)
+        return DeviceLane(membership, local, engine.transport, collectives, leaders)
 
     def _connect_devices(self, membership: Membership, local: LocalCollectives) -> tuple[Collectives, tuple[Any, ...]]:
         if len(membership.hosts) == 1:
             return local, ()
         store = PrefixStore("device", self._host.store)
-        error: Any = None
         gloo = nccl = None
-        try:
+
+        def connect_gloo() -> dict[str, Any]:
+            nonlocal gloo
             gloo = gloo_leaders(store, membership, self._timeout)
-        except IpcError as failure:
-            error = failure
-        has_nccl = all(a["nccl"] for a in self._tell({"error": error, "nccl": ProcessGroupNCCL is not None}))
-        if has_nccl:
-            try:
-                nccl = nccl_leaders(store, membership, self._timeout, self._stream, STEP_S / 2)
-            except RuntimeError as failure:
-                error = failure
+            return {"nccl": ProcessGroupNCCL is not None}
+
+        def connect_nccl() -> dict[str, Any]:
+            nonlocal nccl
             # NCCL may refuse what it finds between the devices; Gloo then moves the leaders' data.
-            has_nccl = all(a["works"] for a in self._tell({"works": error is None}))
+            with contextlib.suppress(RuntimeError):
+                nccl = nccl_leaders(store, membership, self._timeout, self._stream, STEP_S / 2)
+                return {"works": True}
+            return {"works": False}
+
+        has_nccl = all(answer["nccl"] for answer in self._share(connect_gloo))
+        has_nccl = has_nccl and all(answer["works"] for answer in self._share(connect_nccl))
         data = nccl if has_nccl else gloo
         collectives = HierarchicalCollectives(membership, local, data, self._host.gloo, agreement=gloo)
         return collectives, tuple(group for group in (nccl, gloo) if group is not None)
+
+
+def check_collectives(local: LocalCollectives, stream: CommunicationStream, patience_s: float) -> None:
+    """Map every peer's slots, wait for every peer's events, compare exactly.
+
+    Args:
+        local: Collectives of this rank's device, not used before.
+        stream: The group's stream.
+        patience_s: Seconds to wait for other ranks, and again for the device.
+
+    Raises:
+        IpcError: A peer did not come.
+        RuntimeError: The device did not finish, or delivered wrong bytes.
+    """
+    runtime, size = stream.runtime, local.num_ranks
+    # One element more than one pass takes, if that fits a slot, so that two passes are tried as well.
+    reduced = torch.Size([min(local.plan.one_pass_bytes, local.engine.transport.chunk_bytes) // 4 + 1])
+    reduction = Reduction(torch.float32, RedOpType.SUM, size)
+    received: list[tuple[torch.Tensor, int]] = []
+    with runtime.on(stream.stream):
+        for number in range(_NUM_CHECKS):
+            own = torch.full((_CHECKED_BYTES,), _value(local.rank, number), dtype=torch.uint8, device=runtime.device)
+            parts = [torch.zeros_like(own) for _ in range(size)]
+            description = describe_call("device memory check", own.dtype, own.shape)
+            local.all_gather(own, parts, description, patience_s)
+            received += [(part, _value(rank, number)) for rank, part in enumerate(parts)]
+        total = torch.full(reduced, local.rank + 1.0, device=runtime.device)
+        local.all_reduce(total, reduction, None, describe_call("device memory check", total.dtype, reduced), patience_s)
+        received.append((total, size * (size + 1) // 2))
+        done = runtime.new_event()
+        done.record(stream.stream)
+    wait_on_host(done, patience_s)
+    for tensor, expected in received:
+        if not bool((tensor.cpu() == expected).all()):
+            raise RuntimeError("device memory that was mapped from another process holds wrong data")
+
+
+def _value(rank: int, number: int) -> int:
+    return (rank * _NUM_CHECKS + number) % 251 + 1
+
+
+def nccl_leaders(
+    store: Any, membership: Membership, timeout: timedelta, stream: CommunicationStream, patience_s: float
+) -> Any:
+    """The NCCL group between the leaders, after it has added up right; None where `gloo_leaders` has none.
+
+    Args:
+        store: The group's store.
+        membership: Ranks of each device, so that no two leaders share one, which NCCL would refuse.
+        timeout: Time limit of its collectives.
+        stream: Where to try it.
+        patience_s: Seconds until the trial counts as failed.
+
+    Raises:
+        RuntimeError: NCCL cannot connect the leaders, or adds up wrong.
+    """
+    if not leads(membership):
+        return None
+    runtime, size = stream.runtime, len(membership.hosts)
+    group = ProcessGroupNCCL(PrefixStore("ipc-nccl-leaders", store), membership.host_index, size, timeout)
+    with runtime.on(stream.stream):
+        ones = torch.ones(1024, device=runtime.device)
+        group.allreduce([ones]).wait()
+        done = runtime.new_event()
+        done.record(stream.stream)
+    wait_on_host(done, patience_s)
+    if not bool((ones.cpu() == size).all()):
+        raise RuntimeError("NCCL added up wrong")
+    return group

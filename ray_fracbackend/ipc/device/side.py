@@ -17,11 +17,11 @@ import torch
 from .._torch import set_timeout
 from ..errors import IpcUnavailableError
 from ..protocol.description import description_text
-from ..protocol.leaders import wait_on_host
-from . import runtime as cuda_runtime
+from ..protocol.hierarchy import Collectives
+from . import runtime
 from .memory import free_retired, give_up
-from .setup import Collectives, DeviceLane, DeviceSetup, HostSide
-from .streams import CommunicationStream
+from .runtime import CommunicationStream, wait_on_host
+from .setup import DeviceLane, DeviceSetup, HostSide
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class DeviceSide:
 
     def device_of(self, tensors: Sequence[torch.Tensor]) -> torch.device | None:
         """The first CUDA device among those of the tensors."""
-        return next((tensor.device for tensor in tensors if cuda_runtime.CudaRuntime.owns(tensor)), None)
+        return next((tensor.device for tensor in tensors if runtime.CudaRuntime.owns(tensor)), None)
 
     def carries(self, tensors: Sequence[torch.Tensor]) -> torch.device | None:
         """The device of these tensors if device memory may carry them: all there, dense, not quantized."""
@@ -71,7 +71,7 @@ class DeviceSide:
     def stream_of(self, device: torch.device) -> CommunicationStream:
         """The group's stream on a device."""
         if device not in self._streams:
-            self._streams[device] = CommunicationStream(cuda_runtime.CudaRuntime(device))
+            self._streams[device] = CommunicationStream(runtime.CudaRuntime(device))
         return self._streams[device]
 
     def prepare(self, device: torch.device, description: bytes, timeout_s: float) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from .._torch import profiler_enabled
-from ..device.setup import Collectives
-from ..device.streams import DeviceCall
+from ..device.runtime import DeviceCall
 from ..errors import CollectiveMismatchError, IpcError
 from ..protocol.description import description_text, operation_of, through_gloo
+from ..protocol.hierarchy import Collectives
 from ..protocol.reductions import Reduction, can_reduce, supported_ops
 from .arguments import check_class, check_writable, is_wrapper, timeout_of, wants_async
 from .observers import PLAIN, hidden, is_without_data, recorded

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ..device.setup import Collectives
 from ..protocol.description import describe_call
-from ..protocol.staging import Output, flat
+from ..protocol.hierarchy import Collectives
 from .arguments import check_one_type, check_same, equal_parts, lists, root_of, single, split_parts, timeout_of
 from .forms import takes
 from .launching import LaunchingGroup, Tensors
+from .staging import Output, flat
 
 
 class MovingGroup(LaunchingGroup):

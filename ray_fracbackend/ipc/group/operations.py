@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from .._torch import c10d
-from ..device.setup import Collectives
 from ..protocol.description import describe_call
+from ..protocol.hierarchy import Collectives
 from ..protocol.reductions import plain_op, premul_factor
-from ..protocol.staging import Output, flat
 from .arguments import check_disjoint, check_same, equal_parts, lists, root_of, single, timeout_of
 from .forms import takes
 from .launching import Tensors
 from .moving import MovingGroup
+from .staging import Output, flat
 
 
 class IpcProcessGroup(MovingGroup):

@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 
 from .._torch import DEVICES, PrefixStore, ProcessGroup, ProcessGroupGloo, set_timeout
-from ..device.setup import Collectives, HostSide
+from ..device.setup import HostSide
 from ..device.side import DeviceSide
-from ..protocol.hierarchy import HierarchicalCollectives
-from ..protocol.leaders import gloo_leaders
+from ..protocol.hierarchy import Collectives, HierarchicalCollectives, gloo_leaders
 from ..protocol.reductions import Reduction
 from ..protocol.setup import join
 from .dynamo import hide_package

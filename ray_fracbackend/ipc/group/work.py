@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._torch import Reducer, Work
-from ..device.streams import CommunicationStream, DeviceCall
+from ..device.runtime import CommunicationStream, DeviceCall
 from ..errors import CollectiveTimeoutError, IpcError
 from .executor import Executor, Task
 

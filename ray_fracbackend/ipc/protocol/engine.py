@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import CollectiveMismatchError, GroupClosedError, IpcError
-from ..host.transport import Transport
+from ..host.memory import SlotMemory
 from .control import ControlPage
 from .description import KEY_BYTES, description_text
 from .schedule import Action, schedule
@@ -57,7 +57,7 @@ class Engine:
         on_failure: Called with the reason after a call has failed here, to tell others that this page does not reach.
     """
 
-    def __init__(self, control: ControlPage, transport: Transport, waiter: Waiter, names: list[str]) -> None:
+    def __init__(self, control: ControlPage, transport: SlotMemory, waiter: Waiter, names: list[str]) -> None:
         self.rank = control.rank
         self.num_ranks = control.num_ranks
         self.transport = transport

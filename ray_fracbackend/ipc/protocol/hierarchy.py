@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
+from .._torch import PrefixStore, ProcessGroupGloo, c10d
 from .._torch import RedOpType as Op
-from .._torch import c10d
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, IpcError
 from .description import KEY_BYTES, description_text
-from .local import Factor, LocalCollectives, Parts, SomeParts
+from .local import Factor, LocalCollectives, Parts, SomeParts, as_bytes
 from .reductions import Reduction
 from .setup import Membership
-from .staging import as_bytes
 
 # What Gloo and NCCL reduce exactly as we do; other types travel as bytes and are reduced by each leader.
 _LEADER_DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -249,3 +248,30 @@ class HierarchicalCollectives:
             self._everyone.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options).wait()
         for target, part in zip(targets, received.split_with_sizes(out_sizes), strict=True):
             target.copy_(part)
+
+
+Collectives = LocalCollectives | HierarchicalCollectives
+
+
+def leads(membership: Membership) -> bool:
+    """Whether this rank talks to other hosts."""
+    return len(membership.hosts) > 1 and membership.local_ranks[0] == membership.rank
+
+
+def gloo_leaders(store: Any, membership: Membership, timeout: timedelta) -> Any:
+    """The Gloo group between the leaders, rank = host index; None on other ranks and on a single host.
+
+    Raises:
+        IpcError: The leaders cannot connect.
+    """
+    if not leads(membership):
+        return None
+    try:
+        group = ProcessGroupGloo(
+            PrefixStore("ipc-leaders", store), membership.host_index, len(membership.hosts), timeout
+        )
+        # A leader whose connections stand may leave at once; to one that still connects that is a broken network.
+        group.barrier().wait()
+        return group
+    except RuntimeError as error:
+        raise IpcError(f"The leaders of {len(membership.hosts)} hosts cannot connect through Gloo: {error}") from error

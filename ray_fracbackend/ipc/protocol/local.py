@@ -7,14 +7,13 @@ any failure raises an `IpcError` after which the group cannot be used any more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .engine import Call, ChunkFunction, Engine
 from .reductions import Reduction
-from .staging import as_bytes, overlaps_shifted, share_memory
 
 _LINE_BYTES = 64
 # Local rank that folds alone. Its folded memory holds a whole chunk.
@@ -314,3 +313,27 @@ def put_scaled(slot: torch.Tensor, piece: torch.Tensor, factor: Factor) -> None:
         slot.copy_(piece)
     else:
         slot.copy_(torch.mul(piece, factor))
+
+
+def as_bytes(flat_tensor: torch.Tensor) -> torch.Tensor:
+    """A 1-D tensor's memory as uint8."""
+    return flat_tensor.view(torch.uint8)
+
+
+def overlaps_shifted(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    """Whether a 1-D contiguous tensor shares memory with one of `others`, and not from their first bytes on.
+
+    A collective reads a chunk of its inputs before it writes that chunk of its outputs, so an input may begin where an output does.
+    """
+    start = tensor.data_ptr()
+    end = start + tensor.nbytes
+    for other in others:
+        first = other.data_ptr()
+        if first != start and first < end and start < first + other.nbytes:
+            return True
+    return False
+
+
+def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two 1-D contiguous tensors begin at the same byte."""
+    return first.data_ptr() == second.data_ptr()

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from .. import knobs
 from .._torch import PrefixStore
 from ..errors import IpcUnavailableError
 from ..host.arena import Arena, ArenaName, attach_arena, create_arena
 from ..host.liveness import Peer, start_time
-from ..host.memory import HostMemory, data_bytes
+from ..host.memory import SlotMemory, block_bytes
 from ..host.support import host_id, host_memory_support
-from ..host.transport import Transport
 from .control import ControlPage, control_bytes
 from .engine import Engine
 from .local import LocalCollectives, ReductionPlan
@@ -85,17 +86,19 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
     assert arena is not None
     peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
 
-    def memory(waiter: Waiter) -> Transport:
-        return HostMemory(
-            arena, control_bytes(len(members)), chunk_bytes, len(members), waiter.release_fence, waiter.acquire_fence
-        )
+    data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(len(members)) :]
+    stride = block_bytes(chunk_bytes, len(members))
+    blocks = [data[r * stride : (r + 1) * stride] for r in range(len(members))]
+
+    def memory(waiter: Waiter) -> SlotMemory:
+        return SlotMemory(chunk_bytes, blocks, waiter.release_fence, waiter.acquire_fence)
 
     engine = make_engine(arena, members.index(rank), peers, [names[r] for r in members], memory)
     return membership, LocalCollectives(engine, ReductionPlan(knobs.ONE_PASS_BYTES, knobs.two_pass_ranks(), False))
 
 
 def make_engine(
-    arena: Arena, rank: int, peers: list[Peer], names: list[str], memory: Callable[[Waiter], Transport]
+    arena: Arena, rank: int, peers: list[Peer], names: list[str], memory: Callable[[Waiter], SlotMemory]
 ) -> Engine:
     """One rank's side of a host.
 
@@ -155,7 +158,7 @@ def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, int]:
     """An arena with the wanted chunk size, or with the largest half, quarter, ... of it that the kernel gives."""
     chunk_bytes = knobs.chunk_bytes()
     while True:
-        num_bytes = control_bytes(num_ranks) + data_bytes(chunk_bytes, num_ranks)
+        num_bytes = control_bytes(num_ranks) + num_ranks * block_bytes(chunk_bytes, num_ranks)
         try:
             arena, name = create_arena(num_bytes)
             return arena, name, chunk_bytes

@@ -1,8 +1,6 @@
-"""Tensors of any layout as flat memory, and back. Runs in every rank; imports torch."""
+"""Tensors of any layout as flat memory, and back. Imports torch."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 
@@ -14,11 +12,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.view(-1) if tensor.is_contiguous() else tensor.contiguous().view(-1)
-
-
-def as_bytes(flat_tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D tensor's memory as uint8."""
-    return flat_tensor.view(torch.uint8)
 
 
 class Output:
@@ -47,22 +40,3 @@ class Output:
         """Copy the flat memory into the caller's tensor, unless they are the same."""
         if not self._direct:
             self._tensor.copy_(self.flat.view(self._tensor.shape))
-
-
-def overlaps_shifted(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    """Whether a 1-D contiguous tensor shares memory with one of `others`, and not from their first bytes on.
-
-    A collective reads a chunk of its inputs before it writes that chunk of its outputs, so an input may begin where an output does.
-    """
-    start = tensor.data_ptr()
-    end = start + tensor.nbytes
-    for other in others:
-        first = other.data_ptr()
-        if first != start and first < end and start < first + other.nbytes:
-            return True
-    return False
-
-
-def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two 1-D contiguous tensors begin at the same byte."""
-    return first.data_ptr() == second.data_ptr()
