@@ -31,7 +31,7 @@ from .errors import (
 from .host.support import host_id, host_memory_support
 
 if TYPE_CHECKING:
-    from .group.operations import IpcProcessGroup
+    from .group.process_group import IpcProcessGroup
 
 __all__ = [
     "BACKEND_NAME",
@@ -59,13 +59,13 @@ def __getattr__(name: str) -> Any:
     # The collectives are loaded with the first group: who only asks whether the backend could be used need not pay.
     if name != "IpcProcessGroup":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .group.operations import IpcProcessGroup
+    from .group.process_group import IpcProcessGroup
 
     return IpcProcessGroup
 
 
 def _create(opts: Any, _backend_options: Any = None) -> IpcProcessGroup:
-    from .group.operations import IpcProcessGroup
+    from .group.process_group import IpcProcessGroup
 
     return IpcProcessGroup(
         opts.store, opts.group_rank, opts.group_size, opts.timeout, tuple(opts.global_ranks_in_group or ())

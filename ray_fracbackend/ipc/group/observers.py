@@ -1,15 +1,24 @@
-"""What watches the calls of a thread: torch's profiler, dispatch modes, tensors without data. Runs in every rank; imports torch."""
+"""What observes the calls of a thread: torch's profiler, dispatch modes, tensors without data, ``torch.compile``. Imports torch.
+
+Inside a compiled region Dynamo evaluates every Python frame, also those that DDP's reducer or autograd enters from C++. A
+collective is not for it to trace: what it should see of one it takes from torch.distributed.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 import torch
 
-from .._torch import dispatch_modes, end_record, no_dispatch_modes, start_record
+from .._torch import dispatch_modes, end_record, never_trace, no_dispatch_modes, start_record
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PACKAGE = f"{__package__.rpartition('.')[0]}."
+# Modules whose functions Dynamo skips.
+_skipped: set[str] = set()
 
 
 def is_without_data(tensor: torch.Tensor) -> bool:
@@ -54,3 +63,33 @@ def recorded(operation: str, tensors: Sequence[torch.Tensor], function: Callable
             end_record(record)
 
     return until_end
+
+
+def hide_package() -> None:
+    """Mark every function of the package's modules that have been loaded. May be called again, when more have been."""
+    for name in [name for name in sys.modules if name.startswith(_PACKAGE)]:
+        if name not in _skipped:
+            _skipped.add(name)
+            for code in _codes_of(sys.modules[name]):
+                never_trace(code)
+
+
+def _codes_of(module: ModuleType) -> Iterator[CodeType]:
+    for value in vars(module).values():
+        if getattr(value, "__module__", None) == module.__name__:
+            members = list(vars(value).values()) if isinstance(value, type) else [value]
+            for member in members:
+                yield from _codes_of_member(member)
+
+
+def _codes_of_member(member: Any) -> Iterator[CodeType]:
+    for function in (member, *(getattr(member, name, None) for name in ("fget", "__func__", "__wrapped__"))):
+        if isinstance(function, FunctionType):
+            yield from _with_inner(function.__code__)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)

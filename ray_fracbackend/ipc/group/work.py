@@ -34,23 +34,18 @@ def _hand_over_and_keep(reducer: Any, work: Work, use_static_world_size: bool) -
     _handed_over[reducer] = work  # the one before goes only now, when the reducer no longer has it
 
 
-def completed_future(tensors: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
-    """A future that already holds `tensors`."""
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-    future.set_result(tensors)
-    return future
-
-
 class CompletedWork(Work):  # type: ignore[misc]  # torch gives it no type
     """A collective that was over before its call returned.
 
     Args:
         tensors: Value of the future: the tensors that received results.
+        stream: Where it ran, if on a device; the caller's stream waits for it already.
     """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], stream: CommunicationStream | None = None) -> None:
         super().__init__()
         self._tensors = tensors
+        self._stream = stream
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """True at once."""
@@ -76,27 +71,35 @@ class CompletedWork(Work):  # type: ignore[misc]  # torch gives it no type
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A completed future of `result()`."""
-        return completed_future(self._tensors)
+        """Return a completed future of `result()`; on a device, the stream that waits for it waits for the work."""
+        if self._stream is not None:
+            return self._stream.future(self._tensors)
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
 
 
 class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
-    """A collective that runs behind its caller's back.
+    """A collective that runs, or is issued to a device, while its caller goes on.
 
     Args:
         task: The queued call.
         executor: Runs it.
         tensors: The tensors that receive results.
+        call: What the task runs, if it is on a device.
     """
 
-    def __init__(self, task: Task, executor: Executor, tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self, task: Task, executor: Executor, tensors: list[torch.Tensor], call: DeviceCall | None = None
+    ) -> None:
         super().__init__()
         self._task = task
         self._executor = executor
         self._tensors = tensors
+        self._call = call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the collective is over.
+        """Block until the collective is over; on a device until it is issued, then the caller's stream waits for it.
 
         Args:
             timeout: Bound on this wait alone; None, zero and negative mean the collective's own.
@@ -116,15 +119,19 @@ class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
         if error is not None:
             # What a signal handler raised in another thread is not for this one.
             raise error if isinstance(error, Exception) else IpcError(f"The collective was ended by {error!r}.")
+        if self._call is not None:
+            self._call.join()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective is over, well or badly."""
-        return self._task.is_done()
+        """Return whether the collective failed or is over, on a device with its work there."""
+        if not self._task.is_done():
+            return False
+        return self._call is None or self._task.error is not None or bool(self._call.done.query())
 
     def is_success(self) -> bool:
-        """Whether the collective is over and went well."""
-        return self._task.is_done() and self._task.error is None
+        """Return whether the collective is over and nothing failed."""
+        return self._task.error is None and self.is_completed()
 
     def exception(self) -> BaseException | None:
         """What the collective raised, or None."""
@@ -139,9 +146,20 @@ class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of `result()`; waiting on it raises what the collective raised."""
-        started = self._new_future()
-        task, tensors = self._task, self._tensors
+        """Return a future of `result()`; waiting on it raises what the collective raised."""
+        call, task, tensors = self._call, self._task, self._tensors
+        started: torch.futures.Future[Any] = (
+            torch.futures.Future() if call is None else call.stream.runtime.new_future()
+        )
+
+        def complete() -> None:
+            if call is None:
+                started.set_result(tensors)
+            elif task.error is not None:
+                # The device may be broken, and a value without tensors does not touch it.
+                started.set_result([])
+            else:
+                call.stream.runtime.complete(started, tensors, call.stream.stream)
 
         def outcome(_: torch.futures.Future[Any]) -> list[torch.Tensor]:
             if task.error is not None:
@@ -149,71 +167,5 @@ class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
             return tensors
 
         future: torch.futures.Future[list[torch.Tensor]] = started.then(outcome)
-        task.when_done(lambda: self._complete(started))
+        task.when_done(complete)
         return future
-
-    def _new_future(self) -> torch.futures.Future[Any]:
-        return torch.futures.Future()
-
-    def _complete(self, future: torch.futures.Future[Any]) -> None:
-        future.set_result(self._tensors)
-
-
-class CompletedDeviceWork(CompletedWork):
-    """A collective on a device that the caller's stream already waits for.
-
-    Args:
-        tensors: See `CompletedWork`.
-        stream: Where it ran.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor], stream: CommunicationStream) -> None:
-        super().__init__(tensors)
-        self._stream = stream
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A completed future of `result()`; whoever waits for it, its stream waits for the work."""
-        runtime = self._stream.runtime
-        future = runtime.new_future()
-        runtime.complete(future, self._tensors, self._stream.stream)
-        return future
-
-
-class PendingDeviceWork(PendingWork):
-    """A collective on a device whose work is issued behind its caller's back.
-
-    Args:
-        task: The queued call.
-        executor: Runs it.
-        tensors: The tensors that receive results.
-        call: What the task runs.
-    """
-
-    def __init__(self, task: Task, executor: Executor, tensors: list[torch.Tensor], call: DeviceCall) -> None:
-        super().__init__(task, executor, tensors)
-        self._call = call
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """As `PendingWork.wait` until the work has been issued; then the caller's stream waits, and not the host."""
-        super().wait(timeout)
-        self._call.join()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the device is through with the work, or the collective failed."""
-        return self._task.is_done() and (self._task.error is not None or bool(self._call.done.query()))
-
-    def is_success(self) -> bool:
-        """Whether the device is through with the work and nothing failed."""
-        return self._task.error is None and self.is_completed()
-
-    def _new_future(self) -> torch.futures.Future[Any]:
-        return self._call.stream.runtime.new_future()
-
-    def _complete(self, future: torch.futures.Future[Any]) -> None:
-        if self._task.error is not None:
-            # The device may be broken, and a value without tensors does not touch it.
-            future.set_result([])
-            return
-        stream = self._call.stream
-        stream.runtime.complete(future, self._tensors, stream.stream)
