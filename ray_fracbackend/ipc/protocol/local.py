@@ -56,7 +56,7 @@ class LocalCollectives:
         self.plan = plan
 
     def _chunking(self, numel: int, itemsize: int, parts: int = 1) -> tuple[int, int]:
-        """Elements per chunk and number of chunks, if a slot holds `parts` pieces of each chunk."""
+        """Return elements per chunk and number of chunks, if a slot holds `parts` pieces of each chunk."""
         if parts == 1:
             per_chunk = self._memory.chunk_bytes // itemsize
         else:
@@ -106,14 +106,11 @@ class LocalCollectives:
             put_scaled(memory.slots(step, dtype, 0, piece.shape[0])[own], piece, factor)
 
         plan = self.plan
-        if self.num_ranks >= plan.two_pass_ranks and tensor.nbytes > plan.one_pass_bytes and final:
-            if not plan.by_leader:
-                self.engine.run(self._split_reduction(tensor, out, reduction, description, put), timeout_s)
-                return
-            # For a single taker a leader would only be a detour.
-            if everyone:
-                self.engine.run(self._leader_reduction(tensor, reduction, factor, description, put), timeout_s)
-                return
+        two_passes = self.num_ranks >= plan.two_pass_ranks and tensor.nbytes > plan.one_pass_bytes and final
+        # For a single taker a leader would only be a detour.
+        if two_passes and (everyone or not plan.by_leader):
+            self.engine.run(self._two_pass_reduction(tensor, out, reduction, factor, description, put), timeout_s)
+            return
         # Two ranks can read their own part where it is; with more, the output would overwrite it too early.
         from_slot = self.num_ranks != 2 or factor is not None
 
@@ -130,62 +127,47 @@ class LocalCollectives:
 
         self.engine.run(Call(description, num_chunks, put, take if out is not None else None), timeout_s)
 
-    def _split_reduction(
+    def _two_pass_reduction(
         self,
         tensor: torch.Tensor,
         out: torch.Tensor | None,
         reduction: Reduction,
+        factor: Factor,
         description: bytes,
         put: ChunkFunction,
     ) -> Call:
-        """A reduction in two passes: each rank folds its share of a chunk, then all take all shares."""
+        """Make a reduction in two passes: each rank folds its share of a chunk, or the leader all; then all take the shares."""
         dtype, numel, own, memory, size = tensor.dtype, tensor.shape[0], self.rank, self._memory, self.num_ranks
         per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
+        by_leader = self.plan.by_leader
+        folders = (LEADER,) if by_leader else range(size)
+        # A leader reads its own part where it is; it is not overwritten before it has been folded.
+        reads_own = by_leader and own == LEADER and factor is None
 
         def bounds(chunk: int, rank: int) -> tuple[int, int]:
             n = min(per_chunk, numel - chunk * per_chunk)
-            return n * rank // size, n * (rank + 1) // size
+            return (0, n) if by_leader else (n * rank // size, n * (rank + 1) // size)
 
         def fold(chunk: int, step: int) -> None:
+            if own not in folders:
+                return
             low, high = bounds(chunk, own)
-            shares = memory.slots(step - 1, dtype, low, high)
-            reduction.reduce(memory.folded(step, dtype, 0, high - low)[own], shares)
+            inputs = memory.slots(step - 1, dtype, low, high)
+            if reads_own:
+                inputs = [tensor[chunk * per_chunk : (chunk + 1) * per_chunk], *inputs[1:]]
+            reduction.reduce(memory.folded(step, dtype, 0, high - low)[own], inputs)
 
         def take(chunk: int, step: int) -> None:
             assert out is not None
             piece = out[chunk * per_chunk : (chunk + 1) * per_chunk]
-            for r in range(size):
+            for r in folders:
                 low, high = bounds(chunk, r)
                 piece[low:high].copy_(memory.folded(step, dtype, 0, high - low)[r])
 
-        return Call(description, num_chunks, put, take if out is not None else None, fold)
-
-    def _leader_reduction(
-        self, tensor: torch.Tensor, reduction: Reduction, factor: Factor, description: bytes, put: ChunkFunction
-    ) -> Call:
-        """An all_reduce in two passes: the leader folds whole chunks, then all take them."""
-        dtype, numel, memory, leads = tensor.dtype, tensor.shape[0], self._memory, self.rank == LEADER
-        per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
-        # The leader reads its own part where it is; it is not overwritten before it has been folded.
-        puts = not leads or factor is not None
-
-        def fold(chunk: int, step: int) -> None:
-            if not leads:
-                return
-            piece = tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
-            inputs = memory.slots(step - 1, dtype, 0, piece.shape[0])
-            if not puts:
-                inputs = [piece, *inputs[1:]]
-            reduction.reduce(memory.folded(step, dtype, 0, piece.shape[0])[LEADER], inputs)
-
-        def take(chunk: int, step: int) -> None:
-            piece = tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
-            piece.copy_(memory.folded(step, dtype, 0, piece.shape[0])[LEADER])
-
-        return Call(description, num_chunks, put if puts else None, take, fold)
+        return Call(description, num_chunks, None if reads_own else put, take if out is not None else None, fold)
 
     def broadcast(self, tensor: torch.Tensor, root: int, description: bytes, timeout_s: float) -> None:
-        """Copy the root's `tensor` into everybody's."""
+        """Copy the root's `tensor` into that of every rank."""
         data, memory = as_bytes(tensor), self._memory
         per_chunk, num_chunks = self._chunking(data.numel(), 1)
 
@@ -201,7 +183,7 @@ class LocalCollectives:
         self.engine.run(Call(description, num_chunks, put if is_root else None, None if is_root else take), timeout_s)
 
     def all_gather(self, tensor: torch.Tensor, outputs: Parts, description: bytes, timeout_s: float) -> None:
-        """Copy every rank's `tensor` into everybody's ``outputs[rank]``; sizes are equal."""
+        """Copy every rank's `tensor` into ``outputs[rank]`` of all ranks; sizes are equal."""
         self._gather(tensor, outputs, description, timeout_s)
 
     def gather(
@@ -316,14 +298,15 @@ def put_scaled(slot: torch.Tensor, piece: torch.Tensor, factor: Factor) -> None:
 
 
 def as_bytes(flat_tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D tensor's memory as uint8."""
+    """Return a 1-D tensor's memory as uint8."""
     return flat_tensor.view(torch.uint8)
 
 
 def overlaps_shifted(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    """Whether a 1-D contiguous tensor shares memory with one of `others`, and not from their first bytes on.
+    """Return whether a 1-D contiguous tensor shares memory with one of `others`, and not from their first bytes on.
 
-    A collective reads a chunk of its inputs before it writes that chunk of its outputs, so an input may begin where an output does.
+    A collective reads a chunk of its inputs before it writes that chunk of its outputs, so an input may begin where an
+    output does.
     """
     start = tensor.data_ptr()
     end = start + tensor.nbytes
@@ -335,5 +318,5 @@ def overlaps_shifted(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bo
 
 
 def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two 1-D contiguous tensors begin at the same byte."""
+    """Return whether two 1-D contiguous tensors begin at the same byte."""
     return first.data_ptr() == second.data_ptr()

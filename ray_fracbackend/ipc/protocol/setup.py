@@ -1,7 +1,7 @@
-"""Brings the ranks of a group together: who shares a host, one arena a host, agreement. Imports torch.
+"""Set up the shared memory of a group: which ranks share a host, one arena a host, agreement. Imports torch.
 
 Each rank announces its host and process in the group's store; the first rank of a host creates the memory; the
-others open it; and only when every rank of the whole group has said that it is attached does anyone go on. So either
+others open it; and only when every rank of the whole group has said that it is attached does any rank go on. So either
 all ranks have the backend or all raise the same reason.
 """
 
@@ -34,8 +34,7 @@ class Membership:
 
     Attributes:
         rank: This process's rank in the group.
-        hosts: Group ranks of each host, ascending; hosts by their lowest rank. For the collectives of device memory, of each
-            device.
+        hosts: Group ranks of each host, ascending; hosts by their lowest rank. For device memory, of each device.
         names: How messages call each group rank: "rank" and its global rank.
     """
 
@@ -77,7 +76,11 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
     _raise_first_error(infos, names)
     membership = Membership(rank, group_by_host([info["host"] for info in infos]), names)
     members = membership.local_ranks
-    arena, chunk_bytes, keep_fd, error = _open_arena(store, rank, members)
+    arena, keep_fd, error = None, -1, None
+    try:
+        arena, chunk_bytes, keep_fd = _open_arena(store, rank, members)
+    except (IpcUnavailableError, OSError, ValueError) as failure:
+        error = str(failure)
     try:
         _raise_first_error(_exchange(store, "attached", rank, size, {"error": error}), names)
     finally:
@@ -85,7 +88,6 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
             os.close(keep_fd)
     assert arena is not None
     peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
-
     data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(len(members)) :]
     stride = block_bytes(chunk_bytes, len(members))
     blocks = [data[r * stride : (r + 1) * stride] for r in range(len(members))]
@@ -100,7 +102,7 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
 def make_engine(
     arena: Arena, rank: int, peers: list[Peer], names: list[str], memory: Callable[[Waiter], SlotMemory]
 ) -> Engine:
-    """One rank's side of a host.
+    """Create one rank's side of a host's collectives.
 
     Args:
         arena: Begins with the control page.
@@ -127,35 +129,41 @@ def _raise_first_error(infos: list[dict[str, Any]], names: tuple[str, ...]) -> N
 
 
 def group_by_host(host_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each host, ascending; hosts by their lowest rank."""
+    """Return the ranks of each host, ascending; hosts by their lowest rank."""
     hosts: dict[str, list[int]] = {}
     for rank, host in enumerate(host_of_rank):
         hosts.setdefault(host, []).append(rank)
     return tuple(tuple(members) for members in hosts.values())
 
 
-def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena | None, int, int, str | None]:
-    """Create or attach this host's arena; returns it, its chunk size, a descriptor to close later, and an error."""
+def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena, int, int]:
+    """Create or attach this host's arena.
+
+    Returns:
+        The arena, its chunk size, and a descriptor to close once all ranks have attached, or -1.
+
+    Raises:
+        IpcUnavailableError: The first rank could not create it, or it cannot be opened from here.
+        OSError: The kernel refuses the memory.
+        ValueError: The chunk size that the user set is not allowed.
+    """
     key = f"arena/{members[0]}"
-    if rank != members[0]:
-        announced = json.loads(store.get(key))
-        if announced["error"] is not None:
-            return None, 0, -1, announced["error"]
+    if rank == members[0]:
         try:
-            return attach_arena(ArenaName(**announced["name"])), announced["chunk_bytes"], -1, None
-        except (IpcUnavailableError, OSError) as error:
-            return None, 0, -1, str(error)
-    try:
-        arena, name, chunk_bytes = _create_largest(len(members))
-    except (OSError, ValueError) as error:
-        store.set(key, json.dumps({"error": str(error)}))
-        return None, 0, -1, str(error)
-    store.set(key, json.dumps({"error": None, "name": asdict(name), "chunk_bytes": chunk_bytes}))
-    return arena, chunk_bytes, name.fd, None
+            arena, name, chunk_bytes = _create_largest(len(members))
+        except (OSError, ValueError) as error:
+            store.set(key, json.dumps({"error": str(error)}))
+            raise
+        store.set(key, json.dumps({"error": None, "name": asdict(name), "chunk_bytes": chunk_bytes}))
+        return arena, chunk_bytes, name.fd
+    announced = json.loads(store.get(key))
+    if announced["error"] is not None:
+        raise IpcUnavailableError(announced["error"])
+    return attach_arena(ArenaName(**announced["name"])), announced["chunk_bytes"], -1
 
 
 def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, int]:
-    """An arena with the wanted chunk size, or with the largest half, quarter, ... of it that the kernel gives."""
+    """Create an arena with the wanted chunk size, or with the largest half, quarter, ... that the kernel gives."""
     chunk_bytes = knobs.chunk_bytes()
     while True:
         num_bytes = control_bytes(num_ranks) + num_ranks * block_bytes(chunk_bytes, num_ranks)
