@@ -1,4 +1,4 @@
-"""One rank of the benchmark: times every case and tells it on standard output. Run by `bench_ranks` as a script; never Ray."""
+"""One rank of the benchmark: time every case and print it. Run by `bench_ranks` as a script; never Ray."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _calls(num_bytes: int) -> int:
 
 
 def _collective(operation: str, num_bytes: int, group: Any, device: torch.device) -> Callable[[], Any]:
-    """A function that runs the operation once on tensors of its own."""
+    """Return a function that runs the operation once on tensors of its own."""
     size = dist.get_world_size()
     whole = torch.ones(num_bytes // 4 // size * size, device=device)
     part = torch.ones(whole.numel() // size, device=device)
@@ -51,7 +51,7 @@ def _collective(operation: str, num_bytes: int, group: Any, device: torch.device
 
 
 def _open_mpi(operation: str, num_bytes: int, mpi: Any) -> Callable[[], Any]:
-    """The same through mpi4py, on memory of torch tensors as well."""
+    """Return the same through mpi4py, on memory of torch tensors as well."""
     comm = mpi.COMM_WORLD
     size = comm.Get_size()
     whole = torch.zeros(num_bytes // 4 // size * size).numpy()
@@ -65,7 +65,7 @@ def _open_mpi(operation: str, num_bytes: int, mpi: Any) -> Callable[[], Any]:
 
 
 def _ddp_step(num_bytes: int, group: Any, device: torch.device) -> Callable[[], Any]:
-    """One forward and backward of a linear model under DDP, or of the bare model if there is no group."""
+    """Return a forward and backward of a linear model under DDP, or of the bare model if there is no group."""
     width = max(8, int((num_bytes / 4 / 4) ** 0.5))
     model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(4))).to(
         device
@@ -83,7 +83,7 @@ def _ddp_step(num_bytes: int, group: Any, device: torch.device) -> Callable[[], 
 def _subjects(
     operation: str, num_bytes: int, groups: dict[str, Any], mpi: Any, device: torch.device
 ) -> dict[str, Callable[[], Any]]:
-    """What to time side by side, by backend; "copy" is a plain copy of the tensor, or a step without communication."""
+    """Return what to time side by side, by backend; "copy" is a plain copy of the tensor, or a bare step."""
     if operation == "ddp_step":
         subjects = {name: _ddp_step(num_bytes, group, device) for name, group in {**groups, "copy": None}.items()}
     else:
@@ -96,7 +96,7 @@ def _subjects(
 
 
 def _until_done(subject: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """A call on a CUDA device returns before its work is done."""
+    """Make a call on a CUDA device return only when its work is done."""
     if device.type == "cpu":
         return subject
 
@@ -108,7 +108,7 @@ def _until_done(subject: Callable[[], Any], device: torch.device) -> Callable[[]
 
 
 def _groups(nccl: bool, device: torch.device) -> dict[str, Any]:
-    """Groups to measure, by backend. NCCL is left out where it does not take these ranks."""
+    """Create the groups to measure, by backend. NCCL is left out where it does not take these ranks."""
     groups = {"ipc": dist.group.WORLD, "gloo": dist.new_group(backend="gloo", timeout=_TIMEOUT)}
     if device.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=device))  # sets device memory up
@@ -122,7 +122,7 @@ def _groups(nccl: bool, device: torch.device) -> dict[str, Any]:
 
 
 def _works_everywhere(group: Any, device: torch.device) -> bool:
-    """Whether an all_reduce in the group goes through on every rank; the same answer on all of them."""
+    """Return whether an all_reduce in the group goes through on every rank; the same answer on all of them."""
     works = torch.ones(1)
     try:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -136,7 +136,7 @@ def _works_everywhere(group: Any, device: torch.device) -> bool:
 
 
 def _time_calls(subject: Callable[[], Any], num_calls: int) -> torch.Tensor:
-    """Seconds of each call on the rank that took longest."""
+    """Return the seconds of each call on the rank that took longest."""
     seconds = torch.empty(num_calls, dtype=torch.float64)
     for _ in range(_WARM_UP_CALLS):
         subject()
@@ -150,13 +150,13 @@ def _time_calls(subject: Callable[[], Any], num_calls: int) -> torch.Tensor:
 
 
 def _busy_s() -> float:
-    """CPU seconds that all processes of the machine have used since boot."""
+    """Return the CPU seconds that all processes of the machine have used since boot."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def _time_case(subjects: dict[str, Callable[[], Any]], num_calls: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of all calls by backend, and the share of the machine that other processes took meanwhile."""
+    """Return the seconds of all calls by backend, and the share of the machine that other processes took meanwhile."""
     wall, busy, own = time.monotonic(), _busy_s(), time.process_time()
     timed = {backend: _time_calls(subject, num_calls).tolist() for backend, subject in subjects.items()}
     wall, busy, own = time.monotonic() - wall, _busy_s() - busy, time.process_time() - own
@@ -171,7 +171,7 @@ def _time_case(subjects: dict[str, Callable[[], Any]], num_calls: int) -> tuple[
 def _time_quietly(
     subjects: dict[str, Callable[[], Any]], num_calls: int, tries: int
 ) -> tuple[dict[str, list[float]], float]:
-    """The first of up to `tries` measurements during which the machine was quiet, or the quietest of them."""
+    """Return the first of up to `tries` measurements during which the machine was quiet, or the quietest of them."""
     best = _time_case(subjects, num_calls)
     for _ in range(tries - 1):
         if best[1] <= _QUIET_SHARE:
@@ -184,7 +184,7 @@ def _time_quietly(
 
 
 def _measure(spec: dict[str, Any], mpi: Any) -> Iterator[dict[str, Any]]:
-    """Progress messages, then one with all that was measured."""
+    """Yield progress messages, then one with all that was measured."""
     device = _device(spec["device"])
     groups = _groups(spec["nccl"], device)
     cases = [(operation, size) for operation in spec["operations"] for size in spec["sizes"]]
@@ -208,7 +208,7 @@ def _measure(spec: dict[str, Any], mpi: Any) -> Iterator[dict[str, Any]]:
 
 
 def _device(kind: str) -> torch.device:
-    """The device of this rank, set as the current one."""
+    """Return the device of this rank, after making it the current one."""
     if kind == "cpu":
         return torch.device(kind)
     device = torch.device(kind, dist.get_rank() % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""Measures collectives and DDP steps of the ipc backend beside Gloo, NCCL, a plain copy and, under mpirun, Open MPI.
+"""Measure collectives and DDP steps of the ipc backend beside Gloo, NCCL, a plain copy and, under mpirun, Open MPI.
 
 Starts the ranks, which run `bench_rank`, and collects their rows. Everything of one run is measured in the same
 processes, backend after backend in every round, so that a slow moment of the machine meets all. Needs no process group in
@@ -59,8 +59,8 @@ def run_benchmark(
     Returns:
         One row for each operation, size and backend: ``operation``, ``num_bytes``, ``backend``, ``num_ranks``,
         ``num_calls``, the ``median_ms``, ``p25_ms`` and ``p75_ms`` of the calls, ``start_medians_ms``, the median of
-        each start, and ``others``, the largest share of the machine that other processes took in a round. A call begins after a barrier and ends when its last rank is
-        through, with its work on the device.
+        each start, and ``others``, the largest share of the machine that other processes took in a round. A call begins
+        after a barrier and ends when its last rank is through, with its work on the device.
 
     Raises:
         RuntimeError: A rank failed, or the ipc backend cannot use the memory of the device; the message has its output.
@@ -79,11 +79,11 @@ def run_benchmark(
     others: dict[Case, float] = {}
     for start in range(starts):
 
-        def tell(done: int, total: int, what: str, start: int = start) -> None:
+        def report(done: int, total: int, what: str, start: int = start) -> None:
             if progress is not None:
                 progress(start * total + done, starts * total, what)
 
-        for operation, num_bytes, backend, values, share in _start_ranks(spec, nccl_env or {}, mpirun, tell):
+        for operation, num_bytes, backend, values, share in _start_ranks(spec, nccl_env or {}, mpirun, report):
             case = (operation, num_bytes, backend)
             seconds.setdefault(case, []).append(values)
             others[case] = max(share, others.get(case, 0.0))
@@ -96,11 +96,11 @@ def _start_ranks(
     mpirun: Sequence[str] | None,
     progress: Callable[[int, int, str], None],
 ) -> list[Any]:
-    """Operation, bytes, backend, seconds of the calls and share of other processes, for each case of one start."""
+    """Return operation, bytes, backend, seconds of the calls and share of other processes for each case."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = json.dumps({**spec, "port": store.port})
-    command = [sys.executable, "-m", "ray_fracbackend.bench_rank", told]
-    # mpirun starts all ranks and tells each its number itself.
+    argument = json.dumps({**spec, "port": store.port})
+    command = [sys.executable, "-m", "ray_fracbackend.bench_rank", argument]
+    # mpirun starts all ranks and numbers them itself.
     commands = [command] * spec["size"] if mpirun is None else [[*mpirun, *command]]
     ranks = [
         subprocess.Popen(
@@ -122,7 +122,7 @@ def _start_ranks(
 
 
 def _read(process: subprocess.Popen[str], progress: Callable[[int, int, str], None]) -> tuple[list[Any], str]:
-    """What rank 0 measured, and whatever else it printed."""
+    """Return what rank 0 measured, and whatever else it printed."""
     measured: list[Any] = []
     other = ""
     assert process.stdout is not None

@@ -9,7 +9,7 @@ Importing this package registers the backend; it needs torch on Linux, and not R
 
 Ranks on other machines, and tensors that shared memory does not carry, go through a Gloo group inside it.
 
-Imports go one way: ``group`` -> ``device`` -> ``protocol`` -> ``host``; all of them may use ``errors``, ``knobs`` and ``_torch``.
+Imports go one way: ``group`` > ``device`` > ``protocol`` > ``host`` > ``knobs``, ``errors``, ``_torch``; nothing of Ray.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
     if name == "place_id":
         warnings.warn("ipc.place_id is deprecated: use ipc.host_id.", DeprecationWarning, stacklevel=2)
         return host_id
-    # The collectives are loaded with the first group: who only asks whether the backend could be used need not pay.
+    # The collectives are loaded with the first group, and not to ask whether the backend could be used.
     if name != "IpcProcessGroup":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .group.process_group import IpcProcessGroup

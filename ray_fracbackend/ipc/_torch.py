@@ -1,6 +1,6 @@
 """The names of torch.distributed that are private, or typed differently from release to release.
 
-Runs in every rank; imports torch. Checked on torch 2.13; the names are those of 2.7 to 2.15 as far as the published
+Checked on torch 2.13; the names are those of 2.7 to 2.15 as far as the published
 sources show. Types are given up here, once, instead of in every module.
 """
 
@@ -47,7 +47,7 @@ end_record: Any = _autograd._record_function_with_args_exit
 
 
 def never_trace(code: CodeType) -> None:
-    """Mark a function's code so that ``torch.compile`` leaves its frames alone, and where this torch can also those below."""
+    """Mark a function's code so that ``torch.compile`` skips its frames, and where this torch can also those below."""
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "skip_code"):  # older torch
         frames.skip_code(code)
@@ -57,7 +57,7 @@ def never_trace(code: CodeType) -> None:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Set the default time limit of a Gloo group, under the name that this torch has for it."""
+    """Set the default timeout of a Gloo group, under the name that this torch has for it."""
     for name in ("set_timeout", "_set_default_timeout"):
         if hasattr(group, name):
             getattr(group, name)(timeout)
@@ -65,5 +65,5 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 
 
 def is_registered(name: str) -> bool:
-    """Whether a backend of this name was registered with torch."""
+    """Return whether a backend of this name was registered with torch."""
     return name.upper() in Backend._plugins

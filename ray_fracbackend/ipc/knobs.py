@@ -53,7 +53,7 @@ def _int_in(name: str, default: int, low: int, high: int) -> int:
 
 
 def chunk_bytes() -> int:
-    """Bytes of one slot, a multiple of 4096.
+    """Return the bytes of one slot, a multiple of 4096.
 
     Raises:
         ValueError: The variable is not an integer in range.
@@ -63,28 +63,28 @@ def chunk_bytes() -> int:
 
 
 def spin_us() -> int:
-    """Upper bound, in microseconds, on polling before sleeping."""
+    """Return the upper bound, in microseconds, on polling before sleeping."""
     return _int_in(SPIN_US_ENV_VAR, DEFAULT_SPIN_US, 0, 1_000_000)
 
 
 def two_pass_ranks() -> int:
-    """Number of local ranks from which reductions run in two passes."""
+    """Return the number of local ranks from which reductions run in two passes."""
     return _int_in(TWO_PASS_RANKS_ENV_VAR, DEFAULT_TWO_PASS_RANKS, 2, 1 << 20)
 
 
 def device_chunk_bytes() -> int:
-    """Bytes of one slot in device memory, a multiple of 4096."""
+    """Return the bytes of one slot in device memory, a multiple of 4096."""
     value = _int_in(DEVICE_CHUNK_BYTES_ENV_VAR, DEFAULT_DEVICE_CHUNK_BYTES, MIN_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES)
     return value // 4096 * 4096
 
 
 def device_one_pass_bytes() -> int:
-    """Size in bytes up to which an all_reduce on device memory runs in one pass."""
+    """Return the size in bytes up to which an all_reduce on device memory runs in one pass."""
     return _int_in(DEVICE_ONE_PASS_BYTES_ENV_VAR, DEFAULT_DEVICE_ONE_PASS_BYTES, 0, 1 << 62)
 
 
 def device_reduces_by_leader() -> bool:
-    """Whether the first rank alone reduces in two passes on device memory.
+    """Return whether the first rank alone reduces in two passes on device memory.
 
     Raises:
         ValueError: The variable is neither "leader" nor "split".
@@ -96,7 +96,7 @@ def device_reduces_by_leader() -> bool:
 
 
 def host_override() -> str | None:
-    """Name that the user gives to this host, or None to use the detected one alone."""
+    """Return the name that the user gives to this host, or None to use the detected one alone."""
     name = os.environ.get(HOST_ENV_VAR)
     if name is None and (name := os.environ.get(_OLD_HOST_ENV_VAR)) is not None:
         warnings.warn(

@@ -21,7 +21,7 @@ SURVIVORS = 2
 
 
 def call_then_barrier(pg: Any, name: str) -> None:
-    """A rank struck after its last publication lets the others finish; the next call must tell them."""
+    """A rank struck after its last publication lets the others finish; the next call must report it."""
     CALLS[name](pg)
     pg.barrier(options("Barrier"))
 

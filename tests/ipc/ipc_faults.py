@@ -96,7 +96,7 @@ def sample(seed: int) -> dict[str, list[Case]]:
 
 def _struck(collective: str, fault: str) -> Iterator[Case]:
     call = CALLS[collective]
-    # A rank struck after its last publication lets the others finish; the next call must tell them.
+    # A rank struck after its last publication lets the others finish; the next call must report it.
     case = Case(collective, fault, (call, BARRIER), (call, BARRIER), 0)
     every = points(call, SIZE)
     last = dict(every)

@@ -199,7 +199,7 @@ class Explorer:
     def _expect(self, memory, kind, step) -> None:  # type: ignore[no-untyped-def]
         owners = self.ranks
         if step in self.led and kind < 2:
-            # Slots of the followers, folded memory of the leader: nobody reads the others.
+            # Slots of the followers, folded memory of the leader: no rank reads the others.
             owners = owners[1:] if kind == 0 else owners[:1]
         for owner in owners:
             found = memory[owner][kind][step % self.rules.buffers]

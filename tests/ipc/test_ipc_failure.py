@@ -125,7 +125,7 @@ dist.barrier()
 
 
 def test_a_process_ends_by_itself_after_a_failure() -> None:
-    """With a group that nobody shut down, calls in its queue and a stopped peer, the interpreter still ends."""
+    """With a group that was not shut down, calls in its queue and a stopped peer, the interpreter still ends."""
     store = open_local_store()
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "3"}
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}

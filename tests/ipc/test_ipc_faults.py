@@ -1,4 +1,4 @@
-"""Kill, stop, exception, mismatched and missing calls at every phase of every collective: nobody hangs, nothing leaks.
+"""Kill, stop, exception, mismatched and missing calls at every phase of every collective: no rank hangs, nothing leaks.
 
 By default a sample is run, the same each time; with --full another one each time, and the whole table. The seed is printed; set
 RAY_FRACBACKEND_TEST_SEED to repeat it.

@@ -110,7 +110,7 @@ def test_an_arena_is_found_by_its_token_only() -> None:
 
 
 def test_an_arena_cannot_be_shrunk_under_its_users() -> None:
-    """Nobody can truncate the memory, so no access ends in SIGBUS."""
+    """No process can truncate the memory, so no access ends in SIGBUS."""
     _, name = arena.create_arena(100_000)
     with pytest.raises(PermissionError):
         os.ftruncate(name.fd, 4096)

@@ -1,4 +1,4 @@
-"""Device memory that other processes can map: the CUDA driver's own calls. Runs in every rank; imports stdlib and torch.
+"""Device memory that other processes can map: the CUDA driver's own calls. Imports stdlib and torch.
 
 torch can share storages too, but its way leaves a counter file in /dev/shm when a process is killed, keeps freed memory
 until all receivers let go, and depends on how the caching allocator is configured (expandable segments, cudaMallocAsync).
@@ -69,7 +69,7 @@ def _device(index: int) -> ctypes.c_int:
 
 
 def shares_events(index: int) -> bool:
-    """Whether a visible device says that it can share events between processes; makes no context.
+    """Return whether a visible device says that it can share events between processes; makes no context.
 
     Raises:
         DriverError: The driver cannot be used.
@@ -81,7 +81,7 @@ def shares_events(index: int) -> bool:
 
 
 def device_memory_support(device_index: int = 0) -> str | None:
-    """Whether the ipc backend can use the memory of a CUDA device between processes of this machine.
+    """Return whether the ipc backend can use the memory of a CUDA device between processes of this machine.
 
     Needs no process group. What only several processes can find out (a MIG slice, a container without the host's
     process ids) is found out when a group is set up, which falls back to Gloo.
@@ -90,7 +90,7 @@ def device_memory_support(device_index: int = 0) -> str | None:
         device_index: torch's index of the device in this process.
 
     Returns:
-        None if it can, as far as one process can tell, else the reason in one sentence.
+        None if it can, as far as one process can find out, else the reason in one sentence.
     """
     if sys.platform != "linux":
         return f"CUDA memory is shared between processes on Linux only, and this is {sys.platform}"
@@ -126,7 +126,7 @@ def _primary_context(index: int) -> ctypes.c_void_p:
 
 @contextmanager
 def _current(index: int) -> Iterator[None]:
-    """The calling thread may have no context yet, or that of another device."""
+    """Make the device's context current: the calling thread may have none yet, or that of another device."""
     _call("cuCtxPushCurrent_v2", _primary_context(index))
     try:
         yield
@@ -152,7 +152,7 @@ class DeviceBlock:
 
 
 def allocate(index: int, num_bytes: int) -> DeviceBlock:
-    """Memory of this process, rounded up to 2 MiB.
+    """Allocate memory of this process, rounded up to 2 MiB.
 
     Raises:
         MemoryError: The device has not as much.
@@ -165,7 +165,7 @@ def allocate(index: int, num_bytes: int) -> DeviceBlock:
 
 
 def export_block(block: DeviceBlock) -> bytes:
-    """What another process needs to map `block`."""
+    """Return what another process needs to map `block`."""
     handle = _Handle()
     with _current(block.index):
         _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(block.pointer))

@@ -1,7 +1,7 @@
 """Device memory that every rank of a device has mapped. Runs in every rank; imports torch.
 
 Each rank owns one block with its slots and folded memory, and a ring of two interprocess events; the others opened both
-when the group was set up. What a step has to wait for is said to the device, never to a kernel: the host only learns
+when the group was set up. What a step has to wait for is an event on the stream, never a kernel that spins: the host only learns
 from the counters that a peer has *issued* its work, and makes this rank's stream wait for the peer's event.
 """
 
@@ -52,7 +52,7 @@ class DeviceMemory(SlotMemory):
 
     Args:
         runtime: The device.
-        stream: All work on the slots is issued to it, by whoever holds the turn.
+        stream: All work on the slots is issued to it, by the thread that holds the turn.
         parts: Blocks and events of all local ranks.
         rank: Local rank of this process.
         release_fence: As in `SlotMemory`: descriptions are in host memory.

@@ -33,7 +33,7 @@ class CudaRuntime:
 
     @staticmethod
     def owns(tensor: torch.Tensor) -> bool:
-        """Whether the tensor is on a CUDA device."""
+        """Return whether the tensor is on a CUDA device."""
         return tensor.is_cuda
 
     def missing(self) -> str | None:
@@ -41,19 +41,19 @@ class CudaRuntime:
         return device_memory_support(self._index)
 
     def uuid(self) -> str:
-        """Identity of the device, equal in all processes whatever its index there."""
+        """Return the identity of the device, equal in all processes whatever its index there."""
         return str(torch.cuda.get_device_properties(self._index).uuid)
 
     def allocate(self, num_bytes: int) -> DeviceBlock:
-        """Memory that other processes can map; see `driver.allocate`."""
+        """Allocate memory that other processes can map; see `driver.allocate`."""
         return allocate(self._index, num_bytes)
 
     def trim(self) -> None:
-        """Give what torch's allocator keeps for later back to the device."""
+        """Give what torch's allocator caches back to the device."""
         torch.cuda.empty_cache()
 
     def export(self, block: DeviceBlock) -> bytes:
-        """What another process needs for `open`."""
+        """Return what another process needs for `open`."""
         return export_block(block)
 
     def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
@@ -65,11 +65,11 @@ class CudaRuntime:
         release(block)
 
     def new_stream(self) -> Any:
-        """A stream of the device."""
+        """Create a stream of the device."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Any:
-        """The calling thread's stream."""
+        """Return the calling thread's stream."""
         return torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -77,32 +77,32 @@ class CudaRuntime:
         return torch.cuda.stream(stream)
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's stream is being captured in a CUDA graph."""
+        """Return whether the calling thread's stream is being captured in a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def new_event(self) -> Any:
-        """An event of this process."""
+        """Create an event of this process."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def new_shared_event(self) -> Any:
-        """An event that can be exported once it has been recorded."""
+        """Create an event that can be exported once it has been recorded."""
         return torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
 
     def export_event(self, event: Any) -> bytes:
-        """What another process needs for `open_event`."""
+        """Return what another process needs for `open_event`."""
         handle: bytes = event.ipc_handle()
         return handle
 
     def open_event(self, handle: bytes) -> Any:
-        """Another process's event."""
+        """Open another process's event."""
         return torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-untyped-call]
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Tell the allocator that `stream` uses the tensor, so that its memory is not given away too early."""
+        """Record `stream` with the allocator as a user of the tensor, so that its memory is not reused too early."""
         tensor.record_stream(stream)
 
     def new_future(self) -> torch.futures.Future[Any]:
-        """A future whose waiter's stream waits for the work behind the value, as that of NCCL's."""
+        """Create a future whose waiter's stream waits for the work behind the value, as NCCL's does."""
         return torch.futures.Future(devices=[self.device])
 
     def complete(self, future: torch.futures.Future[Any], value: Any, stream: Any) -> None:
@@ -131,7 +131,7 @@ class CommunicationStream:
         self.last = None
 
     def mark(self) -> Any:
-        """An event behind everything that the calling thread's stream has been given.
+        """Record an event behind everything that the calling thread's stream has been given.
 
         Raises:
             RuntimeError: The stream is being captured in a CUDA graph.
@@ -146,7 +146,7 @@ class CommunicationStream:
         return event
 
     def future(self, value: Any) -> torch.futures.Future[Any]:
-        """Return a completed future of `value`; the stream that waits for it waits for what this stream has been given."""
+        """Return a completed future of `value`; its waiter's stream waits for what this stream has been given."""
         future = self.runtime.new_future()
         self.runtime.complete(future, value, self.stream)
         return future

@@ -171,7 +171,7 @@ class DeviceSetup:
         return Membership(self._rank, devices, host.names)
 
     def _allocate(self, membership: Membership, own: int, chunk_bytes: int) -> DeviceParts:
-        """Allocate this rank's block, with the largest half, quarter, ... of the wanted chunk size that every device has."""
+        """Allocate this rank's block, with the largest half, quarter, ... of the chunk size that every device has."""
         members = membership.local_ranks
         while True:
             sizes = [block_bytes(chunk_bytes, len(members), r == LEADER) for r in range(len(members))]
@@ -342,7 +342,7 @@ def _value(rank: int, number: int) -> int:
 def nccl_leaders(
     store: Any, membership: Membership, timeout: timedelta, stream: CommunicationStream, patience_s: float
 ) -> Any:
-    """The NCCL group between the leaders, after it has added up right; None where `gloo_leaders` has none.
+    """Create the NCCL group between the leaders and check a sum; None where `gloo_leaders` returns None.
 
     Args:
         store: The group's store.

@@ -34,7 +34,7 @@ class DeviceSide:
 
     Args:
         host: The group so far.
-        timeout: Default time limit of the group's collectives.
+        timeout: Default timeout of the group's collectives.
 
     Attributes:
         gloo_reason: Why Gloo carries CUDA tensors of this group; None while nothing speaks against device memory.
@@ -49,17 +49,17 @@ class DeviceSide:
         self._streams: dict[torch.device, CommunicationStream] = {}
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the default time limit of later collectives."""
+        """Set the default timeout of later collectives."""
         self._timeout = timeout
         for group in self._lane.leaders if self._lane is not None else ():
             set_timeout(group, timeout)
 
     def device_of(self, tensors: Sequence[torch.Tensor]) -> torch.device | None:
-        """The first CUDA device among those of the tensors."""
+        """Return the first CUDA device among those of the tensors, or None."""
         return next((tensor.device for tensor in tensors if runtime.CudaRuntime.owns(tensor)), None)
 
     def carries(self, tensors: Sequence[torch.Tensor]) -> torch.device | None:
-        """The device of these tensors if device memory may carry them: all there, dense, not quantized."""
+        """Return the device of these tensors if device memory may carry them: all there, dense, not quantized."""
         device = self.device_of(tensors)
         if device is None or self.gloo_reason is not None or self._device not in (None, device):
             return None
@@ -69,7 +69,7 @@ class DeviceSide:
         return device
 
     def stream_of(self, device: torch.device) -> CommunicationStream:
-        """The group's stream on a device."""
+        """Return the group's stream on a device."""
         if device not in self._streams:
             self._streams[device] = CommunicationStream(runtime.CudaRuntime(device))
         return self._streams[device]
@@ -106,7 +106,7 @@ class DeviceSide:
             )
 
     def collectives(self, device: torch.device) -> Collectives | None:
-        """Collectives for tensors on `device`, None where Gloo has to carry them; after `prepare`."""
+        """Return the collectives for tensors on `device`, None where Gloo has to carry them; after `prepare`."""
         return self._lane.collectives if self._lane is not None and device == self._device else None
 
     def abort(self, reason: str) -> None:

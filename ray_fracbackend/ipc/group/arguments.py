@@ -1,4 +1,4 @@
-"""Read what a caller passes to a process group, in every form that torch's own groups take, and check it. Imports torch.
+"""Read and check what a caller passes to a process group, in every form that torch's own groups take. Imports torch.
 
 torch's C++ and `torch.distributed` pass tensors and an options object. A caller may as well pass root, reduce operation and
 timeout one by one, by position or by name (the overloads of ``ProcessGroup`` in torch's _distributed_c10d.pyi).
@@ -59,7 +59,7 @@ def _read(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[Any]:
-    """Tensors and options of a call."""
+    """Return the tensors and options of a call."""
     given, found = dict(kwargs), list(args[: len(names)])
     for alternatives in names[len(found) :]:
         name = next((name for name in alternatives if name in given), None)
@@ -93,7 +93,7 @@ def _form(also: Sequence[str]) -> str:
 
 
 def _value_of(method: str, name: str, value: Any) -> Any:
-    """A value as the options take it; None for a time limit that was not given."""
+    """Return a value as the options take it; None for a timeout that was not given."""
     if name == "root":
         return operator.index(value)
     if name == "op":
@@ -108,12 +108,12 @@ def _value_of(method: str, name: str, value: Any) -> Any:
 
 
 def wants_async(opts: Any) -> bool:
-    """Whether the caller goes on while the collective runs; True where torch does not say (before 2.8)."""
+    """Return whether the caller goes on while the collective runs; True where torch does not say (before 2.8)."""
     return bool(getattr(opts, "asyncOp", True))
 
 
 def timeout_of(opts: Any, default_s: float) -> float:
-    """Seconds from an options object; torch writes -1 ms or 0 for "the group's own"."""
+    """Return the timeout of an options object in seconds; torch writes -1 ms or 0 for "the group's own"."""
     timeout = getattr(opts, "timeout", None)
     if isinstance(timeout, timedelta) and timeout > timedelta(0):
         return timeout.total_seconds()
@@ -121,7 +121,7 @@ def timeout_of(opts: Any, default_s: float) -> float:
 
 
 def root_of(operation: str, opts: Any, count: int) -> int:
-    """The root of a call.
+    """Return the root of a call.
 
     Raises:
         ValueError: It is no rank of the group, or not of its first tensor.
@@ -135,7 +135,7 @@ def root_of(operation: str, opts: Any, count: int) -> int:
 
 
 def single(tensors: torch.Tensor | Sequence[torch.Tensor], operation: str) -> torch.Tensor:
-    """The one tensor of a list of one.
+    """Return the one tensor of a list of one.
 
     Raises:
         ValueError: There is not exactly one.
@@ -148,7 +148,7 @@ def single(tensors: torch.Tensor | Sequence[torch.Tensor], operation: str) -> to
 
 
 def lists(tensors: Any) -> list[torch.Tensor]:
-    """The inner list of a list of one list, or a flat list itself."""
+    """Return the inner list of a list of one list, or a flat list itself."""
     if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
         return list(tensors[0])
     return list(tensors)
@@ -182,7 +182,7 @@ def check_one_type(operation: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor wraps others, and would see each copy of a collective: a DTensor, for one."""
+    """Return whether a tensor wraps others, and would see each copy of a collective: a DTensor, for one."""
     kind = type(tensor)
     dispatch = getattr(kind, "__torch_dispatch__", no_torch_dispatch)
     # AsyncCollectiveTensor, from functional collectives, waits and unwraps itself, whatever is done with it.

@@ -1,4 +1,4 @@
-"""The order of a group's calls: one at a time, first come first served, from any thread. Imports stdlib only.
+"""Run a group's calls in order, one at a time, from any thread. Imports stdlib only.
 
 A synchronous call runs in the caller's thread once earlier ones are through. An asynchronous one is queued for a
 worker thread, so that ranks may start calls of different groups in different orders, as with Gloo; if the caller waits
@@ -7,11 +7,11 @@ before the worker got to it, the caller runs it, which saves the change of threa
 Callbacks of futures run outside of the turn, and while a worker is in one, another worker serves the queue: a callback
 may launch a call of the same group and wait for it.
 
-Python ends its daemon threads in the middle of what they do, and torch's C++ ends the process with SIGABRT if that is one of its
-operations. So the interpreter's exit waits a moment for calls that nobody waited for.
+Python ends its daemon threads in the middle of what they do, and torch's C++ ends the process with SIGABRT if that is one of
+its operations. So the interpreter's exit waits a moment for calls that the script did not wait for.
 
-A forked child has the parent's group in its memory, and its shared memory too: a call there would pass for one of the
-parent's. So the calls of an executor are its process's own.
+A forked child has a copy of the parent's group, with its shared memory: a call there would look like one of the parent's. So
+an executor takes calls of its own process only.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Task:
             self._finished.set()
 
     def call_back(self) -> None:
-        """Run what `when_done` left."""
+        """Run the callbacks that `when_done` queued."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
     def has_callbacks(self) -> bool:
-        """Whether `call_back` has something to run."""
+        """Return whether `call_back` has something to run."""
         return bool(self._callbacks)
 
     def when_done(self, callback: Callable[[], None]) -> None:
@@ -90,11 +90,11 @@ class Task:
         callback()
 
     def is_done(self) -> bool:
-        """Whether the work is over, well or badly."""
+        """Return whether the work is over, well or badly."""
         return self._finished.is_set()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for the work; False if `timeout_s` ran out first."""
+        """Wait for the work; return False if `timeout_s` ran out first."""
         return self._finished.wait(timeout_s)
 
 
@@ -121,7 +121,7 @@ class Executor:
         _executors.add(self)
 
     def is_own(self) -> bool:
-        """Whether this is the process that made the group, and not one forked from it."""
+        """Return whether this is the process that made the group, and not one forked from it."""
         return os.getpid() == self._pid
 
     def _check_process(self) -> None:
@@ -164,7 +164,7 @@ class Executor:
         return task
 
     def finish(self, task: Task) -> None:
-        """Return once `task` is over, running it here if nobody has begun it.
+        """Return once `task` is over, running it here if no thread has begun it.
 
         Raises:
             GroupClosedError: This is a forked child of the group's process.
@@ -185,10 +185,10 @@ class Executor:
         """Run what is queued, up to `last`, and append it to `done`.
 
         Raises:
-            BaseException: What a signal handler raised meanwhile, such as KeyboardInterrupt: it is meant for this thread, and
-                not for those who wait for the task that it happened to hit.
+            BaseException: What a signal handler raised meanwhile, such as KeyboardInterrupt: it is meant for this
+                thread, and not for those that wait for the task that it happened to hit.
         """
-        # The caller holds the turn, so the queue's head cannot be run by anybody else.
+        # The caller holds the turn, so the queue's head cannot be run by another thread.
         while self._queue:
             task = self._queue.popleft()
             task.run()
@@ -199,7 +199,7 @@ class Executor:
                 break
 
     def _activate(self) -> None:
-        """With the lock held: see to it that somebody serves the queue."""
+        """Make sure that a worker serves the queue; the caller holds the lock."""
         if self._num_active or not self._queue:
             return
         self._num_active += 1
@@ -237,12 +237,12 @@ class Executor:
             self._wakeups.acquire()
 
     def is_settled(self) -> bool:
-        """Whether no thread of the executor does anything."""
+        """Return whether no thread of the executor does anything."""
         with self._lock:
             return not self._queue and self._num_idle == sum(thread.is_alive() for thread in self._threads)
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more calls; wait up to `timeout_s` seconds for those queued. Returns whether all are over."""
+        """Take no more calls; wait up to `timeout_s` seconds for those queued. Return whether all are over."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._closed = True

@@ -1,7 +1,7 @@
-"""What observes the calls of a thread: torch's profiler, dispatch modes, tensors without data, ``torch.compile``. Imports torch.
+"""What observes a call: torch's profiler, dispatch modes, tensors without data, ``torch.compile``. Imports torch.
 
-Inside a compiled region Dynamo evaluates every Python frame, also those that DDP's reducer or autograd enters from C++. A
-collective is not for it to trace: what it should see of one it takes from torch.distributed.
+Inside a compiled region Dynamo evaluates every Python frame, also those that DDP's reducer or autograd enters from C++. It
+must not trace a collective: what it should see of one it takes from torch.distributed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _skipped: set[str] = set()
 
 
 def is_without_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape alone: on the meta device, or of a FakeTensorMode."""
+    """Return whether a tensor has a shape alone: on the meta device, or of a FakeTensorMode."""
     if tensor.is_meta:
         return True
     fake = sys.modules.get("torch._subclasses.fake_tensor")  # no such tensor without it
@@ -30,10 +30,10 @@ def is_without_data(tensor: torch.Tensor) -> bool:
 
 
 def hidden(function: Callable[[], None]) -> Callable[[], None]:
-    """A call of which dispatch modes, such as FakeTensorMode or FlopCounterMode, do not see what it does.
+    """Wrap a call so that dispatch modes, such as FakeTensorMode or FlopCounterMode, do not see what it does.
 
-    To them it is one operation, and not the copies and additions that it is made of. A thread that waits for the call may run it, so
-    the modes are those of the thread that does.
+    To them it is one operation, and not the copies and additions that it is made of. A thread that waits for the call may
+    run it, so the modes are those of the thread that does.
     """
 
     def without_modes() -> None:
@@ -47,7 +47,7 @@ def hidden(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def recorded(operation: str, tensors: Sequence[torch.Tensor], function: Callable[[], None]) -> Callable[[], None]:
-    """A call with a record in the profile that is being taken.
+    """Wrap a call in a record of the profile that is being taken.
 
     Args:
         operation: Part of the record's name.

@@ -1,4 +1,4 @@
-"""The c10d process group ``ipc``: its parts, its lifecycle, how it runs a call, and every collective. Imports torch, never Ray.
+"""The c10d process group ``ipc``: its lifecycle, how it runs a call, and every collective. Imports torch.
 
 Which memory carries a call is decided once, from its tensors: dense CPU tensors go through shared host memory, those on the
 group's CUDA device through device memory, all others (sparse, quantized, on two devices) through a Gloo group inside, which is
@@ -88,7 +88,7 @@ _groups: weakref.WeakSet[IpcProcessGroup] = weakref.WeakSet()
 
 
 def _keep_groups() -> None:
-    """In a forked child: the threads of the inner Gloo groups are the parent's, and a destructor would wait for them for ever."""
+    """Keep all groups of a forked child: a destructor would wait for ever for the parent's threads of the inner Gloo groups."""
     for group in list(_groups):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -157,7 +157,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
     @property
     def _timeout_s(self) -> float:
-        """Default timeout of a collective: that of the inner Gloo group, which is all that torch's ``_set_pg_timeout`` sets."""
+        """Default timeout in seconds: that of the inner Gloo group, which is all that torch's ``_set_pg_timeout`` sets."""
         timeout: timedelta = self._gloo.options._timeout
         if timeout != self._timeout:
             self.set_timeout(timeout)
@@ -210,7 +210,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
                     getattr(gloo, verb)()
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: torch's own would end the process, because it clones a store that a group made in Python does not have.
+        """Refuse: torch's own would end the process, because it clones a store that a group made in Python does not have.
 
         Raises:
             RuntimeError: Always.
@@ -405,7 +405,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     # Collectives that reduce.
 
     def _reduction_of(self, device: torch.device | None, operation: str, dtype: torch.dtype, op: Any) -> Any:
-        """Return the `Reduction` of an element type, None if Gloo is to carry the call: it has other types and operations.
+        """Return the `Reduction` of an element type; None if Gloo carries the call, which has other types and operations.
 
         Raises:
             ValueError: The element type has no such operation.
@@ -749,7 +749,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
 
 def in_host_memory(*tensors: torch.Tensor) -> bool:
-    """Return whether shared host memory can carry these tensors: on the CPU, dense, not quantized, and of no odd class."""
+    """Return whether shared host memory can carry these tensors: on the CPU, dense, not quantized, of a plain class."""
     for tensor in tensors:
         if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
             return False

@@ -6,7 +6,7 @@ import torch
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of `tensor` in row-major order, 1-D: a view where its memory is laid out so, else a copy."""
+    """Return the elements of `tensor` in row-major order, 1-D: a view where its memory is laid out so, else a copy."""
     # Not detach(): what is written to that raises the version of the caller's tensor, which Gloo and NCCL leave alone.
     tensor = tensor.data
     if tensor.is_conj() or tensor.is_neg():

@@ -22,9 +22,10 @@ _handed_over: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
 
 
 def keep_work_of_reducers() -> None:
-    """Keep alive what DDP's ``join`` hands to its reducer, whose C++ keeps no Python part of a Work. May be called again.
+    """Keep alive the Work that DDP's ``join`` passes to its reducer. May be called again.
 
-    Without that part the reducer's wait never ends: torch calls the base class, which nothing completes.
+    The reducer's C++ keeps no Python part of it, and without that its wait never ends: torch calls the base class, which
+    nothing completes.
     """
     Reducer._set_forward_pass_work_handle = _hand_over_and_keep
 
@@ -48,26 +49,26 @@ class CompletedWork(Work):  # type: ignore[misc]  # torch gives it no type
         self._stream = stream
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True at once."""
+        """Return True at once."""
         return True
 
     def is_completed(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def exception(self) -> BaseException | None:
-        """None."""
+        """Return None."""
         return None
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing: nothing is left to wait for."""
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that received results."""
+        """Return the tensors that received results."""
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
@@ -134,15 +135,15 @@ class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
         return self._task.error is None and self.is_completed()
 
     def exception(self) -> BaseException | None:
-        """What the collective raised, or None."""
+        """Return what the collective raised, or None."""
         return self._task.error
 
     def synchronize(self) -> None:
-        """Same as ``wait()``."""
+        """Do the same as ``wait()``."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that receive results."""
+        """Return the tensors that receive results."""
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:

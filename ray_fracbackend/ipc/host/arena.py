@@ -27,7 +27,7 @@ class ArenaName:
     Attributes:
         pid: Process that created it and keeps `fd` open until every rank has attached.
         fd: Descriptor number in that process.
-        token: Random hex text also written into the memory: tells a reused pid or fd from the real one.
+        token: Random hex text also written into the memory: distinguishes the memory from what a reused pid or fd means.
         num_bytes: Size of the memory.
     """
 

@@ -6,7 +6,7 @@ A counter is an aligned 8-byte word, which CPython reads and writes in one acces
 
 * ``release_fence`` before a counter is stored, so that the data it announces is visible first;
 * ``acquire_fence`` after a counter was seen to advance, so that the data is not read early;
-* ``full_fence`` between storing a counter and reading whether somebody sleeps on it (and the other way round in
+* ``full_fence`` between storing a counter and reading whether a rank sleeps on it (and the other way round in
   the sleeper), so that no wake-up is lost.
 
 x86-64 keeps loads in order, so the second needs no instruction there. A locked instruction is the third: acquiring a
@@ -37,7 +37,7 @@ class _Timespec(ctypes.Structure):
 
 
 def ordering_support() -> str | None:
-    """Whether counters in shared memory can be ordered here.
+    """Return whether counters in shared memory can be ordered here.
 
     Returns:
         None if they can, else the reason in one sentence.
@@ -63,7 +63,7 @@ def _libatomic_fence() -> Callable[[], None] | None:
 
 
 def _no_fence() -> None:
-    """On x86-64 loads are not reordered."""
+    """Do nothing: on x86-64 loads are not reordered."""
 
 
 def _locked_fence() -> Callable[[], None]:
@@ -81,7 +81,7 @@ def _locked_fence() -> Callable[[], None]:
 
 
 def make_fences() -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """Fences of this CPU.
+    """Return the fences of this CPU.
 
     Returns:
         ``(release_fence, acquire_fence, full_fence)``.

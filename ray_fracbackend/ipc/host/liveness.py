@@ -15,7 +15,7 @@ def _stat_fields(pid: int) -> list[str] | None:
 
 
 def start_time(pid: int) -> int:
-    """Start of process `pid` in clock ticks since boot, which tells it from a later process of the same number.
+    """Return the start of process `pid` in clock ticks since boot, which distinguishes processes of the same number.
 
     Raises:
         ProcessLookupError: There is no such process.
@@ -27,7 +27,7 @@ def start_time(pid: int) -> int:
 
 
 class Peer:
-    """One process of this machine, told apart from later ones with the same number.
+    """One process of this machine, distinguished from later ones with the same number.
 
     Args:
         pid: Its process number in this PID namespace.
@@ -39,12 +39,12 @@ class Peer:
         self.started = started
 
     def is_alive(self) -> bool:
-        """False once the process has ended, also while its parent has not yet waited for it."""
+        """Return False once the process has ended, also while its parent has not yet waited for it."""
         fields = _stat_fields(self.pid)
         return fields is not None and int(fields[19]) == self.started and fields[0] not in ("Z", "X")
 
     def state(self) -> str:
-        """A word for messages: "running", "stopped" or "gone"."""
+        """Return the state for messages: "running", "stopped" or "gone"."""
         fields = _stat_fields(self.pid)
         if fields is None or int(fields[19]) != self.started or fields[0] in ("Z", "X"):
             return "gone"

@@ -1,4 +1,4 @@
-"""The memory that tensors pass through: slots and folded areas of all ranks of a host. Runs in every rank; imports torch.
+"""The memory that tensors pass through: slots and folded areas of all ranks of a host. Imports torch.
 
 Counters, descriptions and failure marks are on the control page, which is always in host memory. This is the memory for the
 tensors, and the order of accesses to it. Host memory is ordered by CPU fences alone. `device.memory` also records an
@@ -18,13 +18,13 @@ _MAX_VIEWS = 2048
 
 
 def folded_bytes(chunk_bytes: int, num_ranks: int) -> int:
-    """Bytes of one share of a chunk, rounded up so that every dtype and page boundary fits."""
+    """Return the bytes of one share of a chunk, rounded up so that every dtype and page boundary fits."""
     share = -(-chunk_bytes // num_ranks) + 64
     return -(-share // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def block_bytes(chunk_bytes: int, num_ranks: int, whole_chunks: bool = False) -> int:
-    """Bytes of one rank's block.
+    """Return the bytes of one rank's block.
 
     Args:
         chunk_bytes: Size of a slot in bytes.

@@ -21,7 +21,7 @@ _PID_NAMESPACE = "/proc/self/ns/pid"
 
 
 def host_id() -> str:
-    """Text that is equal for exactly those processes that can open each other's memory.
+    """Return a text that is equal for exactly those processes that can open each other's memory.
 
     Boot id, host name and PID namespace; `RAY_FRACBACKEND_IPC_HOST` is added when set, so that it can only split
     a host into several, never join two.
@@ -35,7 +35,7 @@ def host_id() -> str:
 
 
 def host_memory_support() -> str | None:
-    """Whether the ipc backend can work between processes of this machine.
+    """Return whether the ipc backend can work between processes of this machine.
 
     Cheap (well under a millisecond), needs no process group and leaves nothing behind.
 

@@ -7,7 +7,7 @@ Runs in every rank; imports the standard library only. Layout (8-byte words, nat
     from word 16, one block of BLOCK_WORDS words per local rank:
       +0   counter: last step this rank has published, written by it alone
       +1   closed: 1 once this rank has shut its group down
-      +8   sleepers: 1 if somebody may be sleeping on the counter
+      +8   sleepers: 1 if a rank may be sleeping on the counter
       +16  two call descriptions (of even and odd steps) of DESCRIPTION_BYTES
       +80  reason of this rank's failure, REASON_BYTES, zero-terminated UTF-8
 
@@ -30,7 +30,7 @@ REASON_BYTES = 640
 
 
 def control_bytes(num_ranks: int) -> int:
-    """Bytes that the control page of `num_ranks` local ranks takes, a multiple of 4096."""
+    """Return the bytes that the control page of `num_ranks` local ranks takes, a multiple of 4096."""
     return -(-(_FIRST_BLOCK + num_ranks * BLOCK_WORDS) * 8 // 4096) * 4096
 
 
@@ -66,11 +66,11 @@ class ControlPage:
         self._descriptions[self.rank][step & 1][:] = description
 
     def description(self, rank: int, step: int) -> bytes:
-        """The description that `rank` stored for the call whose first step is `step`."""
+        """Return the description that `rank` stored for the call whose first step is `step`."""
         return bytes(self._descriptions[rank][step & 1])
 
     def find_difference(self, step: int, description: bytes, key_bytes: int) -> int | None:
-        """The lowest rank whose description differs from `description` in its first `key_bytes`, or None."""
+        """Return the lowest rank whose description differs from `description` in its first `key_bytes`, or None."""
         key = description[:key_bytes]
         for rank, slices in enumerate(self._descriptions):
             if rank != self.rank and slices[step & 1][:key_bytes] != key:
@@ -78,7 +78,7 @@ class ControlPage:
         return None
 
     def poisoner(self) -> int | None:
-        """Local rank of a rank that poisoned the group, or None."""
+        """Return the local rank of a rank that poisoned the group, or None."""
         value = self.words[_POISON_WORD]
         return value - 1 if value else None
 
@@ -93,14 +93,14 @@ class ControlPage:
         self._bytes[start : start + REASON_BYTES] = data.ljust(REASON_BYTES, b"\0")
 
     def reason(self, rank: int) -> str:
-        """The text that `rank` stored with its poison."""
+        """Return the text that `rank` stored with its poison."""
         start = (self.counter_index[rank] + _REASON) * 8
         return bytes(self._bytes[start : start + REASON_BYTES]).split(b"\0", 1)[0].decode("utf-8", "replace")
 
     def set_closed(self) -> None:
-        """Say that this rank takes part in no further step."""
+        """Mark this rank as taking part in no further step."""
         self.words[self.counter_index[self.rank] + _CLOSED] = 1
 
     def is_closed(self, rank: int) -> bool:
-        """Whether `rank` has shut its group down."""
+        """Return whether `rank` has shut its group down."""
         return self.words[self.counter_index[rank] + _CLOSED] != 0

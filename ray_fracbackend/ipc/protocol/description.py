@@ -58,12 +58,12 @@ def _field(text: str, num_bytes: int) -> bytes:
 
 
 def through_gloo(description: bytes) -> bytes:
-    """The description of the same call for tensors that the inner Gloo group carries, which is a different call."""
+    """Return the description of the same call for tensors that Gloo carries, which is a different call."""
     return _marked(description, b"G", "through Gloo")
 
 
 def first_on_device(description: bytes) -> bytes:
-    """The description of the same call for tensors on a device that has to be set up for the group first."""
+    """Return the description of the same call for tensors on a device that has to be set up for the group first."""
     return _marked(description, b"D", "on a CUDA device")
 
 
@@ -73,10 +73,10 @@ def _marked(description: bytes, mark: bytes, how: str) -> bytes:
 
 
 def description_text(description: bytes) -> str:
-    """The printable part of a description."""
+    """Return the printable part of a description."""
     return description[KEY_BYTES:].rstrip(b"\0").decode("ascii", "replace")
 
 
 def operation_of(description: bytes) -> str:
-    """The name of the operation."""
+    """Return the name of the operation."""
     return description[: description.index(b"|")].decode("ascii")

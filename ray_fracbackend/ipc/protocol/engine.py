@@ -1,4 +1,4 @@
-"""Runs collectives of one host, one at a time: schedule, steps, mismatch detection, failure. Imports torch.
+"""Run collectives of one host, one at a time: schedule, steps, mismatch detection, failure. Imports torch.
 
 Nothing here knows which memory the tensors pass through; that is the transport's.
 """
@@ -54,7 +54,7 @@ class Engine:
     Attributes:
         waiter: As given.
         observer: Called as ``observer(action, chunk)`` before each action; for tests that inject failures.
-        on_failure: Called with the reason after a call has failed here, to tell others that this page does not reach.
+        on_failure: Called with the reason after a call has failed here, to inform ranks that this page does not reach.
     """
 
     def __init__(self, control: ControlPage, transport: SlotMemory, waiter: Waiter, names: list[str]) -> None:
@@ -71,7 +71,7 @@ class Engine:
         self._closed = False
 
     def run(self, call: Call, timeout_s: float) -> None:
-        """Run one collective; blocks until this rank's part is done.
+        """Run one collective; block until this rank's part is done.
 
         Args:
             call: The collective.
@@ -131,7 +131,7 @@ class Engine:
         )
 
     def raise_if_unusable(self, what: str) -> None:
-        """Raise what a call would raise that this rank begins now.
+        """Raise what a call would raise if this rank began it now.
 
         Raises:
             IpcError: The group was closed, or poisoned by some rank.
@@ -141,14 +141,14 @@ class Engine:
         self.waiter.raise_if_poisoned(what)
 
     def is_healthy(self) -> bool:
-        """Whether no rank has poisoned the group."""
+        """Return whether no rank has poisoned the group."""
         return not self.waiter.is_poisoned()
 
     def fail(self, reason: str) -> None:
         """Poison the group: every rank raises with `reason`, unless another reason came first."""
         self.waiter.poison(reason)
-        for tell in self.on_failure:
-            tell(reason)
+        for notify in self.on_failure:
+            notify(reason)
 
     def abort(self, reason: str) -> None:
         """Poison the group so that every rank raises, then close it. May be called again, from any thread."""

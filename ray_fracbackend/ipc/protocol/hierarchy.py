@@ -76,7 +76,7 @@ class HierarchicalCollectives:
 
     @contextmanager
     def _poisoning(self, description: bytes, timeout_s: float) -> Iterator[None]:
-        """A failure between hosts must not leave the ranks of this host waiting."""
+        """Poison this host's ranks on a failure between hosts, so that they are not left waiting."""
         started = time.monotonic()
         try:
             yield
@@ -98,7 +98,7 @@ class HierarchicalCollectives:
                 function(self._leaders)
 
     def _gather_parts(self, leaders: Any, part: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
-        """The `part` of every leader, by host."""
+        """Return the `part` of every leader, by host."""
         options = c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=timeout_s)
         parts = [torch.empty_like(part) for _ in self._hosts]
@@ -254,12 +254,12 @@ Collectives = LocalCollectives | HierarchicalCollectives
 
 
 def leads(membership: Membership) -> bool:
-    """Whether this rank talks to other hosts."""
+    """Return whether this rank exchanges data with other hosts."""
     return len(membership.hosts) > 1 and membership.local_ranks[0] == membership.rank
 
 
 def gloo_leaders(store: Any, membership: Membership, timeout: timedelta) -> Any:
-    """The Gloo group between the leaders, rank = host index; None on other ranks and on a single host.
+    """Create the Gloo group between the leaders, rank = host index; None on other ranks and on a single host.
 
     Raises:
         IpcError: The leaders cannot connect.

@@ -56,12 +56,12 @@ _ALLOWED: dict[torch.dtype, tuple[Any, ...]] = {
 
 
 def plain_op(reduce_op: Any) -> Any:
-    """The `RedOpType` of what a caller passed (torch passes either a ``ReduceOp`` or its enum)."""
+    """Return the `RedOpType` of what a caller passed (torch passes either a ``ReduceOp`` or its enum)."""
     return reduce_op.op if isinstance(reduce_op, ReduceOp) else reduce_op
 
 
 def premul_factor(reduce_op: Any, kind: Any) -> float | torch.Tensor | None:
-    """The factor of a PREMUL_SUM, which each rank applies to its own input; None for other kinds of operation."""
+    """Return the factor of a PREMUL_SUM, which each rank applies to its own input; None for other operations."""
     if kind != Op.PREMUL_SUM:
         return None
     factor: float | torch.Tensor = reduce_op.__getstate__()[1]
@@ -69,12 +69,12 @@ def premul_factor(reduce_op: Any, kind: Any) -> float | torch.Tensor | None:
 
 
 def can_reduce(dtype: torch.dtype, op: Any) -> bool:
-    """Whether `Reduction` handles this element type and operation."""
+    """Return whether `Reduction` handles this element type and operation."""
     return op in _ALLOWED.get(dtype, ())
 
 
 def supported_ops(dtype: torch.dtype) -> str:
-    """Names of the operations that `dtype` has, for messages."""
+    """Return the names of the operations that `dtype` has, for messages."""
     return ", ".join(op.name for op in _ALLOWED.get(dtype, ())) or "none"
 
 
@@ -162,7 +162,7 @@ class Reduction:
         out.copy_(quotient)
 
     def of_partials(self) -> Reduction:
-        """The operation that combines partial results, which are of `accumulate_dtype`."""
+        """Return the operation that combines partial results, which are of `accumulate_dtype`."""
         return Reduction(self.accumulate_dtype, self.op, self._num_ranks)
 
     def finish(self, total: torch.Tensor) -> None:

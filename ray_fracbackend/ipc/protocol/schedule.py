@@ -10,7 +10,7 @@ to the next, and every step has one PUBLISH and one AWAIT. Memory of step ``s`` 
 
 Why two of each are enough: a rank writes memory of step ``s + 2`` only after AWAIT of ``s + 1``, so all ranks have
 published ``s + 1``, and each rank's reads of step ``s`` come before its PUBLISH of ``s + 1``. The same argument covers
-events in a ring of two: nobody records event ``s + 2`` before all have waited for ``s``. tests/ipc drives these very
+events in a ring of two: no rank records event ``s + 2`` before all have waited for ``s``. tests/ipc drives these very
 sequences through every interleaving of small cases.
 """
 
@@ -37,7 +37,7 @@ Entry = tuple[Action, int, int]
 
 
 def one_pass(num_chunks: int) -> Iterator[Entry]:
-    """Actions of a collective in which each rank takes straight from the slots: one step a chunk.
+    """Yield the actions of a collective in which each rank takes straight from the slots: one step a chunk.
 
     Args:
         num_chunks: At least 1.
@@ -56,7 +56,7 @@ def one_pass(num_chunks: int) -> Iterator[Entry]:
 
 
 def two_pass(num_chunks: int) -> Iterator[Entry]:
-    """Actions of a reduction that is split over the ranks: chunk ``k`` is put in step k, folded and taken in k + 1.
+    """Yield the actions of a reduction that some ranks fold: chunk ``k`` is put in step k, folded and taken in k + 1.
 
     Args:
         num_chunks: At least 1.
@@ -83,7 +83,7 @@ _MAX_KEPT_CHUNKS = 64
 
 
 def schedule(num_chunks: int, two_passes: bool) -> Iterable[Entry]:
-    """The actions of `one_pass` or `two_pass`; short sequences are kept for the next call."""
+    """Return the actions of `one_pass` or `two_pass`; short sequences are kept for the next call."""
     if num_chunks <= _MAX_KEPT_CHUNKS:
         return _kept(num_chunks, two_passes)
     return two_pass(num_chunks) if two_passes else one_pass(num_chunks)

@@ -1,4 +1,4 @@
-"""Publishing a step and waiting for the peers' steps: spin, then sleep, with deadline, liveness and poison.
+"""Publish a step and wait for the peers' steps: spin, then sleep, with deadline, liveness and poison.
 
 Runs in every rank; imports the standard library only. A waiter polls the counter for a short, adaptive time, then
 sleeps on it with a futex, in slices, and looks between slices at the poison word, the deadline and the peer's
@@ -76,7 +76,7 @@ class Waiter:
         self._spin_us = self._max_spin_us
 
     def publish(self, step: int) -> None:
-        """Tell the peers that this rank's writes up to `step` are done, and wake those that sleep."""
+        """Announce to the peers that this rank's writes up to `step` are done, and wake those that sleep."""
         self._words[self._own] = step
         self._full_fence()
         if self._words[self._own_sleepers]:
@@ -119,7 +119,7 @@ class Waiter:
             os.sched_yield()
 
     def _adapt(self, waited_s: float) -> None:
-        """Poll on where that would have met the peer about now, and ever less where peers keep this rank waiting."""
+        """Poll in full where that would about have met the peer, and ever less where peers keep this rank waiting."""
         if waited_s <= self._max_spin_us * _NEAR_MISS * 1e-6:
             self._spin_us = self._max_spin_us
         else:
@@ -141,7 +141,7 @@ class Waiter:
         self.raise_if_poisoned(what)
         if self.beside is not None:
             self.beside.waiter.raise_if_poisoned(what)
-        # Whoever has not come yet must still be able to, not only the one that happens to be waited for first.
+        # Every rank that has not come yet must still be able to, not only the one that is waited for first.
         for rank in range(self._control.num_ranks):
             if self._words[self._counters[rank]] < step and rank != self._control.rank:
                 self._raise_if_gone(rank, step, what)
@@ -161,14 +161,14 @@ class Waiter:
         self.acquire_fence()
         if self._words[self._counters[rank]] >= step:
             return
-        # Or have failed, said why, and left: the reason tells more than the absence.
+        # Or have failed, given its reason, and left: the reason says more than the absence.
         self.raise_if_poisoned(what)
         if alive:
             raise PeerLostError(f"{self._names[rank]} shut its process group down before it reached {what}.")
         raise PeerLostError(f"{self._names[rank]} (pid {self.peers[rank].pid}) died before it reached {what}.")
 
     def _raise_if_beside(self, rank: int, step: int, what: str) -> None:
-        """Ranks make all calls in one order, so a peer that is ahead in the other memory will not come here."""
+        """Raise if a peer is ahead in the other memory: ranks make all calls in one order, so it will not come here."""
         if self.beside is None or rank not in self.beside.ranks:
             return
         there, theirs = self.beside.waiter, self.beside.ranks[rank]
@@ -201,7 +201,7 @@ class Waiter:
             )
 
     def is_poisoned(self) -> bool:
-        """Whether some rank has poisoned the group."""
+        """Return whether some rank has poisoned the group."""
         return self._control.poisoner() is not None
 
     def poison(self, reason: str) -> None:
@@ -214,7 +214,7 @@ class Waiter:
         self.wake_all()
 
     def is_alone(self) -> bool:
-        """Whether every other rank has shut its group down or ended."""
+        """Return whether every other rank has shut its group down or ended."""
         others = (rank for rank in range(self._control.num_ranks) if rank != self._control.rank)
         return all(self._control.is_closed(rank) or not self.peers[rank].is_alive() for rank in others)
 
