@@ -151,6 +151,8 @@ def _time_calls(subject: Callable[[], Any], num_calls: int) -> torch.Tensor:
 
 def _busy_s() -> float:
     """Return the CPU seconds that all processes of the machine have used since boot."""
+    if sys.platform == "win32":
+        raise NotImplementedError("The ipc backend and its benchmark need Linux.")
     ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
