@@ -154,7 +154,8 @@ class Waiter:
             )
 
     def _raise_if_gone(self, rank: int, step: int, what: str) -> None:
-        closed, alive = self._control.is_closed(rank), self.peers[rank].is_alive()
+        # In this order: a process that ends has set its mark before.
+        alive, closed = self.peers[rank].is_alive(), self._control.is_closed(rank)
         if alive and not closed:
             return
         # It may have published the step and left since the counter was read.
