@@ -6,6 +6,8 @@ sources show. Types are given up here, once, instead of in every module.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from types import CodeType
 from typing import Any
@@ -62,6 +64,14 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
         if hasattr(group, name):
             getattr(group, name)(timeout)
             break
+
+
+def stop(groups: Iterable[Any], verb: str) -> None:
+    """Call ``abort`` or ``shutdown`` of Gloo and NCCL groups; Gloo has neither in every torch release. None is skipped."""
+    for group in groups:
+        if group is not None:
+            with suppress(RuntimeError, AttributeError):
+                getattr(group, verb)()
 
 
 def is_registered(name: str) -> bool:

@@ -24,7 +24,7 @@ from ..errors import IpcUnavailableError
 from ..host.arena import Arena, ArenaName, attach_arena, create_arena
 from ..host.memory import block_bytes
 from ..protocol.control import control_bytes
-from ..protocol.description import describe_call, description_text, first_on_device
+from ..protocol.description import describe_call, first_on_device
 from ..protocol.hierarchy import Collectives, HierarchicalCollectives, gloo_leaders, leads
 from ..protocol.local import LEADER, LocalCollectives, ReductionPlan
 from ..protocol.reductions import Reduction
@@ -269,8 +269,8 @@ class DeviceSetup:
         collectives, leaders = self._connect_devices(membership, local)
         # From here on a failure in either memory ends the group.
         back = {host_rank: r for r, host_rank in there.items()}
-        engine.waiter.beside = Beside(host_waiter, there, description_text)
-        host_waiter.beside = Beside(engine.waiter, back, description_text)
+        engine.waiter.beside = Beside(host_waiter, there)
+        host_waiter.beside = Beside(engine.waiter, back)
         engine.on_failure.append(self._host.local.engine.fail)
         return DeviceLane(membership, local, engine.transport, collectives, leaders)
 

@@ -10,11 +10,10 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 
-from .._torch import set_timeout
+from .._torch import set_timeout, stop
 from ..errors import IpcUnavailableError
 from ..protocol.description import description_text
 from ..protocol.hierarchy import Collectives
@@ -114,7 +113,7 @@ class DeviceSide:
         if self._lane is not None:
             self._lane.local.engine.abort(reason)
             give_up()
-            _stop(self._lane.leaders, "abort")
+            stop(self._lane.leaders, "abort")
 
     def shutdown(self, idle: bool) -> None:
         """Leave the device's part of the group; `idle` says that no call is in progress. May be called again."""
@@ -124,7 +123,7 @@ class DeviceSide:
         # Without a lane no later call may be taken for one that Gloo should carry.
         self.gloo_reason = "the process group was shut down"
         engine = lane.local.engine
-        if not (idle and engine.is_healthy() and self._is_through()):
+        if not (idle and not engine.waiter.is_poisoned() and self._is_through()):
             # What the device still does with the memory cannot be known; the end of the process frees it.
             give_up()
             engine.close()
@@ -132,7 +131,7 @@ class DeviceSide:
             lane.memory.close_imports()
             engine.close()
             lane.memory.retire(engine.waiter.is_alone)
-        _stop(lane.leaders, "shutdown")
+        stop(lane.leaders, "shutdown")
 
     def _is_through(self) -> bool:
         with suppress(RuntimeError):
@@ -142,10 +141,3 @@ class DeviceSide:
             free_retired()
             return True
         return False
-
-
-def _stop(groups: Sequence[Any], verb: str) -> None:
-    for group in groups:
-        # Gloo has neither verb in every torch release.
-        with suppress(RuntimeError, AttributeError):
-            getattr(group, verb)()

@@ -233,18 +233,10 @@ def check_disjoint(operation: str, tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
-def equal_parts(operation: str, tensor: torch.Tensor, count: int, part_numel: int) -> list[torch.Tensor]:
-    """Split a 1-D tensor into `count` parts of `part_numel` elements.
-
-    Raises:
-        ValueError: The sizes do not fit.
-    """
-    if tensor.numel() != count * part_numel:
-        raise ValueError(
-            f"{operation} got {tensor.numel()} elements where {count} ranks times {part_numel} belong; make the larger "
-            f"tensor exactly that size."
-        )
-    return [tensor[r * part_numel : (r + 1) * part_numel] for r in range(count)]
+def equal_parts(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Split a 1-D tensor, whose size `check_same` has found right, into `count` equal parts."""
+    numel = tensor.numel() // count
+    return [tensor[r * numel : (r + 1) * numel] for r in range(count)]
 
 
 def split_parts(operation: str, tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[torch.Tensor]:

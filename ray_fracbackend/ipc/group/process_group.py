@@ -33,6 +33,7 @@ from .._torch import (
     c10d,
     profiler_enabled,
     set_timeout,
+    stop,
 )
 from ..device.runtime import DeviceCall
 from ..device.setup import HostSide
@@ -189,7 +190,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         self._device_side.abort(reason)
         self._local.engine.abort(reason)
         self._executor.close(_SHUTDOWN_S)
-        self._stop_gloo("abort")
+        stop((self._leaders, self._gloo), "abort")
 
     def shutdown(self) -> None:
         """Leave the group after the calls in progress; later calls here raise. May be called again."""
@@ -200,14 +201,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         self._local.engine.close()
         if idle:
             self._local.engine.transport.close()
-        self._stop_gloo("shutdown")
-
-    def _stop_gloo(self, verb: str) -> None:
-        for gloo in (self._leaders, self._gloo):
-            if gloo is not None:
-                # Gloo has neither verb in every torch release.
-                with contextlib.suppress(RuntimeError, AttributeError):
-                    getattr(gloo, verb)()
+        stop((self._leaders, self._gloo), "shutdown")
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: torch's own would end the process, because it clones a store that a group made in Python does not have.
@@ -429,7 +423,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         description = describe_call("all_reduce", tensor.dtype, tensor.shape, kind)
         device = self._carrier_of(tensor)
         reduction = self._reduction_of(device, "all_reduce", tensor.dtype, kind)
-        factor = premul_factor(opts.reduceOp, kind)
+        factor = None if device is None else premul_factor(opts.reduceOp, kind)
 
         def run(collectives: Collectives, timeout_s: float) -> None:
             out = Output(tensor, load=True)
@@ -459,7 +453,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         description = describe_call("reduce", tensor.dtype, tensor.shape, kind, root)
         device = self._carrier_of(tensor)
         reduction = self._reduction_of(device, "reduce", tensor.dtype, kind)
-        factor = premul_factor(opts.reduceOp, kind)
+        factor = None if device is None else premul_factor(opts.reduceOp, kind)
 
         def run(collectives: Collectives, timeout_s: float) -> None:
             out = Output(tensor, load=True)
@@ -510,13 +504,13 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         kind = plain_op(opts.reduceOp)
         description = describe_call(operation, output.dtype, output.shape, kind)
         reduction = self._reduction_of(device, "reduce_scatter", output.dtype, kind)
-        factor = premul_factor(opts.reduceOp, kind)
+        factor = None if device is None else premul_factor(opts.reduceOp, kind)
 
         def run(collectives: Collectives, timeout_s: float) -> None:
             out = Output(output)
             parts = [flat(source) for source in sources]
             if operation == "reduce_scatter_tensor":
-                parts = equal_parts(operation, parts[0], self._num_ranks, output.numel())
+                parts = equal_parts(parts[0], self._num_ranks)
             collectives.reduce_scatter(parts, out.flat, reduction, factor, description, timeout_s)
             out.store()
 
@@ -597,8 +591,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
         def run(collectives: Collectives, timeout_s: float) -> None:
             out = Output(output)
-            parts = equal_parts(operation, out.flat, count, tensor.numel())
-            collectives.all_gather(flat(tensor), parts, description, timeout_s)
+            collectives.all_gather(flat(tensor), equal_parts(out.flat, count), description, timeout_s)
             out.store()
 
         gloo = ("all_gather_single", output, tensor)

@@ -140,10 +140,6 @@ class Engine:
             raise _closed_error(what)
         self.waiter.raise_if_poisoned(what)
 
-    def is_healthy(self) -> bool:
-        """Return whether no rank has poisoned the group."""
-        return not self.waiter.is_poisoned()
-
     def fail(self, reason: str) -> None:
         """Poison the group: every rank raises with `reason`, unless another reason came first."""
         self.waiter.poison(reason)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from .._torch import PrefixStore, ProcessGroupGloo, c10d
+from .._torch import PrefixStore, ProcessGroupGloo, c10d, stop
 from .._torch import RedOpType as Op
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, IpcError
 from .description import KEY_BYTES, description_text
@@ -70,9 +70,7 @@ class HierarchicalCollectives:
     def _hang_up(self, reason: str) -> None:
         """End the connections to other leaders, so that a failure on this host reaches their hosts at once."""
         # Where this torch's Gloo has no abort, the other leaders notice at their timeout.
-        for group in (self._agreement, self._leaders):
-            with suppress(RuntimeError, AttributeError):
-                group.abort()
+        stop((self._agreement, self._leaders), "abort")
 
     @contextmanager
     def _poisoning(self, description: bytes, timeout_s: float) -> Iterator[None]:

@@ -182,17 +182,14 @@ class LocalCollectives:
         is_root = self.rank == root
         self.engine.run(Call(description, num_chunks, put if is_root else None, None if is_root else take), timeout_s)
 
-    def all_gather(self, tensor: torch.Tensor, outputs: Parts, description: bytes, timeout_s: float) -> None:
-        """Copy every rank's `tensor` into ``outputs[rank]`` of all ranks; sizes are equal."""
-        self._gather(tensor, outputs, description, timeout_s)
-
     def gather(
         self, tensor: torch.Tensor, outputs: Parts | None, root: int, description: bytes, timeout_s: float
     ) -> None:
         """Copy every rank's `tensor` into the root's ``outputs[rank]``; sizes are equal."""
-        self._gather(tensor, outputs if self.rank == root else None, description, timeout_s)
+        self.all_gather(tensor, outputs if self.rank == root else None, description, timeout_s)
 
-    def _gather(self, tensor: torch.Tensor, outputs: Parts | None, description: bytes, timeout_s: float) -> None:
+    def all_gather(self, tensor: torch.Tensor, outputs: Parts | None, description: bytes, timeout_s: float) -> None:
+        """Copy every rank's `tensor` into ``outputs[rank]`` of all ranks that pass outputs; sizes are equal."""
         source, memory = as_bytes(tensor), self._memory
         per_chunk, num_chunks = self._chunking(source.numel(), 1)
         targets = None if outputs is None else [as_bytes(output) for output in outputs]

@@ -1,15 +1,14 @@
 """Publish a step and wait for the peers' steps: spin, then sleep, with deadline, liveness and poison.
 
-Runs in every rank; imports the standard library only. A waiter polls the counter for a short, adaptive time, then
-sleeps on it with a futex, in slices, and looks between slices at the poison word, the deadline and the peer's
-process. A peer that published before it died or left is not an error: its memory is still mapped.
+A waiter polls the counter for a short, adaptive time, then sleeps on it with a futex, in slices, and looks between slices
+at the poison word, the deadline and the peer's process. A peer that published before it died or left is not an error: its
+memory is still mapped.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import knobs
@@ -17,6 +16,7 @@ from ..errors import CollectiveMismatchError, CollectiveTimeoutError, GroupPoiso
 from ..host.atomics import Futex, make_fences
 from ..host.liveness import Peer
 from .control import ControlPage
+from .description import description_text
 
 # Polls before the first system call: a peer that runs at the same time answers within these.
 _BARE_POLLS = 64
@@ -35,12 +35,10 @@ class Beside:
     Attributes:
         waiter: This rank's side of that page.
         ranks: Local ranks there, by local ranks here; ranks that are not there are missing.
-        describe: ``describe(description)`` is the text of a description.
     """
 
     waiter: Waiter
     ranks: dict[int, int]
-    describe: Callable[[bytes], str]
 
 
 class Waiter:
@@ -180,7 +178,7 @@ class Waiter:
         self.acquire_fence()
         if self._words[self._counters[rank]] >= step:
             return
-        call = self.beside.describe(there._control.description(theirs, own_step + 1))
+        call = description_text(there._control.description(theirs, own_step + 1))
         raise CollectiveMismatchError(
             f"{self._names[self._control.rank]} called {what} while {self._names[rank]} called {call} as the same "
             f"collective of the group, with tensors of another device; every rank must make the same calls in the same "
