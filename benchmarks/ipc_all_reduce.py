@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ray_fracbackend.cli import bench
-from ray_fracbackend.ipc.bench import OPERATIONS, SIZES
+from ray_fracbackend.cli.bench_ranks import OPERATIONS, SIZES
 
 
 def main() -> None:

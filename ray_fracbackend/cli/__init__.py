@@ -174,7 +174,7 @@ def _bench(options: argparse.Namespace) -> int:
     import torch
 
     from ray_fracbackend.cli import bench
-    from ray_fracbackend.ipc.bench import OPERATIONS, SIZES
+    from ray_fracbackend.cli.bench_ranks import OPERATIONS, SIZES
 
     if options.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch sees no CUDA device here; ray-fracbackend doctor says why", file=sys.stderr)

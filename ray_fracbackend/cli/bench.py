@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from ray_fracbackend.cli import bench_ranks
 from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK, multi_rank_env
 from ray_fracbackend.decide.worker_info import version_text
-from ray_fracbackend.ipc import bench
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 
 LABELS = {"ipc": "ipc", "gloo": "Gloo", "nccl": "NCCL", "open_mpi": "Open MPI", "copy": "plain copy"}
@@ -30,8 +30,8 @@ COLORS = {"ipc": "tab:blue", "gloo": "tab:red", "nccl": "tab:purple", "open_mpi"
 def measure(
     ranks: Sequence[int],
     *,
-    operations: Sequence[str] = bench.OPERATIONS,
-    sizes: Sequence[int] = bench.SIZES,
+    operations: Sequence[str] = bench_ranks.OPERATIONS,
+    sizes: Sequence[int] = bench_ranks.SIZES,
     rounds: int = 5,
     starts: int = 1,
     tries: int = 8,
@@ -41,7 +41,7 @@ def measure(
 
     Args:
         ranks: Numbers of processes, each measured on its own.
-        operations: Of `bench.OPERATIONS`.
+        operations: Of `bench_ranks.OPERATIONS`.
         sizes: Bytes of the float32 tensors.
         rounds: How often everything is measured in one start; medians are over all rounds of all starts.
         starts: How often the processes are started anew.
@@ -49,7 +49,7 @@ def measure(
         device: ``"cpu"``, or ``"cuda"`` for tensors on the CUDA devices of this machine, the ranks on them in turn.
 
     Returns:
-        Plain values for JSON: date, hardware, versions, load and ``rows`` as `bench.run_benchmark` gives them.
+        Plain values for JSON: date, hardware, versions, load and ``rows`` as `bench_ranks.run_benchmark` gives them.
 
     Raises:
         RuntimeError: A rank failed; the message has its output.
@@ -66,7 +66,7 @@ def measure(
                 bar.set_postfix_str(what, refresh=False)
                 bar.update(done - bar.n)
 
-            rows += bench.run_benchmark(
+            rows += bench_ranks.run_benchmark(
                 num_ranks,
                 operations=operations,
                 sizes=sizes,
@@ -104,7 +104,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         key = (row["operation"], row["num_ranks"], row["num_bytes"])
         medians.setdefault(key, {})[row["backend"]] = row["median_ms"]
-    backends = [backend for backend in bench.BACKENDS if any(backend in by for by in medians.values())]
+    backends = [backend for backend in bench_ranks.BACKENDS if any(backend in by for by in medians.values())]
     lines = [f"{'operation':<15}{'ranks':>5}{'KiB':>9}" + "".join(f"{b:>11}" for b in backends) + f"{'x Gloo':>9}"]
     for (operation, ranks, size), by_backend in sorted(medians.items()):
         cells = "".join(f"{by_backend[b]:>11.3f}" if b in by_backend else f"{'-':>11}" for b in backends)
@@ -118,7 +118,7 @@ def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks:
     Args:
         axis: Of matplotlib.
         rows: As `measure` returns them; the others are skipped.
-        operation: Of `bench.OPERATIONS`.
+        operation: Of `bench_ranks.OPERATIONS`.
         num_ranks: Processes.
     """
     for backend, label in LABELS.items():

@@ -8,13 +8,17 @@ Importing this package registers the backend; it needs torch on Linux, and not R
     dist.init_process_group("ipc")  # under torchrun
 
 Ranks on other machines, and tensors that shared memory does not carry, go through a Gloo group inside it.
+
+Imports go one way: ``group`` > ``device`` > ``protocol`` > ``host`` > ``knobs``, ``errors``, ``_torch``; nothing of Ray.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from .device_support import device_memory_support
+from ._torch import DEVICES, Backend, is_registered
+from .device.driver import device_memory_support
 from .errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -24,11 +28,10 @@ from .errors import (
     IpcUnavailableError,
     PeerLostError,
 )
-from .support import host_memory_support, place_id
-from .torch_compat import DEVICES, Backend, is_registered
+from .host.support import host_id, host_memory_support
 
 if TYPE_CHECKING:
-    from .operations import IpcProcessGroup
+    from .group.process_group import IpcProcessGroup
 
 __all__ = [
     "BACKEND_NAME",
@@ -41,8 +44,8 @@ __all__ = [
     "IpcUnavailableError",
     "PeerLostError",
     "device_memory_support",
+    "host_id",
     "host_memory_support",
-    "place_id",
     "register",
 ]
 
@@ -50,16 +53,19 @@ BACKEND_NAME = "ipc"
 
 
 def __getattr__(name: str) -> Any:
-    # The collectives are loaded with the first group: who only asks whether the backend could be used need not pay.
+    if name == "place_id":
+        warnings.warn("ipc.place_id is deprecated: use ipc.host_id.", DeprecationWarning, stacklevel=2)
+        return host_id
+    # The collectives are loaded with the first group, and not to ask whether the backend could be used.
     if name != "IpcProcessGroup":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .operations import IpcProcessGroup
+    from .group.process_group import IpcProcessGroup
 
     return IpcProcessGroup
 
 
 def _create(opts: Any, _backend_options: Any = None) -> IpcProcessGroup:
-    from .operations import IpcProcessGroup
+    from .group.process_group import IpcProcessGroup
 
     return IpcProcessGroup(
         opts.store, opts.group_rank, opts.group_size, opts.timeout, tuple(opts.global_ranks_in_group or ())

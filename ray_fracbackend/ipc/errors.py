@@ -17,7 +17,7 @@ class IpcError(dist.DistBackendError):
 
 
 class IpcUnavailableError(IpcError):
-    """Shared memory between the ranks of a place could not be set up.
+    """Shared memory between the ranks of a host could not be set up.
 
     Example scenario: two containers that report the same boot id but cannot open each other's ``/proc/<pid>/fd``.
     """

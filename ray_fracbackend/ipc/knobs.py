@@ -1,12 +1,13 @@
 """Environment variables of the ipc backend. Runs in every rank; imports the standard library only.
 
-Every rank of one place must see the same values: the rank that creates the memory decides the layout and the
-others read it from there, but waiting and the place itself are each rank's own.
+Every rank of one host must see the same values: the rank that creates the memory decides the layout and the
+others read it from there, but waiting and the host itself are each rank's own.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 
 # Bytes of one slot; a collective moves its tensor in pieces of this size, which should fit the core's cache.
 CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_CHUNK_BYTES"
@@ -14,14 +15,15 @@ DEFAULT_CHUNK_BYTES = 1 << 20
 MIN_CHUNK_BYTES = 64 * 1024
 MAX_CHUNK_BYTES = 1 << 28
 
-# Replaces the detected place (host and PID namespace), for tests of the hierarchical path on one machine.
-PLACE_ENV_VAR = "RAY_FRACBACKEND_IPC_PLACE"
+# Splits one machine into several hosts, for tests of the hierarchical path on one machine.
+HOST_ENV_VAR = "RAY_FRACBACKEND_IPC_HOST"
+_OLD_HOST_ENV_VAR = "RAY_FRACBACKEND_IPC_PLACE"
 
 # Microseconds that a rank polls a peer's counter before it sleeps in the kernel.
 SPIN_US_ENV_VAR = "RAY_FRACBACKEND_IPC_SPIN_US"
 DEFAULT_SPIN_US = 200
 
-# Ranks of one place from which a reduction is split over the ranks (two passes) instead of done by each.
+# Ranks of one host from which a reduction is split over the ranks (two passes) instead of done by each.
 TWO_PASS_RANKS_ENV_VAR = "RAY_FRACBACKEND_IPC_TWO_PASS_RANKS"
 DEFAULT_TWO_PASS_RANKS = 3
 # Up to here one pass with its single step is faster than two, whatever the number of ranks.
@@ -51,7 +53,7 @@ def _int_in(name: str, default: int, low: int, high: int) -> int:
 
 
 def chunk_bytes() -> int:
-    """Bytes of one slot, a multiple of 4096.
+    """Return the bytes of one slot, a multiple of 4096.
 
     Raises:
         ValueError: The variable is not an integer in range.
@@ -61,28 +63,28 @@ def chunk_bytes() -> int:
 
 
 def spin_us() -> int:
-    """Upper bound, in microseconds, on polling before sleeping."""
+    """Return the upper bound, in microseconds, on polling before sleeping."""
     return _int_in(SPIN_US_ENV_VAR, DEFAULT_SPIN_US, 0, 1_000_000)
 
 
 def two_pass_ranks() -> int:
-    """Number of local ranks from which reductions run in two passes."""
+    """Return the number of local ranks from which reductions run in two passes."""
     return _int_in(TWO_PASS_RANKS_ENV_VAR, DEFAULT_TWO_PASS_RANKS, 2, 1 << 20)
 
 
 def device_chunk_bytes() -> int:
-    """Bytes of one slot in device memory, a multiple of 4096."""
+    """Return the bytes of one slot in device memory, a multiple of 4096."""
     value = _int_in(DEVICE_CHUNK_BYTES_ENV_VAR, DEFAULT_DEVICE_CHUNK_BYTES, MIN_CHUNK_BYTES, MAX_DEVICE_CHUNK_BYTES)
     return value // 4096 * 4096
 
 
 def device_one_pass_bytes() -> int:
-    """Size in bytes up to which an all_reduce on device memory runs in one pass."""
+    """Return the size in bytes up to which an all_reduce on device memory runs in one pass."""
     return _int_in(DEVICE_ONE_PASS_BYTES_ENV_VAR, DEFAULT_DEVICE_ONE_PASS_BYTES, 0, 1 << 62)
 
 
 def device_reduces_by_leader() -> bool:
-    """Whether the first rank alone reduces in two passes on device memory.
+    """Return whether the first rank alone reduces in two passes on device memory.
 
     Raises:
         ValueError: The variable is neither "leader" nor "split".
@@ -93,6 +95,11 @@ def device_reduces_by_leader() -> bool:
     return text == "leader"
 
 
-def place_override() -> str | None:
-    """The place set by the user, or None for the detected one."""
-    return os.environ.get(PLACE_ENV_VAR) or None
+def host_override() -> str | None:
+    """Return the name that the user gives to this host, or None to use the detected one alone."""
+    name = os.environ.get(HOST_ENV_VAR)
+    if name is None and (name := os.environ.get(_OLD_HOST_ENV_VAR)) is not None:
+        warnings.warn(
+            f"{_OLD_HOST_ENV_VAR} is deprecated: set {HOST_ENV_VAR} instead.", DeprecationWarning, stacklevel=2
+        )
+    return name or None

@@ -31,8 +31,8 @@ from ipc_table import SMALL_CHUNKS, whole_table
 from ipc_workloads import busy
 
 from ray_fracbackend.ipc import device_memory_support
-from ray_fracbackend.ipc.device_memory import DeviceMemory
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.device.memory import DeviceMemory
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 pytestmark = [
     pytest.mark.gpu,
@@ -298,13 +298,13 @@ def test_a_collective_cannot_be_captured_and_says_so() -> None:
 
 
 def two_names(job: Job) -> tuple[int, bool]:
-    """Ranks that know one device by different indices; places found, and whether a sum is right."""
+    """Ranks that know one device by different indices; hosts found, and whether a sum is right."""
     index = torch.cuda.device_count() - 1
     os.environ[DEVICE_ENV_VAR] = f"cuda:{index}"
     pg = bare_group(job, "names", job.rank, job.size, 30.0)
     x = torch.full((50_000,), job.rank + 1.0, device=f"cuda:{index}")
     pg.allreduce([x], options("Allreduce"))
-    return len(lane_of(pg).membership.places), bool((x == 3).all())
+    return len(lane_of(pg).membership.hosts), bool((x == 3).all())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -26,10 +26,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ray_fracbackend.ipc import cuda_runtime, device_setup, launching
-from ray_fracbackend.ipc.arena import Arena, ArenaName, attach_arena, create_arena
-from ray_fracbackend.ipc.cuda_driver import DeviceBlock
-from ray_fracbackend.ipc.hierarchy import HierarchicalCollectives
+from ray_fracbackend.ipc.device import runtime as cuda_runtime
+from ray_fracbackend.ipc.device import setup as device_setup
+from ray_fracbackend.ipc.device.driver import DeviceBlock
+from ray_fracbackend.ipc.group import process_group
+from ray_fracbackend.ipc.host.arena import Arena, ArenaName, attach_arena, create_arena
+from ray_fracbackend.ipc.protocol.hierarchy import HierarchicalCollectives
 
 # Set in the environment of a rank: FAKE_CUDA_SEED (of its device; without it there is none), FAKE_CUDA_UUID,
 # FAKE_CUDA_FREE (bytes that the device has left), FAKE_CUDA_BROKEN (what does not work, by name), FAKE_CUDA_STEP_S
@@ -353,11 +355,12 @@ def install(seed: int) -> None:
     FakeCuda.gpu = gpu
     cuda_runtime.CudaRuntime = FakeCuda  # type: ignore[misc]
     device_setup.STEP_S = float(os.environ.get("FAKE_CUDA_STEP_S", device_setup.STEP_S))
-    launching.in_host_memory = lambda *tensors: False
+    process_group.in_host_memory = lambda *tensors: False
     device_setup.HierarchicalCollectives = _Hierarchical  # type: ignore[misc]
     # Both work on the host, whose tensors are no others than the device's here.
+    group = process_group.IpcProcessGroup
     for name in ("_run_gloo", "_exchange_sizes"):
-        setattr(launching.LaunchingGroup, name, _off_stream(getattr(launching.LaunchingGroup, name)))
+        setattr(group, name, _off_stream(getattr(group, name)))
 
 
 def _off_stream(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from ipc_harness import Job
 from torch._C import _distributed_c10d as c10d
 
 from ray_fracbackend.ipc import IpcProcessGroup
-from ray_fracbackend.ipc.schedule import Action, schedule
+from ray_fracbackend.ipc.protocol.schedule import Action, schedule
 
 CHUNK_BYTES = 64 * 1024
 SMALL_CHUNKS = {"RAY_FRACBACKEND_IPC_CHUNK_BYTES": str(CHUNK_BYTES)}
@@ -130,7 +130,7 @@ Point = tuple[Action, int]
 
 
 def points(call: Call, num_ranks: int) -> list[Point]:
-    """What each rank does in a call in one place: actions in order, each with how often it came before."""
+    """What each rank does in a call on one host: actions in order, each with how often it came before."""
     entries: list[Action] = []
     if call.name.startswith("all_to_all"):
         # First the sizes.

@@ -10,8 +10,8 @@ from ipc_calls import bare_group, options
 from ipc_harness import Job, rank_device
 
 from ray_fracbackend.ipc import IpcProcessGroup
-from ray_fracbackend.ipc.engine import Engine
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.protocol.engine import Engine
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 # Four of the 64 KiB chunks that these tests use, and a bit.
 NUMEL = 66_000

@@ -15,13 +15,13 @@ from ipc_device_calls import CALLS, device_group, phases, strike_at
 from ipc_fault_runs import error_of, strike
 from ipc_harness import Job, run_ranks, values
 
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 SURVIVORS = 2
 
 
 def call_then_barrier(pg: Any, name: str) -> None:
-    """A rank struck after its last publication lets the others finish; the next call must tell them."""
+    """A rank struck after its last publication lets the others finish; the next call must report it."""
     CALLS[name](pg)
     pg.barrier(options("Barrier"))
 

@@ -25,7 +25,7 @@ from ipc_faults import BARRIER, SETUP_TIMEOUT_S, SIZE, TIMEOUT_S, Case
 from ipc_harness import Job
 
 from ray_fracbackend.ipc import IpcError, IpcProcessGroup
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 # Stopped ranks are waited for, which costs time but no CPU: so many cases at once.
 _STOPPED_AT_ONCE = 16
@@ -183,7 +183,7 @@ def _group(job: Job, case: Case, number: int) -> IpcProcessGroup:
     """The group of a case: the last process is the victim, the others take the other ranks in order."""
     others = [rank for rank in range(SIZE) if rank != case.victim]
     rank = [*others, case.victim][job.rank]
-    os.environ["RAY_FRACBACKEND_IPC_PLACE"] = case.places[rank]
+    os.environ["RAY_FRACBACKEND_IPC_HOST"] = case.hosts[rank]
     pg = bare_group(job, str(number), rank, SIZE, SETUP_TIMEOUT_S)
     # The victim of a batch is ready long before the others, and must not give up on them.
     pg.set_timeout(timedelta(seconds=TIMEOUT_S if rank == case.victim else case.timeout_s))
@@ -219,7 +219,7 @@ def _play(pg: IpcProcessGroup, case: Case, number: int) -> Report:
 
 def _hold(pg: IpcProcessGroup, case: Case, position: int) -> None:
     """See to it that the ranks are where the case wants them when they disagree."""
-    if case.fault != "mismatch" or case.places != "aaa":
+    if case.fault != "mismatch" or case.hosts != "aaa":
         return
     if case.peers == "earlier":
         if pg.rank() != case.victim and position == case.differs_at - 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from ipc_calls import CALLS, NUMEL, SMALL_NUMEL, Call, Point, points
 
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 SIZE = 3
 FAULTS = ("kill", "stop", "raise", "mismatch", "leave")
@@ -45,7 +45,7 @@ class Case:
         differs_at: Number of calls before the one in which the ranks disagree.
         texts: What the error must show, for a mismatch.
         asynchronous: Whether all calls are started before any is waited for.
-        places: Place of each rank.
+        hosts: Host of each rank.
     """
 
     collective: str
@@ -58,7 +58,7 @@ class Case:
     differs_at: int = 0
     texts: tuple[str, ...] = ()
     asynchronous: bool = False
-    places: str = "aaa"
+    hosts: str = "aaa"
 
     @property
     def timeout_s(self) -> float:
@@ -70,11 +70,11 @@ class Case:
         if self.fault in ("mismatch", "leave"):
             what = f"{' '.join(map(str, self.victim_calls))} for {' '.join(map(str, self.calls))}, peers {self.peers}"
         mode = "asynchronous" if self.asynchronous else "synchronous"
-        return f"[{self.collective}: rank {self.victim}, {self.fault}, {what}, {mode}, places {self.places}]"
+        return f"[{self.collective}: rank {self.victim}, {self.fault}, {what}, {mode}, hosts {self.hosts}]"
 
 
 def cases_of(collective: str, fault: str) -> list[Case]:
-    """All cases of a collective and a fault; victims and, for mismatches, places take turns."""
+    """All cases of a collective and a fault; victims and, for mismatches, hosts take turns."""
     make = {"mismatch": _mismatches, "leave": _leavings}.get(fault)
     made = _struck(collective, fault) if make is None else make(collective)
     victims = itertools.cycle(range(SIZE))
@@ -96,7 +96,7 @@ def sample(seed: int) -> dict[str, list[Case]]:
 
 def _struck(collective: str, fault: str) -> Iterator[Case]:
     call = CALLS[collective]
-    # A rank struck after its last publication lets the others finish; the next call must tell them.
+    # A rank struck after its last publication lets the others finish; the next call must report it.
     case = Case(collective, fault, (call, BARRIER), (call, BARRIER), 0)
     every = points(call, SIZE)
     last = dict(every)
@@ -105,8 +105,8 @@ def _struck(collective: str, fault: str) -> Iterator[Case]:
             if number in (0, 1, last[action]):
                 yield replace(case, point=(action, number), asynchronous=asynchronous)
     for action in Action:
-        if action is not Action.FOLD:  # partial results for other places are not split over the ranks
-            yield replace(case, point=(action, 0), places="aab")
+        if action is not Action.FOLD:  # partial results for other hosts are not split over the ranks
+            yield replace(case, point=(action, 0), hosts="aab")
 
 
 def variants(call: Call) -> dict[str, tuple[Call, tuple[str, ...]]]:
@@ -159,7 +159,7 @@ def _mismatches(collective: str) -> Iterator[Case]:
                 case = replace(case, **more)
             yield case
             if phase in ("any", "queued"):
-                yield replace(case, places="aab")
+                yield replace(case, hosts="aab")
 
 
 def _leavings(collective: str) -> Iterator[Case]:

@@ -1,6 +1,6 @@
 """A model of the slot protocol: every interleaving of small cases over fake memory and fake events.
 
-The sequences are those of `ray_fracbackend.ipc.schedule` itself. Each rank has a host, which runs its actions in order
+The sequences are those of `ray_fracbackend.ipc.protocol.schedule` itself. Each rank has a host, which runs its actions in order
 and waits for counters, and a stream, which carries out copies, event records and event waits in the order in which the
 host issued them, any time later (device memory) or at once (host memory). Fake events have the semantics of CUDA's:
 a wait binds to the latest record issued so far, and a wait on an event that was never recorded does nothing.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ray_fracbackend.ipc.schedule import Action, schedule
+from ray_fracbackend.ipc.protocol.schedule import Action, schedule
 
 TORN = -1
 
@@ -199,7 +199,7 @@ class Explorer:
     def _expect(self, memory, kind, step) -> None:  # type: ignore[no-untyped-def]
         owners = self.ranks
         if step in self.led and kind < 2:
-            # Slots of the followers, folded memory of the leader: nobody reads the others.
+            # Slots of the followers, folded memory of the leader: no rank reads the others.
             owners = owners[1:] if kind == 0 else owners[:1]
         for owner in owners:
             found = memory[owner][kind][step % self.rules.buffers]

@@ -96,5 +96,5 @@ def _break(kind: Memory, pg: Any, fault: str, name: str, point: Any) -> None:
     else:
         name = "all_reduce_small" if name == "barrier" else "barrier"
     kind.calls[name](pg)
-    # A rank struck after its last publication lets the others finish; the next call must tell them.
+    # A rank struck after its last publication lets the others finish; the next call must report it.
     pg.barrier(options("Barrier"))

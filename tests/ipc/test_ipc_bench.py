@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from ray_fracbackend.ipc import bench, bench_rank
+from ray_fracbackend.cli import bench_rank, bench_ranks
 from tests.processes import run_processes
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def _importable_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_complete() -> None:
     """Each operation, size and backend has a row with positive, ordered quartiles, and progress reaches its total."""
     seen = []
-    rows = bench.run_benchmark(
+    rows = bench_ranks.run_benchmark(
         2,
         operations=["all_reduce", "ddp_step"],
         sizes=[4096],
@@ -48,7 +48,7 @@ def test_rows_are_complete() -> None:
 def test_a_failing_rank_is_reported_with_its_output() -> None:
     """The error has what the rank printed."""
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        bench.run_benchmark(1, operations=["all_reduce"], sizes=[0], rounds=1)
+        bench_ranks.run_benchmark(1, operations=["all_reduce"], sizes=[0], rounds=1)
 
 
 def ask(rank: int, num_ranks: int, port: int) -> list[bool]:

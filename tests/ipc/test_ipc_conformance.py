@@ -24,16 +24,16 @@ def test_every_collective_matches_reference_and_gloo(size: int, full: bool) -> N
         assert failures == []
 
 
-# One letter a rank: its place. Interleaved and uneven on purpose.
-@pytest.mark.parametrize("places", ["aab", "abba", "abacb"])
-def test_every_collective_is_right_between_places(places: str, full: bool) -> None:
-    """Ranks in several places, uneven and interleaved, get the exact reference results too."""
+# One letter a rank: its host. Interleaved and uneven on purpose.
+@pytest.mark.parametrize("hosts", ["aab", "abba", "abacb"])
+def test_every_collective_is_right_between_hosts(hosts: str, full: bool) -> None:
+    """Ranks on several hosts, uneven and interleaved, get the exact reference results too."""
     dtypes = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
 
     def env(rank: int) -> dict[str, str]:
-        return {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_PLACE": places[rank]}
+        return {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_HOST": hosts[rank]}
 
-    for failures in values(run_ranks(whole_table, len(places), dtypes, full, limit_s=120, env=env)):
+    for failures in values(run_ranks(whole_table, len(hosts), dtypes, full, limit_s=120, env=env)):
         assert failures == []
 
 

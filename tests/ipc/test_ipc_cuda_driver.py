@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ray_fracbackend.ipc import cuda_driver, device_memory_support, device_support
+from ray_fracbackend.ipc import device_memory_support
+from ray_fracbackend.ipc.device import driver as cuda_driver
 
 
 class Driver:
@@ -105,7 +106,7 @@ def test_support_names_the_platform(
     monkeypatch: pytest.MonkeyPatch, driver: Driver, release: str, expected: str | None
 ) -> None:
     """Each platform without shared CUDA memory has its own reason; elsewhere the device decides."""
-    monkeypatch.setattr(device_support.platform, "release", lambda: release)
+    monkeypatch.setattr(cuda_driver.platform, "release", lambda: release)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -18,17 +18,18 @@ from ipc_device_calls import device_group
 from ipc_harness import Job, run_ranks, values
 from ipc_table import SMALL_CHUNKS
 
-from ray_fracbackend.ipc import streams
-from ray_fracbackend.ipc.arena import create_arena
-from ray_fracbackend.ipc.control import control_bytes
-from ray_fracbackend.ipc.cuda_driver import tensor_at
-from ray_fracbackend.ipc.description import describe_call
-from ray_fracbackend.ipc.device_memory import DeviceMemory, DeviceParts, block_bytes
-from ray_fracbackend.ipc.liveness import Peer, start_time
-from ray_fracbackend.ipc.local import LEADER, LocalCollectives, ReductionPlan
-from ray_fracbackend.ipc.reductions import Reduction
-from ray_fracbackend.ipc.setup import make_engine
-from ray_fracbackend.ipc.torch_compat import RedOpType
+from ray_fracbackend.ipc._torch import RedOpType
+from ray_fracbackend.ipc.device import runtime as cuda_runtime
+from ray_fracbackend.ipc.device.driver import tensor_at
+from ray_fracbackend.ipc.device.memory import DeviceMemory, DeviceParts
+from ray_fracbackend.ipc.host.arena import create_arena
+from ray_fracbackend.ipc.host.liveness import Peer, start_time
+from ray_fracbackend.ipc.host.memory import block_bytes
+from ray_fracbackend.ipc.protocol.control import control_bytes
+from ray_fracbackend.ipc.protocol.description import describe_call
+from ray_fracbackend.ipc.protocol.local import LEADER, LocalCollectives, ReductionPlan
+from ray_fracbackend.ipc.protocol.reductions import Reduction
+from ray_fracbackend.ipc.protocol.setup import make_engine
 
 CHUNK_BYTES = 65536
 NUM_CALLS = 6
@@ -181,7 +182,7 @@ def test_a_wrong_transport_is_found(name: str, monkeypatch: pytest.MonkeyPatch) 
 @contextlib.contextmanager
 def broken(name: str) -> Iterator[None]:
     """Break the meeting of the caller's stream with the group's."""
-    stream = streams.CommunicationStream
+    stream = cuda_runtime.CommunicationStream
     mark, join = stream.mark, stream.join
     if name == "mark":
         stream.mark = lambda self: self.runtime.new_event()  # type: ignore[method-assign]
@@ -225,9 +226,9 @@ def test_a_call_waits_for_its_callers_stream_and_the_stream_for_the_call(how: st
 
 
 def test_a_tensor_can_be_made_over_foreign_memory() -> None:
-    """What the CUDA driver hands out becomes a tensor by DLPack; here the memory is the host's."""
+    """What the CUDA driver hands out becomes a tensor without a copy; here the memory is the host's."""
     arena, name = create_arena(4096)
-    tensor = tensor_at(arena.address, 4096, None)
+    tensor = tensor_at(arena.address, 4096, torch.device("cpu"))
     view = tensor.view(torch.float32)[4:8]
     view.fill_(2.5)
     del tensor

@@ -68,10 +68,10 @@ def test_a_death_is_noticed_while_another_rank_is_waited_for() -> None:
     assert values(outcomes[1:2])[0][0] == "GroupPoisonedError"
 
 
-def killed_between_places(job: Job, victim: int, name: str) -> tuple[str, str, float]:
-    """A rank dies in the second of a few collectives between places."""
+def killed_between_hosts(job: Job, victim: int, name: str) -> tuple[str, str, float]:
+    """A rank dies in the second of a few collectives between hosts."""
     torch.set_num_threads(1)
-    pg = bare_group(job, "places", job.rank, job.size, 60.0)
+    pg = bare_group(job, "hosts", job.rank, job.size, 60.0)
     pg.barrier(options("Barrier"))
     if job.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -81,16 +81,16 @@ def killed_between_places(job: Job, victim: int, name: str) -> tuple[str, str, f
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_death_in_one_place_is_noticed_in_the_other(victim: int, name: str) -> None:
-    """Leader or not, all survivors of both places raise, and none because its time is over."""
-    env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_PLACE": "aabb"[rank]}  # noqa: E731
-    outcomes = run_ranks(killed_between_places, 4, victim, name, limit_s=50, env=env)
+    """Leader or not, all survivors on both hosts raise, and none because its time is over."""
+    env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_HOST": "aabb"[rank]}  # noqa: E731
+    outcomes = run_ranks(killed_between_hosts, 4, victim, name, limit_s=50, env=env)
     for outcome in outcomes[:victim] + outcomes[victim + 1 :]:
         error_type, text, _ = values([outcome])[0]
         assert error_type not in ("", "CollectiveTimeoutError"), (outcome.rank, text)
 
 
-def stopped_between_places(job: Job) -> tuple[str, str, float]:
-    """The only rank of the other place stops; the call's own time limit is far shorter than the group's."""
+def stopped_between_hosts(job: Job) -> tuple[str, str, float]:
+    """The only rank of the other host stops; the call's own time limit is far shorter than the group's."""
     pg = bare_group(job, "stopped", job.rank, job.size, 60.0)
     pg.barrier(options("Barrier"))
     if job.rank == 2:
@@ -99,11 +99,11 @@ def stopped_between_places(job: Job) -> tuple[str, str, float]:
     return error_of(lambda: pg.allreduce([filled()], limited))
 
 
-def test_a_time_limit_of_a_call_holds_between_places() -> None:
+def test_a_time_limit_of_a_call_holds_between_hosts() -> None:
     """Leader and member raise CollectiveTimeoutError after the second asked for, not after the group's minute."""
-    env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_PLACE": "aab"[rank]}  # noqa: E731
+    env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_HOST": "aab"[rank]}  # noqa: E731
     # Less than the group's own limit.
-    for error_type, text, _ in values(run_ranks(stopped_between_places, 3, limit_s=50, env=env, needed=2)[:2]):
+    for error_type, text, _ in values(run_ranks(stopped_between_hosts, 3, limit_s=50, env=env, needed=2)[:2]):
         assert error_type in ("CollectiveTimeoutError", "GroupPoisonedError"), text
 
 
@@ -125,7 +125,7 @@ dist.barrier()
 
 
 def test_a_process_ends_by_itself_after_a_failure() -> None:
-    """With a group that nobody shut down, calls in its queue and a stopped peer, the interpreter still ends."""
+    """With a group that was not shut down, calls in its queue and a stopped peer, the interpreter still ends."""
     store = open_local_store()
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "3"}
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}

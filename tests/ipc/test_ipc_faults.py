@@ -1,4 +1,4 @@
-"""Kill, stop, exception, mismatched and missing calls at every phase of every collective: nobody hangs, nothing leaks.
+"""Kill, stop, exception, mismatched and missing calls at every phase of every collective: no rank hangs, nothing leaks.
 
 By default a sample is run, the same each time; with --full another one each time, and the whole table. The seed is printed; set
 RAY_FRACBACKEND_TEST_SEED to repeat it.
@@ -15,7 +15,7 @@ from ipc_fault_runs import Report, play_fatal, survivors
 from ipc_faults import FAULTS, MARGIN_S, SIZE, Case, cases_of, sample
 from ipc_harness import Job, run_ranks, values
 
-from ray_fracbackend.ipc.schedule import Action
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 SEED_ENV_VAR = "RAY_FRACBACKEND_TEST_SEED"
 # What the ranks that did not cause it may raise; the first to notice says why, and the others may hear it from that one.
@@ -56,9 +56,9 @@ def problems_of(case: Case, report: Report) -> list[str]:
     allowed = {NOTICED[case.fault], "GroupPoisonedError"}
     if case.fault == "raise" and is_victim:
         allowed = {"RuntimeError"}
-    # A rank of another place may see no more than the end of a connection, but its leader compares calls before.
-    compared = case.fault == "mismatch" and case.places.count(case.places[case.victim]) == 1
-    elsewhere = case.places[report.rank] != case.places[case.victim] and not compared
+    # A rank of another host may see no more than the end of a connection, but its leader compares calls before.
+    compared = case.fault == "mismatch" and case.hosts.count(case.hosts[case.victim]) == 1
+    elsewhere = case.hosts[report.rank] != case.hosts[case.victim] and not compared
     if elsewhere:
         allowed.add("IpcError")
     if error_type not in allowed:

@@ -256,19 +256,20 @@ def test_a_tensor_listed_twice_is_reduced_once() -> None:
     assert [tensor for *_, tensor in values(run_ranks(numbers, 2))] == [[2.0, 2.0]] * 2
 
 
-@pytest.mark.parametrize("module", ["executor", "forms", "work", "operations", "process_group"])
+@pytest.mark.parametrize("module", ["executor", "arguments", "work", "process_group"])
 def test_dynamo_skips_every_function(module: str) -> None:
     """The marks are on the code, so also on functions inside of others and on decorated ones."""
     import importlib
 
-    from ray_fracbackend.ipc import dynamo
+    from ray_fracbackend.ipc.group import observers
 
-    found = {code.co_name for code in dynamo._codes_of(importlib.import_module(f"ray_fracbackend.ipc.{module}"))}
+    found = {
+        code.co_name for code in observers._codes_of(importlib.import_module(f"ray_fracbackend.ipc.group.{module}"))
+    }
     expected = {
         "executor": {"run", "_drain", "submit"},
-        "forms": {"takes", "decorate", "call"},
-        "work": {"wait", "get_future", "outcome", "<lambda>"},
-        "operations": {"allreduce", "gloo", "function"},
-        "process_group": {"_timeout_s", "shutdown"},
+        "arguments": {"takes", "decorate", "call"},
+        "work": {"wait", "get_future", "outcome", "complete"},
+        "process_group": {"_timeout_s", "shutdown", "allreduce", "run"},
     }
     assert expected[module] <= found

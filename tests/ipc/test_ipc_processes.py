@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ipc_harness import Job, run_ranks, values
 
 import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
-from ray_fracbackend.ipc.executor import Executor
+from ray_fracbackend.ipc.group.executor import Executor
 
 
 def in_child(function: Any) -> str:
@@ -115,7 +115,7 @@ if rank == 0 and sys.argv[3] == "alone":
 
 @pytest.mark.parametrize("last", ["together", "alone"])
 def test_a_process_may_end_in_the_middle_of_a_call(last: str, tmp_path: Path) -> None:
-    """Calls that nobody waited for, also one that no peer joins, do not turn the end of a script into SIGABRT."""
+    """Calls that were not waited for, also one that no peer joins, do not turn the end of a script into SIGABRT."""
     command = [sys.executable, "-c", EXIT_SCRIPT]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), last]) for rank in (0, 1)]
     assert [rank.wait(60) for rank in ranks] == [0, 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ipc_model import LEADER, ONE, SPLIT, Explorer, ProtocolViolation, Rules
 
-from ray_fracbackend.ipc.schedule import Action, one_pass, schedule, two_pass
+from ray_fracbackend.ipc.protocol.schedule import Action, one_pass, schedule, two_pass
 
 MIXED = [(2, ONE), (1, SPLIT), (1, ONE), (2, SPLIT), (1, ONE)]
 LED = [(1, LEADER), (1, ONE), (2, LEADER), (1, LEADER)]

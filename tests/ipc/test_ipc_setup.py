@@ -1,4 +1,4 @@
-"""Bringing a group together: support, places, memory limits, processes that die half way, waiting ranks."""
+"""Bringing a group together: support, hosts, memory limits, processes that die half way, waiting ranks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,12 @@ import torch.distributed as dist
 from ipc_calls import CALLS, bare_group, filled, memfd_count, open_memfds, options, shared_names
 from ipc_harness import Job, run_ranks, values
 
-from ray_fracbackend.ipc import (
-    IpcUnavailableError,
-    arena,
-    atomics,
-    host_memory_support,
-    knobs,
-    leaders,
-    place_id,
-    support,
-)
-from ray_fracbackend.ipc.liveness import Peer, start_time
-from ray_fracbackend.ipc.setup import Membership
+from ray_fracbackend import ipc
+from ray_fracbackend.ipc import IpcUnavailableError, host_id, host_memory_support, knobs
+from ray_fracbackend.ipc.host import arena, atomics, support
+from ray_fracbackend.ipc.host.liveness import Peer, start_time
+from ray_fracbackend.ipc.protocol import hierarchy
+from ray_fracbackend.ipc.protocol.setup import Membership
 
 
 def test_support_leaves_nothing_behind() -> None:
@@ -73,11 +67,21 @@ def test_fences_from_libatomic_work_here() -> None:
 
 def test_place_can_be_split_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """The override is added to what was detected, so it can never claim memory that is not shared."""
-    plain = place_id()
-    monkeypatch.setenv(knobs.PLACE_ENV_VAR, "left")
-    assert place_id() == f"{plain}/left"
+    plain = host_id()
+    monkeypatch.setenv(knobs.HOST_ENV_VAR, "left")
+    assert host_id() == f"{plain}/left"
     monkeypatch.setattr(support, "_BOOT_ID", Path("/nonexistent"))
-    assert place_id().endswith("/left")
+    assert host_id().endswith("/left")
+
+
+def test_the_old_names_of_a_host_still_work_and_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``place_id`` and its variable; where both variables are set the new one counts."""
+    monkeypatch.setenv("RAY_FRACBACKEND_IPC_PLACE", "left")
+    with pytest.warns(DeprecationWarning, match=knobs.HOST_ENV_VAR):
+        assert host_id().endswith("/left")
+    monkeypatch.setenv(knobs.HOST_ENV_VAR, "right")
+    with pytest.warns(DeprecationWarning, match="host_id"):
+        assert ipc.place_id().endswith("/right")
 
 
 @pytest.mark.parametrize("text", ["", "abc", "-1", "1", str(1 << 40)])
@@ -106,7 +110,7 @@ def test_an_arena_is_found_by_its_token_only() -> None:
 
 
 def test_an_arena_cannot_be_shrunk_under_its_users() -> None:
-    """Nobody can truncate the memory, so no access ends in SIGBUS."""
+    """No process can truncate the memory, so no access ends in SIGBUS."""
     _, name = arena.create_arena(100_000)
     with pytest.raises(PermissionError):
         os.ftruncate(name.fd, 4096)
@@ -277,7 +281,7 @@ def test_messages_name_global_ranks() -> None:
 def late_leader(job: Job) -> bool:
     """Whether both leaders' connections stood when this rank was through with them."""
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
-    connect = leaders.ProcessGroupGloo
+    connect = hierarchy.ProcessGroupGloo
 
     def slowly(*args: Any) -> Any:
         group = connect(*args)
@@ -286,8 +290,8 @@ def late_leader(job: Job) -> bool:
         return group
 
     if job.rank == 1:
-        leaders.ProcessGroupGloo = slowly
-    leaders.gloo_leaders(store, Membership(job.rank, ((0,), (1,)), ("rank 0", "rank 1")), timedelta(seconds=60))
+        hierarchy.ProcessGroupGloo = slowly
+    hierarchy.gloo_leaders(store, Membership(job.rank, ((0,), (1,)), ("rank 0", "rank 1")), timedelta(seconds=60))
     return bool(store.check(["connected"]))
 
 
@@ -309,7 +313,7 @@ def pairs(job: Job) -> list[str]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ray_fracbackend.ipc.process_group").addHandler(handler)
+    logging.getLogger("ray_fracbackend.ipc.group.process_group").addHandler(handler)
     for backend in ("ipc", "cpu:ipc", "cpu:gloo,cuda:ipc", "cpu:gloo"):
         dist.all_reduce(torch.ones(1), group=dist.new_group(backend=backend))
     return [text.partition(",")[0] for text in texts if "asked for" in text]
@@ -338,7 +342,7 @@ def test_a_group_that_cannot_be_split_says_so() -> None:
 
 
 def new_limit(job: Job) -> list[float]:
-    """Time limits of the parts of a group with two places after torch's function has set another."""
+    """Time limits of the parts of a group with two hosts after torch's function has set another."""
     job.init()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
     dist.all_reduce(torch.ones(1))
@@ -351,6 +355,6 @@ def new_limit(job: Job) -> list[float]:
 
 
 def test_a_new_time_limit_reaches_every_part() -> None:
-    """The group of the places' first ranks and that of the devices take what torch sets on the inner one."""
-    found = values(run_ranks(new_limit, 2, env=lambda rank: {"RAY_FRACBACKEND_IPC_PLACE": str(rank)}))
+    """The group of the hosts' first ranks and that of the devices take what torch sets on the inner one."""
+    found = values(run_ranks(new_limit, 2, env=lambda rank: {"RAY_FRACBACKEND_IPC_HOST": str(rank)}))
     assert found == [[7.0] * 3] * 2

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from ray_fracbackend.ipc import knobs, waiting
-from ray_fracbackend.ipc.arena import create_arena
-from ray_fracbackend.ipc.control import ControlPage, control_bytes
-from ray_fracbackend.ipc.liveness import Peer, start_time
+from ray_fracbackend.ipc import knobs
+from ray_fracbackend.ipc.host.arena import create_arena
+from ray_fracbackend.ipc.host.liveness import Peer, start_time
+from ray_fracbackend.ipc.protocol import waiting
+from ray_fracbackend.ipc.protocol.control import ControlPage, control_bytes
 
 WAKE_US = 60.0
 
@@ -90,7 +91,7 @@ def test_polling_comes_back_after_long_waits(kernel: Kernel) -> None:
 
 
 def test_sleepers_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever publishes a step wakes those that sleep for it: they need no look at it of their own."""
+    """A rank that publishes a step wakes those that sleep for it: they need no look at it of their own."""
     monkeypatch.setattr(waiting, "_SLICE_S", 3600.0)
     monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, "0")
     arena, name = create_arena(control_bytes(2))

@@ -35,6 +35,8 @@ _PARTS = (
     "placement",
     "rllib",
 )
+# The rooms of the ipc backend, in the same way.
+_IPC_PARTS = ("errors", "knobs", "_torch", "host", "protocol", "device", "group")
 # Parts that need the standard library alone, and those that need torch but never Ray.
 _PURE = ("errors", "timeouts", "tracebacks", "decide")
 _WITHOUT_RAY = ("verify", "report", "ipc")
@@ -78,6 +80,9 @@ def test_imports_go_one_way(path):
     ours = {name.split(".")[1] for name in names if name.startswith("ray_fracbackend.")} - {"__version__"}
     if part == "ipc":
         assert ours <= {"ipc"}
+        room = path.relative_to(_PACKAGE / "ipc").with_suffix("").parts[0]
+        rooms = {name.split(".")[2] for name in names if name.startswith("ray_fracbackend.ipc.")} & set(_IPC_PARTS)
+        assert room == "__init__" or rooms <= set(_IPC_PARTS[: _IPC_PARTS.index(room) + 1])
     else:
         at_the_top = imported(path, top_only=True)
         assert not [name for name in at_the_top if name.startswith("ray_fracbackend.ipc")] or part == "cli"

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 # The first group of a process would import it: the tests' processes are forked from one that has it.
-from ray_fracbackend.ipc.operations import IpcProcessGroup
+from ray_fracbackend.ipc import IpcProcessGroup
 
 # Groups that name no backend.
 dist.Backend.default_device_backend_map["cpu"] = "ipc"

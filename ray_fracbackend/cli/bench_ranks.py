@@ -1,0 +1,155 @@
+"""Measure collectives and DDP steps of the ipc backend beside Gloo, NCCL, a plain copy and, under mpirun, Open MPI.
+
+Starts the ranks, which run `bench_rank`, and collects their rows. Everything of one run is measured in the same
+processes, backend after backend in every round, so that a slow moment of the machine meets all. Needs no process group in
+the caller's process; imports torch, never Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "ddp_step")
+BACKENDS = ("ipc", "gloo", "nccl", "copy", "open_mpi")
+SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)
+
+Row = dict[str, Any]
+# Operation, bytes, backend.
+Case = tuple[str, int, str]
+
+
+def run_benchmark(
+    num_ranks: int,
+    *,
+    operations: Sequence[str] = OPERATIONS,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = 5,
+    starts: int = 1,
+    tries: int = 1,
+    device: str = "cpu",
+    nccl_env: Mapping[str, str] | None = None,
+    mpirun: Sequence[str] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[Row]:
+    """Measure on this machine.
+
+    Args:
+        num_ranks: Processes to start.
+        operations: Of `OPERATIONS`.
+        sizes: Bytes of the float32 tensor: of all_gather the output, of reduce_scatter the input, of ddp_step the
+            parameters.
+        rounds: How often everything is measured by the same processes; medians are over all rounds of all starts.
+        starts: How often the processes are started anew: where they and their memory lie differs from start to start.
+        tries: How often a case of a round is repeated while other processes use over a tenth of the machine. The
+            quietest try counts, whatever its times are.
+        device: Where the tensors are: ``"cpu"``, or ``"cuda"`` for the ranks in turn on the devices that torch sees.
+        nccl_env: Variables with which NCCL takes the ranks, on ``"cuda"``; None leaves NCCL out.
+        mpirun: Command that starts `num_ranks` processes under Open MPI, such as ``["mpirun", "-n", "2"]``; the ranks
+            need mpi4py. None starts them directly and leaves Open MPI out.
+        progress: Called as ``progress(done, total, what)``.
+
+    Returns:
+        One row for each operation, size and backend: ``operation``, ``num_bytes``, ``backend``, ``num_ranks``,
+        ``num_calls``, the ``median_ms``, ``p25_ms`` and ``p75_ms`` of the calls, ``start_medians_ms``, the median of
+        each start, and ``others``, the largest share of the machine that other processes took in a round. A call begins
+        after a barrier and ends when its last rank is through, with its work on the device.
+
+    Raises:
+        RuntimeError: A rank failed, or the ipc backend cannot use the memory of the device; the message has its output.
+    """
+    spec = {
+        "size": num_ranks,
+        "operations": operations,
+        "sizes": sizes,
+        "rounds": rounds,
+        "tries": tries,
+        "device": device,
+        "nccl": nccl_env is not None,
+        "mpi": mpirun is not None,
+    }
+    seconds: dict[Case, list[list[float]]] = {}
+    others: dict[Case, float] = {}
+    for start in range(starts):
+
+        def report(done: int, total: int, what: str, start: int = start) -> None:
+            if progress is not None:
+                progress(start * total + done, starts * total, what)
+
+        for operation, num_bytes, backend, values, share in _start_ranks(spec, nccl_env or {}, mpirun, report):
+            case = (operation, num_bytes, backend)
+            seconds.setdefault(case, []).append(values)
+            others[case] = max(share, others.get(case, 0.0))
+    return [_row(case, num_ranks, by_start, others[case]) for case, by_start in seconds.items()]
+
+
+def _start_ranks(
+    spec: Mapping[str, Any],
+    env: Mapping[str, str],
+    mpirun: Sequence[str] | None,
+    progress: Callable[[int, int, str], None],
+) -> list[Any]:
+    """Return operation, bytes, backend, seconds of the calls and share of other processes for each case."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    argument = json.dumps({**spec, "port": store.port})
+    command = [sys.executable, "-m", "ray_fracbackend.cli.bench_rank", argument]
+    # mpirun starts all ranks and numbers them itself.
+    commands = [command] * spec["size"] if mpirun is None else [[*mpirun, *command]]
+    ranks = [
+        subprocess.Popen(
+            line,
+            env={**os.environ, **env, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, line in enumerate(commands)
+    ]
+    measured, other = _read(ranks[0], progress)
+    for process in ranks:
+        rest, _ = process.communicate()
+        if process.returncode:
+            output = (other + rest)[-4000:]
+            raise RuntimeError(f"A rank of the benchmark ended with code {process.returncode}: {output}")
+    return measured
+
+
+def _read(process: subprocess.Popen[str], progress: Callable[[int, int, str], None]) -> tuple[list[Any], str]:
+    """Return what rank 0 measured, and whatever else it printed."""
+    measured: list[Any] = []
+    other = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if not line.startswith("{"):
+            other += line
+            continue
+        message = json.loads(line)
+        measured += message.get("measured", [])
+        if "done" in message:
+            progress(message["done"], message["total"], message["what"])
+    return measured, other
+
+
+def _row(case: Case, num_ranks: int, by_start: list[list[float]], others: float) -> Row:
+    operation, num_bytes, backend = case
+    seconds = [value for values in by_start for value in values]
+    p25, median, p75 = (round(quantile * 1e3, 5) for quantile in statistics.quantiles(seconds, n=4))
+    return {
+        "operation": operation,
+        "num_bytes": num_bytes,
+        "backend": backend,
+        "num_ranks": num_ranks,
+        "num_calls": len(seconds),
+        "median_ms": median,
+        "p25_ms": p25,
+        "p75_ms": p75,
+        "start_medians_ms": [round(statistics.median(values) * 1e3, 5) for values in by_start],
+        "others": round(others, 2),
+    }

@@ -1,0 +1,1 @@
+"""CUDA memory that processes share, its streams and its set-up."""

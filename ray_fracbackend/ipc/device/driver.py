@@ -1,0 +1,199 @@
+"""Device memory that other processes can map: the CUDA driver's own calls. Imports stdlib and torch.
+
+torch can share storages too, but its way leaves a counter file in /dev/shm when a process is killed, keeps freed memory
+until all receivers let go, and depends on how the caching allocator is configured (expandable segments, cudaMallocAsync).
+Memory from ``cuMemAlloc`` can always be exported.
+
+Source: CUDA driver API, "Memory Management" (cuIpc*) and "Primary Context Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from .._torch import storage_at
+from ..host.support import host_memory_support
+
+HANDLE_BYTES = 64
+# Smaller allocations may lie in a block with others, and a handle opens the whole block (cudaIpcGetMemHandle).
+GRANULARITY_BYTES = 1 << 21
+# CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
+_IPC_EVENTS_SUPPORTED = 125
+_INVALID_VALUE = 1
+_OUT_OF_MEMORY = 2
+_LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver refused a call."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
+    except (OSError, AttributeError) as error:
+        raise DriverError(f"the CUDA driver library cannot be used: {error}") from error
+    return library
+
+
+def _call(name: str, *args: Any) -> None:
+    library = _library()
+    code = getattr(library, name)(*args)
+    if code:
+        text = ctypes.c_char_p()
+        library.cuGetErrorName(code, ctypes.byref(text))
+        message = f"{name}: {(text.value or str(code).encode()).decode()}"
+        raise MemoryError(message) if code == _OUT_OF_MEMORY else DriverError(message)
+
+
+def _device(index: int) -> ctypes.c_int:
+    _call("cuInit", 0)
+    device = ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(device), index)
+    return device
+
+
+def shares_events(index: int) -> bool:
+    """Return whether a visible device says that it can share events between processes; makes no context.
+
+    Raises:
+        DriverError: The driver cannot be used.
+    """
+    value, device = ctypes.c_int(1), _device(index)
+    code = _library().cuDeviceGetAttribute(ctypes.byref(value), _IPC_EVENTS_SUPPORTED, device)
+    # Older drivers do not know the question.
+    return bool(value.value) or code == _INVALID_VALUE
+
+
+def device_memory_support(device_index: int = 0) -> str | None:
+    """Return whether the ipc backend can use the memory of a CUDA device between processes of this machine.
+
+    Needs no process group. What only several processes can find out (a MIG slice, a container without the host's
+    process ids) is found out when a group is set up, which falls back to Gloo.
+
+    Args:
+        device_index: torch's index of the device in this process.
+
+    Returns:
+        None if it can, as far as one process can find out, else the reason in one sentence.
+    """
+    if sys.platform != "linux":
+        return f"CUDA memory is shared between processes on Linux only, and this is {sys.platform}"
+    reason = host_memory_support()
+    if reason is not None:
+        return reason
+    release = platform.release().lower()
+    if "microsoft" in release:
+        return "this is Windows Subsystem for Linux, where CUDA memory cannot be shared between processes"
+    if "tegra" in release:
+        return "this is a Tegra, where CUDA memory cannot be shared between processes"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    if not 0 <= device_index < torch.cuda.device_count():
+        return f"there is no device {device_index} among the {torch.cuda.device_count()} that torch sees"
+    try:
+        if not shares_events(device_index):
+            return f"device {device_index} cannot share events between processes"
+    except DriverError as error:
+        return str(error)
+    return None
+
+
+@cache
+def _primary_context(index: int) -> ctypes.c_void_p:
+    # Kept for good: it is torch's own context, and releasing it early would free the memory in it.
+    context = ctypes.c_void_p()
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
+    return context
+
+
+@contextmanager
+def _current(index: int) -> Iterator[None]:
+    """Make the device's context current: the calling thread may have none yet, or that of another device."""
+    _call("cuCtxPushCurrent_v2", _primary_context(index))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+@dataclass(frozen=True)
+class DeviceBlock:
+    """Device memory, one's own or another process's.
+
+    Attributes:
+        pointer: Address on the device, in this process.
+        index: Device index in this process.
+        imported: It belongs to another process.
+        bytes: The memory as a uint8 tensor, 1-D; it must not be used once the block is released.
+    """
+
+    pointer: int
+    index: int
+    imported: bool
+    bytes: torch.Tensor
+
+
+def allocate(index: int, num_bytes: int) -> DeviceBlock:
+    """Allocate memory of this process, rounded up to 2 MiB.
+
+    Raises:
+        MemoryError: The device has not as much.
+    """
+    num_bytes = -(-num_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
+    pointer = ctypes.c_uint64()
+    with _current(index):
+        _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+    return DeviceBlock(pointer.value, index, False, tensor_at(pointer.value, num_bytes, torch.device("cuda", index)))
+
+
+def export_block(block: DeviceBlock) -> bytes:
+    """Return what another process needs to map `block`."""
+    handle = _Handle()
+    with _current(block.index):
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(block.pointer))
+    return bytes(handle.reserved)
+
+
+def open_block(index: int, handle: bytes, num_bytes: int) -> DeviceBlock:
+    """Map another process's memory; `num_bytes` is what it asked for.
+
+    Raises:
+        DriverError: The driver does not let this process have it.
+    """
+    pointer = ctypes.c_uint64()
+    with _current(index):
+        _call(
+            "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_ENABLE_PEER_ACCESS
+        )
+    return DeviceBlock(pointer.value, index, True, tensor_at(pointer.value, num_bytes, torch.device("cuda", index)))
+
+
+def release(block: DeviceBlock) -> None:
+    """Free or unmap. The device must be through with it; other processes must have unmapped what is freed."""
+    name = "cuIpcCloseMemHandle" if block.imported else "cuMemFree_v2"
+    with _current(block.index):
+        _call(name, ctypes.c_uint64(block.pointer))
+
+
+def tensor_at(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return a 1-D uint8 tensor over memory that the caller owns and keeps for as long as the tensor is used."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage_at(pointer, device, num_bytes))

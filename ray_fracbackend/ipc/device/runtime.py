@@ -1,0 +1,218 @@
+"""CUDA as the ipc backend uses it: one device, the stream of a group on it, a call on that stream. Imports torch.
+
+Everything that needs a GPU is behind `CudaRuntime`, which the tests replace. Streams and events are those of `torch.cuda`, or
+what behaves like them.
+
+A call works on a stream of the group's own, which first waits for what the caller's stream had been given when the call was
+made. The caller's stream later waits for the call's last event. Neither stops the host, and a call's kernels run beside the
+caller's, such as those of a backward pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .driver import DeviceBlock, allocate, device_memory_support, export_block, open_block, release
+
+
+class CudaRuntime:
+    """One CUDA device.
+
+    Args:
+        device: With an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._index: int = device.index
+
+    @staticmethod
+    def owns(tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is on a CUDA device."""
+        return tensor.is_cuda
+
+    def missing(self) -> str | None:
+        """See `driver.device_memory_support`."""
+        return device_memory_support(self._index)
+
+    def uuid(self) -> str:
+        """Return the identity of the device, equal in all processes whatever its index there."""
+        return str(torch.cuda.get_device_properties(self._index).uuid)
+
+    def allocate(self, num_bytes: int) -> DeviceBlock:
+        """Allocate memory that other processes can map; see `driver.allocate`."""
+        return allocate(self._index, num_bytes)
+
+    def trim(self) -> None:
+        """Give what torch's allocator caches back to the device."""
+        torch.cuda.empty_cache()
+
+    def export(self, block: DeviceBlock) -> bytes:
+        """Return what another process needs for `open`."""
+        return export_block(block)
+
+    def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
+        """Map another process's memory; see `driver.open_block`."""
+        return open_block(self._index, handle, num_bytes)
+
+    def release(self, block: DeviceBlock) -> None:
+        """Free or unmap; see `driver.release`."""
+        release(block)
+
+    def new_stream(self) -> Any:
+        """Create a stream of the device."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def current_stream(self) -> Any:
+        """Return the calling thread's stream."""
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make `stream` and its device the calling thread's."""
+        return torch.cuda.stream(stream)
+
+    def is_capturing(self) -> bool:
+        """Return whether the calling thread's stream is being captured in a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def new_event(self) -> Any:
+        """Create an event of this process."""
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def new_shared_event(self) -> Any:
+        """Create an event that can be exported once it has been recorded."""
+        return torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+
+    def export_event(self, event: Any) -> bytes:
+        """Return what another process needs for `open_event`."""
+        handle: bytes = event.ipc_handle()
+        return handle
+
+    def open_event(self, handle: bytes) -> Any:
+        """Open another process's event."""
+        return torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-untyped-call]
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Record `stream` with the allocator as a user of the tensor, so that its memory is not reused too early."""
+        tensor.record_stream(stream)
+
+    def new_future(self) -> torch.futures.Future[Any]:
+        """Create a future whose waiter's stream waits for the work behind the value, as NCCL's does."""
+        return torch.futures.Future(devices=[self.device])
+
+    def complete(self, future: torch.futures.Future[Any], value: Any, stream: Any) -> None:
+        """Set the result of `future` behind the work on `stream` so far."""
+        with torch.cuda.stream(stream):
+            future.set_result(value)
+
+
+class CommunicationStream:
+    """The stream of one group on one device.
+
+    Attributes:
+        runtime: The device.
+        stream: The stream.
+        last: Event behind the last call, None before the first.
+    """
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self.runtime = runtime
+        self.stream = runtime.new_stream()
+        self.last: Any = None
+
+    def renew(self) -> None:
+        """Go on with a fresh stream, because the old one may be stuck."""
+        self.stream = self.runtime.new_stream()
+        self.last = None
+
+    def mark(self) -> Any:
+        """Record an event behind everything that the calling thread's stream has been given.
+
+        Raises:
+            RuntimeError: The stream is being captured in a CUDA graph.
+        """
+        if self.runtime.is_capturing():
+            raise RuntimeError(
+                "Collectives of the ipc backend cannot be captured in a CUDA graph, because ranks also meet on the host; "
+                "capture the computation without them, or use a device of its own for each rank and NCCL."
+            )
+        event = self.runtime.new_event()
+        event.record(self.runtime.current_stream())
+        return event
+
+    def future(self, value: Any) -> torch.futures.Future[Any]:
+        """Return a completed future of `value`; its waiter's stream waits for what this stream has been given."""
+        future = self.runtime.new_future()
+        self.runtime.complete(future, value, self.stream)
+        return future
+
+    def join(self, done: Any) -> None:
+        """Make the calling thread's stream wait for `done`."""
+        self.runtime.current_stream().wait_event(done)
+
+
+class DeviceCall:
+    """One call on a communication stream. Made by the caller, run once by whichever thread has the turn.
+
+    Args:
+        stream: The group's.
+        prepare: Runs first, outside of the stream: may set the group up.
+        function: Issues the work.
+        tensors: Those that the caller may free before its stream has waited for the work.
+
+    Attributes:
+        done: Event behind the work, once it has been issued.
+    """
+
+    def __init__(
+        self,
+        stream: CommunicationStream,
+        prepare: Callable[[], None],
+        function: Callable[[], None],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        self.stream = stream
+        self.done: Any = None
+        self._prepare = prepare
+        self._function: Callable[[], None] | None = function
+        self._tensors = tensors
+        self._ready = stream.mark()
+
+    def __call__(self) -> None:
+        """Issue the work."""
+        function = self._function
+        assert function is not None
+        self._prepare()
+        runtime, stream = self.stream.runtime, self.stream.stream
+        with runtime.on(stream):
+            stream.wait_event(self._ready)
+            for tensor in self._tensors:
+                runtime.keep(tensor, stream)
+            function()
+            done = runtime.new_event()
+            done.record(stream)
+        self.done = self.stream.last = done
+        # The work that was issued keeps the memory; this object may live as long as the caller's Work.
+        self._function, self._tensors = None, ()
+
+    def join(self) -> None:
+        """Make the calling thread's stream wait for the work, which must have been issued."""
+        self.stream.join(self.done)
+
+
+def wait_on_host(event: Any, patience_s: float) -> None:
+    """Return once the device has come to `event`; for set-up and shutdown only.
+
+    Raises:
+        RuntimeError: It has not within `patience_s` seconds.
+    """
+    deadline = time.monotonic() + patience_s
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the device did not finish within {patience_s:.0f} s")
+        time.sleep(0.001)

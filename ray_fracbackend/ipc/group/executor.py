@@ -1,0 +1,260 @@
+"""Run a group's calls in order, one at a time, from any thread. Imports stdlib only.
+
+A synchronous call runs in the caller's thread once earlier ones are through. An asynchronous one is queued for a
+worker thread, so that ranks may start calls of different groups in different orders, as with Gloo; if the caller waits
+before the worker got to it, the caller runs it, which saves the change of threads.
+
+Callbacks of futures run outside of the turn, and while a worker is in one, another worker serves the queue: a callback
+may launch a call of the same group and wait for it.
+
+Python ends its daemon threads in the middle of what they do, and torch's C++ ends the process with SIGABRT if that is one of
+its operations. So the interpreter's exit waits a moment for calls that the script did not wait for.
+
+A forked child has a copy of the parent's group, with its shared memory: a call there would look like one of the parent's. So
+an executor takes calls of its own process only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from ..errors import GroupClosedError
+
+# How long the interpreter's exit waits for calls in progress; those that wait for a peer may go on much longer.
+_EXIT_S = 1.0
+
+_executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+@atexit.register
+def _settle() -> None:
+    deadline = time.monotonic() + _EXIT_S
+    waited_for = [executor for executor in _executors if executor.is_own()]
+    while time.monotonic() < deadline and not all(executor.is_settled() for executor in waited_for):
+        time.sleep(0.001)
+
+
+class Task:
+    """One queued call.
+
+    Args:
+        function: Does the work; blocks.
+
+    Attributes:
+        error: What it raised, or None.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+        self._finished = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work and keep its error; the caller runs `call_back` afterwards."""
+        function, self._function = self._function, None
+        assert function is not None
+        try:
+            function()
+        except BaseException as error:
+            self.error = error
+        del function  # the tensors it holds may go now
+        with self._lock:
+            self._finished.set()
+
+    def call_back(self) -> None:
+        """Run the callbacks that `when_done` queued."""
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def has_callbacks(self) -> bool:
+        """Return whether `call_back` has something to run."""
+        return bool(self._callbacks)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after the work, at once if it is done."""
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def is_done(self) -> bool:
+        """Return whether the work is over, well or badly."""
+        return self._finished.is_set()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for the work; return False if `timeout_s` ran out first."""
+        return self._finished.wait(timeout_s)
+
+
+class Executor:
+    """Runs one group's calls in order.
+
+    Args:
+        name: Of its threads, for debuggers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # Held while a call runs.
+        self._turn = threading.Lock()
+        self._queue: deque[Task] = deque()
+        # The lock guards what follows. A worker is active (serving the queue), idle, or in a callback.
+        self._lock = threading.Lock()
+        self._wakeups = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+        self._num_active = 0
+        self._num_idle = 0
+        self._closed = False
+        self._pid = os.getpid()
+        _executors.add(self)
+
+    def is_own(self) -> bool:
+        """Return whether this is the process that made the group, and not one forked from it."""
+        return os.getpid() == self._pid
+
+    def _check_process(self) -> None:
+        if not self.is_own():
+            raise GroupClosedError(
+                f"The process group belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: call "
+                "collectives in the parent, or start the child with 'spawn' and make a group there."
+            )
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Run `function` in this thread, after everything queued before.
+
+        Raises:
+            GroupClosedError: This is a forked child of the group's process.
+        """
+        self._check_process()
+        done: list[Task] = []
+        try:
+            with self._turn:
+                if self._queue:
+                    self._drain(None, done)
+                function()
+        finally:
+            for task in done:
+                task.call_back()
+
+    def submit(self, function: Callable[[], None]) -> Task:
+        """Queue `function`.
+
+        Raises:
+            GroupClosedError: The executor was closed, or this is a forked child of the group's process.
+        """
+        self._check_process()
+        task = Task(function)
+        with self._lock:
+            if self._closed:
+                raise GroupClosedError("The process group was shut down or aborted; make a new one.")
+            self._queue.append(task)
+            self._activate()
+        return task
+
+    def finish(self, task: Task) -> None:
+        """Return once `task` is over, running it here if no thread has begun it.
+
+        Raises:
+            GroupClosedError: This is a forked child of the group's process.
+        """
+        if task.is_done():
+            return
+        self._check_process()
+        done: list[Task] = []
+        try:
+            with self._turn:
+                if not task.is_done():
+                    self._drain(task, done)
+        finally:
+            for finished in done:
+                finished.call_back()
+
+    def _drain(self, last: Task | None, done: list[Task]) -> None:
+        """Run what is queued, up to `last`, and append it to `done`.
+
+        Raises:
+            BaseException: What a signal handler raised meanwhile, such as KeyboardInterrupt: it is meant for this
+                thread, and not for those that wait for the task that it happened to hit.
+        """
+        # The caller holds the turn, so the queue's head cannot be run by another thread.
+        while self._queue:
+            task = self._queue.popleft()
+            task.run()
+            done.append(task)
+            if task.error is not None and not isinstance(task.error, Exception):
+                raise task.error
+            if task is last:
+                break
+
+    def _activate(self) -> None:
+        """Make sure that a worker serves the queue; the caller holds the lock."""
+        if self._num_active or not self._queue:
+            return
+        self._num_active += 1
+        if self._num_idle:
+            self._num_idle -= 1
+            self._wakeups.release()
+        else:
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        while True:
+            done: list[Task] = []
+            with self._turn:
+                if self._queue:
+                    with suppress(BaseException):  # the task has it
+                        self._drain(self._queue[0], done)
+            if done and done[0].has_callbacks():
+                with self._lock:
+                    self._num_active -= 1
+                    self._activate()
+                done[0].call_back()
+                with self._lock:
+                    self._num_active += 1
+            if done:
+                continue
+            with self._lock:
+                if self._queue:
+                    continue
+                self._num_active -= 1
+                if self._closed:
+                    return
+                self._num_idle += 1
+            self._wakeups.acquire()
+
+    def is_settled(self) -> bool:
+        """Return whether no thread of the executor does anything."""
+        with self._lock:
+            return not self._queue and self._num_idle == sum(thread.is_alive() for thread in self._threads)
+
+    def close(self, timeout_s: float) -> bool:
+        """Take no more calls; wait up to `timeout_s` seconds for those queued. Return whether all are over."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._closed = True
+            self._num_active += self._num_idle
+            for _ in range(self._num_idle):
+                self._wakeups.release()
+            self._num_idle = 0
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        # A synchronous call of another thread holds the turn.
+        free = self._turn.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        if free:
+            self._turn.release()
+        return free and not self._queue

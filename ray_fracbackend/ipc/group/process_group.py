@@ -1,0 +1,778 @@
+"""The c10d process group ``ipc``: its lifecycle, how it runs a call, and every collective. Imports torch.
+
+Which memory carries a call is decided once, from its tensors: dense CPU tensors go through shared host memory, those on the
+group's CUDA device through device memory, all others (sparse, quantized, on two devices) through a Gloo group inside, which is
+registered as torch's backend and so also carries what is not overridden (send, recv, group names, object lookups from C++).
+Calls on the host are run by `executor` alone; calls on a CUDA device are issued by it to the group's stream on that device.
+
+Each collective follows the one of `torch.distributed` of the same name, under all names that torch 2.7 to 2.15 call. With
+``asyncOp`` the call returns at once and the tensors belong to the backend until the Work is waited for; otherwise it blocks
+until this rank's part is done, on a device until it has been issued and the caller's stream waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._torch import (
+    DEVICES,
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    c10d,
+    profiler_enabled,
+    set_timeout,
+    stop,
+)
+from ..device.runtime import DeviceCall
+from ..device.setup import HostSide
+from ..device.side import DeviceSide
+from ..errors import CollectiveMismatchError, IpcError
+from ..protocol.description import describe_call, description_text, operation_of, through_gloo
+from ..protocol.hierarchy import Collectives, HierarchicalCollectives, gloo_leaders
+from ..protocol.reductions import Reduction, can_reduce, plain_op, premul_factor, supported_ops
+from ..protocol.setup import join
+from .arguments import (
+    check_class,
+    check_disjoint,
+    check_one_type,
+    check_same,
+    check_writable,
+    equal_parts,
+    is_wrapper,
+    lists,
+    root_of,
+    single,
+    split_parts,
+    takes,
+    timeout_of,
+    wants_async,
+)
+from .executor import Executor
+from .observers import PLAIN, hidden, hide_package, is_without_data, recorded
+from .staging import Output, flat
+from .work import CompletedWork, PendingWork, keep_work_of_reducers
+
+logger = logging.getLogger(__name__)
+
+Tensors = Sequence[torch.Tensor]
+# Does the work of a call with the collectives of the memory that carries it, within a timeout in seconds.
+Run = Callable[[Collectives, float], None]
+# An operation of the inner Gloo group, by its name in torch 2.13, and its arguments but the options.
+GlooCall = tuple[Any, ...]
+
+HOST = torch.device("cpu")
+# Of tensors that have a shape alone.
+NOWHERE = torch.device("meta")
+# Names that Gloo's operations on single tensors have before torch 2.13.
+_OLD_GLOO_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+_GLOO_NAME = ProcessGroup.BackendType.CUSTOM
+# How long shutdown waits for calls in progress; their own timeouts may be half an hour.
+_SHUTDOWN_S = 5.0
+
+_groups: weakref.WeakSet[IpcProcessGroup] = weakref.WeakSet()
+
+
+def _keep_groups() -> None:
+    """Keep all groups of a forked child: a destructor would wait for ever for the parent's threads of the inner Gloo groups."""
+    for group in list(_groups):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups)
+
+
+class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no type
+    """Process group of backend ``ipc``.
+
+    Args:
+        store: The group's store.
+        rank: This process's rank in the group.
+        size: Ranks of the group.
+        timeout: Default timeout of a collective.
+        global_ranks: Global rank of each group rank, for messages; empty means the same numbers.
+
+    Attributes:
+        membership: Ranks of each host.
+
+    Raises:
+        IpcUnavailableError: Shared memory cannot be set up on some rank; every rank raises.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()) -> None:
+        super().__init__(rank, size)
+        _groups.add(self)
+        hide_package()
+        keep_work_of_reducers()
+        store = _unused(store, size)
+        self._num_ranks = size
+        self._own_rank = rank
+        self._num_calls = 0
+        self._timeout = timeout
+        names = tuple(f"rank {global_ranks[r] if global_ranks else r}" for r in range(size))
+        self._gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+        for device in DEVICES:
+            self._register_backend(torch.device(device), _GLOO_NAME, self._gloo)
+        self.membership, self._local = join(store, rank, size, names)
+        self._set_default_backend(_GLOO_NAME)
+        self._leaders = gloo_leaders(store, self.membership, timeout)
+        self._collectives: Collectives = self._local
+        if len(self.membership.hosts) > 1:
+            self._collectives = HierarchicalCollectives(self.membership, self._local, self._leaders, self._gloo)
+        host = HostSide(self.membership, self._local, self._collectives, self._gloo, store)
+        self._device_side = DeviceSide(host, timeout)
+        self._executor = Executor(f"ipc rank {rank}")
+        self._reductions: dict[tuple[torch.dtype, Any], Reduction] = {}
+        logger.log(
+            logging.INFO if rank == 0 else logging.DEBUG,
+            "ipc process group of %d ranks on %d hosts, %d here, chunks of %d bytes",
+            size,
+            len(self.membership.hosts),
+            self._local.num_ranks,
+            self._local.engine.transport.chunk_bytes,
+        )
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return "ipc"
+
+    @property
+    def gloo_reason(self) -> str | None:
+        """Why Gloo carries this group's CUDA tensors, None where it does not or no CUDA tensor has come yet."""
+        return self._device_side.gloo_reason
+
+    @property
+    def _timeout_s(self) -> float:
+        """Default timeout in seconds: that of the inner Gloo group, which is all that torch's ``_set_pg_timeout`` sets."""
+        timeout: timedelta = self._gloo.options._timeout
+        if timeout != self._timeout:
+            self.set_timeout(timeout)
+        return timeout.total_seconds()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the numbers begin at 0 on every rank."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collectives this rank has called. torch's ``_get_sequence_number_for_group`` asks for it."""
+        return self._num_calls
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the default timeout of later collectives."""
+        self._timeout = timeout
+        self._device_side.set_timeout(timeout)
+        for gloo in (self._gloo, self._leaders):
+            if gloo is not None:
+                set_timeout(gloo, timeout)
+
+    def abort(self) -> None:
+        """Break the group: calls in progress and later ones raise on every rank. May be called again.
+
+        In a forked child, as `shutdown` there, it does nothing: the group is the parent's.
+        """
+        if not self._executor.is_own():
+            return
+        reason = f"{self.membership.names[self._own_rank]} aborted the process group"
+        self._device_side.abort(reason)
+        self._local.engine.abort(reason)
+        self._executor.close(_SHUTDOWN_S)
+        stop((self._leaders, self._gloo), "abort")
+
+    def shutdown(self) -> None:
+        """Leave the group after the calls in progress; later calls here raise. May be called again."""
+        if not self._executor.is_own():
+            return
+        idle = self._executor.close(_SHUTDOWN_S)
+        self._device_side.shutdown(idle)
+        self._local.engine.close()
+        if idle:
+            self._local.engine.transport.close()
+        stop((self._leaders, self._gloo), "shutdown")
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: torch's own would end the process, because it clones a store that a group made in Python does not have.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "A process group of backend ipc cannot be split; make the part with torch.distributed.new_group(ranks)."
+        )
+
+    # How a call is run.
+
+    def _launch(
+        self,
+        device: torch.device | None,
+        opts: Any,
+        description: bytes,
+        run: Run,
+        gloo: GlooCall,
+        tensors: Tensors,
+        results: list[torch.Tensor],
+        written: Tensors | None = None,
+    ) -> Any:
+        """Run a call through the memory that can carry its tensors. Tensors without data are left as they are.
+
+        Args:
+            device: From `_carrier_of`; None for Gloo.
+            opts: torch's options.
+            description: Of the call.
+            run: Does the work.
+            gloo: Does the same in the inner Gloo group.
+            tensors: All tensors of the call.
+            results: The value of the future.
+            written: The tensors that this rank writes to, by default `results`.
+
+        Raises:
+            ValueError: One of `written` has several elements at one address.
+        """
+        timeout_s = timeout_of(opts, self._timeout_s)
+        if device is None:
+            in_turn = partial(self._run_gloo, gloo, opts, through_gloo(description), timeout_s)
+            function = self._begun(description, tensors, in_turn)
+            first = self._device_side.device_of(tensors)
+            if first is None:
+                return self._execute(opts, function, results)
+            return self._execute_on(first, opts, function, tensors, results)
+        check_writable(description, results if written is None else written)
+        if device is NOWHERE:
+            return CompletedWork(results)
+        if device is HOST:
+            function = self._begun(description, tensors, self._guarded(run, self._collectives, timeout_s))
+            return self._execute(opts, function, results)
+        prepare = self._guarded(self._device_side.prepare, device, description, timeout_s)
+
+        def on_device() -> None:
+            collectives = self._device_side.collectives(device)
+            if collectives is None:
+                self._run_gloo(gloo, opts, through_gloo(description), timeout_s)
+            else:
+                run(collectives, timeout_s)
+
+        issue = self._begun(description, tensors, self._guarded(on_device))
+        return self._execute_on(device, opts, issue, tensors, results, prepare)
+
+    def _carrier_of(self, *tensors: torch.Tensor) -> torch.device | None:
+        """Return whose memory can carry these tensors: the host's, a CUDA device's, or None for Gloo.
+
+        Raises:
+            TypeError: One is a wrapper of other tensors.
+            ValueError: Some have no data, and others have.
+        """
+        if in_host_memory(*tensors):
+            return HOST
+        for tensor in tensors:
+            check_class(tensor)
+        if any(map(is_without_data, tensors)):
+            if not all(map(is_without_data, tensors)):
+                raise ValueError(
+                    "A collective got meta or fake tensors beside real ones; pass either all with data or none."
+                )
+            return NOWHERE
+        return self._device_side.carries(tensors)
+
+    def _begun(self, description: bytes, tensors: Tensors, function: Callable[[], None]) -> Callable[[], None]:
+        """Count a call, and record it where a profile is being taken."""
+        self._num_calls += 1
+        if self._num_calls == 1:
+            self._warn_of_pair()
+        return recorded(operation_of(description), tensors, function) if profiler_enabled() else function
+
+    def _warn_of_pair(self) -> None:
+        """Warn of a pair of backends with ipc in it: torch makes a group made in Python the group for all devices."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a group that is not registered with torch
+            asked = dist.get_backend_config(self)
+            if self._own_rank == 0 and {part.partition(":")[2] for part in asked.split(",")} != {"ipc"}:
+                logger.warning(
+                    "This process group was asked for as %s, but torch.distributed makes a group with ipc in it ipc for all "
+                    "devices. For another backend make a second group, such as new_group(backend='nccl').",
+                    asked,
+                )
+
+    def _run_gloo(self, call: GlooCall, opts: Any, description: bytes, timeout_s: float) -> None:
+        """Run a Gloo operation after the ranks have compared descriptions."""
+        self._collectives.barrier(description, timeout_s)
+        # Gloo reports to the other ranks itself, and what it merely cannot do must not break the group.
+        operation, *args = call
+        self._gloo_method(operation)(*args, opts).wait()
+
+    def _gloo_method(self, operation: str) -> Callable[..., Any]:
+        """Return an operation of Gloo, under the name that this torch has for it."""
+        if operation == "all_to_all":
+            return self._gloo_all_to_all
+        name = _OLD_GLOO_NAMES.get(operation, operation)
+        method: Callable[..., Any] = getattr(self._gloo, name if hasattr(self._gloo, name) else operation)
+        return method
+
+    def _gloo_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
+        """All-to-all of lists, which Gloo itself has only for one tensor."""
+        source = torch.cat([t.reshape(-1) for t in inputs])
+        target = torch.empty(sum(t.numel() for t in outputs), dtype=source.dtype, device=source.device)
+        sizes = [t.numel() for t in outputs]
+        work = self._gloo_method("all_to_all_single")(target, source, sizes, [t.numel() for t in inputs], opts)
+        work.wait()
+        for output, part in zip(outputs, target.split_with_sizes(sizes), strict=True):
+            output.data.copy_(part.view(output.shape))  # as in `staging.flat`
+        return work
+
+    def _guarded(self, function: Callable[..., None], *args: Any) -> Callable[[], None]:
+        """Pass a failure that the engine has not seen on to the other ranks."""
+
+        def guarded() -> None:
+            try:
+                function(*args)
+            except (IpcError, ValueError):
+                # Wrong arguments are found before anything is published, and are as wrong on the other ranks.
+                raise
+            except BaseException as error:
+                self._local.engine.fail(f"{type(error).__name__}: {error}")
+                raise
+
+        return guarded
+
+    def _execute(self, opts: Any, function: Callable[[], None], results: list[torch.Tensor]) -> Any:
+        """Run `function` now or, if the caller does not wait, queue it."""
+        for result in results:
+            if result.is_inference():
+                function = _in_inference_mode(function)
+                break
+        if wants_async(opts):
+            return PendingWork(self._executor.submit(hidden(function)), self._executor, results)
+        self._executor.run(hidden(function))
+        return CompletedWork(results)
+
+    def _execute_on(
+        self,
+        device: torch.device,
+        opts: Any,
+        function: Callable[[], None],
+        tensors: Tensors,
+        results: list[torch.Tensor],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """As `_execute`, for a function that issues work to a device; `prepare` runs before it, off the stream."""
+        stream = self._device_side.stream_of(device)
+        if any(result.is_inference() for result in results):
+            function = _in_inference_mode(function)
+        if wants_async(opts):
+            call = DeviceCall(stream, prepare, function, [tensor for tensor in tensors if tensor.device == device])
+            return PendingWork(self._executor.submit(hidden(call)), self._executor, results, call)
+        call = DeviceCall(stream, prepare, function, ())
+        self._executor.run(hidden(call))
+        call.join()
+        return CompletedWork(results, stream)
+
+    def _all_of(self, works: list[Any], opts: Any, results: list[torch.Tensor]) -> Any:
+        """Return one Work for calls already launched: the queue is in order, so an empty last entry is enough.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if not works:
+            raise ValueError("A coalesced collective got no tensors; pass at least one.")
+
+        def first_error() -> None:
+            for work in works:
+                if work.exception() is not None:
+                    raise work.exception()
+
+        device = self._device_side.device_of(results)
+        if device is not None:
+            return self._execute_on(device, opts, first_error, (), results)
+        return self._execute(opts, first_error, results) if wants_async(opts) else CompletedWork(results)
+
+    # Collectives that reduce.
+
+    def _reduction_of(self, device: torch.device | None, operation: str, dtype: torch.dtype, op: Any) -> Any:
+        """Return the `Reduction` of an element type; None if Gloo carries the call, which has other types and operations.
+
+        Raises:
+            ValueError: The element type has no such operation.
+        """
+        if device is None:
+            return None
+        reduction = self._reductions.get((dtype, op))
+        if reduction is None:
+            if not can_reduce(dtype, op):
+                raise ValueError(
+                    f"{operation} cannot reduce {dtype} with {op.name}; this element type has: {supported_ops(dtype)}."
+                )
+            reduction = self._reductions[dtype, op] = Reduction(dtype, op, self._num_ranks)
+        return reduction
+
+    @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"))
+    def allreduce(self, tensors: Tensors, opts: Any) -> Any:
+        """All-reduce in place; results are bitwise equal on all ranks."""
+        tensor = single(tensors, "all_reduce")
+        kind = plain_op(opts.reduceOp)
+        description = describe_call("all_reduce", tensor.dtype, tensor.shape, kind)
+        device = self._carrier_of(tensor)
+        reduction = self._reduction_of(device, "all_reduce", tensor.dtype, kind)
+        factor = None if device is None else premul_factor(opts.reduceOp, kind)
+
+        def run(collectives: Collectives, timeout_s: float) -> None:
+            out = Output(tensor, load=True)
+            collectives.all_reduce(out.flat, reduction, factor, description, timeout_s)
+            out.store()
+
+        return self._launch(device, opts, description, run, ("allreduce", [tensor]), [tensor], [tensor])
+
+    @takes("AllreduceCoalescedOptions", "tensors")
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
+        """All-reduce several tensors, one after the other."""
+        check_disjoint("all_reduce_coalesced", tensors)
+        opts, seen = _of_one(opts), set()
+        parts = []
+        for tensor in tensors:
+            # A tensor that is listed twice is reduced once; a copy takes part the second time.
+            parts.append(tensor.clone() if id(tensor) in seen else tensor)
+            seen.add(id(tensor))
+        return self._all_of([self.allreduce([part], opts) for part in parts], opts, list(tensors))
+
+    @takes("ReduceOptions", "tensors/tensor", also=("root", "op", "timeout"))
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+        """Reduce into the root's tensor; the others keep theirs."""
+        tensor, root = single(tensors, "reduce"), root_of("reduce", opts, self._num_ranks)
+        is_root = root == self._own_rank
+        kind = plain_op(opts.reduceOp)
+        description = describe_call("reduce", tensor.dtype, tensor.shape, kind, root)
+        device = self._carrier_of(tensor)
+        reduction = self._reduction_of(device, "reduce", tensor.dtype, kind)
+        factor = None if device is None else premul_factor(opts.reduceOp, kind)
+
+        def run(collectives: Collectives, timeout_s: float) -> None:
+            out = Output(tensor, load=True)
+            collectives.reduce(out.flat, root, reduction, factor, description, timeout_s)
+            if is_root:
+                out.store()
+
+        gloo = ("reduce", [tensor])
+        return self._launch(device, opts, description, run, gloo, [tensor], [tensor], [tensor] if is_root else [])
+
+    @takes(
+        "ReduceScatterOptions",
+        "output_tensors/output",
+        "input_tensors/input_tensor/input",
+        also=("op", "timeout"),
+    )
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Reduce ``inputs[r]`` of all ranks into rank r's output."""
+        output, parts = single(outputs, "reduce_scatter"), lists(inputs)
+        device = self._carrier_of(output, *parts)
+        if device is not None:
+            check_same("reduce_scatter", parts, self._num_ranks, output.dtype, output.numel())
+        return self._reduce_scatter(
+            device, "reduce_scatter", output, parts, opts, ("reduce_scatter", [output], [parts])
+        )
+
+    @takes("ReduceScatterOptions", "outputTensor", "inputTensor")
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        """Reduce a tensor and leave its r-th part with rank r."""
+        operation = "reduce_scatter_tensor"
+        device = self._carrier_of(output, tensor)
+        if device is not None:
+            check_same(operation, [tensor], 1, output.dtype, output.numel() * self._num_ranks)
+        return self._reduce_scatter(
+            device, operation, output, [tensor], opts, ("reduce_scatter_single", output, tensor)
+        )
+
+    def _reduce_scatter(
+        self,
+        device: torch.device | None,
+        operation: str,
+        output: torch.Tensor,
+        sources: list[torch.Tensor],
+        opts: Any,
+        gloo: GlooCall,
+    ) -> Any:
+        """Reduce the parts of all ranks: `sources`, or for the operation on one tensor the equal parts of it."""
+        kind = plain_op(opts.reduceOp)
+        description = describe_call(operation, output.dtype, output.shape, kind)
+        reduction = self._reduction_of(device, "reduce_scatter", output.dtype, kind)
+        factor = None if device is None else premul_factor(opts.reduceOp, kind)
+
+        def run(collectives: Collectives, timeout_s: float) -> None:
+            out = Output(output)
+            parts = [flat(source) for source in sources]
+            if operation == "reduce_scatter_tensor":
+                parts = equal_parts(parts[0], self._num_ranks)
+            collectives.reduce_scatter(parts, out.flat, reduction, factor, description, timeout_s)
+            out.store()
+
+        return self._launch(device, opts, description, run, gloo, [output, *sources], [output])
+
+    @takes("ReduceScatterOptions", "outputs/outputTensors", "inputs/inputTensors")
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        """Reduce-scatter several tensors, each from one tensor."""
+        works = [self.reduce_scatter_single(out, tensor, opts) for out, tensor in zip(outputs, inputs, strict=True)]
+        return self._all_of(works, opts, list(outputs))
+
+    @takes("BarrierOptions", also=("timeout",))
+    def barrier(self, opts: Any) -> Any:
+        """Return once every rank has called this."""
+        description, timeout_s = describe_call("barrier"), timeout_of(opts, self._timeout_s)
+        function = self._begun(description, (), self._guarded(self._collectives.barrier, description, timeout_s))
+        return self._execute(opts, function, [])
+
+    # Collectives that only move data.
+
+    @takes("BroadcastOptions", "tensors/tensor", also=("root", "timeout"))
+    def broadcast(self, tensors: Tensors, opts: Any) -> Any:
+        """Broadcast the root's tensor."""
+        tensor, root = single(tensors, "broadcast"), root_of("broadcast", opts, self._num_ranks)
+        is_root = root == self._own_rank
+        description = describe_call("broadcast", tensor.dtype, tensor.shape, root=root)
+        device = self._carrier_of(tensor)
+
+        def run(collectives: Collectives, timeout_s: float) -> None:
+            out = Output(tensor, load=True)
+            collectives.broadcast(out.flat, root, description, timeout_s)
+            if not is_root:
+                out.store()
+
+        gloo = ("broadcast", [tensor])
+        return self._launch(device, opts, description, run, gloo, [tensor], [tensor], [] if is_root else [tensor])
+
+    @takes("AllgatherOptions", "output_tensors", "input_tensors/input_tensor", also=("timeout",))
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Gather every rank's tensor into a list on every rank."""
+        tensor, targets = single(inputs, "all_gather"), lists(outputs)
+        device = self._carrier_of(tensor, *targets)
+        if device is not None:
+            check_same("all_gather", targets, self._num_ranks, tensor.dtype, tensor.numel())
+        description = describe_call("all_gather", tensor.dtype, tensor.shape)
+
+        def run(collectives: Collectives, timeout_s: float) -> None:
+            outs = [Output(target) for target in targets]
+            collectives.all_gather(flat(tensor), [out.flat for out in outs], description, timeout_s)
+            for out in outs:
+                out.store()
+
+        gloo = ("allgather", [targets], [tensor])
+        return self._launch(device, opts, description, run, gloo, [tensor, *targets], targets)
+
+    @takes("AllgatherOptions", "output_lists", "input_list")
+    def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any) -> Any:
+        """All-gather several tensors; ``output_lists[r][i]`` receives rank r's ``inputs[i]``."""
+        wrong = len(output_lists) != self._num_ranks or any(len(outs) != len(inputs) for outs in output_lists)
+        if wrong:
+            raise ValueError(
+                f"all_gather_coalesced got lists of {[len(outs) for outs in output_lists]} outputs for {len(inputs)} inputs; "
+                f"pass one list for each of the {self._num_ranks} ranks, with one output for each input."
+            )
+        works = [
+            self.allgather([list(outs)], [tensor], opts) for *outs, tensor in zip(*output_lists, inputs, strict=True)
+        ]
+        return self._all_of(works, opts, [tensor for outs in output_lists for tensor in outs])
+
+    @takes("AllgatherOptions", "output", "input")
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        """Gather every rank's tensor into one tensor, by rank."""
+        operation, count = "all_gather_into_tensor", self._num_ranks
+        device = self._carrier_of(output, tensor)
+        if device is not None:
+            check_same(operation, [output], 1, tensor.dtype, tensor.numel() * count)
+        description = describe_call(operation, tensor.dtype, tensor.shape)
+
+        def run(collectives: Collectives, timeout_s: float) -> None:
+            out = Output(output)
+            collectives.all_gather(flat(tensor), equal_parts(out.flat, count), description, timeout_s)
+            out.store()
+
+        gloo = ("all_gather_single", output, tensor)
+        return self._launch(device, opts, description, run, gloo, [output, tensor], [output])
+
+    @takes("AllgatherOptions", "outputs/output_lists", "inputs/input_list")
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        """All-gather several tensors, each into one tensor."""
+        works = [self.all_gather_single(out, tensor, opts) for out, tensor in zip(outputs, inputs, strict=True)]
+        return self._all_of(works, opts, list(outputs))
+
+    @takes("GatherOptions", "output_tensors", "input_tensors/input_tensor", also=("root", "timeout"))
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Gather every rank's tensor into a list on the root."""
+        tensor, root = single(inputs, "gather"), root_of("gather", opts, self._num_ranks)
+        targets = lists(outputs) if outputs else []
+        is_root = root == self._own_rank
+        device = self._carrier_of(tensor, *targets)
+        if is_root and device is not None:
+            check_same("gather", targets, self._num_ranks, tensor.dtype, tensor.numel())
+        description = describe_call("gather", tensor.dtype, tensor.shape, root=root)
+
+        def run(collectives: Collectives, timeout_s: float) -> None:
+            outs = [Output(target) for target in targets] if is_root else []
+            flats = [out.flat for out in outs] if is_root else None
+            collectives.gather(flat(tensor), flats, root, description, timeout_s)
+            for out in outs:
+                out.store()
+
+        gloo = ("gather", [targets] if is_root else [], [tensor])
+        return self._launch(device, opts, description, run, gloo, [tensor, *targets], targets or [tensor], targets)
+
+    @takes("ScatterOptions", "output_tensors/output_tensor", "input_tensors", also=("root", "timeout"))
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Give each rank its tensor of the root's list."""
+        output, root = single(outputs, "scatter"), root_of("scatter", opts, self._num_ranks)
+        parts = lists(inputs) if inputs else []
+        is_root = root == self._own_rank
+        device = self._carrier_of(output, *parts)
+        if is_root and device is not None:
+            check_same("scatter", parts, self._num_ranks, output.dtype, output.numel())
+        description = describe_call("scatter", output.dtype, output.shape, root=root)
+
+        def run(collectives: Collectives, timeout_s: float) -> None:
+            out = Output(output)
+            sources = [flat(part) for part in parts] if is_root else [None] * self._num_ranks
+            targets = [out.flat if r == root else None for r in range(self._num_ranks)]
+            collectives.exchange(sources, targets, output.numel() * output.element_size(), description, timeout_s)
+            out.store()
+
+        gloo = ("scatter", [output], [parts] if is_root else [])
+        return self._launch(device, opts, description, run, gloo, [output, *parts], [output])
+
+    @takes(
+        "AllToAllOptions", "output_tensors/output_tensor/output", "input_tensors/input_tensor/input", also=("timeout",)
+    )
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it; sizes may differ by pair."""
+        outputs, inputs = list(outputs), list(inputs)
+        check_one_type("all_to_all", [*outputs, *inputs])
+        device = self._carrier_of(*outputs, *inputs)
+        for name, tensors in (("outputs", outputs), ("inputs", inputs)):
+            if len(tensors) != self._num_ranks and device is not None:
+                raise ValueError(f"all_to_all got {len(tensors)} {name} for {self._num_ranks} ranks; pass one each.")
+        description = describe_call("all_to_all", inputs[0].dtype if inputs else None)
+
+        def run(collectives: Collectives, timeout_s: float) -> None:
+            outs = [Output(output) for output in outputs]
+            self._exchange(collectives, [flat(t) for t in inputs], [out.flat for out in outs], description, timeout_s)
+            for out in outs:
+                out.store()
+
+        gloo = ("all_to_all", outputs, inputs)
+        return self._launch(device, opts, description, run, gloo, [*outputs, *inputs], outputs)
+
+    @takes(
+        "AllToAllOptions",
+        "output/output_tensor",
+        "input/input_tensor",
+        "output_split_sizes",
+        "input_split_sizes",
+        also=("timeout",),
+    )
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any,
+    ) -> Any:
+        """Send rows of `tensor` to each rank and receive rows of `output`; empty splits mean equal parts."""
+        operation = "all_to_all_single"
+        check_one_type(operation, [output, tensor])
+        device = self._carrier_of(output, tensor)
+        description = describe_call(operation, tensor.dtype)
+
+        def run(collectives: Collectives, timeout_s: float) -> None:
+            out = Output(output)
+            sources = split_parts(operation, flat(tensor).view(tensor.shape), input_splits, self._num_ranks)
+            targets = split_parts(operation, out.flat.view(output.shape), output_splits, self._num_ranks)
+            self._exchange(collectives, sources, targets, description, timeout_s)
+            out.store()
+
+        gloo = ("all_to_all_single", output, tensor, list(output_splits), list(input_splits))
+        return self._launch(device, opts, description, run, gloo, [output, tensor], [output])
+
+    def _exchange(
+        self,
+        collectives: Collectives,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        description: bytes,
+        timeout_s: float,
+    ) -> None:
+        """All-to-all of parts of any size: first the sizes, on the host, then the data."""
+        max_bytes = self._exchange_sizes(inputs, outputs, description, timeout_s)
+        collectives.exchange(inputs, outputs, max_bytes, description, timeout_s)
+
+    def _exchange_sizes(
+        self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], description: bytes, timeout_s: float
+    ) -> int:
+        """Return the bytes of the largest part of all ranks, after all have seen that the parts fit."""
+        size = self._num_ranks
+        own = torch.tensor([t.numel() * t.element_size() for t in (*inputs, *outputs)], dtype=torch.int64, device=HOST)
+        table = torch.empty((size, 2 * size), dtype=torch.int64, device=HOST)
+        self._collectives.all_gather(own, list(table), description, timeout_s)
+        sent, expected = table[:, :size], table[:, size:].t()
+        wrong = (sent != expected).nonzero()
+        if wrong.numel():
+            # Every rank has the same table, so every rank raises the same here.
+            source, target = wrong[0].tolist()
+            names = self.membership.names
+            reason = (
+                f"{description_text(description)}: {names[source]} sends {int(sent[source, target])} bytes to "
+                f"{names[target]}, which expects {int(expected[source, target])}; make both sides' splits agree."
+            )
+            self._local.engine.fail(reason)
+            raise CollectiveMismatchError(reason)
+        return int(sent.max())
+
+    # Names of torch before 2.13; its C++ looks for either set.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def in_host_memory(*tensors: torch.Tensor) -> bool:
+    """Return whether shared host memory can carry these tensors: on the CPU, dense, not quantized, of a plain class."""
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
+            return False
+        if type(tensor) not in PLAIN and (is_without_data(tensor) or is_wrapper(tensor)):
+            return False
+    return True
+
+
+def _in_inference_mode(function: Callable[[], None]) -> Callable[[], None]:
+    """Wrap a function that changes tensors made under inference_mode: allowed only under it, in whichever thread."""
+
+    def guarded() -> None:
+        with torch.inference_mode():
+            function()
+
+    return guarded
+
+
+def _of_one(opts: Any) -> Any:
+    """Return the options of a coalesced all_reduce for one of its tensors."""
+    made = c10d.AllreduceOptions()
+    made.reduceOp, made.timeout = opts.reduceOp, opts.timeout
+    if hasattr(made, "asyncOp"):  # since torch 2.8
+        made.asyncOp = opts.asyncOp
+    return made
+
+
+def _unused(store: Any, size: int) -> Any:
+    """Return a part of a group's store without the keys of an earlier group that had the same store, as under torchrun.
+
+    All ranks of a group come before any rank comes for the next: none leaves set-up before all have come.
+    """
+    return PrefixStore(f"ipc/{(store.add('ipc/arrivals', 1) - 1) // size}", store)

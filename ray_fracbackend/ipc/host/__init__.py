@@ -1,0 +1,1 @@
+"""Host memory that processes share, and the processes that share it."""

@@ -1,0 +1,100 @@
+"""Anonymous shared memory between processes of one host: creation, attachment, size. Imports stdlib only.
+
+The memory is a memfd. It has no name in any file system, so nothing can be left in /dev/shm whichever rank is
+killed when, it is not limited by the size of /dev/shm (64 MB in a Docker container), and only processes that may
+read ``/proc/<creator>/fd`` (the same user, or root) can open it. ``fallocate`` takes all pages at once and a seal
+forbids shrinking, so that no later access can end in SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+
+from ..errors import IpcUnavailableError
+
+TOKEN_BYTES = 16
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class ArenaName:
+    """How another process finds an arena.
+
+    Attributes:
+        pid: Process that created it and keeps `fd` open until every rank has attached.
+        fd: Descriptor number in that process.
+        token: Random hex text also written into the memory: distinguishes the memory from what a reused pid or fd means.
+        num_bytes: Size of the memory.
+    """
+
+    pid: int
+    fd: int
+    token: str
+    num_bytes: int
+
+
+class Arena:
+    """A shared mapping.
+
+    Attributes:
+        memory: The mapping; its first `TOKEN_BYTES` bytes are the token.
+        address: Address of the mapping in this process.
+    """
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        # MAP_POPULATE maps the pages now instead of at the first collective.
+        self.memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
+def create_arena(num_bytes: int) -> tuple[Arena, ArenaName]:
+    """Create shared memory with all its pages in place.
+
+    The caller closes ``name.fd`` once all peers have attached.
+
+    Raises:
+        OSError: The kernel refuses a memfd or has not `num_bytes` to give.
+    """
+    import fcntl  # not on Windows, where this module must still import
+
+    num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    fd = os.memfd_create("ray_fracbackend_ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        arena = Arena(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    token = secrets.token_bytes(TOKEN_BYTES)
+    arena.memory[:TOKEN_BYTES] = token
+    return arena, ArenaName(os.getpid(), fd, token.hex(), num_bytes)
+
+
+def attach_arena(name: ArenaName) -> Arena:
+    """Map memory that another process created.
+
+    Raises:
+        IpcUnavailableError: The creator's descriptor cannot be opened from here, or is not the announced memory.
+    """
+    path = f"/proc/{name.pid}/fd/{name.fd}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise IpcUnavailableError(
+            f"{path} of the rank that created the shared memory cannot be opened ({error.strerror}): both ranks must "
+            f"share a PID namespace and a user; set RAY_FRACBACKEND_IPC_HOST differently for them, or use the gloo backend."
+        ) from error
+    try:
+        if os.fstat(fd).st_size < name.num_bytes:
+            raise IpcUnavailableError(f"{path} is not the announced memory: its process has ended.")
+        arena = Arena(fd, name.num_bytes)
+    finally:
+        os.close(fd)
+    if arena.memory[:TOKEN_BYTES].hex() != name.token:
+        raise IpcUnavailableError(f"{path} is not the announced memory: its process has ended.")
+    return arena

@@ -1,0 +1,148 @@
+"""Memory ordering and kernel waiting between processes, from libc and libatomic through ctypes.
+
+Runs in every rank; imports the standard library only.
+
+A counter is an aligned 8-byte word, which CPython reads and writes in one access. What has to be added is order:
+
+* ``release_fence`` before a counter is stored, so that the data it announces is visible first;
+* ``acquire_fence`` after a counter was seen to advance, so that the data is not read early;
+* ``full_fence`` between storing a counter and reading whether a rank sleeps on it (and the other way round in
+  the sleeper), so that no wake-up is lost.
+
+x86-64 keeps loads in order, so the second needs no instruction there. A locked instruction is the third: acquiring a
+``threading.Lock`` is one. It also serves as the first: ordinary stores stay in order anyway (TSO), but the non-temporal
+ones that a copy routine may use for large blocks do not. Other CPUs get ``atomic_thread_fence`` of libatomic for all
+three; without libatomic `ordering_support` refuses them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable
+
+_FUTEX_WAIT = 0
+_FUTEX_WAKE = 1
+_SEQ_CST = 5  # memory_order_seq_cst of <stdatomic.h>
+# Number of the futex system call; the argument layout below is that of 64-bit Linux.
+_FUTEX_SYSCALL = {"x86_64": 202, "aarch64": 98}
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+def ordering_support() -> str | None:
+    """Return whether counters in shared memory can be ordered here.
+
+    Returns:
+        None if they can, else the reason in one sentence.
+    """
+    machine = platform.machine()
+    if not sys.platform.startswith("linux"):
+        return f"platform {sys.platform!r} has no futex; the ipc backend needs Linux"
+    if machine not in _FUTEX_SYSCALL or sys.byteorder != "little" or sys.maxsize <= 2**32:
+        return f"CPU {machine!r} is not one of 64-bit {sorted(_FUTEX_SYSCALL)}"
+    if machine != "x86_64" and _libatomic_fence() is None:
+        return f"CPU {machine!r} is weakly ordered and libatomic.so.1 (package libatomic1) is not installed"
+    return None
+
+
+def _libatomic_fence() -> Callable[[], None] | None:
+    try:
+        fence = ctypes.CDLL("libatomic.so.1").atomic_thread_fence
+    except (OSError, AttributeError):
+        return None
+    fence.argtypes = [ctypes.c_int]
+    fence.restype = None
+    return lambda: fence(_SEQ_CST)
+
+
+def _no_fence() -> None:
+    """Do nothing: on x86-64 loads are not reordered."""
+
+
+def _locked_fence() -> Callable[[], None]:
+    # The lock has to be this thread's alone: a contended one would wait. Threads of one group take turns anyway.
+    local = threading.local()
+
+    def fence() -> None:
+        lock = getattr(local, "lock", None)
+        if lock is None:
+            lock = local.lock = threading.Lock()
+        lock.acquire()
+        lock.release()
+
+    return fence
+
+
+def make_fences() -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    """Return the fences of this CPU.
+
+    Returns:
+        ``(release_fence, acquire_fence, full_fence)``.
+
+    Raises:
+        RuntimeError: `ordering_support` names a reason against it.
+    """
+    reason = ordering_support()
+    if reason is not None:
+        raise RuntimeError(f"No memory ordering: {reason}.")
+    if platform.machine() == "x86_64":
+        fence = _locked_fence()
+        return fence, _no_fence, fence
+    atomic_fence = _libatomic_fence()
+    assert atomic_fence is not None
+    return atomic_fence, atomic_fence, atomic_fence
+
+
+class Futex:
+    """Sleep until a 4-byte word in shared memory changes.
+
+    Args:
+        base_address: Address at which the shared memory is mapped in this process.
+    """
+
+    def __init__(self, base_address: int) -> None:
+        self._base = base_address
+        self._number = _FUTEX_SYSCALL[platform.machine()]
+        # CDLL (not PyDLL): the GIL is released while the thread sleeps.
+        self._syscall = ctypes.CDLL(None, use_errno=True).syscall
+        self._syscall.restype = ctypes.c_long
+
+    def wait(self, offset: int, expected: int, timeout_s: float) -> None:
+        """Sleep while the word at byte `offset` equals the low 32 bits of `expected`, at most `timeout_s` seconds.
+
+        Returns early on a wake-up, a changed word or a signal; the caller looks at the word again.
+        """
+        seconds = int(timeout_s)
+        limit = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
+        code = self._syscall(
+            ctypes.c_long(self._number),
+            ctypes.c_void_p(self._base + offset),
+            ctypes.c_int(_FUTEX_WAIT),
+            ctypes.c_uint32(expected & 0xFFFFFFFF),
+            ctypes.byref(limit),
+            None,
+            ctypes.c_int(0),
+        )
+        if code == -1:
+            number = ctypes.get_errno()
+            if number not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+                raise OSError(number, f"futex wait: {os.strerror(number)}")
+
+    def wake(self, offset: int) -> None:
+        """Wake every thread of every process that sleeps on the word at byte `offset`."""
+        self._syscall(
+            ctypes.c_long(self._number),
+            ctypes.c_void_p(self._base + offset),
+            ctypes.c_int(_FUTEX_WAKE),
+            ctypes.c_int(0x7FFFFFFF),
+            None,
+            None,
+            ctypes.c_int(0),
+        )

@@ -1,0 +1,51 @@
+"""Is a peer process still there? Runs in every rank; imports the standard library only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field is the command in parentheses and may hold spaces: split after the last parenthesis.
+    return text[text.rindex(")") + 2 :].split()
+
+
+def start_time(pid: int) -> int:
+    """Return the start of process `pid` in clock ticks since boot, which distinguishes processes of the same number.
+
+    Raises:
+        ProcessLookupError: There is no such process.
+    """
+    fields = _stat_fields(pid)
+    if fields is None:
+        raise ProcessLookupError(f"no process {pid}")
+    return int(fields[19])
+
+
+class Peer:
+    """One process of this machine, distinguished from later ones with the same number.
+
+    Args:
+        pid: Its process number in this PID namespace.
+        started: Its `start_time`.
+    """
+
+    def __init__(self, pid: int, started: int) -> None:
+        self.pid = pid
+        self.started = started
+
+    def is_alive(self) -> bool:
+        """Return False once the process has ended, also while its parent has not yet waited for it."""
+        fields = _stat_fields(self.pid)
+        return fields is not None and int(fields[19]) == self.started and fields[0] not in ("Z", "X")
+
+    def state(self) -> str:
+        """Return the state for messages: "running", "stopped" or "gone"."""
+        fields = _stat_fields(self.pid)
+        if fields is None or int(fields[19]) != self.started or fields[0] in ("Z", "X"):
+            return "gone"
+        return "stopped" if fields[0] in ("T", "t") else "running"

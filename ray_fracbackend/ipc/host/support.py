@@ -1,0 +1,70 @@
+"""Can host memory be shared between processes here, and which processes can share it? Imports stdlib and torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .. import knobs
+from .._torch import HAS_PYTHON_GROUPS
+from .arena import create_arena
+from .atomics import ordering_support
+from .liveness import start_time
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE = "/proc/self/ns/pid"
+
+
+def host_id() -> str:
+    """Return a text that is equal for exactly those processes that can open each other's memory.
+
+    Boot id, host name and PID namespace; `RAY_FRACBACKEND_IPC_HOST` is added when set, so that it can only split
+    a host into several, never join two.
+    """
+    try:
+        detected = f"{_BOOT_ID.read_text().strip()}/{socket.gethostname()}/{os.readlink(_PID_NAMESPACE)}"
+    except OSError:
+        detected = socket.gethostname()
+    override = knobs.host_override()
+    return detected if override is None else f"{detected}/{override}"
+
+
+def host_memory_support() -> str | None:
+    """Return whether the ipc backend can work between processes of this machine.
+
+    Cheap (well under a millisecond), needs no process group and leaves nothing behind.
+
+    Returns:
+        None if it can, else the reason in one sentence.
+    """
+    reason = ordering_support()
+    if reason is not None:
+        return reason
+    if not dist.is_available() or not dist.is_gloo_available():
+        return "this torch was built without torch.distributed or without Gloo, which the ipc backend falls back to"
+    if not HAS_PYTHON_GROUPS:
+        return f"torch {torch.__version__} cannot hold process groups that are made in Python; the ipc backend needs torch 2.7"
+    if not hasattr(os, "memfd_create"):
+        return "this Python was built without os.memfd_create"
+    try:
+        start_time(os.getpid())
+        os.readlink(_PID_NAMESPACE)
+    except OSError as error:
+        return f"/proc is not usable ({error}); peers cannot be found or watched without it"
+    fd = -1
+    try:
+        _, name = create_arena(knobs.MIN_CHUNK_BYTES)
+        fd = name.fd
+        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return f"the kernel refuses anonymous shared memory: {error}"
+    finally:
+        with contextlib.suppress(OSError):
+            if fd >= 0:
+                os.close(fd)
+    return None

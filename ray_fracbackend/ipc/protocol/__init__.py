@@ -1,0 +1,1 @@
+"""How ranks exchange tensors through shared memory: steps, waiting, failure, reductions, algorithms."""

@@ -1,0 +1,106 @@
+"""The control page: counters, call descriptions and failure marks that the ranks of one host share.
+
+Runs in every rank; imports the standard library only. Layout (8-byte words, native order):
+
+    words 0-1    token of the arena
+    word  8      poison: 0, or 1 + local rank of a rank that failed
+    from word 16, one block of BLOCK_WORDS words per local rank:
+      +0   counter: last step this rank has published, written by it alone
+      +1   closed: 1 once this rank has shut its group down
+      +8   sleepers: 1 if a rank may be sleeping on the counter
+      +16  two call descriptions (of even and odd steps) of DESCRIPTION_BYTES
+      +80  reason of this rank's failure, REASON_BYTES, zero-terminated UTF-8
+
+A counter, the sleepers word and the rest of a block have cache lines (64 bytes) of their own.
+"""
+
+from __future__ import annotations
+
+from ..host.arena import Arena
+
+_POISON_WORD = 8
+_FIRST_BLOCK = 16
+BLOCK_WORDS = 160
+_CLOSED = 1
+_SLEEPERS = 8
+_DESCRIPTIONS = 16
+DESCRIPTION_BYTES = 256
+_REASON = 80
+REASON_BYTES = 640
+
+
+def control_bytes(num_ranks: int) -> int:
+    """Return the bytes that the control page of `num_ranks` local ranks takes, a multiple of 4096."""
+    return -(-(_FIRST_BLOCK + num_ranks * BLOCK_WORDS) * 8 // 4096) * 4096
+
+
+class ControlPage:
+    """Typed access to the control page of one group on one host.
+
+    Args:
+        arena: The mapping; the page is at its start.
+        rank: Local rank of this process.
+        num_ranks: Local ranks.
+
+    Attributes:
+        words: The page as 8-byte integers, for the polling loop.
+        counter_index: Index in `words` of each rank's counter.
+        sleepers_index: Index in `words` of each rank's sleepers word.
+    """
+
+    def __init__(self, arena: Arena, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._bytes = memoryview(arena.memory)[: control_bytes(num_ranks)]
+        self.words = self._bytes.cast("q")
+        self.counter_index = [_FIRST_BLOCK + r * BLOCK_WORDS for r in range(num_ranks)]
+        self.sleepers_index = [index + _SLEEPERS for index in self.counter_index]
+        self._descriptions = [[self._description_slice(r, parity) for parity in (0, 1)] for r in range(num_ranks)]
+
+    def _description_slice(self, rank: int, parity: int) -> memoryview:
+        start = (self.counter_index[rank] + _DESCRIPTIONS) * 8 + parity * DESCRIPTION_BYTES
+        return self._bytes[start : start + DESCRIPTION_BYTES]
+
+    def describe(self, step: int, description: bytes) -> None:
+        """Store this rank's description of the call whose first step is `step`."""
+        self._descriptions[self.rank][step & 1][:] = description
+
+    def description(self, rank: int, step: int) -> bytes:
+        """Return the description that `rank` stored for the call whose first step is `step`."""
+        return bytes(self._descriptions[rank][step & 1])
+
+    def find_difference(self, step: int, description: bytes, key_bytes: int) -> int | None:
+        """Return the lowest rank whose description differs from `description` in its first `key_bytes`, or None."""
+        key = description[:key_bytes]
+        for rank, slices in enumerate(self._descriptions):
+            if rank != self.rank and slices[step & 1][:key_bytes] != key:
+                return rank
+        return None
+
+    def poisoner(self) -> int | None:
+        """Return the local rank of a rank that poisoned the group, or None."""
+        value = self.words[_POISON_WORD]
+        return value - 1 if value else None
+
+    def set_poison(self) -> None:
+        """Mark the group as broken by this rank; its reason must be stored and fenced before."""
+        self.words[_POISON_WORD] = self.rank + 1
+
+    def set_reason(self, reason: str) -> None:
+        """Store the text that peers will raise, cut to fit."""
+        data = reason.encode("utf-8", "replace")[: REASON_BYTES - 1]
+        start = (self.counter_index[self.rank] + _REASON) * 8
+        self._bytes[start : start + REASON_BYTES] = data.ljust(REASON_BYTES, b"\0")
+
+    def reason(self, rank: int) -> str:
+        """Return the text that `rank` stored with its poison."""
+        start = (self.counter_index[rank] + _REASON) * 8
+        return bytes(self._bytes[start : start + REASON_BYTES]).split(b"\0", 1)[0].decode("utf-8", "replace")
+
+    def set_closed(self) -> None:
+        """Mark this rank as taking part in no further step."""
+        self.words[self.counter_index[self.rank] + _CLOSED] = 1
+
+    def is_closed(self, rank: int) -> bool:
+        """Return whether `rank` has shut its group down."""
+        return self.words[self.counter_index[rank] + _CLOSED] != 0

@@ -1,0 +1,82 @@
+"""What a rank is about to do, in a form that peers can compare and print. Imports torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .control import DESCRIPTION_BYTES
+
+# The first part must be equal on all ranks; the second is for messages only.
+KEY_BYTES = 128
+
+
+@lru_cache(maxsize=4096)
+def describe_call(
+    operation: str,
+    dtype: torch.dtype | None = None,
+    shape: torch.Size | None = None,
+    reduce_op: Any = None,
+    root: int | None = None,
+    compare_size: bool = True,
+) -> bytes:
+    """Describe one collective call.
+
+    Two ranks agree if operation, dtype, reduce operation, root and, where `compare_size`, the number of elements are
+    equal. Shapes of equal size are compatible, as they are for Gloo. `reduce_op` is a ``RedOpType``.
+
+    Returns:
+        `DESCRIPTION_BYTES` bytes: `KEY_BYTES` to compare, then text to print.
+    """
+    numel = "" if shape is None else str(shape.numel())
+    dtype_name = "" if dtype is None else str(dtype).removeprefix("torch.")
+    op_name = "" if reduce_op is None else reduce_op.name
+    key = f"{operation}|{dtype_name}|{numel if compare_size else '*'}|{op_name}|{'' if root is None else root}"
+    text = operation
+    details = []
+    if shape is not None:
+        details.append(f"{dtype_name}[{','.join(map(str, shape))}]")
+    elif dtype_name:
+        details.append(dtype_name)
+    if op_name:
+        details.append(op_name)
+    if root is not None:
+        details.append(f"root {root}")
+    if details:
+        text += f"({', '.join(details)})"
+    return _field(key, KEY_BYTES) + _field(text, DESCRIPTION_BYTES - KEY_BYTES)
+
+
+def _field(text: str, num_bytes: int) -> bytes:
+    data = text.encode("ascii", "replace")
+    if len(data) > num_bytes:
+        # Only a shape of very many dimensions is that long, and shapes are not compared.
+        data = data[: num_bytes - 3] + b"..."
+    return data.ljust(num_bytes, b"\0")
+
+
+def through_gloo(description: bytes) -> bytes:
+    """Return the description of the same call for tensors that Gloo carries, which is a different call."""
+    return _marked(description, b"G", "through Gloo")
+
+
+def first_on_device(description: bytes) -> bytes:
+    """Return the description of the same call for tensors on a device that has to be set up for the group first."""
+    return _marked(description, b"D", "on a CUDA device")
+
+
+def _marked(description: bytes, mark: bytes, how: str) -> bytes:
+    text = f"{description_text(description)} {how}"
+    return description[: KEY_BYTES - 1] + mark + _field(text, DESCRIPTION_BYTES - KEY_BYTES)
+
+
+def description_text(description: bytes) -> str:
+    """Return the printable part of a description."""
+    return description[KEY_BYTES:].rstrip(b"\0").decode("ascii", "replace")
+
+
+def operation_of(description: bytes) -> str:
+    """Return the name of the operation."""
+    return description[: description.index(b"|")].decode("ascii")

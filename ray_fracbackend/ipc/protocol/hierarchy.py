@@ -1,0 +1,275 @@
+"""Collectives of a group whose ranks are on several hosts, or on several devices. Imports torch.
+
+Ranks reduce within their host (or device), the first rank of each (its leader) talks to the other leaders through a group of
+their own (Gloo, or NCCL between devices), and the result comes back through the host's memory. Hosts may differ in
+their number of ranks.
+Every rank gets bitwise the same result: the leaders' all_reduce gives all leaders the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from .._torch import PrefixStore, ProcessGroupGloo, c10d, stop
+from .._torch import RedOpType as Op
+from ..errors import CollectiveMismatchError, CollectiveTimeoutError, IpcError
+from .description import KEY_BYTES, description_text
+from .local import Factor, LocalCollectives, Parts, SomeParts, as_bytes
+from .reductions import Reduction
+from .setup import Membership
+
+# What Gloo and NCCL reduce exactly as we do; other types travel as bytes and are reduced by each leader.
+_LEADER_DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+_LEADER_OPS = {
+    Op.SUM: Op.SUM,
+    Op.AVG: Op.SUM,
+    Op.PREMUL_SUM: Op.SUM,
+    Op.PRODUCT: Op.PRODUCT,
+    Op.MIN: Op.MIN,
+    Op.MAX: Op.MAX,
+}
+
+
+class HierarchicalCollectives:
+    """Collectives of a group on several hosts or devices; the arguments are those of `LocalCollectives`.
+
+    Args:
+        membership: Ranks of each host, or of each device.
+        local: Collectives of this rank's host.
+        leaders: Group of the leaders that moves their data, rank = host index; None on other ranks.
+        everyone: Gloo group of all ranks.
+        agreement: Gloo group of the leaders, in which they compare descriptions; None for `leaders` itself.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        local: LocalCollectives,
+        leaders: Any,
+        everyone: Any,
+        agreement: Any = None,
+    ) -> None:
+        self.rank = membership.rank
+        self.num_ranks = sum(map(len, membership.hosts))
+        self._local = local
+        self._hosts = membership.hosts
+        self._host = membership.host_index
+        self._names = membership.names
+        self._leaders = leaders
+        self._everyone = everyone
+        self._agreement = leaders if agreement is None else agreement
+        if leaders is not None:
+            local.engine.on_failure.append(self._hang_up)
+
+    def _hang_up(self, reason: str) -> None:
+        """End the connections to other leaders, so that a failure on this host reaches their hosts at once."""
+        # Where this torch's Gloo has no abort, the other leaders notice at their timeout.
+        stop((self._agreement, self._leaders), "abort")
+
+    @contextmanager
+    def _poisoning(self, description: bytes, timeout_s: float) -> Iterator[None]:
+        """Poison this host's ranks on a failure between hosts, so that they are not left waiting."""
+        started = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            what = description_text(description)
+            reason = str(error) if isinstance(error, IpcError) else f"{what} between hosts: {error}"
+            self._local.engine.fail(reason)
+            if isinstance(error, IpcError) or not isinstance(error, Exception):
+                raise
+            # Gloo has one type for all that goes wrong.
+            late = time.monotonic() - started >= timeout_s
+            raise (CollectiveTimeoutError if late else IpcError)(reason) from error
+
+    def _between_hosts(self, function: Callable[[Any], None], description: bytes, timeout_s: float) -> None:
+        """Run `function` on the leader, after the leaders have compared descriptions."""
+        if self._leaders is not None:
+            with self._poisoning(description, timeout_s):
+                self._agree(description, timeout_s)
+                function(self._leaders)
+
+    def _gather_parts(self, leaders: Any, part: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
+        """Return the `part` of every leader, by host."""
+        options = c10d.AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        parts = [torch.empty_like(part) for _ in self._hosts]
+        leaders.allgather([parts], [part], options).wait()
+        return parts
+
+    def _agree(self, description: bytes, timeout_s: float) -> None:
+        own = torch.frombuffer(bytearray(description), dtype=torch.uint8)
+        all_of_them = self._gather_parts(self._agreement, own, timeout_s)
+        for host, tensor in enumerate(all_of_them):
+            theirs = bytes(tensor.tolist())
+            if theirs[:KEY_BYTES] != description[:KEY_BYTES]:
+                raise CollectiveMismatchError(
+                    f"{self._names[self.rank]} called {description_text(description)} while "
+                    f"{self._names[self._hosts[host][0]]} called {description_text(theirs)} as the same collective "
+                    f"of the group; every rank must make the same calls in the same order."
+                )
+
+    def barrier(self, description: bytes, timeout_s: float) -> None:
+        """See `LocalCollectives.barrier`."""
+        self._local.barrier(description, timeout_s)
+        # _agree alone already waits for every leader.
+        self._between_hosts(lambda leaders: None, description, timeout_s)
+        self._local.barrier(description, timeout_s)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, reduction: Reduction, factor: Factor, description: bytes, timeout_s: float
+    ) -> None:
+        """See `LocalCollectives.all_reduce`."""
+        numel = tensor.numel() if self._leaders else 0
+        partial = torch.empty(numel, dtype=reduction.accumulate_dtype, device=tensor.device)
+        self._local.reduce(tensor, 0, reduction, factor, description, timeout_s, partial)
+
+        def reduce_partials(leaders: Any) -> None:
+            if partial.dtype in _LEADER_DTYPES and reduction.op in _LEADER_OPS:
+                options = c10d.AllreduceOptions()
+                options.reduceOp = _LEADER_OPS[reduction.op]
+                options.timeout = timedelta(seconds=timeout_s)
+                if partial.numel():
+                    leaders.allreduce([partial], options).wait()
+                reduction.finish(partial)
+                tensor.copy_(partial)
+                return
+            parts = [p.view(partial.dtype) for p in self._gather_parts(leaders, as_bytes(partial), timeout_s)]
+            merged = torch.empty_like(partial)
+            reduction.of_partials().reduce(merged, parts)
+            tensor.copy_(merged)
+
+        self._between_hosts(reduce_partials, description, timeout_s)
+        self._local.broadcast(tensor, 0, description, timeout_s)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int,
+        reduction: Reduction,
+        factor: Factor,
+        description: bytes,
+        timeout_s: float,
+    ) -> None:
+        """See `LocalCollectives.reduce`."""
+        scratch = tensor.clone()
+        self.all_reduce(scratch, reduction, factor, description, timeout_s)
+        if self.rank == root:
+            tensor.copy_(scratch)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, description: bytes, timeout_s: float) -> None:
+        """See `LocalCollectives.broadcast`."""
+        home = next(i for i, members in enumerate(self._hosts) if root in members)
+        if self._host == home:
+            self._local.broadcast(tensor, self._hosts[home].index(root), description, timeout_s)
+
+        def send(leaders: Any) -> None:
+            self._send(leaders, as_bytes(tensor), home, timeout_s)
+
+        self._between_hosts(send, description, timeout_s)
+        if self._host != home:
+            self._local.broadcast(tensor, 0, description, timeout_s)
+
+    @staticmethod
+    def _send(leaders: Any, data: torch.Tensor, host: int, timeout_s: float) -> None:
+        options = c10d.BroadcastOptions()
+        options.rootRank = host
+        options.timeout = timedelta(seconds=timeout_s)
+        if data.numel():
+            leaders.broadcast([data], options).wait()
+
+    def all_gather(self, tensor: torch.Tensor, outputs: Parts, description: bytes, timeout_s: float) -> None:
+        """See `LocalCollectives.all_gather`."""
+        data = as_bytes(tensor)
+        everything = torch.empty(self.num_ranks * data.numel(), dtype=torch.uint8, device=data.device)
+        blocks: list[torch.Tensor] = []
+        for members in self._hosts:
+            start = sum(block.numel() for block in blocks)
+            blocks.append(everything[start : start + len(members) * data.numel()])
+        own = list(blocks[self._host].view(len(self._hosts[self._host]), data.numel()))
+        self._local.gather(data, own, 0, description, timeout_s)
+
+        def exchange(leaders: Any) -> None:
+            for host, block in enumerate(blocks):
+                self._send(leaders, block, host, timeout_s)
+
+        self._between_hosts(exchange, description, timeout_s)
+        self._local.broadcast(everything, 0, description, timeout_s)
+        order = [rank for members in self._hosts for rank in members]
+        for position, rank in enumerate(order):
+            start = position * data.numel()
+            as_bytes(outputs[rank]).copy_(everything[start : start + data.numel()])
+
+    def reduce_scatter(
+        self,
+        inputs: Parts,
+        output: torch.Tensor,
+        reduction: Reduction,
+        factor: Factor,
+        description: bytes,
+        timeout_s: float,
+    ) -> None:
+        """See `LocalCollectives.reduce_scatter`; reduces everything and keeps one's own part."""
+        whole = torch.cat(list(inputs))
+        self.all_reduce(whole, reduction, factor, description, timeout_s)
+        output.copy_(whole[self.rank * output.numel() : (self.rank + 1) * output.numel()])
+
+    def gather(
+        self, tensor: torch.Tensor, outputs: Parts | None, root: int, description: bytes, timeout_s: float
+    ) -> None:
+        """See `LocalCollectives.gather`; goes through Gloo between all ranks."""
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        inputs = [tensor if r == root else empty for r in range(self.num_ranks)]
+        targets = [empty] * self.num_ranks if self.rank != root or outputs is None else outputs
+        self.exchange(inputs, targets, 0, description, timeout_s)
+
+    def exchange(
+        self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, description: bytes, timeout_s: float
+    ) -> None:
+        """See `LocalCollectives.exchange`; goes through Gloo between all ranks."""
+        self.barrier(description, timeout_s)
+        device = next((t.device for t in (*inputs, *outputs) if t is not None), None)
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        sources = [empty if t is None else as_bytes(t) for t in inputs]
+        targets = [empty if t is None else as_bytes(t) for t in outputs]
+        received = torch.empty(sum(t.numel() for t in targets), dtype=torch.uint8, device=device)
+        options = c10d.AllToAllOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        out_sizes, in_sizes = [t.numel() for t in targets], [t.numel() for t in sources]
+        with self._poisoning(description, timeout_s):
+            self._everyone.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options).wait()
+        for target, part in zip(targets, received.split_with_sizes(out_sizes), strict=True):
+            target.copy_(part)
+
+
+Collectives = LocalCollectives | HierarchicalCollectives
+
+
+def leads(membership: Membership) -> bool:
+    """Return whether this rank exchanges data with other hosts."""
+    return len(membership.hosts) > 1 and membership.local_ranks[0] == membership.rank
+
+
+def gloo_leaders(store: Any, membership: Membership, timeout: timedelta) -> Any:
+    """Create the Gloo group between the leaders, rank = host index; None on other ranks and on a single host.
+
+    Raises:
+        IpcError: The leaders cannot connect.
+    """
+    if not leads(membership):
+        return None
+    try:
+        group = ProcessGroupGloo(
+            PrefixStore("ipc-leaders", store), membership.host_index, len(membership.hosts), timeout
+        )
+        # A leader whose connections stand may leave at once; to one that still connects that is a broken network.
+        group.barrier().wait()
+        return group
+    except RuntimeError as error:
+        raise IpcError(f"The leaders of {len(membership.hosts)} hosts cannot connect through Gloo: {error}") from error

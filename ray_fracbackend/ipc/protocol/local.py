@@ -1,0 +1,319 @@
+"""Collectives between the ranks of one host, chunk by chunk through the engine. Imports torch.
+
+Every method blocks until this rank's part is done. Tensors are 1-D, contiguous and on the transport's device; the
+caller owns them. `description` comes from `describe_call`, `timeout_s` bounds the wait for other ranks in seconds, and
+any failure raises an `IpcError` after which the group cannot be used any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .engine import Call, ChunkFunction, Engine
+from .reductions import Reduction
+
+_LINE_BYTES = 64
+# Local rank that folds alone. Its folded memory holds a whole chunk.
+LEADER = 0
+
+Factor = float | torch.Tensor | None
+# One tensor for each rank; None where a rank sends or receives nothing.
+Parts = Sequence[torch.Tensor]
+SomeParts = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """How an all_reduce is done; which way is fastest depends on the memory.
+
+    Attributes:
+        one_pass_bytes: Up to this size every rank reduces everything itself.
+        two_pass_ranks: Below this number of ranks too, whatever the size.
+        by_leader: In two passes the first rank reduces whole chunks; else each rank reduces its share.
+    """
+
+    one_pass_bytes: int
+    two_pass_ranks: int
+    by_leader: bool
+
+
+class LocalCollectives:
+    """Collectives of one host.
+
+    Args:
+        engine: Runs the calls.
+        plan: How to reduce.
+    """
+
+    def __init__(self, engine: Engine, plan: ReductionPlan) -> None:
+        self.engine = engine
+        self.rank = engine.rank
+        self.num_ranks = engine.num_ranks
+        self._memory = engine.transport
+        self.plan = plan
+
+    def _chunking(self, numel: int, itemsize: int, parts: int = 1) -> tuple[int, int]:
+        """Return elements per chunk and number of chunks, if a slot holds `parts` pieces of each chunk."""
+        if parts == 1:
+            per_chunk = self._memory.chunk_bytes // itemsize
+        else:
+            per_chunk = self._memory.chunk_bytes // parts // _LINE_BYTES * _LINE_BYTES // itemsize
+        return per_chunk, max(1, -(-numel // per_chunk))
+
+    def barrier(self, description: bytes, timeout_s: float) -> None:
+        """Return once every rank has called this."""
+        self.engine.run(Call(description, 1, None, None), timeout_s)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, reduction: Reduction, factor: Factor, description: bytes, timeout_s: float
+    ) -> None:
+        """Reduce `tensor` in place; every rank gets bitwise the same result."""
+        self._reduce(tensor, tensor, reduction, factor, description, timeout_s, everyone=True)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int,
+        reduction: Reduction,
+        factor: Factor,
+        description: bytes,
+        timeout_s: float,
+        partial: torch.Tensor | None = None,
+    ) -> None:
+        """Reduce into the root's `tensor`, or into its `partial` of the accumulation type; others keep theirs."""
+        out = (tensor if partial is None else partial) if self.rank == root else None
+        self._reduce(tensor, out, reduction, factor, description, timeout_s, final=partial is None)
+
+    def _reduce(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor | None,
+        reduction: Reduction,
+        factor: Factor,
+        description: bytes,
+        timeout_s: float,
+        final: bool = True,
+        everyone: bool = False,
+    ) -> None:
+        dtype, own, memory = tensor.dtype, self.rank, self._memory
+        per_chunk, num_chunks = self._chunking(tensor.shape[0], tensor.itemsize)
+
+        def put(chunk: int, step: int) -> None:
+            piece = tensor if num_chunks == 1 else tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
+            put_scaled(memory.slots(step, dtype, 0, piece.shape[0])[own], piece, factor)
+
+        plan = self.plan
+        two_passes = self.num_ranks >= plan.two_pass_ranks and tensor.nbytes > plan.one_pass_bytes and final
+        # For a single taker a leader would only be a detour.
+        if two_passes and (everyone or not plan.by_leader):
+            self.engine.run(self._two_pass_reduction(tensor, out, reduction, factor, description, put), timeout_s)
+            return
+        # Two ranks can read their own part where it is; with more, the output would overwrite it too early.
+        from_slot = self.num_ranks != 2 or factor is not None
+
+        def take(chunk: int, step: int) -> None:
+            assert out is not None
+            piece, source = out, tensor
+            if num_chunks > 1:
+                low = chunk * per_chunk
+                piece, source = out[low : low + per_chunk], tensor[low : low + per_chunk]
+            inputs = memory.slots(step, dtype, 0, piece.shape[0])
+            if not from_slot:
+                inputs = [source, inputs[1]] if own == 0 else [inputs[0], source]
+            reduction.reduce(piece, inputs, final=final)
+
+        self.engine.run(Call(description, num_chunks, put, take if out is not None else None), timeout_s)
+
+    def _two_pass_reduction(
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor | None,
+        reduction: Reduction,
+        factor: Factor,
+        description: bytes,
+        put: ChunkFunction,
+    ) -> Call:
+        """Make a reduction in two passes: each rank folds its share of a chunk, or the leader all; then all take the shares."""
+        dtype, numel, own, memory, size = tensor.dtype, tensor.shape[0], self.rank, self._memory, self.num_ranks
+        per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
+        by_leader = self.plan.by_leader
+        folders = (LEADER,) if by_leader else range(size)
+        # A leader reads its own part where it is; it is not overwritten before it has been folded.
+        reads_own = by_leader and own == LEADER and factor is None
+
+        def bounds(chunk: int, rank: int) -> tuple[int, int]:
+            n = min(per_chunk, numel - chunk * per_chunk)
+            return (0, n) if by_leader else (n * rank // size, n * (rank + 1) // size)
+
+        def fold(chunk: int, step: int) -> None:
+            if own not in folders:
+                return
+            low, high = bounds(chunk, own)
+            inputs = memory.slots(step - 1, dtype, low, high)
+            if reads_own:
+                inputs = [tensor[chunk * per_chunk : (chunk + 1) * per_chunk], *inputs[1:]]
+            reduction.reduce(memory.folded(step, dtype, 0, high - low)[own], inputs)
+
+        def take(chunk: int, step: int) -> None:
+            assert out is not None
+            piece = out[chunk * per_chunk : (chunk + 1) * per_chunk]
+            for r in folders:
+                low, high = bounds(chunk, r)
+                piece[low:high].copy_(memory.folded(step, dtype, 0, high - low)[r])
+
+        return Call(description, num_chunks, None if reads_own else put, take if out is not None else None, fold)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, description: bytes, timeout_s: float) -> None:
+        """Copy the root's `tensor` into that of every rank."""
+        data, memory = as_bytes(tensor), self._memory
+        per_chunk, num_chunks = self._chunking(data.numel(), 1)
+
+        def put(chunk: int, step: int) -> None:
+            piece = data[chunk * per_chunk : (chunk + 1) * per_chunk]
+            memory.slots(step, torch.uint8, 0, piece.shape[0])[root].copy_(piece)
+
+        def take(chunk: int, step: int) -> None:
+            piece = data[chunk * per_chunk : (chunk + 1) * per_chunk]
+            piece.copy_(memory.slots(step, torch.uint8, 0, piece.shape[0])[root])
+
+        is_root = self.rank == root
+        self.engine.run(Call(description, num_chunks, put if is_root else None, None if is_root else take), timeout_s)
+
+    def gather(
+        self, tensor: torch.Tensor, outputs: Parts | None, root: int, description: bytes, timeout_s: float
+    ) -> None:
+        """Copy every rank's `tensor` into the root's ``outputs[rank]``; sizes are equal."""
+        self.all_gather(tensor, outputs if self.rank == root else None, description, timeout_s)
+
+    def all_gather(self, tensor: torch.Tensor, outputs: Parts | None, description: bytes, timeout_s: float) -> None:
+        """Copy every rank's `tensor` into ``outputs[rank]`` of all ranks that pass outputs; sizes are equal."""
+        source, memory = as_bytes(tensor), self._memory
+        per_chunk, num_chunks = self._chunking(source.numel(), 1)
+        targets = None if outputs is None else [as_bytes(output) for output in outputs]
+        if targets is not None and overlaps_shifted(source, targets):
+            source = source.clone()
+
+        def put(chunk: int, step: int) -> None:
+            piece = source[chunk * per_chunk : (chunk + 1) * per_chunk]
+            memory.slots(step, torch.uint8, 0, piece.shape[0])[self.rank].copy_(piece)
+            # Before the others' parts come: the input may be where one of them goes.
+            if targets is not None and not share_memory(source, targets[self.rank]):
+                targets[self.rank][chunk * per_chunk : (chunk + 1) * per_chunk].copy_(piece)
+
+        def take(chunk: int, step: int) -> None:
+            assert targets is not None
+            for r, target in enumerate(targets):
+                if r != self.rank:
+                    piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
+                    piece.copy_(memory.slots(step, torch.uint8, 0, piece.shape[0])[r])
+
+        self.engine.run(Call(description, num_chunks, put, None if targets is None else take), timeout_s)
+
+    def reduce_scatter(
+        self,
+        inputs: Parts,
+        output: torch.Tensor,
+        reduction: Reduction,
+        factor: Factor,
+        description: bytes,
+        timeout_s: float,
+    ) -> None:
+        """Reduce ``inputs[r]`` of all ranks into rank r's `output`; sizes are equal."""
+        dtype, memory = output.dtype, self._memory
+        per_chunk, num_chunks = self._chunking(output.numel(), output.itemsize, self.num_ranks)
+        result = torch.empty_like(output) if overlaps_shifted(output, inputs) else output
+
+        def put(chunk: int, step: int) -> None:
+            for r, tensor in enumerate(inputs):
+                piece = tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
+                start = r * per_chunk
+                put_scaled(memory.slots(step, dtype, start, start + piece.shape[0])[self.rank], piece, factor)
+
+        def take(chunk: int, step: int) -> None:
+            piece = result[chunk * per_chunk : (chunk + 1) * per_chunk]
+            start = self.rank * per_chunk
+            reduction.reduce(piece, memory.slots(step, dtype, start, start + piece.shape[0]))
+
+        self.engine.run(Call(description, num_chunks, put, take), timeout_s)
+        if result is not output:
+            output.copy_(result)
+
+    def exchange(
+        self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, description: bytes, timeout_s: float
+    ) -> None:
+        """Copy ``inputs[r]`` of this rank into ``outputs[this rank]`` of rank r; the base of scatter and all_to_all.
+
+        Args:
+            inputs: For each rank its data, any dtype, or None for nothing.
+            outputs: For each rank the memory for its data, or None.
+            max_bytes: Bytes of the largest of all ranks' inputs; equal on all ranks.
+            description: See the module.
+            timeout_s: See the module.
+        """
+        memory = self._memory
+        sources = [None if tensor is None else as_bytes(tensor) for tensor in inputs]
+        targets = [None if tensor is None else as_bytes(tensor) for tensor in outputs]
+        received = [target for target in targets if target is not None]
+        if any(source is not None and overlaps_shifted(source, received) for source in sources):
+            sources = [None if source is None else source.clone() for source in sources]
+        own, own_target = sources[self.rank], targets[self.rank]
+        if own is not None and own_target is not None and share_memory(own, own_target):
+            own = None
+        per_chunk, num_chunks = self._chunking(max_bytes, 1, self.num_ranks)
+
+        def put(chunk: int, step: int) -> None:
+            for r, source in enumerate(sources):
+                if source is not None and r != self.rank:
+                    piece = source[chunk * per_chunk : (chunk + 1) * per_chunk]
+                    start = r * per_chunk
+                    memory.slots(step, torch.uint8, start, start + piece.shape[0])[self.rank].copy_(piece)
+            # After the other inputs, one of which may be where this goes, and before the others' parts come.
+            if own is not None and own_target is not None:
+                own_target[chunk * per_chunk : (chunk + 1) * per_chunk].copy_(
+                    own[chunk * per_chunk : (chunk + 1) * per_chunk]
+                )
+
+        def take(chunk: int, step: int) -> None:
+            start = self.rank * per_chunk
+            for r, target in enumerate(targets):
+                if target is not None and r != self.rank:
+                    piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
+                    piece.copy_(memory.slots(step, torch.uint8, start, start + piece.shape[0])[r])
+
+        self.engine.run(Call(description, num_chunks, put, take), timeout_s)
+
+
+def put_scaled(slot: torch.Tensor, piece: torch.Tensor, factor: Factor) -> None:
+    """Copy `piece` into `slot`, times `factor` if there is one (PREMUL_SUM)."""
+    if factor is None:
+        slot.copy_(piece)
+    else:
+        slot.copy_(torch.mul(piece, factor))
+
+
+def as_bytes(flat_tensor: torch.Tensor) -> torch.Tensor:
+    """Return a 1-D tensor's memory as uint8."""
+    return flat_tensor.view(torch.uint8)
+
+
+def overlaps_shifted(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    """Return whether a 1-D contiguous tensor shares memory with one of `others`, and not from their first bytes on.
+
+    A collective reads a chunk of its inputs before it writes that chunk of its outputs, so an input may begin where an
+    output does.
+    """
+    start = tensor.data_ptr()
+    end = start + tensor.nbytes
+    for other in others:
+        first = other.data_ptr()
+        if first != start and first < end and start < first + other.nbytes:
+            return True
+    return False
+
+
+def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two 1-D contiguous tensors begin at the same byte."""
+    return first.data_ptr() == second.data_ptr()

@@ -1,0 +1,175 @@
+"""Element-wise reduction of several ranks' chunks, always in rank order. Runs in every rank; imports torch.
+
+Accumulation types: float16, bfloat16 and float8 in float32, complex32 in complex64, everything else in itself.
+Unsigned integers of 16 to 64 bits, which torch cannot add, are reduced as signed ones of the same bits (with the sign
+bit flipped around MIN and MAX).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._torch import RedOpType as Op
+from .._torch import ReduceOp
+
+_FLOAT8 = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+)
+_WIDER: dict[torch.dtype, torch.dtype] = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    **dict.fromkeys(_FLOAT8, torch.float32),
+    torch.complex32: torch.complex64,
+}
+_SIGNED = {
+    getattr(torch, f"uint{bits}"): getattr(torch, f"int{bits}")
+    for bits in (16, 32, 64)
+    if hasattr(torch, f"uint{bits}")
+}
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, *_FLOAT8)
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, *_SIGNED)
+
+_SUMS = (Op.SUM, Op.AVG, Op.PREMUL_SUM)
+_FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
+    Op.SUM: torch.add,
+    Op.AVG: torch.add,
+    Op.PREMUL_SUM: torch.add,
+    Op.PRODUCT: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
+}
+_ALLOWED: dict[torch.dtype, tuple[Any, ...]] = {
+    **dict.fromkeys(_FLOATS, (*_SUMS, Op.PRODUCT, Op.MIN, Op.MAX)),
+    **dict.fromkeys(_COMPLEX, (*_SUMS, Op.PRODUCT)),
+    **dict.fromkeys(_INTEGERS, (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR)),
+    torch.bool: (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR),
+}
+
+
+def plain_op(reduce_op: Any) -> Any:
+    """Return the `RedOpType` of what a caller passed (torch passes either a ``ReduceOp`` or its enum)."""
+    return reduce_op.op if isinstance(reduce_op, ReduceOp) else reduce_op
+
+
+def premul_factor(reduce_op: Any, kind: Any) -> float | torch.Tensor | None:
+    """Return the factor of a PREMUL_SUM, which each rank applies to its own input; None for other operations."""
+    if kind != Op.PREMUL_SUM:
+        return None
+    factor: float | torch.Tensor = reduce_op.__getstate__()[1]
+    return factor
+
+
+def can_reduce(dtype: torch.dtype, op: Any) -> bool:
+    """Return whether `Reduction` handles this element type and operation."""
+    return op in _ALLOWED.get(dtype, ())
+
+
+def supported_ops(dtype: torch.dtype) -> str:
+    """Return the names of the operations that `dtype` has, for messages."""
+    return ", ".join(op.name for op in _ALLOWED.get(dtype, ())) or "none"
+
+
+class Reduction:
+    """One operation on one element type.
+
+    Args:
+        dtype: Element type of inputs and output.
+        op: A ``RedOpType`` for which `can_reduce` holds.
+        num_ranks: Divisor of AVG; for a part of the ranks (`final` False) no division takes place.
+    """
+
+    def __init__(self, dtype: torch.dtype, op: Any, num_ranks: int) -> None:
+        self.dtype = dtype
+        self.op = op
+        self._num_ranks = num_ranks
+        self._function = _FUNCTIONS[op]
+        signed = _SIGNED.get(dtype)
+        # For order, unsigned x and signed (x XOR sign bit) compare alike; for the rest the bits are the same.
+        self._signed = signed
+        self._flip = torch.iinfo(signed).min if signed is not None and op in (Op.MIN, Op.MAX) else 0
+        self.accumulate_dtype: torch.dtype = _WIDER.get(dtype, dtype)
+        self._scratch: torch.Tensor | None = None
+
+    def _scratch_of(self, numel: int) -> torch.Tensor:
+        # Kept: a fresh allocation per chunk would cost page faults on every call.
+        if self._scratch is None or self._scratch.numel() < numel:
+            with torch.inference_mode(False):
+                self._scratch = torch.empty(numel, dtype=self.accumulate_dtype, device="cpu")
+        return self._scratch[:numel]
+
+    def reduce(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], *, final: bool = True) -> None:
+        """Reduce `inputs` in the order given.
+
+        Args:
+            out: Result, 1-D, of `dtype` (or of `accumulate_dtype` when not `final`). With two inputs it may be one
+                of them; with more it must not overlap any but the first two.
+            inputs: At least one tensor of `dtype` and of the length of `out`.
+            final: Divide for AVG and convert to `dtype`; False keeps a partial result for more ranks.
+        """
+        if self._signed is not None:
+            self._reduce_unsigned(out.view(self._signed), [t.view(self._signed) for t in inputs], final)
+            return
+        widen = self.accumulate_dtype != self.dtype
+        total = self._scratch_of(out.numel()) if widen and out.dtype == self.dtype else out
+        if len(inputs) == 1 or widen:
+            total.copy_(inputs[0])
+            rest = inputs[1:]
+        else:
+            self._function(inputs[0], inputs[1], out=total)
+            rest = inputs[2:]
+        for tensor in rest:
+            self._accumulate(total, tensor, widen)
+        if final:
+            self.finish(total)
+        if total is not out:
+            out.copy_(total)
+
+    def _accumulate(self, total: torch.Tensor, tensor: torch.Tensor, widen: bool) -> None:
+        if widen and (self._function is not torch.add or tensor.dtype in _FLOAT8):
+            tensor = tensor.to(self.accumulate_dtype)
+        self._function(total, tensor, out=total)
+
+    def _reduce_unsigned(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], final: bool) -> None:
+        if self._flip:
+            inputs = [tensor ^ self._flip for tensor in inputs]
+        if len(inputs) == 1:
+            out.copy_(inputs[0])
+        else:
+            self._function(inputs[0], inputs[1], out=out)
+        for tensor in inputs[2:]:
+            self._function(out, tensor, out=out)
+        if self._flip:
+            out.bitwise_xor_(self._flip)
+        if final and self.op == Op.AVG:
+            self._divide_unsigned(out)
+
+    def _divide_unsigned(self, out: torch.Tensor) -> None:
+        # torch cannot divide unsigned 64-bit integers; halving first keeps the value in the signed range.
+        n = self._num_ranks
+        half = torch.bitwise_and(torch.bitwise_right_shift(out, 1), ~torch.iinfo(out.dtype).min)
+        quotient = torch.div(half, n, rounding_mode="floor") * 2
+        remainder = out - quotient * n
+        quotient += torch.div(remainder, n, rounding_mode="floor")
+        out.copy_(quotient)
+
+    def of_partials(self) -> Reduction:
+        """Return the operation that combines partial results, which are of `accumulate_dtype`."""
+        return Reduction(self.accumulate_dtype, self.op, self._num_ranks)
+
+    def finish(self, total: torch.Tensor) -> None:
+        """Divide a complete sum for AVG, in place (integers round toward zero); nothing for other operations."""
+        if self.op != Op.AVG:
+            return
+        if total.is_floating_point() or total.is_complex():
+            total.div_(self._num_ranks)
+        else:
+            total.div_(self._num_ranks, rounding_mode="trunc")

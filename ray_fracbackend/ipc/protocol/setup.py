@@ -1,0 +1,178 @@
+"""Set up the shared memory of a group: which ranks share a host, one arena a host, agreement. Imports torch.
+
+Each rank announces its host and process in the group's store; the first rank of a host creates the memory; the
+others open it; and only when every rank of the whole group has said that it is attached does any rank go on. So either
+all ranks have the backend or all raise the same reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from .. import knobs
+from .._torch import PrefixStore
+from ..errors import IpcUnavailableError
+from ..host.arena import Arena, ArenaName, attach_arena, create_arena
+from ..host.liveness import Peer, start_time
+from ..host.memory import SlotMemory, block_bytes
+from ..host.support import host_id, host_memory_support
+from .control import ControlPage, control_bytes
+from .engine import Engine
+from .local import LocalCollectives, ReductionPlan
+from .waiting import Waiter
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Where the ranks of a group are.
+
+    Attributes:
+        rank: This process's rank in the group.
+        hosts: Group ranks of each host, ascending; hosts by their lowest rank. For device memory, of each device.
+        names: How messages call each group rank: "rank" and its global rank.
+    """
+
+    rank: int
+    hosts: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+    @property
+    def host_index(self) -> int:
+        """Index of this rank's host."""
+        return next(i for i, members in enumerate(self.hosts) if self.rank in members)
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Group ranks of this rank's host."""
+        return self.hosts[self.host_index]
+
+
+def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Membership, LocalCollectives]:
+    """Set up the shared memory of a group; every rank of the group must call it.
+
+    Args:
+        store: The group's own store (prefixed).
+        rank: This process's rank in the group.
+        size: Ranks of the group.
+        names: How messages call each group rank.
+
+    Returns:
+        The hosts, and the collectives of this rank's own host.
+
+    Raises:
+        IpcUnavailableError: Some rank cannot take part; the message says which and why.
+    """
+    store = PrefixStore("ipc", store)
+    hello = {"host": host_id(), "pid": os.getpid(), "started": 0, "error": host_memory_support()}
+    if hello["error"] is None:
+        hello["started"] = start_time(os.getpid())
+    infos = _exchange(store, "hello", rank, size, hello)
+    _raise_first_error(infos, names)
+    membership = Membership(rank, group_by_host([info["host"] for info in infos]), names)
+    members = membership.local_ranks
+    arena, keep_fd, error = None, -1, None
+    try:
+        arena, chunk_bytes, keep_fd = _open_arena(store, rank, members)
+    except (IpcUnavailableError, OSError, ValueError) as failure:
+        error = str(failure)
+    try:
+        _raise_first_error(_exchange(store, "attached", rank, size, {"error": error}), names)
+    finally:
+        if keep_fd >= 0:
+            os.close(keep_fd)
+    assert arena is not None
+    peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
+    data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(len(members)) :]
+    stride = block_bytes(chunk_bytes, len(members))
+    blocks = [data[r * stride : (r + 1) * stride] for r in range(len(members))]
+
+    def memory(waiter: Waiter) -> SlotMemory:
+        return SlotMemory(chunk_bytes, blocks, waiter.release_fence, waiter.acquire_fence)
+
+    engine = make_engine(arena, members.index(rank), peers, [names[r] for r in members], memory)
+    return membership, LocalCollectives(engine, ReductionPlan(knobs.ONE_PASS_BYTES, knobs.two_pass_ranks(), False))
+
+
+def make_engine(
+    arena: Arena, rank: int, peers: list[Peer], names: list[str], memory: Callable[[Waiter], SlotMemory]
+) -> Engine:
+    """Create one rank's side of a host's collectives.
+
+    Args:
+        arena: Begins with the control page.
+        rank: Local rank of this process.
+        peers: Processes of the local ranks.
+        names: How messages call each local rank.
+        memory: Makes the memory for tensors; the waiter has the fences.
+    """
+    control = ControlPage(arena, rank, len(peers))
+    waiter = Waiter(control, arena.address, peers, names)
+    return Engine(control, memory(waiter), waiter, names)
+
+
+def _exchange(store: Any, key: str, rank: int, size: int, value: dict[str, Any]) -> list[dict[str, Any]]:
+    store.set(f"{key}/{rank}", json.dumps(value))
+    return [value if r == rank else json.loads(store.get(f"{key}/{r}")) for r in range(size)]
+
+
+def _raise_first_error(infos: list[dict[str, Any]], names: tuple[str, ...]) -> None:
+    failed = [(names[r], info["error"]) for r, info in enumerate(infos) if info["error"] is not None]
+    if failed:
+        others = f" ({len(failed)} ranks in all)" if len(failed) > 1 else ""
+        raise IpcUnavailableError(f"The ipc backend cannot be used: {failed[0][0]}{others}: {failed[0][1]}")
+
+
+def group_by_host(host_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host, ascending; hosts by their lowest rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(host_of_rank):
+        hosts.setdefault(host, []).append(rank)
+    return tuple(tuple(members) for members in hosts.values())
+
+
+def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena, int, int]:
+    """Create or attach this host's arena.
+
+    Returns:
+        The arena, its chunk size, and a descriptor to close once all ranks have attached, or -1.
+
+    Raises:
+        IpcUnavailableError: The first rank could not create it, or it cannot be opened from here.
+        OSError: The kernel refuses the memory.
+        ValueError: The chunk size that the user set is not allowed.
+    """
+    key = f"arena/{members[0]}"
+    if rank == members[0]:
+        try:
+            arena, name, chunk_bytes = _create_largest(len(members))
+        except (OSError, ValueError) as error:
+            store.set(key, json.dumps({"error": str(error)}))
+            raise
+        store.set(key, json.dumps({"error": None, "name": asdict(name), "chunk_bytes": chunk_bytes}))
+        return arena, chunk_bytes, name.fd
+    announced = json.loads(store.get(key))
+    if announced["error"] is not None:
+        raise IpcUnavailableError(announced["error"])
+    return attach_arena(ArenaName(**announced["name"])), announced["chunk_bytes"], -1
+
+
+def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, int]:
+    """Create an arena with the wanted chunk size, or with the largest half, quarter, ... that the kernel gives."""
+    chunk_bytes = knobs.chunk_bytes()
+    while True:
+        num_bytes = control_bytes(num_ranks) + num_ranks * block_bytes(chunk_bytes, num_ranks)
+        try:
+            arena, name = create_arena(num_bytes)
+            return arena, name, chunk_bytes
+        except OSError as error:
+            if chunk_bytes // 2 < knobs.MIN_CHUNK_BYTES:
+                raise OSError(
+                    error.errno, f"the kernel does not give {num_bytes} bytes of shared memory ({error.strerror})"
+                ) from error
+            chunk_bytes = chunk_bytes // 2 // 4096 * 4096
