@@ -1,4 +1,4 @@
-"""The settings of a start, and the rule that each one keeps. Standard library only: the command line reads it without Ray."""
+"""Settings of a start and their validation. Standard library only: the command line imports it without Ray."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _Self = TypeVar("_Self", bound="Settings")
 
 
 def _setting(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
-    """A setting of our own: by keyword only, with its help on the command line; those without help are not there."""
+    """Declare a setting of our own: keyword-only, with its command line help; settings without help have no flag."""
     return field(default=default, kw_only=True, metadata={"help": help_text, "choices": choices})
 
 
 def _stock(default: Any, help_text: str = "", choices: tuple[str, ...] = ()) -> Any:
-    """A setting that TorchConfig has too, which stays positional."""
+    """Declare a setting that TorchConfig has too; it stays positional."""
     return field(default=default, metadata={"help": help_text, "choices": choices})
 
 
 @dataclass
 class Settings:
-    """The settings of :class:`ray_fracbackend.FracTorchConfig`, which says what each one means.
+    """Settings of :class:`ray_fracbackend.FracTorchConfig`, which documents them.
 
     Raises:
         ValueError: A setting breaks its rule. The message has the value, the rule and the fix.
@@ -62,7 +62,7 @@ class Settings:
 
     @property
     def backends(self) -> Backends:
-        """The backend that was asked for, by device type."""
+        """Requested backend by device type."""
         return parse_backend(self.backend)
 
     def checked_copy(self: _Self) -> _Self:
@@ -77,7 +77,7 @@ class Settings:
 
 
 def setting_names() -> tuple[str, ...]:
-    """Names of all settings, in the order of the fields."""
+    """Return the names of all settings, in the order of the fields."""
     return tuple(Settings.__dataclass_fields__)
 
 

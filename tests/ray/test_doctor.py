@@ -81,13 +81,13 @@ def test_tiny_shm(faulty_machine):
 
 
 def test_ray_claims_gpus_that_are_not_there(cluster):
-    """On a running Ray that was told of two GPUs: how many it gives out, how many there are, and what to do."""
+    """On a running Ray with num_gpus=2: the number, the GPUs present, and what to do."""
     if torch.cuda.device_count() >= 2:
         pytest.skip("this machine has the GPUs that its Ray is told of")
     code, found = doctor("--address", ray.get_runtime_context().gcs_address)
     check = lines(found)["Ray's GPUs"]
     assert (code, check["level"]) == (1, "problem")
-    assert f"Ray gives out 2 GPUs, the node has {torch.cuda.device_count()}" in check["text"]
+    assert f"num_gpus=2 of the node exceeds the GPUs present ({torch.cuda.device_count()})" in check["text"]
     assert "--num-gpus" in check["fix"]
     assert ray.get_runtime_context().get_node_id()[:8] in found["nodes"][0]["node"]
 
