@@ -52,7 +52,7 @@ def test_this_machine():
 
 @pytest.fixture(scope="module")
 def faulty_machine(tmp_path_factory):
-    """The doctor's answer where the host name is somebody else's address and /dev/shm has 32 MiB."""
+    """The doctor's answer where the host name resolves to a foreign address and /dev/shm has 32 MiB."""
     if reason := why_no_namespace():
         pytest.skip(reason)
     hosts = tmp_path_factory.mktemp("etc") / "hosts"
@@ -123,7 +123,7 @@ def never(*_):
 
 
 def test_no_cluster():
-    """An address where nobody is: a sentence and exit code 1."""
+    """An address without a cluster: a sentence and exit code 1."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         code, found = doctor("--address", f"127.0.0.1:{unused.getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""The doctor's lines: from facts to verdicts. Collecting on real machines is tested in tests/ray/test_doctor.py."""
+"""The doctor's lines: from reports to levels. Collecting on real machines is tested in tests/ray/test_doctor.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NETWORK = NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
 
 
 def machine(device=None, network=_NETWORK, **facts):
-    """A healthy machine, but for the facts that are given; those of WorkerInfo go there."""
+    """A healthy machine, except for the given attributes; those of WorkerInfo go there."""
     own = {name: facts.pop(name) for name in list(facts) if name in MachineInfo.__dataclass_fields__}
     defaults = {"ray_version": "2.60.0", "torch_version": "2.13.0", "ipc_host_memory_missing": None}
     found = worker(0, device, network=network, **{**defaults, "ipc_device_memory_missing": None, **facts})

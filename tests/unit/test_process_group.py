@@ -46,7 +46,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_ipc_that_carries_cuda_tensors_over_gloo_is_a_failure(group: SimpleNamespace) -> None:
-    """Row 9: ipc or an error that says what stands against it; what only the group found out counts as well."""
+    """Row 9: ipc or an error with the obstacle, also one that only the group detects."""
     group.gloo_reason = "rank 1: cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT"
     with pytest.raises(VerificationError, match=r"memory of cuda:0: rank 1: cuIpcOpen.*on_shared_device='gloo'"):
         process_group._check_memory(instruction("ipc", "cuda:0"))
@@ -64,7 +64,7 @@ def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: 
     """Both come to a start, which rank 1 leaves before the group is made; then both start."""
     if rank == 0:
         with pytest.raises(GroupFormationError):
-            # Enough for the other process to come; then it is waited for in vain for the rest.
+            # Enough for the other process to connect; the rest of it passes before the timeout.
             start_worker(cpu_instruction(rank, first_port, budget_s=20))
     else:
         wait_for_port(first_port)
