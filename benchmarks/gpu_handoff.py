@@ -7,7 +7,7 @@ that its predecessor recorded, launches a small kernel, records an event of its 
 hop, over all hops, the last kernel's end included. Ways:
 
 ``event``   the stream waits for the peer's interprocess event; the host runs ahead
-``host``    the host waits for its own event before it publishes, and nobody's stream waits
+``host``    the host waits for its own event before it publishes, and no stream waits
 ``number``  the sequence number alone, no GPU: what the host's part costs
 """
 

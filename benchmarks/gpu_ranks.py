@@ -93,7 +93,7 @@ def run_case(script: str, spec: dict[str, Any], timeout_s: float, env: dict[str,
     """Starts the ranks of one case, waits, and ends what is left of them.
 
     Returns:
-        The rows that rank 0 told, and why there are no more, None where all went well.
+        The rows that rank 0 reported, and why there are no more, None where all went well.
     """
     num_ranks = spec["num_ranks"]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -189,7 +189,7 @@ class Rank:
     """This process as a rank of a case.
 
     Attributes:
-        spec: What the parent told.
+        spec: Job of the parent process.
         rank: Its number.
         num_ranks: How many there are.
         device: Where its tensors live.
@@ -223,7 +223,7 @@ class Rank:
             raise RuntimeError(f"Error: no ipc on {self.device.type}: {reason}")
 
     def tell(self, row: Row) -> None:
-        """Rank 0 tells a row at once, so that it outlives whatever comes later."""
+        """Report a row from rank 0 at once, so that later failures do not lose it."""
         if self.rank == 0:
             print(json.dumps({**row, **self._nccl}), flush=True)
 

@@ -1,7 +1,7 @@
 """What a start costs the driver as the job grows, in simulation, and what it costs real processes on this machine.
 
 Simulated: the real probe, plan, rendezvous, start and report code of the driver, with a worker group that answers at once
-from made-up facts and a Ray that carries nothing; so the seconds are the driver's own, without Ray's messages. Bytes are
+from made-up `WorkerInfo` and a Ray without messages; so the seconds are the driver's own, without Ray's messages. Bytes are
 those of the pickled arguments and answers. Real: so many forked processes that start and verify a Gloo group, without Ray.
 
 usage: python benchmarks/scale.py [--simulated 1000 10000 100000] [--real 2 8 32 64] [--out FOLDER]
@@ -57,7 +57,7 @@ class SimulatedGroup:
             total_s=0.01,
         )
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-        # As real workers answer: facts of each; the figures from rank 0.
+        # As real workers answer: WorkerInfo of each; the verification result from rank 0.
         self.answers: dict[str, list[Any]] = {
             probe.probe_worker.__name__: facts,
             process_group.start_worker_of_many.__name__: [figures] + [None] * (num_workers - 1),

@@ -12,7 +12,7 @@ _BEGIN, _END = "<!-- table: ci/compatibility.py -->\n", "<!-- end of the table -
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """One row for each Python and torch, one column for each Ray, then what failed and rows that nobody ran."""
+    """One row for each Python and torch, one column for each Ray, then what failed and rows without a run."""
     found = {matrix.key_of(cell): cell for cell in cells}
     notes: list[str] = []
     idle: list[str] = []

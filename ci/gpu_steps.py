@@ -120,7 +120,7 @@ def run_step(step: Step, folder: Path, left_s: float) -> Outcome:
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Waits, and ends what takes longer: politely first, so that it can end its own processes and tell what it has."""
+    """Wait, and end what takes longer: by a signal first, so that it can end its own processes and report its results."""
     try:
         process.wait(timeout=limit_s)
         return False

@@ -1,6 +1,6 @@
 """Unpacks a bundle of ci/gpu_bundle.sh. usage: python3 ci/gpu_unpack.py BUNDLE TARGET
 
-TARGET/site is for PYTHONPATH, TARGET/libnccl.so.2 for LD_PRELOAD. What the bundle lacks is said and left out.
+TARGET/site is for PYTHONPATH, TARGET/libnccl.so.2 for LD_PRELOAD. What the bundle lacks is reported and left out.
 """
 
 from __future__ import annotations

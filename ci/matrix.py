@@ -4,7 +4,7 @@ usage: python ci/matrix.py --torch VERSION [--ray VERSION ...]
 
 Installs each Ray and the project into the environment that it runs in, runs a few tests with every engine that this Ray
 has, and writes one JSON line a cell to ci/matrix_results.jsonl, in place of the line that the same cell had. What cannot be
-installed because a wheel does not exist is told and is no failure.
+installed because a wheel does not exist is reported and is no failure.
 """
 
 from __future__ import annotations

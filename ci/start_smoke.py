@@ -83,7 +83,7 @@ def run(name: str, **variables: str) -> tuple[int, str]:
 
 @contextmanager
 def hosts_alias() -> Iterator[None]:
-    """A name of somebody else's for 127.0.0.1, first in the hosts file, as games and container tools leave it."""
+    """Put a foreign name for 127.0.0.1 first in the hosts file, as games and container tools leave it."""
     path = WINDOWS_HOSTS if sys.platform == "win32" else Path("/etc/hosts")
     before = path.read_bytes()
     path.write_bytes(f"127.0.0.1 {ALIAS}\n".encode() + before)

@@ -24,7 +24,7 @@ VOCABULARY = 32
 
 
 def sentences(count=256, length=16):
-    """Numbers that go up by the same step, modulo the vocabulary: the first two tell how it goes on."""
+    """Numbers that go up by the same step, modulo the vocabulary: the first two determine the rest."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randint(VOCABULARY, (count, 1), generator=generator)
     step = torch.randint(1, 4, (count, 1), generator=generator)
@@ -60,7 +60,7 @@ def make_trainer(config, output_dir):
 
 
 def train_func(config):
-    # A folder for each rank: the callback copies it, and must not meet a file that rank 0 is still writing.
+    # A folder for each rank: the callback copies it, and must not copy a file that rank 0 is still writing.
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(config, os.path.join(folder, f"rank{ray.train.get_context().get_world_rank()}"))
         trainer.add_callback(RayTrainReportCallback())

@@ -20,7 +20,7 @@ Attributes of objects that Ray passes in need no import:
 
 ==============================================  ====================================================================
 V1 worker groups                                ``.workers``, ``.num_gpus_per_worker``, and no ``.get_workers``, which
-                                                tells them from those of V2
+                                                those of V2 have
 V2 worker groups                                ``.get_workers()``, ``.abort()``, ``._worker_group_state``,
                                                 ``._storage_context``, ``._callbacks``; replica groups the first alone
 workers of both                                 ``.metadata``, ``.actor``
@@ -59,7 +59,7 @@ logger = logging.getLogger("ray.train.fracbackend")
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where Ray put a worker, known before the worker has answered anything.
+    """Rank, node and process of a worker, known before the worker has answered anything.
 
     Attributes:
         rank: Index in its worker group.
@@ -103,7 +103,7 @@ def _private(module: str, *names: str, since: str = "2.40") -> Any:
 
 
 def _is_v1(worker_group: Any) -> bool:
-    """Tell V1's worker groups from V2's worker groups and replica groups, without an import of V1's class."""
+    """Return True for V1's worker groups, False for V2's worker groups and replica groups; imports no class of V1."""
     return not hasattr(worker_group, "get_workers")
 
 
@@ -112,13 +112,13 @@ def _workers(worker_group: Any) -> list[Any]:
 
 
 def worker_addresses(worker_group: Any) -> list[WorkerAddress]:
-    """Addresses of all workers of a V1 or V2 worker group or of a V2 replica group, by rank."""
+    """Return the addresses of all workers of a V1 or V2 worker group or of a V2 replica group, by rank."""
     found = enumerate(worker.metadata for worker in _workers(worker_group))
     return [WorkerAddress(rank, worker.node_ip, worker.pid, worker.node_id) for rank, worker in found]
 
 
 def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
-    """What every worker of the group has reserved, as far as the driver knows it without asking a worker."""
+    """Return the resources that every worker of the group has reserved, without asking a worker."""
     if hasattr(worker_group, "get_resources_per_worker"):
         resources: Mapping[str, float] = worker_group.get_resources_per_worker()
         return resources
@@ -128,7 +128,7 @@ def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
 
 
 def release_workers(worker_group: Any) -> None:
-    """Ends the workers of a V2 group whose start failed, and those of V1 that are still busy with it.
+    """End the workers of a V2 group whose start failed, and those of V1 that are still busy with it.
 
     An exception in ``on_start`` makes V2 forget the group that it has just made, with workers and placement group still
     there (WorkerGroup.create and _start, 2.48 to 2.60). ``abort`` ends them without a graceful shutdown of the backend,
@@ -147,12 +147,12 @@ def release_workers(worker_group: Any) -> None:
         left = getattr(worker_group, "_worker_group_state", None)
         if left is not None:
             left.shutdown()
-    except Exception as error:  # the start's own error is the one to tell
+    except Exception as error:  # the start's own error is the one to report
         logger.warning("the workers of the failed start may still be there: %s", error)
 
 
 def _end_busy_workers(worker_group: Any) -> None:
-    """Kills the workers that are still in the failed start: neither engine waits for one that is gone."""
+    """Kill the workers that are still in the failed start: neither engine waits for one that is gone."""
     answers = worker_group.execute_async(os.getpid)
     _, busy = ray.wait(answers, num_returns=len(answers), timeout=_BUSY_S)
     for worker, answer in zip(_workers(worker_group), answers, strict=True):
@@ -161,7 +161,7 @@ def _end_busy_workers(worker_group: Any) -> None:
 
 
 def restarts_lost_workers(worker_group: Any) -> bool:
-    """True where the engine restarts the workers when a start raises a RayActorError (V2).
+    """Return True where the engine restarts the workers when a start raises a RayActorError (V2).
 
     V1 loses such an error: its trial has no restarts of its own, and raises None instead (BackendExecutor.start and
     _increment_failures, 2.40 to 2.60). Any other error reaches the user, and Tune restarts the trial as FailureConfig says.
@@ -170,39 +170,39 @@ def restarts_lost_workers(worker_group: Any) -> bool:
 
 
 def sets_env_before_init(worker_group: Any) -> bool:
-    """True where the train context exists before ``on_start`` (V2), so that RANK and its kin are set there."""
+    """Return True where the train context exists before ``on_start`` (V2): RANK, WORLD_SIZE, LOCAL_RANK, ... are set there."""
     return not _is_v1(worker_group)
 
 
 def set_torch_distributed_env() -> None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK, ... as stock Ray Train does. On the worker."""
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, ... as stock Ray Train does. On the worker."""
     _private("ray.train.torch.config", "_set_torch_distributed_env_vars")._set_torch_distributed_env_vars()
 
 
 def node_ids() -> tuple[str, str]:
-    """Ray's id and address of this worker's node."""
+    """Return Ray's id and address of this worker's node."""
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
 
 def assigned_resources() -> Mapping[str, float]:
-    """What Ray reserved for this worker, such as ``{"CPU": 1.0, "GPU": 0.5}``."""
+    """Return the resources that Ray reserved for this worker, such as ``{"CPU": 1.0, "GPU": 0.5}``."""
     resources: Mapping[str, float] = ray.get_runtime_context().get_assigned_resources()
     return resources
 
 
 def accelerator_ids() -> Mapping[str, list[str]]:
-    """Ray's ids of this worker's accelerators by resource name."""
+    """Return Ray's ids of this worker's accelerators by resource name."""
     ids: Mapping[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
     return ids
 
 
 def worker_devices() -> list[torch.device]:
-    """The devices that ``ray.train.torch.get_devices()`` will give this worker's train function."""
+    """Return the devices that ``ray.train.torch.get_devices()`` will give this worker's train function."""
     return list(_private("ray.air._internal.torch_utils", "get_devices").get_devices())
 
 
 def train_on_cpu() -> None:
-    """Makes ``ray.train.torch.get_device()`` and ``prepare_model`` of this worker use the CPU, whatever Ray reserved."""
+    """Make ``ray.train.torch.get_device()`` and ``prepare_model`` of this worker use the CPU, whatever Ray reserved."""
     manager = _private(
         "ray.air._internal.device_manager",
         "CPUTorchDeviceManager",
@@ -214,9 +214,9 @@ def train_on_cpu() -> None:
 
 
 def keep_torch_config(trainer: Any, config: Any) -> None:
-    """Makes V1 build the trainer with this configuration in its trial too.
+    """Make V1 build the trainer with this configuration in its trial too.
 
-    V1 makes the trainer a second time there, from the arguments that the first was given (BaseTrainer.__new__).
+    V1 makes the trainer a second time there, from the arguments of the first (BaseTrainer.__new__).
     """
     arguments = getattr(trainer, "_param_dict", None)
     if arguments is not None:
@@ -224,23 +224,23 @@ def keep_torch_config(trainer: Any, config: Any) -> None:
 
 
 def v2_enabled() -> bool:
-    """True where ``ray.train.torch.TorchTrainer`` is that of the V2 engine."""
+    """Return True where ``ray.train.torch.TorchTrainer`` is that of the V2 engine."""
     return hasattr(ray.train, "UserCallback")
 
 
 def worker_group_callback_class() -> type:
-    """V2's base class of callbacks that see a worker group start."""
+    """Return V2's base class of worker group callbacks."""
     execution = _private("ray.train.v2._internal.execution.callback", "WorkerGroupCallback", since="2.48")
     base: type = execution.WorkerGroupCallback
     return base
 
 
 def replace_backend_config(worker_group: Any, replace: Callable[[Any], Any]) -> None:
-    """Gives the callback that starts the backend of a V2 worker group another configuration.
+    """Replace the backend configuration of a V2 worker group.
 
     Args:
         worker_group: A V2 group whose backend has not started yet.
-        replace: From the configuration to the one to use; the same object leaves all as it is.
+        replace: Returns the configuration to use for the current one; the same object changes nothing.
     """
     callbacks = _private("ray.train.v2._internal.callbacks", "BackendSetupCallback", since="2.48")
     for callback in worker_group._callbacks:
@@ -252,7 +252,7 @@ def replace_backend_config(worker_group: Any, replace: Callable[[Any], Any]) -> 
 
 @contextmanager
 def learner_backend_config(config: Any) -> Iterator[None]:
-    """Torch learners of RLlib that this process starts meanwhile get this configuration."""
+    """Use this configuration for the torch learners of RLlib that this process starts inside the context."""
     learner_group = _private("ray.rllib.core.learner.learner_group", "_get_backend_config")
     original = learner_group._get_backend_config
     learner_group._get_backend_config = lambda learner_class: (
@@ -265,7 +265,7 @@ def learner_backend_config(config: Any) -> Iterator[None]:
 
 
 def results_folder(worker_group: Any) -> tuple[Any, str] | None:
-    """File system and folder of the run's results, as in ``Result.path``; None where a group belongs to no run.
+    """Return file system and folder of the run's results, as in ``Result.path``; None for a group without a run.
 
     V2 calls ``on_start`` in its controller, whose group knows the storage; V1 in the trial, whose session does.
     """

@@ -106,7 +106,7 @@ class _Start:
                 plan, worker_plans = with_rendezvous(plan, workers, self._settings)
 
     def log(self, report: StartReport) -> None:
-        """Log the report: one line, and what it warns of and advises."""
+        """Log the report in one line, then its warnings, notes and hints."""
         logger.info("%s", report.log_line())
         for warning in report.warnings:
             if warning not in self._logged:
@@ -154,7 +154,7 @@ class _Start:
     def _located(
         self, error: FracBackendError, plan: StartPlan, plans: Sequence[WorkerPlan], deadline: Deadline
     ) -> FracBackendError:
-        """The error of a group that did not form or work, with the ranks, nodes and links at fault."""
+        """Add the ranks, nodes and links at fault to the error of a group that did not form or failed its verification."""
         if not isinstance(error, (GroupFormationError, VerificationError)):
             return error
         if plan.fallback is not None or not self._settings.verify:
@@ -169,7 +169,7 @@ class _Start:
         return type(error)(f"{error} Search for the fault: {found}.", ranks=ranks)
 
     def _worker_budget_s(self, plan: StartPlan, deadline: Deadline) -> float:
-        """Time for the workers: half where there is a fallback, three quarters where a search for a fault may follow."""
+        """Reserve half of the budget if the plan has a fallback, a quarter if a search for the fault may follow."""
         budget_s = deadline.left_s
         if plan.fallback:
             budget_s *= 0.5
@@ -179,7 +179,7 @@ class _Start:
 
 
 def gpus_by_node() -> dict[str, float]:
-    """Get the GPUs that Ray gives out on each node, by Ray's node id; empty where Ray does not answer: for hints alone."""
+    """Return num_gpus of each node by Ray's node id; empty where Ray does not answer. Used for hints only."""
     try:
         return {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]}
     except Exception as error:  # a start does not fail for the sake of a hint
@@ -188,7 +188,7 @@ def gpus_by_node() -> dict[str, float]:
 
 
 def _save(worker_group: Any, report: StartReport) -> None:
-    """Write the report beside the run's results; storage that is slow or refuses holds up no start."""
+    """Write the report beside the run's results; slow or failing storage does not delay the start."""
 
     def write() -> None:
         folder = _ray.results_folder(worker_group)

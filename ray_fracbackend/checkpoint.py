@@ -1,4 +1,4 @@
-"""Reporting a checkpoint that all ranks wrote alike, safely on Windows. Runs in the train function.
+"""Report a checkpoint that is equal on all ranks, safely on Windows. Runs in the train function.
 
 Ray Train merges the checkpoints of all ranks into one directory. Where two of them copy a file of one name at a time,
 Linux keeps the last one in silence, and Windows ends the second with ``PermissionError [WinError 32]``.
@@ -14,9 +14,9 @@ from ray.train import Checkpoint
 
 
 def report_rank0(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **options: Any) -> None:
-    """Reports metrics from every rank and the checkpoint from rank 0 alone.
+    """Report metrics from every rank and the checkpoint from rank 0 alone.
 
-    Call it on every rank, in place of ``ray.train.report``, with checkpoints that are equal on all ranks, as the model's
+    Call it on every rank, instead of ``ray.train.report``, with checkpoints that are equal on all ranks, as the model's
     state is under DDP. For sharded state, where every rank's checkpoint matters, use ``ray.train.report`` with a file name
     of each rank's own, such as ``f"model-rank={rank}.pt"``.
 

@@ -1,4 +1,4 @@
-"""Bounded waits for the results of all workers, which name a rank that hangs or dies. Runs on the driver or controller."""
+"""Bounded waits for the results of all workers; errors name ranks that hang or die. Runs on the driver or controller."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ray_fracbackend.errors import (
 from ray_fracbackend.timeouts import Deadline
 from ray_fracbackend.tracebacks import raise_from
 
-# How often a running wait looks for failures, and how long it goes on after the first so that all can be named.
+# How often a running wait looks for failures, and how long it waits after the first one for others.
 _POLL_S = 1.0
 _GRACE_S = 3.0
 _NUM_NAMED = 4
@@ -59,9 +59,9 @@ def gather(
 
     Args:
         refs: One reference a rank.
-        addresses: Where the ranks run.
+        addresses: Node and process of each rank.
         deadline: When to stop waiting.
-        step: What the workers are doing, for messages.
+        step: The current step, for error messages.
         slack_s: Seconds past the deadline for workers that keep the same deadline themselves, so that their own errors
             arrive first.
 
@@ -126,7 +126,7 @@ class _Wait:
             for ref, value in zip(done, values, strict=True):
                 self.results[self._rank_of[ref]] = value
             return
-        for ref in done:  # one of them failed: find out which
+        for ref in done:  # at least one failed
             self.results[self._rank_of[ref]], error = _get(ref)
             if error is not None:
                 self._failures[self._rank_of[ref]] = _cause(error)
@@ -176,7 +176,7 @@ class _Wait:
 
 
 def _get(refs: Any) -> tuple[Any, Exception | None]:
-    """What ``ray.get`` returns, or raises: without the traceback, in whose frames Ray holds the error and so their callers."""
+    """Return the value or the error of ``ray.get``, the error without its traceback: its frames would keep references."""
     try:
         return ray.get(refs), None
     except Exception as error:
@@ -184,12 +184,12 @@ def _get(refs: Any) -> tuple[Any, Exception | None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What the worker raised, without Ray's wrapping."""
+    """Return the worker's own error, without Ray's wrapping."""
     return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """torch's own error, by name: the driver need not import torch. Ray's error of that name is of a node's memory."""
+    """Detect torch's error by its class name, without importing torch; Ray's error of that name is about host memory."""
     return type(error).__name__ == "OutOfMemoryError" and not isinstance(error, RayError)
 
 
@@ -203,13 +203,13 @@ def _text(error: BaseException) -> str:
 
 
 def _blamed(failures: dict[int, BaseException]) -> list[int]:
-    """Ranks that the failing workers themselves blame, else the failing workers."""
+    """Return the ranks that the workers' errors name, else the failing workers."""
     blamed = {rank for error in failures.values() if isinstance(error, FracBackendError) for rank in error.ranks}
     return sorted(blamed or failures)
 
 
 def raise_for_engine(error: BaseException, worker_group: Any) -> NoReturn:
-    """Raise the error of a failed start as the group's engine of Ray Train has to see it, to restart lost workers."""
+    """Raise the error of a failed start as the class on which the group's engine of Ray Train restarts lost workers."""
     try:
         if isinstance(error, WorkerDiedError) and restarts_lost_workers(worker_group):
             raise_from(LostWorkerError(str(error), ranks=error.ranks), error)

@@ -20,7 +20,7 @@ from ray_fracbackend.worker.memory_cap import explain_out_of_memory
 class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
     """Start torch process groups for Ray Train workers that may share CUDA devices.
 
-    A drop-in for ``ray.train.torch.TorchConfig``. Where every worker has a device of its own it does what that does.
+    A drop-in for ``ray.train.torch.TorchConfig``, with the same result where every worker has a device of its own.
 
     Args:
         backend: ``auto`` decides from the devices of the workers; ``nccl``, ``gloo``, ``ipc`` or a pair such as
@@ -31,7 +31,7 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
         on_shared_device: What to do when ranks share a device: ``auto``, ``ipc``, ``gloo``, ``nccl`` (NCCL's own
             multi-rank flags, 2.30 or newer) or ``error``.
         on_missing_cuda: What to do when Ray gave GPUs that torch cannot use: ``error``, or ``cpu`` to train there.
-        verify: Check the group with collectives of known answers before training starts.
+        verify: Verify the group with collectives of known results before training starts.
         start_timeout_s: Bound on rendezvous and verification together, in seconds, from the time at which all workers have
             answered the probe. The probe, with the imports of the workers, has a bound of its own of the same length.
         master_addr: Address of rank 0's node that all others reach, instead of the one that Ray knows.
@@ -49,7 +49,7 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[FracTorchBackend]:
-        """The Ray Train backend of this configuration."""
+        """Ray Train backend class of this configuration."""
         return FracTorchBackend
 
     @property
@@ -59,7 +59,7 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
         return partial(explain_out_of_memory, context) if self.limit_gpu_memory else context
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings as plain values, for Ray Train's state export."""
+        """Return all settings as plain values, for Ray Train's state export."""
         values = {name: getattr(self, name) for name in setting_names()}
         if isinstance(self.master_port, tuple):
             values["master_port"] = list(self.master_port)
@@ -67,12 +67,12 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
 
 
 def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> TorchConfig:
-    """Make the configuration that takes the place of a script's own.
+    """Return the configuration to use instead of a script's own.
 
     Args:
         config: The script's own, None where it gave none. A FracTorchConfig stays as it is, and so does any other subclass of
             TorchConfig, which starts something else.
-        settings: Settings of FracTorchConfig that win over the script's.
+        settings: Settings of FracTorchConfig that override the script's.
     """
     if config is None:
         return FracTorchConfig(**settings)

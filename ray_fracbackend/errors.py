@@ -79,7 +79,7 @@ class BackendUnavailableError(FracBackendError):
 
 
 class RendezvousError(FracBackendError):
-    """The workers did not come together into a process group.
+    """The workers could not form a process group.
 
     Example scenario: a firewall between two nodes, or a worker that never answers.
     """
@@ -97,7 +97,7 @@ class UnreachableMasterError(RendezvousError):
 
 
 class GroupFormationError(RendezvousError):
-    """All ranks met at rank 0's store, and then some could not connect to each other.
+    """The rendezvous succeeded, and then some ranks could not connect to each other.
 
     Example scenario: a firewall that passes the store's port and not the random ports of Gloo.
     """

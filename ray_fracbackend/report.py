@@ -1,4 +1,4 @@
-"""The report of a start: one log line, a table, JSON, a notebook table. Driver and workers."""
+"""Report of a start as a log line, a table, JSON or a notebook table. Driver and workers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class StartReport:
 
     @property
     def backend(self) -> str:
-        """The process group's backend."""
+        """Backend of the process group."""
         return self.plan.backend
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Where and how the ranks met."""
+        """Rendezvous of the ranks."""
         assert self.plan.rendezvous is not None  # a report is made of whole plans
         return self.plan.rendezvous
 
@@ -60,21 +60,21 @@ class StartReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Settings that were overridden and doubts, one line each."""
+        """Warnings of plan and rendezvous, one line each."""
         return (*self.plan.warnings, *self.rendezvous.warnings)
 
     @property
     def reason(self) -> str:
-        """Why it was chosen, in one line."""
+        """Reason for the backend, in one line."""
         return self.plan.reason
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The reason and the address of the rendezvous, then every warning and hint."""
+        """Reason for the backend, reason for the rendezvous, then every warning and hint."""
         return (self.plan.reason, self.rendezvous.reason, *self.warnings, *self.plan.hints)
 
     def log_line(self) -> str:
-        """The one line for the log: decision, size, verification."""
+        """Return the line for the log: decision, world size, verification."""
         size = f"{len(self.workers)} worker{'s' if len(self.workers) != 1 else ''}"
         checked = "not verified"
         if (figures := self.verification) is not None:
@@ -85,7 +85,7 @@ class StartReport:
         return f"{self.reason} [{size}, {self.rendezvous.reason}, {checked}]"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values that ``json.dumps`` takes."""
+        """Return everything as plain values that ``json.dumps`` takes."""
         plan = asdict(replace(self.plan, rendezvous=None))
         del plan["rendezvous"]
         plan["share_groups"] = [
@@ -110,11 +110,11 @@ class StartReport:
         }
 
     def to_json(self) -> str:
-        """The report as one JSON document."""
+        """Return the report as one JSON document."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_text(self) -> str:
-        """The share map as a plain table, then the reasons."""
+        """Return the share map as a plain table, then the reasons."""
         rows = [_COLUMNS, *self._rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,7 +1,7 @@
 """Verify a process group by running collectives with known results. Needs torch alone, no Ray.
 
 Every rank contributes numbers that no other rank has, so that a lost, doubled or swapped contribution cannot pass. A
-rank whose collective fails or stalls records that in the group's store and reads there which ranks do not: those are at fault.
+rank whose collective fails or stalls records that in the group's store; ranks without a record are reported as missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGE_BYTES = 1024 * 1024
 # float64 holds every sum of integers that occurs exactly, up to tens of millions of ranks.
 _DTYPE = torch.float64
 _PERIOD = 7
-# Ranks that look up who is missing when a collective stalls; the rest would only load the store.
+# Ranks that look up which ranks are missing when a collective stalls; the rest would only load the store.
 _NUM_REPORTERS = 8
 # How long they wait for the others' records: all keep the same deadline.
 _REPORT_S = 1.0
@@ -43,7 +43,7 @@ _STEPS = ("barrier", "all_reduce of 1 KiB", "all_reduce of 1 MiB", "broadcast", 
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationResult:
-    """Figures of a verified group; that it exists means that every answer was exact.
+    """Measurements of a verified group; every result was exact.
 
     Attributes:
         backend: The group's backend as torch names it.
@@ -68,15 +68,15 @@ class VerificationResult:
 def verify_process_group(
     group: dist.ProcessGroup | None = None, *, device: torch.device | str | None = None, timeout_s: float = 60.0
 ) -> VerificationResult:
-    """Run barrier, all_reduce (1 KiB, 1 MiB), broadcast and all_gather, and compare every answer exactly.
+    """Run barrier, all_reduce (1 KiB, 1 MiB), broadcast and all_gather, and compare every result exactly.
 
     All ranks of the group must call it. Blocks until the collectives are done on the host's clock.
 
     Args:
         group: The group to verify, the default group if None.
-        device: Where the tensors live. By default the current CUDA device for an NCCL group, else the CPU; a group with one
-            backend for each, such as ``cpu:gloo,cuda:nccl``, is then verified on both, and the figures are those of CUDA.
-        timeout_s: Bound on the whole verification, in seconds. A call that does not keep it is left in a thread of its own:
+        device: Device of the tensors. By default the current CUDA device for an NCCL group, else the CPU; a group with one
+            backend for each, such as ``cpu:gloo,cuda:nccl``, is then verified on both, and the result is that of CUDA.
+        timeout_s: Bound on the whole verification, in seconds. A call that exceeds it keeps running in a thread of its own:
             abort the group then.
 
     Returns:
@@ -106,13 +106,13 @@ def verify_process_group(
 
 
 def backends_by_device(group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """Backend of a group for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    """Return the backend of a group for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
     pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}
 
 
 def other_devices(device: torch.device | str, group: dist.ProcessGroup | None = None) -> list[torch.device]:
-    """One device for each other backend of a group, of those that this process can use: CPU and CUDA.
+    """Return one device for each other backend of a group that this process can use: CPU and CUDA.
 
     Args:
         device: A device of the backend that is left out.
@@ -181,7 +181,7 @@ class _Verification:
             return self._run()
 
     def stalled(self) -> VerificationError:
-        """The error of a collective that has not come back."""
+        """Return the error of a collective that has not returned."""
         return self._failure(self._current, TimeoutError(f"no answer within {self._timeout_s:.3g} s"))
 
     def _run(self) -> VerificationResult:
@@ -209,7 +209,7 @@ class _Verification:
             raise
         except RuntimeError as error:  # what c10d raises for a lost peer and for a timeout
             self.fails = True
-            # NCCL connects in the first collective, so that its refusals come out here.
+            # NCCL connects in the first collective, so its errors for shared GPUs are raised here.
             sentence = refusal_in(str(error))
             raise (self._refused(sentence) if sentence else self._failure(step, error)) from error
 
@@ -219,7 +219,7 @@ class _Verification:
             work.wait(timedelta(seconds=max(left_s, 0.001)))
 
     def _measure(self, num_bytes: int) -> float:
-        """Seconds of an all_reduce, the best of a few; the first call connects the ranks and starts the device."""
+        """Return the seconds of an all_reduce, the best of a few; the first call connects the ranks and starts the device."""
         self._all_reduce(num_bytes, meet=False)
         return min(self._all_reduce(num_bytes) for _ in range(_NUM_TIMED))
 
@@ -229,10 +229,10 @@ class _Verification:
         self._wait(dist.barrier(self._group, async_op=True, device_ids=device_ids))
 
     def _all_reduce(self, num_bytes: int, *, meet: bool = True) -> float:
-        """Seconds of the call and its completion."""
+        """Return the seconds of the call and its completion."""
         pattern = self._pattern(num_bytes)
         tensor = pattern * (self._rank + 1)
-        if meet:  # the clock is not for the time in which another rank makes its tensor
+        if meet:  # so that the time does not include another rank's tensor creation
             self._barrier()
         self._synchronize()
         started = time.perf_counter()
@@ -312,7 +312,7 @@ class _Verification:
         return VerificationError(f"{text} ({cause_of(error)}). {advice}", ranks=absent)
 
     def _absent(self) -> list[int]:
-        """Ranks that have recorded neither a failure nor a wait, asked by the lowest ranks only."""
+        """Return the ranks without a record in the store; only the lowest ranks read them."""
         absent = [rank for rank in range(self._world_size) if rank != self._rank]
         end = time.monotonic() + _REPORT_S
         try:
@@ -331,13 +331,13 @@ _ADVICE = "Do not train with this group: check the node's memory and network, or
 
 
 def _default_devices(group: dist.ProcessGroup) -> list[torch.device]:
-    """One device for each backend of the group; the one whose figures count is the last."""
+    """Return one device for each backend of the group; the result is that of the last."""
     last = "cuda" if "nccl" in backends_by_device(group).values() and torch.cuda.is_available() else "cpu"
     return [*other_devices(last, group), torch.device(last)]
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """The device with its index: the current device is one of each thread."""
+    """Return the device with its index: the current device is per thread."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

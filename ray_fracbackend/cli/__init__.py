@@ -1,4 +1,4 @@
-"""The command line ``ray-fracbackend``. Exit code 0: good, 1: a problem was found, 2: wrong usage."""
+"""Command line ``ray-fracbackend``. Exit code 0: good, 1: a problem was found, 2: wrong usage."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     demo = commands.add_parser("demo", help="train a small network with two workers at half a GPU each")
-    demo.add_argument("--stock", action="store_true", help="use Ray's own TorchConfig, to see what it does")
+    demo.add_argument("--stock", action="store_true", help="use Ray's own TorchConfig, for comparison")
     demo.add_argument("--epochs", type=_positive, default=10, help="passes over the data (default 10)")
     demo.set_defaults(run=_demo)
-    bench = commands.add_parser(
-        "bench", help="measure the ipc backend beside Gloo, and what else there is, on this machine"
-    )
+    bench = commands.add_parser("bench", help="measure the ipc backend beside Gloo, NCCL and Open MPI on this machine")
     bench.add_argument("--ranks", type=_positive, nargs="+", default=[2, 4], help="numbers of processes (default 2 4)")
     bench.add_argument("--sizes", type=_positive, nargs="+", default=None, help="bytes (default 4 KiB to 100 MiB)")
     bench.add_argument(
@@ -77,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
     run = commands.add_parser(
         "run",
-        help="run an unedited Ray Train script with FracTorchConfig in place of TorchConfig",
+        help="run an unedited Ray Train script with FracTorchConfig instead of TorchConfig",
         usage="%(prog)s [SETTING ...] SCRIPT [ARGUMENT ...]",
     )
     _add_settings(run)

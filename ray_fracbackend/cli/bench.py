@@ -1,7 +1,7 @@
-"""The benchmark of the ipc backend beside Gloo, NCCL, a plain copy and Open MPI: measure, table, plot. Driver side.
+"""Benchmark of the ipc backend beside Gloo, NCCL, a plain copy and Open MPI: measure, table, plot. Driver side.
 
-Open MPI is measured where ``mpirun`` and mpi4py are installed, NCCL on CUDA devices where it takes the ranks. What other
-processes took of the machine meanwhile is part of the result.
+Open MPI is measured where ``mpirun`` and mpi4py are installed, NCCL on CUDA devices where it accepts the ranks. CPU time
+of other processes meanwhile is part of the result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def measure(
     tries: int = 8,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Measures every operation and size for each number of ranks, with a progress bar on terminals.
+    """Measure every operation and size for each number of ranks, with a progress bar on terminals.
 
     Args:
         ranks: Numbers of processes, each measured on its own.
@@ -45,7 +45,7 @@ def measure(
         sizes: Bytes of the float32 tensors.
         rounds: How often everything is measured in one start; medians are over all rounds of all starts.
         starts: How often the processes are started anew.
-        tries: Of a case, until other processes leave the machine alone.
+        tries: Most tries of a case, while other processes use the machine.
         device: ``"cpu"``, or ``"cuda"`` for tensors on the CUDA devices of this machine, the ranks on them in turn.
 
     Returns:
@@ -99,7 +99,7 @@ def measure(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Medians in milliseconds, one line for each operation, number of ranks and size."""
+    """Format medians in milliseconds, one line for each operation, number of ranks and size."""
     medians: dict[tuple[str, int, int], dict[str, float]] = {}
     for row in rows:
         key = (row["operation"], row["num_ranks"], row["num_bytes"])
@@ -113,7 +113,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks: int) -> None:
-    """Draws one operation with one number of ranks: milliseconds over size, median and quartiles, both axes logarithmic.
+    """Draw one operation with one number of ranks: milliseconds over size, median and quartiles, both axes logarithmic.
 
     Args:
         axis: Of matplotlib.
@@ -139,11 +139,11 @@ def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks:
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
-    """Draws milliseconds over size, one panel an operation and number of ranks, with median and quartiles.
+    """Draw milliseconds over size, one panel an operation and number of ranks, with median and quartiles.
 
     Args:
         result: As `measure` returns it.
-        target: Picture to write; its ending says which format.
+        target: Picture to write; its suffix is the format.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -173,7 +173,7 @@ def draw(result: dict[str, Any], target: Path) -> None:
 
 
 def _cpu_model() -> str:
-    """The CPU's name as Linux gives it."""
+    """Return the CPU's name as Linux reports it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -181,7 +181,7 @@ def _cpu_model() -> str:
 
 
 def _caches() -> dict[str, str]:
-    """Cache sizes of the first core, by level and type."""
+    """Return the cache sizes of the first core, by level and type."""
     found = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         level, kind = (index / "level").read_text().strip(), (index / "type").read_text().strip()
@@ -190,7 +190,7 @@ def _caches() -> dict[str, str]:
 
 
 def mpirun(num_ranks: int) -> list[str] | None:
-    """Command for Open MPI's ranks, or None where it is not installed."""
+    """Return the command for Open MPI's ranks, None where it is not installed."""
     path = shutil.which("mpirun")
     if path is None or importlib.util.find_spec("mpi4py") is None:
         return None
@@ -200,7 +200,7 @@ def mpirun(num_ranks: int) -> list[str] | None:
 
 
 def _nccl_env(num_ranks: int) -> dict[str, str] | None:
-    """Variables with which NCCL takes so many ranks on this machine's devices, None where it does not."""
+    """Return the variables with which NCCL accepts this many ranks on this machine's devices, None where it does not."""
     num_devices = torch.cuda.device_count()
     if num_ranks <= num_devices:
         return {}
@@ -209,14 +209,14 @@ def _nccl_env(num_ranks: int) -> dict[str, str] | None:
 
 
 def _gpus(device: str) -> list[str]:
-    """Names of the devices that the tensors are on."""
+    """Return the names of the devices that the tensors are on."""
     if device == "cpu":
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def _versions(device: str) -> dict[str, str]:
-    """Versions of everything that was measured."""
+    """Return the versions of everything that was measured."""
     result = {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()}
     if device == "cuda":
         result |= {"cuda": str(torch.version.cuda), "nccl": version_text(loaded_nccl_version())}
@@ -227,7 +227,7 @@ def _versions(device: str) -> dict[str, str]:
 
 
 class _OthersShare:
-    """How much of the machine's CPU time went to other processes since this object was made."""
+    """Share of the machine's CPU time that other processes used since this object was made."""
 
     def __init__(self) -> None:
         self._start = self._now()
@@ -242,6 +242,6 @@ class _OthersShare:
         return sum(ticks), ticks[3] + ticks[4], own_ticks
 
     def __call__(self) -> float:
-        """A number from 0 (nothing else ran) to 1."""
+        """Return the share, from 0 (nothing else ran) to 1."""
         total, idle, own = (now - then for now, then in zip(self._now(), self._start, strict=True))
         return round(max(0.0, total - idle - own) / total, 3)

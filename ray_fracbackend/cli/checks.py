@@ -1,4 +1,4 @@
-"""The lines of ``ray-fracbackend doctor``: from what machines report to lines with a verdict and a fix. Pure.
+"""Checks of ``ray-fracbackend doctor``: turn reports of machines into lines with a level and a fix. Pure.
 
 doctor.py collects the reports.
 """
@@ -28,20 +28,20 @@ _SLOW_LOOKUP_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class MachineInfo:
-    """What one machine reports.
+    """Report of one machine.
 
     Attributes:
-        worker: What a worker with all of its devices would report.
+        worker: Report of a worker with all devices of the machine.
         package_version: Version of ray_fracbackend.
         python_version: Such as ``3.11.9``.
-        host_addresses: What the machine's own host name resolves to, IPv4 first.
+        host_addresses: Addresses that the machine's own host name resolves to, IPv4 first.
         host_missing: Why it does not resolve, None where it does.
         host_lookup_s: Seconds that the look-up took.
         gloo_interface: Interface on which Gloo was tried, None for the one of the host name.
         gloo_device_missing: Why Gloo cannot use it, None where it can.
         shm_total_bytes: Size of /dev/shm, None where there is none.
-        shm_free_bytes: What of it is free.
-        ray_gpus: GPUs that Ray gives out on this node, None where no Ray was asked.
+        shm_free_bytes: Free bytes of it.
+        ray_gpus: num_gpus of the node in Ray, None without Ray.
         vgpu_preloaded: A GPU-sharing library (HAMi's libvgpu) is preloaded into every process.
         name_server_silent: A look-up of the node's own address got no answer within a second; False off Linux.
     """
@@ -66,10 +66,10 @@ class Check:
     """One line of the doctor.
 
     Attributes:
-        name: The subject; stable, for programs.
+        name: Subject; stable, for programs.
         level: ``ok``, ``warning`` (training works, not as well as it could) or ``problem``.
-        text: What was found.
-        fix: What to do about it, empty where all is well.
+        text: Result of the check.
+        fix: What to do, empty where nothing is.
     """
 
     name: str
@@ -96,12 +96,12 @@ class Diagnosis:
         return not any(check.level == "problem" for _, checks in self._parts() for check in checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values that ``json.dumps`` takes."""
+        """Return everything as plain values that ``json.dumps`` takes."""
         nodes = [{"node": node, "checks": [asdict(check) for check in checks]} for node, checks in self.nodes.items()]
         return {"ok": self.ok, "nodes": nodes, "cluster": [asdict(check) for check in self.cluster]}
 
     def to_text(self, color: bool = False) -> str:
-        """A block of lines for each node, a fix under each line that needs one."""
+        """Format a block of lines for each node, with a fix under each line that needs one."""
         lines = []
         for name, checks in self._parts():
             lines.append(name)
@@ -119,11 +119,14 @@ class Diagnosis:
 
 
 def check_machine(machine: MachineInfo, num_nodes: int = 1) -> tuple[Check, ...]:
-    """Every line about one machine.
+    """Check one machine.
 
     Args:
-        machine: What it reports.
-        num_nodes: Nodes of the cluster that it is part of.
+        machine: Its report.
+        num_nodes: Number of nodes of its cluster.
+
+    Returns:
+        All lines about it.
     """
     return (
         _versions(machine),
@@ -138,7 +141,7 @@ def check_machine(machine: MachineInfo, num_nodes: int = 1) -> tuple[Check, ...]
 
 
 def check_cluster(machines: Sequence[MachineInfo]) -> tuple[Check, ...]:
-    """Every line about the machines of one cluster against each other; none where there is one machine."""
+    """Compare the machines of one cluster; return no lines for a single machine."""
     if len(machines) < 2:
         return ()
     same: dict[str, Callable[[MachineInfo], str]] = {
@@ -170,7 +173,7 @@ def _mixed(name: str, machines: Sequence[MachineInfo], value_of: Callable[[Machi
 
 
 def _doubles(machines: Sequence[MachineInfo]) -> list[Check]:
-    """Devices that several nodes have: containers of one machine, to which Ray gives one device several times."""
+    """Find devices that several nodes have: containers of one machine, where Ray allocates one device several times."""
     nodes: dict[str, list[str]] = {}
     for machine in machines:
         for device in machine.worker.devices:
@@ -179,7 +182,7 @@ def _doubles(machines: Sequence[MachineInfo]) -> list[Check]:
         Check(
             "CUDA devices",
             "warning",
-            f"{short_uuid(uuid)} belongs to nodes {', '.join(on)}: Ray gives the whole of it out on each",
+            f"{short_uuid(uuid)} belongs to nodes {', '.join(on)}: Ray allocates all of it on each",
             "give every container devices of its own, or start Ray there with fewer --num-gpus",
         )
         for uuid, on in nodes.items()
@@ -212,7 +215,7 @@ def _gloo(machine: MachineInfo) -> Check:
 
 
 def _host_name(machine: MachineInfo, num_nodes: int) -> Check:
-    """The machine's own name: Gloo without the name of an interface, and much else, uses what it resolves to."""
+    """Check the machine's own host name: Gloo without an interface name, and much else, uses its address."""
     worker = machine.worker
     name, addresses = worker.hostname, ", ".join(machine.host_addresses)
     line = f"write the line '{_own_address(worker)} {name}' into the hosts file"
@@ -237,12 +240,12 @@ def _host_name(machine: MachineInfo, num_nodes: int) -> Check:
 def _name_server(machine: MachineInfo) -> list[Check]:
     if not machine.name_server_silent:
         return []
-    text = "no answer within a second: torch's store asks it for the name of every peer and serves nobody meanwhile"
+    text = "no answer within a second: torch's store asks it for the name of every peer and serves no rank meanwhile"
     return [Check("name server", "warning", text, "correct /etc/resolv.conf")]
 
 
 def _own_address(worker: WorkerInfo) -> str:
-    """An address of the machine that others may reach, where it has one."""
+    """Return an address of the machine that others may reach, where it has one."""
     known = [address for found in worker.network.interfaces.values() for address in found]
     return next((address for address in (worker.node_ip, *known) if not is_loopback(address)), worker.node_ip)
 
@@ -260,7 +263,7 @@ def _interfaces(worker: WorkerInfo, num_nodes: int) -> Check:
         found = f"Ray knows this node as {worker.node_ip}, which no other node reaches"
         return Check("interfaces", "problem", found, "start Ray there with --node-ip-address=ADDRESS")
     if num_nodes > 1 and owner_of(worker, worker.node_ip) is None:
-        found = f"none has the node's address {worker.node_ip} ({text}): it is translated on the way"
+        found = f"none has the node's address {worker.node_ip} ({text}): a translated address (NAT)"
         return Check("interfaces", "warning", found, "run the container with --network=host: Gloo's ports are random")
     return Check("interfaces", "ok", text)
 
@@ -295,7 +298,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _check_devices(machine: MachineInfo) -> tuple[Check, ...]:
-    """Devices and who may share them, Ray's count of them, NCCL, MPS and the ipc backend."""
+    """Check devices and their compute modes, Ray's num_gpus, NCCL, MPS and the ipc backend."""
     worker = machine.worker
     return (*_devices(worker), _ray_gpus(machine), _nccl(worker), _mps(worker), *_ipc(worker))
 
@@ -341,7 +344,7 @@ def _device(device: DeviceInfo, worker: WorkerInfo) -> Check:
 def _ray_gpus(machine: MachineInfo) -> Check:
     worker, claimed = machine.worker, machine.ray_gpus
     if claimed is None:
-        return Check("Ray's GPUs", "ok", "not asked; with --address they are compared with the devices")
+        return Check("Ray's GPUs", "ok", "not checked; with --address num_gpus is compared with the devices")
     if any(device.is_mig for device in worker.devices):
         return Check("Ray's GPUs", "ok", f"{claimed:g} on a node with MIG slices, which are not counted here")
     there = max(worker.num_visible_devices, worker.num_node_devices or 0)
@@ -349,7 +352,7 @@ def _ray_gpus(machine: MachineInfo) -> Check:
         return Check(
             "Ray's GPUs",
             "problem",
-            f"Ray gives out {claimed:g} GPUs, the node has {there}: workers get GPUs that are not there",
+            f"num_gpus={claimed:g} of the node exceeds the GPUs present ({there}): workers get GPUs that do not exist",
             f"start Ray there with --num-gpus={there}, or train with FracTorchConfig(on_missing_cuda='cpu')",
         )
     return Check("Ray's GPUs", "ok", f"{claimed:g} of {there} devices")

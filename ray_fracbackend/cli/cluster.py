@@ -1,4 +1,4 @@
-"""A short connection to a Ray cluster, and a progress bar, for commands. Runs on the driver."""
+"""Connection to a Ray cluster and progress bar for commands. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DELAY_S = 2.0
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Connect to a cluster, or start Ray on this machine as ``ray.init()`` does, and leave it again.
+    """Connect to a cluster, or start Ray on this machine as ``ray.init()`` does, and disconnect at the end.
 
     Args:
         address: As ``ray.init`` takes it; None for the running cluster that ``ray.init()`` would find, else a local one.
@@ -41,7 +41,7 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def _reach(address: str) -> None:
-    """Connect to the address once, where it is one: Ray itself tries for minutes."""
+    """Connect to the address once, if it has a port: Ray itself retries for minutes."""
     if found := re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address):
         socket.create_connection((found[1], int(found[2])), timeout=_REACH_S).close()
 
@@ -50,9 +50,9 @@ def wait(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float, what: str) -> set
     """Wait for results, with a progress bar.
 
     Args:
-        refs: What to wait for.
+        refs: References to wait for.
         timeout_s: How long, in seconds.
-        what: What is being done.
+        what: Label of the bar.
 
     Returns:
         The references that are still open.
@@ -66,7 +66,7 @@ def wait(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float, what: str) -> set
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Unwrap an error of Ray: a task's own error, that of V2's controller, or what V1 says only to be the cause."""
+    """Unwrap an error of Ray: a task's own error, that of V2's controller, or the cause of V1's."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         return root_cause(error.cause)
     inner = getattr(error, "controller_failure", None) or error.__cause__
@@ -79,7 +79,7 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
 
     Args:
         total: Steps in all.
-        what: What is being done.
+        what: Label of the bar.
 
     Yields:
         A function to call with the number of steps that are done.

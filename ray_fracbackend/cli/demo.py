@@ -1,4 +1,4 @@
-"""The demo: two workers at half a GPU each train a small network on scikit-learn's digits. Driver, and its train function.
+"""Demo: two workers at half a GPU each train a small network on scikit-learn's digits. Driver, and its train function.
 
 The worker of rank 0 sends its progress through a Ray queue; the driver draws it.
 """
@@ -31,12 +31,12 @@ _CHECKPOINT_FILE = "model.pt"
 
 
 def build_model() -> nn.Module:
-    """The network: 8x8 grey images to ten digits."""
+    """Return the network: 8x8 grey images to ten digits."""
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 handwritten digits, as float32 in 0 to 1: four fifths to train on, one fifth to test on."""
+    """Load scikit-learn's 1,797 handwritten digits, as float32 in 0 to 1: four fifths to train on, one fifth to test on."""
     from sklearn.datasets import load_digits as load
 
     data = load()
@@ -49,7 +49,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train_digits(config: dict[str, Any]) -> None:
-    """The train function, as one would write it for a stock TorchTrainer."""
+    """Train, as for a stock TorchTrainer."""
     torch.manual_seed(0)
     rank = ray.train.get_context().get_world_rank()
     queue: Queue | None = config["queue"] if rank == 0 else None
@@ -79,7 +79,7 @@ def train_digits(config: dict[str, Any]) -> None:
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """Share of right answers, in 0 to 1."""
+    """Return the share of right predictions, in 0 to 1."""
     images, labels = data.tensors
     device = next(model.parameters()).device
     with torch.no_grad():
@@ -89,7 +89,7 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
 
 
 def _report(metrics: dict[str, Any], model: nn.Module, rank: int) -> None:
-    """Every rank reports, rank 0 alone brings a checkpoint: two ranks must not write one file."""
+    """Report metrics from every rank, a checkpoint from rank 0 alone: two ranks must not write one file."""
     if rank != 0:
         ray.train.report(metrics)
         return
@@ -100,7 +100,7 @@ def _report(metrics: dict[str, Any], model: nn.Module, rank: int) -> None:
 
 
 class _Display:
-    """Draws what rank 0 sends, in a thread of the driver, until it is closed."""
+    """Progress display of what rank 0 sends, in a thread of the driver, until it is closed."""
 
     def __init__(self, queue: Queue, epochs: int) -> None:
         self._queue, self._epochs = queue, epochs
@@ -146,10 +146,10 @@ class _Display:
 
 
 def run_demo(stock: bool = False, epochs: int = 10) -> float:
-    """Trains, prints the share map, the choice and the progress, and loads the checkpoint back.
+    """Train, print the share map, the choice and the progress, and load the checkpoint back.
 
     Args:
-        stock: Use Ray's own TorchConfig instead, to see what it does with workers that share a device.
+        stock: Use Ray's own TorchConfig instead, for comparison.
         epochs: Passes over the data, at least 1.
 
     Returns:
@@ -190,7 +190,7 @@ def run_demo(stock: bool = False, epochs: int = 10) -> float:
 
 
 def _start_ray() -> None:
-    """A local Ray with one GPU: the machine's first, or a logical one where there is none."""
+    """Start a local Ray with one GPU: the machine's first, or a logical one where there is none."""
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         print("no CUDA device here: declaring one logical GPU to Ray; training runs on the CPU")

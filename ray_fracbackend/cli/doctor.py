@@ -1,4 +1,4 @@
-"""The command ``doctor``: collect what machines report, on this machine or on every node of a Ray cluster, and judge it."""
+"""Command ``doctor``: collect reports of this machine or of every node of a Ray cluster, and check them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _ALL_DEVICES = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def collect_machine(node_id: str = "", node_ip: str = "127.0.0.1", ray_gpus: float | None = None) -> MachineInfo:
-    """Collect what this machine reports. Creates no CUDA context and no process group.
+    """Collect the report of this machine. Creates no CUDA context and no process group.
 
     Args:
-        node_id: Ray's id of the node, empty where Ray is not asked.
+        node_id: Ray's id of the node, empty without Ray.
         node_ip: Ray's address of the node.
-        ray_gpus: GPUs that Ray gives out on the node.
+        ray_gpus: num_gpus of the node in Ray.
     """
     started = time.perf_counter()
     addresses, missing = _host_addresses()
@@ -60,13 +60,13 @@ def collect_machine(node_id: str = "", node_ip: str = "127.0.0.1", ray_gpus: flo
 
 
 def diagnose_machine() -> Diagnosis:
-    """Judge this machine."""
+    """Check this machine."""
     machine = collect_machine()
     return Diagnosis({f"this machine ({machine.worker.hostname})": check_machine(machine)})
 
 
 def diagnose_cluster(address: str, timeout_s: float) -> Diagnosis:
-    """Judge every node of a running cluster; a node that does not answer is a problem.
+    """Check every node of a running cluster; a node that does not answer is a problem.
 
     Args:
         address: Of the cluster, as ``ray.init`` takes it; ``auto`` for the one that runs on this machine.
@@ -86,8 +86,8 @@ def diagnose_cluster(address: str, timeout_s: float) -> Diagnosis:
 
 
 def _ask(nodes: list[dict[str, Any]], timeout_s: float) -> list[MachineInfo | Check]:
-    """What every node reports, or the line that says why it does not."""
-    # Imported on the node by name, so that its own installation is what answers.
+    """Collect the report of every node, or a line that says why there is none."""
+    # Pickled by reference, so that the node's own installation is checked.
     remote = ray.remote(num_cpus=0, max_retries=0, runtime_env=_ALL_DEVICES)(collect_machine)
     refs = []
     for node in nodes:
@@ -104,10 +104,10 @@ def _answer(ref: Any, done: bool, timeout_s: float) -> MachineInfo | Check:
         return Check("node", "problem", f"no answer within {timeout_s:g} s", fix)
     try:
         machine: MachineInfo = ray.get(ref)
-    except Exception as error:  # whatever the node cannot do is the answer
+    except Exception as error:  # any error of the node is a line of the result
         cause = root_cause(error)
         text = f"{type(cause).__name__}: {cause}"
-        # Ray itself reports a function that a node cannot import; the reason is somewhere in its text.
+        # Where a node cannot import the function, Ray raises its own error with the reason in its text.
         if missing := re.search(r"No module named '([^'.]+)", text):
             fix = f"install {missing[1]} on that node, as on all others"
             return Check("node", "problem", f"{missing[0]}'", fix)
@@ -138,17 +138,17 @@ def _is_loaded(library: str) -> bool:
 
 
 def name_server_silent(address: str, timeout_s: float = 1.0) -> bool:
-    """Tell whether a look-up like c10d's gets no answer of any kind in time.
+    """Check whether a look-up like c10d's gets no answer of any kind in time.
 
-    For its log c10d asks for the names of peers, when a store is connected to and when it accepts, and a store that waits for an
-    answer serves nobody. glibc gives a silent server two attempts of 5 s each (resolv.conf(5)).
+    For its log c10d resolves the names of peers, when a store is connected to and when it accepts, and a store that waits for
+    an answer serves no rank. glibc gives a silent server two attempts of 5 s each (resolv.conf(5)).
 
     Args:
         address: This node's own address, a literal IP.
         timeout_s: Bound in seconds.
 
     Returns:
-        True where there was no answer; False also off Linux, where nothing is asked.
+        True where there was no answer; False also off Linux, where nothing is checked.
     """
     if sys.platform != "linux":
         return False

@@ -1,4 +1,4 @@
-"""The command ``plan``: what a start would do for a ScalingConfig on a real cluster, without training. Driver and probe workers."""
+"""Command ``plan``: plan a start for a ScalingConfig on a real cluster, without training. Driver and probe workers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class _Placement:
-    """Where Ray put one probe worker."""
+    """Node, process and GPUs of one probe worker."""
 
     node_id: str
     node_ip: str
@@ -59,7 +59,7 @@ class _ProbeWorker:
 def plan_workers(
     scaling_config: ScalingConfig, torch_config: FracTorchConfig | None = None, *, timeout_s: float = 30.0
 ) -> StartReport:
-    """Place probe workers with the bundles and strategy of a training run, and decide what their start would do.
+    """Place probe workers with the bundles and strategy of a training run, and plan their start.
 
     Needs a connection to Ray. Trains nothing, starts no process group, and leaves no actor and no placement group behind.
 
@@ -70,7 +70,7 @@ def plan_workers(
             the bound.
 
     Returns:
-        The report of that start, without figures: share map, decision, reasons. Shows itself as a table in notebooks.
+        The report of that start, without measurements: share map, decision, reasons. A table in notebooks.
 
     Raises:
         InsufficientResourcesError: The cluster has not placed the workers in time.

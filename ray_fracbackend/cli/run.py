@@ -1,7 +1,7 @@
-"""``ray-fracbackend run``: an unedited script whose TorchTrainers start with FracTorchConfig. Runs on the driver.
+"""Command ``run``: run an unedited script whose TorchTrainers start with FracTorchConfig. Runs on the driver.
 
-What is replaced is the configuration of a trainer when it is made, not the name TorchConfig: a script may have imported that
-from anywhere, or pass none at all.
+The configuration is replaced when a trainer is made, not the name TorchConfig: a script may have imported that from
+anywhere, or pass none at all.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ray_fracbackend.config import FracTorchConfig, frac_config
 
 
 def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Runs a script as ``python SCRIPT ARGUMENTS`` would, in this process, with FracTorchConfig in its TorchTrainers.
+    """Run a script as ``python SCRIPT ARGUMENTS`` would, in this process, with FracTorchConfig in its TorchTrainers.
 
     Args:
         script: Path of the script; it becomes ``__main__``. Its folder must be in ``sys.path`` already: importing Ray puts a
             folder of its own before it, as it does in the script.
         arguments: Its command line.
-        settings: Settings of FracTorchConfig; they win over what the script's TorchConfig says.
+        settings: Settings of FracTorchConfig; they override those of the script's TorchConfig.
 
     Raises:
         ValueError: A setting breaks its rule.
-        BaseException: Whatever the script raises, SystemExit included.
+        BaseException: Any error of the script, SystemExit included.
     """
     replace_torch_config(settings)
     if _ray.v2_enabled():
@@ -42,7 +42,7 @@ def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any
 
 
 def replace_torch_config(settings: Mapping[str, Any]) -> None:
-    """Makes every TorchTrainer that this process creates from now on start with FracTorchConfig.
+    """Make every TorchTrainer that this process creates from now on start with FracTorchConfig.
 
     Args:
         settings: As for :func:`ray_fracbackend.config.frac_config`.
@@ -50,7 +50,7 @@ def replace_torch_config(settings: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A setting breaks its rule.
     """
-    FracTorchConfig(**settings)  # a wrong setting is an error now, not when the script comes to its trainer
+    FracTorchConfig(**settings)  # a wrong setting raises now, not when the script makes its trainer
     TorchTrainer.__init__ = _with_frac_config(TorchTrainer.__init__, settings)
 
 

@@ -1,4 +1,4 @@
-"""Which ranks share a CUDA device. O(number of workers)."""
+"""Find ranks that share a CUDA device. O(number of workers)."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ class ShareGroup:
 
 
 def short_uuid(uuid: str) -> str:
-    """The UUID up to its first block, enough to tell devices of one job apart: ``GPU-ab12cd34``."""
+    """Shorten a UUID to its first block, unique enough within a job: ``GPU-ab12cd34``."""
     head, _, rest = uuid.partition("-")
     return f"{head}-{rest.partition('-')[0]}" if head in ("GPU", "MIG") and rest else uuid
 
 
 def share_text(groups: Sequence[ShareGroup]) -> str:
-    """The first three groups in one line."""
+    """Format the first three groups in one line."""
     shown = ", ".join(group.text for group in groups[:3])
     return shown if len(groups) <= 3 else f"{shown} and {len(groups) - 3} more such groups"
 
 
 def sharing_ranks(groups: Sequence[ShareGroup]) -> list[int]:
-    """All ranks of the groups in ascending order."""
+    """Return all ranks of the groups in ascending order."""
     return sorted({rank for group in groups for rank in group.ranks})
 
 
 def shared_devices(workers: Sequence[WorkerInfo]) -> tuple[ShareGroup, ...]:
-    """Groups of ranks with the same device UUID over the whole job, containers of one host included."""
+    """Group ranks by device UUID over the whole job, containers of one host included."""
     return tuple(_group(found, True) for found in _members(workers, lambda _, device: device.uuid))
 
 
 def different_devices(workers: Sequence[WorkerInfo], key_of: KeyOf) -> tuple[ShareGroup, ...]:
-    """Groups of ranks whose devices have one key although not all of them are one device.
+    """Group ranks whose devices have the same key although not all of them are the same device.
 
     Args:
         workers: Every rank, in rank order.
-        key_of: What two devices have in common, from a worker and its first device. A string and no tuple: the garbage
-            collector would go through hundreds of thousands of those on a large job.
+        key_of: Returns the key of a worker and its first device. A string and no tuple: on a large job the garbage
+            collector would scan hundreds of thousands of those.
     """
     uuids: dict[str, str] = {}
     for worker in workers:

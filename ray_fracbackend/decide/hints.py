@@ -1,4 +1,4 @@
-"""What would be better than what was asked for. A hint never changes a decision."""
+"""Advice on placement, fractions and device indices. A hint never changes a decision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_hints(plan: StartPlan, workers: Sequence[WorkerInfo], node_gpus: Mapping
     Args:
         plan: The decision.
         workers: Every rank, in rank order.
-        node_gpus: GPUs that Ray gives out on each node, by Ray's node id; without an entry nothing is said of placement.
+        node_gpus: num_gpus of each node by Ray's node id; without an entry there is no advice on placement.
     """
     another, beyond = _local_ranks(workers)
     # A warning that says what sharing costs has this advice already.
@@ -27,7 +27,7 @@ def add_hints(plan: StartPlan, workers: Sequence[WorkerInfo], node_gpus: Mapping
     return replace(
         plan,
         hints=tuple(hint for hint in hints if hint),
-        # True of every job whose ranks share a device, and an error of CUDA where it matters.
+        # Applies to every job whose ranks share a device; where it matters, CUDA raises an error.
         debug_hints=(beyond,) if beyond else (),
     )
 
@@ -40,7 +40,7 @@ def _spread(workers: Sequence[WorkerInfo], groups: Sequence[ShareGroup], node_gp
         num_ranks[worker.node_id] += 1
     for group in groups:
         first = workers[group.ranks[0]]
-        # What Ray gives out: the node may have more GPUs than it was started with.
+        # Ray's num_gpus: the node may have more GPUs.
         gpus = node_gpus.get(first.node_id, 0)
         if len(group.nodes) == 1 and group.same_device and gpus >= num_ranks[first.node_id]:
             return (
@@ -59,7 +59,7 @@ def _fraction(workers: Sequence[WorkerInfo]) -> str | None:
 
 
 def _local_ranks(workers: Sequence[WorkerInfo]) -> tuple[str | None, str | None]:
-    """The first local rank that is the index of another rank's device, and the first that is none of a device."""
+    """Find the first local rank that is another rank's device index, and the first that is no device index at all."""
     another = beyond = None
     local_ranks: dict[str, int] = defaultdict(int)
     for worker in workers:

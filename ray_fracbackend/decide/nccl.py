@@ -1,10 +1,10 @@
-"""NCCL's rules for ranks on one GPU: versions, what it refuses, the flags of 2.30, and what its errors mean.
+"""NCCL's rules for ranks on one GPU: versions, duplicate-GPU errors, the multi-rank flags of 2.30, error explanations.
 
-NCCL writes why it refuses ranks as a warning to its log and returns ``ncclInvalidUsage`` alone; torch adds the sentence as
-"Last error" where it gets hold of it. Sources: init.cc, transport/nvls.cc, utils.cc and env.rst of the release tags.
+NCCL writes the reason as a warning to its log and returns ``ncclInvalidUsage`` alone; torch appends that sentence as
+"Last error" where it can. Sources: init.cc, transport/nvls.cc, utils.cc and env.rst of the release tags.
 
 ===================  ==============================================================================
-NCCL                 sentence
+NCCL                 error text
 ===================  ==============================================================================
 to 2.29              ``Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000``
 2.30.3, 2.30.4       ``Multiple ranks detected using the same GPU on this node. Set NCCL_MULTI_...``
@@ -34,7 +34,7 @@ NCCL_COMPARES_UUID: NcclVersion = (2, 30, 7)
 # From this version on NCCL takes several ranks on one GPU when NCCL_MULTI_RANK_GPU_ENABLE=1.
 NCCL_MULTI_RANK: NcclVersion = (2, 30, 0)
 MULTI_RANK_ENV = "NCCL_MULTI_RANK_GPU_ENABLE"
-# CTAs for all ranks of a device together: NCCL's defaults are said to be enough for two ranks.
+# CTAs for all ranks of a device together: NCCL documents its defaults as enough for two ranks.
 _CTAS_PER_DEVICE = 8
 
 _REFUSALS = re.compile(
@@ -48,13 +48,13 @@ _LAST_ERROR = re.compile(r"^Last error:\s*\n\s*(\S[^\n]*)", re.MULTILINE)
 
 
 def versions_text(workers: Sequence[WorkerInfo]) -> str:
-    """The NCCL versions of the workers in ascending order, such as ``2.28.9`` or ``2.27.3 and 2.28.9``."""
+    """Format the NCCL versions of the workers in ascending order, such as ``2.28.9`` or ``2.27.3 and 2.28.9``."""
     found = sorted({worker.nccl_version or (0, 0, 0) for worker in workers})
     return " and ".join(version_text(version if version[0] else None) for version in found)
 
 
 def nccl_conflicts(workers: Sequence[WorkerInfo]) -> tuple[ShareGroup, ...]:
-    """Groups of ranks on different devices that the loaded NCCL takes for one and refuses.
+    """Group ranks on different devices that the loaded NCCL considers one and refuses.
 
     NCCL compares ranks of equal host hash only (utils.cc): below 2.30.7 by PCI bus id, so that MIG slices of one GPU
     collide, from 2.30.7 on by device UUID. A version that could not be read is taken to be old.
@@ -71,7 +71,7 @@ def _compared(version: NcclVersion | None, device: DeviceInfo) -> str:
 
 
 def mig_siblings(workers: Sequence[WorkerInfo]) -> tuple[ShareGroup, ...]:
-    """Groups of ranks on different MIG slices of one GPU; users report that NCCL may refuse these at any version."""
+    """Group ranks on different MIG slices of one GPU; users report that NCCL may refuse these at any version."""
     if not any(worker.devices and worker.devices[0].is_mig for worker in workers):
         return ()
     return different_devices(workers, _physical_gpu)
@@ -84,7 +84,7 @@ def _physical_gpu(worker: WorkerInfo, device: DeviceInfo) -> str:
 
 
 def multi_rank_obstacle(workers: Sequence[WorkerInfo], groups: Sequence[ShareGroup]) -> str | None:
-    """Why the user's ``NCCL_MULTI_RANK_GPU_ENABLE=1`` cannot take effect, None where it can.
+    """Return why the user's ``NCCL_MULTI_RANK_GPU_ENABLE=1`` has no effect, None where it has.
 
     It needs the variable on all ranks that share a device, and one NCCL of 2.30 or newer on all workers.
 
@@ -93,7 +93,7 @@ def multi_rank_obstacle(workers: Sequence[WorkerInfo], groups: Sequence[ShareGro
         groups: The ranks that share a device.
 
     Returns:
-        The obstacle in a few words.
+        The obstacle in one clause.
     """
     missing = [rank for rank in sharing_ranks(groups) if workers[rank].env.get(MULTI_RANK_ENV) != "1"]
     if missing:
@@ -107,24 +107,24 @@ def multi_rank_obstacle(workers: Sequence[WorkerInfo], groups: Sequence[ShareGro
 
 
 def refusal_in(text: str) -> str | None:
-    """Find NCCL's sentence that refuses ranks on one GPU; None where the text has none."""
+    """Find NCCL's duplicate-GPU error in exception text; None where there is none."""
     found = _REFUSALS.search(text)
     return found.group().strip() if found else None
 
 
 def refused_ranks(text: str) -> tuple[int, ...]:
-    """The ranks of the communicator that the sentence names, in ascending order; newer versions name none."""
+    """Return the ranks of the communicator that the error names, in ascending order; newer versions name none."""
     found = _RANKS.search(text)
     return tuple(sorted(map(int, found.groups()))) if found else ()
 
 
 def is_invalid_usage(text: str) -> bool:
-    """True where NCCL returned ``ncclInvalidUsage``, with or without a sentence of its own."""
+    """Return True where NCCL returned ``ncclInvalidUsage``, with or without a reason."""
     return "ncclInvalidUsage" in text or ("NCCL" in text and "invalid usage" in text)
 
 
 def cause_of(error: BaseException) -> str:
-    """An error in one line: its first, and NCCL's own last error where torch appended that."""
+    """Summarize an error in one line: its first, and NCCL's own last error where torch appended that."""
     text = str(error).strip()
     if not text:
         return type(error).__name__
@@ -134,14 +134,14 @@ def cause_of(error: BaseException) -> str:
 
 
 def multi_rank_env(num_ranks: int, several_nodes: bool = False) -> dict[str, str]:
-    """Variables that NCCL 2.30 or newer needs for several ranks on one GPU.
+    """Return the variables that NCCL 2.30 or newer needs for several ranks on one GPU.
 
-    NVLS is switched off by name: with several ranks a GPU it is incompatible, and 2.30.7 finds that out from the last
+    NVLS is disabled explicitly: it is incompatible with several ranks a GPU, and 2.30.7 detects that from the last
     pair of ranks alone (init.cc, ``hasMultiRankNvml``).
 
     Args:
         num_ranks: Ranks on the fullest GPU, at least one.
-        several_nodes: The job has more than one node.
+        several_nodes: True if the job has more than one node.
     """
     env = {MULTI_RANK_ENV: "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": str(max(1, _CTAS_PER_DEVICE // num_ranks))}
     if several_nodes:
@@ -150,7 +150,7 @@ def multi_rank_env(num_ranks: int, several_nodes: bool = False) -> dict[str, str
 
 
 def kept_settings(workers: Sequence[WorkerInfo], env: Mapping[str, str]) -> tuple[str, ...]:
-    """``NAME=value`` of each variable that the user set to something else than the plan would."""
+    """Return ``NAME=value`` of each variable that the user set to another value than the plan."""
     return tuple(
         sorted({f"{name}={w.env[name]}" for w in workers for name in env if w.env.get(name, env[name]) != env[name]})
     )
@@ -166,7 +166,7 @@ def explain_failure(error: FracBackendError, plan: StartPlan, workers: Sequence[
 
     Returns:
         SharedDeviceError where NCCL refused ranks on one GPU. With several ranks a GPU, a timeout or a failed
-        verification of the same class, with what usually is behind it.
+        verification of the same class, with the usual cause.
     """
     if not plan.backends.has_nccl:
         return error

@@ -1,4 +1,4 @@
-"""The plan of one start: what the decision comes to, and the part of each worker in it."""
+"""Plan of one start, for the job and for each worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray_fracbackend.decide.device_sharing import ShareGroup, share_text
 from ray_fracbackend.decide.rendezvous import Rendezvous, WorkerRendezvous
 from ray_fracbackend.decide.worker_info import WorkerInfo
 
-# What a job on GPUs pays where Gloo takes the place of NCCL.
+# Cost of Gloo instead of NCCL for a job on GPUs.
 GLOO_COST = "gradients go through host memory and TCP"
 # Accelerate on the CPU: without it, it looks for an accelerator, finds none, and lets every rank train by itself. Read in
 # Accelerate 1.15.0, on which transformers.Trainer is built (PartialState._prepare_backend, Accelerator.prepare_model).
@@ -22,20 +22,20 @@ ACCELERATE_ON_SHARED_DEVICE: Mapping[str, str] = {"ACCELERATE_BYPASS_DEVICE_MAP"
 
 @dataclass(frozen=True, kw_only=True)
 class StartPlan:
-    """What a start will do.
+    """Plan of one start.
 
     Attributes:
         backend: Name for ``torch.distributed.init_process_group``.
         device_type: ``cuda`` or ``cpu``: where the workers train and the group is verified.
         reason: The decision in one line, as logged.
-        share_groups: Ranks that share a device, or that NCCL takes to share one.
+        share_groups: Ranks that share a device, or that NCCL considers to share one.
         env_defaults: Environment variables to set on every worker where the user did not.
         fallback: Backend to try when verification of ``backend`` fails, None where a failure is final.
-        train_on_cpu: ``ray.train.torch.get_device()`` must say cpu in workers for which Ray reserved GPUs.
-        hints: What would be better, one line each.
-        debug_hints: The same for the debug log, where they apply to most jobs of a kind.
-        warnings: Settings that were overridden, what the choice costs, and doubts, one line each.
-        rendezvous: Where and how the ranks meet; None until that is decided too.
+        train_on_cpu: ``ray.train.torch.get_device()`` must return cpu in workers for which Ray reserved GPUs.
+        hints: Advice, one line each.
+        debug_hints: Advice for the debug log, as it applies to most jobs of a kind.
+        warnings: Settings that were overridden, costs of the choice, and risks, one line each.
+        rendezvous: Rendezvous of the ranks; None until it is decided.
     """
 
     backend: str
@@ -56,27 +56,24 @@ class StartPlan:
         return parse_backend(self.backend)
 
     def device_of(self, worker: WorkerInfo) -> str:
-        """torch device that the worker trains on, such as ``cuda:1``."""
+        """Return the torch device that the worker trains on, such as ``cuda:1``."""
         if self.device_type == "cpu":
             return "cpu"
-        # Without a device of Ray's, the one that the user makes current.
+        # No device from Ray: the current device of the user.
         return f"cuda:{worker.device.index}" if worker.device is not None else "cuda"
 
     def memory_fraction_of(self, worker: WorkerInfo) -> float | None:
-        """Share of its device's memory that a worker may use, in 0 to 1, None for whole devices and for the CPU."""
+        """Return the share of its device's memory that a worker may use, in 0 to 1; None for whole devices and the CPU."""
         return worker.gpu_fraction if self.device_type == "cuda" and 0 < worker.gpu_fraction < 1 else None
 
     def env_of(self, worker: WorkerInfo) -> Mapping[str, str]:
-        """Variables to set in one worker where the user did not: the job's, and those of training libraries.
-
-        None where nothing differs from stock Ray Train.
-        """
+        """Return the variables to set in one worker where the user did not: the job's, and those of training libraries."""
         if self.device_type == "cpu":
             return {**self.env_defaults, **(ACCELERATE_ON_CPU if worker.gpu_fraction > 0 else {})}
         return {**self.env_defaults, **(ACCELERATE_ON_SHARED_DEVICE if self.share_groups else {})}
 
     def after_failure(self, cause: str) -> StartPlan:
-        """The plan of the fallback, without a rendezvous.
+        """Return the plan of the fallback, without a rendezvous.
 
         Args:
             cause: Message of the failed verification; its first sentence goes into the warning, as the others advise
@@ -103,22 +100,22 @@ class StartPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """The part of one worker in a start; nothing about the other workers travels with it.
+    """Plan of one worker's start, without the other workers' plans.
 
     Attributes:
         rank: The worker's rank.
         world_size: Workers in the job.
         backend: Name for ``init_process_group``.
         device: torch device that the worker trains on and is verified on.
-        rendezvous: How the worker meets the other ranks.
+        rendezvous: The worker's part of the rendezvous.
         timeout_s: Timeout of the group's collectives once training runs, in seconds.
         budget_s: Bound on this worker's start, in seconds.
         verify: Run the collective check.
-        train_on_cpu: Ray reserved GPUs that are not there: ``get_device()`` must say cpu.
+        train_on_cpu: Ray reserved GPUs that torch cannot use: ``get_device()`` must return cpu.
         set_distributed_env: Set RANK, WORLD_SIZE, LOCAL_RANK, ... before ``init_process_group``, as Ray Train V2 does.
         memory_fraction: Cap on the process's share of its device's memory, None for no cap.
         env_defaults: Variables to set where the user did not.
-        report: The start report without verification figures, or what ``ray.get`` makes it of.
+        report: The start report without verification figures, or an object reference to it.
     """
 
     rank: int

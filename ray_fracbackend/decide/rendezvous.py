@@ -1,13 +1,13 @@
-"""Where and how the ranks meet: address and port of rank 0's store, Gloo's interface of every rank, libuv.
+"""Plan the rendezvous: address and port of rank 0's store, Gloo's interface of every rank, libuv.
 
 Example: two nodes, rank 0 on 10.0.0.3, whose host names resolve to 127.0.1.1 as Debian sets them::
 
     rank 0 at 10.0.0.3:41235 (its node's address), Gloo over eth0 (rank 0), ens5 (rank 1)
 
 An explicit setting of the user always wins, and a conflict with these rules is a warning. NCCL finds its interfaces itself:
-no NCCL variable is ever set. Without the name of an interface Gloo takes whatever address the node's own host name resolves
+no NCCL variable is ever set. Without the name of an interface Gloo takes the address that the node's own host name resolves
 to, which on many machines is a loopback or foreign address; with one it takes the first address of that interface.
-MASTER_ADDR plays no part in it. The rules of each system are in docs/windows.md.
+MASTER_ADDR has no effect on it. The rules of each system are in docs/windows.md.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class InterfaceChoice:
     """Gloo's interface on one rank.
 
     Attributes:
-        name: Its name, None where Gloo is left to find one.
+        name: Its name, None where Gloo finds one itself.
         by_user: The name is the user's own setting.
-        by_route: The worker finds the name itself: that of its route to rank 0.
-        start_only: Groups that the train function makes later work without the name, so that it is not left behind.
+        by_route: The worker finds the name itself, from its route to rank 0.
+        start_only: The name is removed after the start: groups that the train function makes later work without it.
     """
 
     name: str | None = None
@@ -60,15 +60,15 @@ class InterfaceChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRendezvous:
-    """How one rank meets the others.
+    """Rendezvous of one rank.
 
     Attributes:
         master_addr: Address of rank 0's store as this rank reaches it, a literal IP without brackets.
         master_port: Port of that store.
-        env: Variables to set, whatever they were before.
+        env: Variables to set, also where the user set them.
         start_env: Variables to set for the start and to remove once the group is verified.
         interface_by_route: Find ``GLOO_SOCKET_IFNAME`` on the worker: the interface of its route to rank 0.
-        check_device: Gloo's device is in doubt, so it is tried before any rank waits.
+        check_device: Gloo's device may not work, so it is created once before any rank waits.
         check_reachable: Rank 0 may be on another machine, so the connection is checked first.
     """
 
@@ -83,7 +83,7 @@ class WorkerRendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where all ranks meet.
+    """Rendezvous of all ranks.
 
     Attributes:
         master_addrs: Address of rank 0's store as each rank reaches it, by rank; literal IPs.
@@ -95,8 +95,8 @@ class Rendezvous:
         libuv_off: The store must not use libuv.
         on_linux: The workers run on Linux.
         reason: The choice in one line, as logged.
-        notes: What the log will show and nobody needs to act on.
-        warnings: Settings that are in conflict and doubts, one line each.
+        notes: Harmless log lines to expect.
+        warnings: Conflicting settings and risks, one line each.
     """
 
     master_addrs: tuple[str, ...]
@@ -117,7 +117,7 @@ class Rendezvous:
         return self.master_addrs[0]
 
     def of(self, rank: int) -> WorkerRendezvous:
-        """The part of one rank."""
+        """Return the part of one rank."""
         address, choice = self.master_addrs[rank], self.interfaces[rank] if self.interfaces else InterfaceChoice()
         env: dict[str, str] = {}
         if self.init_method == "env":
@@ -133,24 +133,24 @@ class Rendezvous:
             env=env,
             start_env=interface if choice.start_only else {},
             interface_by_route=choice.by_route,
-            # Elsewhere than on Linux names and addresses of interfaces are as Gloo sees them only by and large.
+            # Except on Linux, Gloo may see other names and addresses of interfaces than psutil.
             check_device=self.uses_gloo and (not self.on_linux or choice.name is None or choice.by_user),
             check_reachable=not self.one_node,
         )
 
 
 def bracketed(address: str) -> str:
-    """A literal IP as it stands before a port: IPv6 in brackets."""
+    """Format a literal IP for use before a port: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address
 
 
 def plan_rendezvous(workers: Sequence[WorkerInfo], settings: Settings, backend: str) -> Rendezvous:
-    """Decides where and how the ranks meet. O(number of workers).
+    """Plan the rendezvous of all ranks. O(number of workers).
 
     Args:
-        workers: Facts of every rank, in rank order, at least one; rank 0 holds a store open.
-        options: What the user asked for.
-        backend: The backend that was decided on.
+        workers: Every rank, in rank order, at least one; rank 0 holds a store open.
+        settings: The user's settings.
+        backend: The chosen backend.
 
     Raises:
         RendezvousError: No address of rank 0 can work for all ranks, or Gloo has no interface that can.
@@ -159,7 +159,7 @@ def plan_rendezvous(workers: Sequence[WorkerInfo], settings: Settings, backend: 
     one_node = is_one_node(workers)
     port = workers[0].network.store_port
     if port is None:
-        raise RendezvousError("rank 0 holds no store open: it was not asked for one when the workers were probed.")
+        raise RendezvousError("rank 0 holds no store open: none was created when the workers were probed.")
     addresses, origin, warnings = _addresses(workers, settings, one_node)
     uses_gloo = parse_backend(backend).connects_with_gloo
     interfaces: tuple[InterfaceChoice, ...] = ()
@@ -185,9 +185,9 @@ def plan_rendezvous(workers: Sequence[WorkerInfo], settings: Settings, backend: 
 
 
 def is_one_node(workers: Sequence[WorkerInfo]) -> bool:
-    """True where all ranks share one loopback: one Ray node, or Ray nodes side by side on one machine under one address.
+    """Return True where all ranks share one loopback: one Ray node, or several on one machine with one address.
 
-    The network's id alone does not tell: machines that were restored from one snapshot have equal boot ids and namespaces.
+    The network's id alone is not enough: machines that were restored from one snapshot have equal boot ids and namespaces.
     """
     if len({worker.node_id for worker in workers}) == 1:
         return True
@@ -199,7 +199,7 @@ _Addresses = tuple[tuple[str, ...], str, tuple[str, ...]]
 
 
 def _addresses(workers: Sequence[WorkerInfo], settings: Settings, one_node: bool) -> _Addresses:
-    """Rank 0's address as each rank reaches it, where it comes from, and warnings."""
+    """Return rank 0's address as each rank reaches it, the source of it, and warnings."""
     if settings.master_addr is not None:
         return _configured(workers, settings.master_addr, one_node)
     if one_node:
@@ -214,7 +214,7 @@ def _configured(workers: Sequence[WorkerInfo], value: str, one_node: bool) -> _A
         where = ", ".join(worker.where for worker in lost[:4])
         raise RendezvousError(
             f"master_addr={value!r} cannot be resolved by {ranks_text([worker.rank for worker in lost])} ({where}: "
-            f"{lost[0].network.master_addr_missing}). It must mean rank 0's node everywhere; use an IP address of it.",
+            f"{lost[0].network.master_addr_missing}). It must resolve to rank 0's node everywhere; use an IP address of it.",
             ranks=[worker.rank for worker in lost],
         )
     addresses = tuple(worker.network.master_addrs[0] if worker.network.master_addrs else value for worker in workers)
@@ -225,11 +225,11 @@ def _configured(workers: Sequence[WorkerInfo], value: str, one_node: bool) -> _A
     warnings: tuple[str, ...] = ()
     if away and not one_node:
         warnings = (
-            f"master_addr={value!r} is a loopback address for {ranks_text(away)} on other nodes; it is used as asked",
+            f"master_addr={value!r} is a loopback address for {ranks_text(away)} on other nodes; it is used as configured",
         )
     elif workers[0].network.interfaces and owner_of(workers[0], addresses[0]) is None:
         warnings = (
-            f"master_addr={value!r} is on no interface of rank 0's node {workers[0].node_ip}; it is used as asked",
+            f"master_addr={value!r} is on no interface of rank 0's node {workers[0].node_ip}; it is used as configured",
         )
     return addresses, "master_addr as configured", warnings
 
@@ -243,7 +243,7 @@ def _loopback(worker: WorkerInfo) -> str:
 
 
 def _node_address(workers: Sequence[WorkerInfo]) -> tuple[str, tuple[str, ...]]:
-    """The address of rank 0's node that Ray knows, where it can be used from other nodes."""
+    """Return Ray's address of rank 0's node, if other nodes can use it, and warnings."""
     first = workers[0]
     loopback = [worker for worker in workers if is_loopback(worker.node_ip)]
     if loopback:
@@ -301,7 +301,7 @@ def _over(interfaces: Sequence[InterfaceChoice]) -> str:
 
 
 def _overridden_env(workers: Sequence[WorkerInfo], windows: bool) -> tuple[str, ...]:
-    """Inherited variables that would break the start and are therefore not kept."""
+    """Return a warning for each inherited variable that is overridden because it would break the start."""
     found = []
     libuv = [worker.rank for worker in workers if worker.env.get("USE_LIBUV") == "1"]
     if windows and libuv:
@@ -312,10 +312,10 @@ def _overridden_env(workers: Sequence[WorkerInfo], windows: bool) -> tuple[str, 
 def choose_interfaces(
     workers: Sequence[WorkerInfo], one_node: bool
 ) -> tuple[tuple[InterfaceChoice, ...], tuple[str, ...]]:
-    """Gloo's interface of every rank, and doubts, one line each.
+    """Choose Gloo's interface of every rank; also return warnings, one line each.
 
     Args:
-        workers: Facts of every rank, in rank order.
+        workers: Every rank, in rank order.
         one_node: All ranks share one loopback interface.
 
     Raises:
@@ -335,7 +335,7 @@ def choose_interfaces(
 
 
 def owner_of(worker: WorkerInfo, address: str) -> str | None:
-    """Name of the interface that has the address, None where none has."""
+    """Return the name of the interface that has the address, None where none has."""
     wanted = normal(address)
     for name, addresses in worker.network.interfaces.items():
         if wanted in addresses:
@@ -344,7 +344,7 @@ def owner_of(worker: WorkerInfo, address: str) -> str | None:
 
 
 def normal(address: str) -> str:
-    """The shortest spelling of an address, without scope, so that two spellings of one compare equal."""
+    """Normalize an address, without scope, so that two spellings of one compare equal."""
     bare = address.partition("%")[0]
     try:
         return str(ipaddress.ip_address(bare)) if ":" in bare else bare
@@ -353,7 +353,7 @@ def normal(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """True for 127.0.0.0/8 and ::1, in any spelling."""
+    """Return True for 127.0.0.0/8 and ::1, in any spelling."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -363,7 +363,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_link_local(address: str) -> bool:
-    """True for fe80::/10 and 169.254.0.0/16, which mean something else on every link."""
+    """Return True for fe80::/10 and 169.254.0.0/16, which are valid on one link only."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_link_local
     except ValueError:
@@ -397,7 +397,7 @@ def _conflicts(worker: WorkerInfo, set_by_user: str, ruled: str | None) -> list[
 
 
 def _on_one_node(worker: WorkerInfo) -> tuple[InterfaceChoice, list[str]]:
-    """The loopback interface, which needs no name server, no VPN and no link."""
+    """Choose the loopback interface, which needs no name server, no VPN and no link."""
     name = owner_of(worker, "127.0.0.1") or owner_of(worker, "::1")
     if worker.platform != "win32":
         if name is None:
@@ -405,7 +405,7 @@ def _on_one_node(worker: WorkerInfo) -> tuple[InterfaceChoice, list[str]]:
         trouble = _trouble(worker, name)
         if trouble:
             return InterfaceChoice(), [_unset(name, trouble)]
-        # Without a name Gloo takes the host name's address, or loopback where there is none: on one node either will do.
+        # Without a name Gloo takes the host name's address, or loopback where there is none: on one node either works.
         return InterfaceChoice(name=name, start_only=True), []
     if worker.network.default_device_missing is None:
         return InterfaceChoice(), []
@@ -422,7 +422,7 @@ def _on_one_node(worker: WorkerInfo) -> tuple[InterfaceChoice, list[str]]:
 
 
 def _between_nodes(worker: WorkerInfo) -> tuple[InterfaceChoice, list[str]]:
-    """The interface that owns the node's address."""
+    """Choose the interface that has the node's address."""
     name = owner_of(worker, worker.node_ip)
     if name is None:
         doubt = f"no interface has the node's address {worker.node_ip}: Gloo uses the one of the route to rank 0"
@@ -440,11 +440,11 @@ def _between_nodes(worker: WorkerInfo) -> tuple[InterfaceChoice, list[str]]:
 
 
 def _trouble(worker: WorkerInfo, name: str) -> str | None:
-    """Why Gloo cannot be given this name, None where it can."""
+    """Return why Gloo cannot use this name, None where it can."""
     if "," in name:
         return "its name has a comma, at which Gloo splits the list"
     if worker.platform == "win32" and not name.isascii():
-        return "its name is not ASCII, and Windows hands variables to Gloo in another code page"
+        return "its name is not ASCII, and Windows passes variables to Gloo in another code page"
     addresses = worker.network.interfaces[name]
     if worker.platform in _LINK_LOCAL_FIRST and is_link_local(addresses[0]):
         return f"its first address {addresses[0]} is link-local, and Gloo takes the first"
@@ -456,7 +456,7 @@ def _unset(name: str, trouble: str) -> str:
 
 
 def _gloo_family(worker: WorkerInfo, choice: InterfaceChoice) -> str | None:
-    """IP version of the address that Gloo takes: an interface's IPv4 address where it has one."""
+    """Return the IP version of the address that Gloo takes: an interface's IPv4 address where it has one."""
     addresses = worker.network.interfaces.get((choice.name or "").split(",")[0])
     if not addresses:
         return None

@@ -1,4 +1,4 @@
-"""The settings of a start, and the rule that each one keeps. Standard library only: the command line reads it without Ray."""
+"""Settings of a start and their validation. Standard library only: the command line imports it without Ray."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def _is_ports(value: object) -> bool:
 
 
 def _setting(default: Any, rule: dict[str, Any], help_text: str, *, kw_only: bool = True) -> Any:
-    """A setting with its rule and its help on the command line; those without help are not there."""
+    """Declare a setting with its rule and its help on the command line; those without help are not there."""
     return field(default=default, kw_only=kw_only, metadata={"choices": (), **rule, "help": help_text})
 
 
 @dataclass
 class Settings:
-    """The settings of :class:`ray_fracbackend.FracTorchConfig`, which says what each one means.
+    """Settings of :class:`ray_fracbackend.FracTorchConfig`, which documents them.
 
     The first three are TorchConfig's and stay positional.
 
@@ -108,7 +108,7 @@ class Settings:
 
     @property
     def backends(self) -> Backends:
-        """The backend that was asked for, by device type."""
+        """Requested backend by device type."""
         return parse_backend(self.backend)
 
     def checked_copy(self: _Self) -> _Self:
@@ -123,5 +123,5 @@ class Settings:
 
 
 def setting_names() -> tuple[str, ...]:
-    """Names of all settings, in the order of the fields."""
+    """Return the names of all settings, in the order of the fields."""
     return tuple(setting.name for setting in fields(Settings))

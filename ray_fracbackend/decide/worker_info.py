@@ -13,7 +13,7 @@ class DeviceInfo:
     """One CUDA device as one worker sees it.
 
     Attributes:
-        uuid: CUDA's own identity of the device: ``GPU-...``, or ``MIG-...`` for a MIG slice. Equal UUIDs are one device. Where
+        uuid: CUDA's UUID of the device: ``GPU-...``, or ``MIG-...`` for a MIG slice. Equal UUIDs are one device. Where
             CUDA gives none, as old ROCm builds, ``BUS-...`` of host and PCI bus id.
         index: torch's index of the device in the worker's process.
         name: Product name, such as ``NVIDIA H200``.
@@ -39,18 +39,18 @@ class DeviceInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkInfo:
-    """Network of one worker's node, and what torch can use of it.
+    """Network of one worker's node, as far as torch can use it.
 
     Attributes:
-        network_id: Equal for workers that share one loopback interface, whatever Ray calls their nodes; empty if unknown.
+        network_id: Equal for workers that share one loopback interface, even as different Ray nodes; empty if unknown.
         interfaces: Addresses of every interface that is up and has more than link-local ones, by name as Gloo compares
             it, in the order in which the system lists them, without IPv6 scopes.
         gloo_missing: Why Gloo cannot make a device of any kind, None where it can.
-        default_device_missing: Why Gloo cannot find a device without the name of an interface, None where it can. Asked on
+        default_device_missing: Why Gloo cannot find a device without the name of an interface, None where it can. Checked on
             Windows only: elsewhere an interface is always named, and a slow name server must not hold up the start.
-        store_port: Port of the store that this worker holds open for the others, asked of rank 0 only.
-        master_addrs: What the configured name of rank 0's node resolves to here, IPv4 first.
-        master_addr_missing: Why it does not resolve here, None where it does or was not asked.
+        store_port: Port of the store that this worker holds open for the others, None except on rank 0.
+        master_addrs: Addresses that the configured name of rank 0's node resolves to here, IPv4 first.
+        master_addr_missing: Why it does not resolve here, None where it does or no name is configured.
     """
 
     network_id: str = ""
@@ -76,7 +76,7 @@ class WorkerInfo:
         platform: ``sys.platform``.
         torch_version: ``torch.__version__``.
         ray_version: ``ray.__version__``.
-        resources: What Ray reserved for the worker, such as ``{"CPU": 1.0, "GPU": 0.5}``.
+        resources: Resources that Ray reserved for the worker, such as ``{"CPU": 1.0, "GPU": 0.5}``.
         gpu_ids: Ray's ids of the worker's GPUs; for messages only, never an identity.
         cuda_visible_devices: The variable as the worker has it, None where unset.
         devices: The worker's own CUDA devices; the first is the one its collectives run on.
@@ -87,9 +87,9 @@ class WorkerInfo:
         nccl_version: Version of the NCCL library that is loaded into the process, None if unknown or absent.
         gloo_available: torch was built with Gloo.
         mps_reachable: A CUDA MPS control daemon answers on this node.
-        ipc_host_memory_missing: Why the ipc backend cannot use host memory here, None where it can; asked where it may be used.
-        ipc_device_memory_missing: Why the ipc backend cannot use device memory here, None where it can; asked as above.
-        env: The worker's variables that steer NCCL, Gloo, MPS and the rendezvous, as the user set them.
+        ipc_host_memory_missing: Why the ipc backend cannot use host memory here, None where it can; probed where it may be used.
+        ipc_device_memory_missing: Why the ipc backend cannot use device memory here, None where it can; probed as above.
+        env: The worker's environment variables for NCCL, Gloo, MPS and the rendezvous, as the user set them.
         network: The node's network.
     """
 
@@ -125,12 +125,12 @@ class WorkerInfo:
 
     @property
     def device(self) -> DeviceInfo | None:
-        """The device that the worker's collectives run on, as ``ray.train.torch.get_device()`` picks it."""
+        """Device that the worker's collectives run on, as ``ray.train.torch.get_device()`` picks it."""
         return self.devices[0] if self.devices else None
 
     @property
     def nccl_host(self) -> str:
-        """The host identity that NCCL compares: ``NCCL_HOSTID``, else host name and boot id (NCCL utils.cc)."""
+        """Host identity that NCCL compares: ``NCCL_HOSTID``, else host name and boot id (NCCL utils.cc)."""
         return self.env.get("NCCL_HOSTID") or f"{self.hostname}/{self.boot_id}"
 
     @property
@@ -140,12 +140,12 @@ class WorkerInfo:
 
 
 def version_text(version: NcclVersion | None) -> str:
-    """``2.28.9``, or ``of unknown version``."""
+    """Format a version: ``2.28.9``, or ``of unknown version``."""
     return ".".join(map(str, version)) if version else "of unknown version"
 
 
 def ranks_text(ranks: tuple[int, ...] | list[int], limit: int = 8) -> str:
-    """``rank 3``, ``ranks 0,1`` or ``ranks 0,1,2,... (64 in all)``; consecutive ranks are not merged, so grep finds them."""
+    """Format ranks: ``rank 3``, ``ranks 0,1`` or ``ranks 0,1,2,... (64 in all)``; ranges are not merged, for grep."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) <= limit:

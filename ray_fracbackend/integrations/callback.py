@@ -26,7 +26,7 @@ SETTINGS_ENV = "RAY_FRACBACKEND_SETTINGS"
 
 
 class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[misc]
-    """Puts FracTorchConfig in place of a run's TorchConfig before its workers start.
+    """Replace a run's TorchConfig by FracTorchConfig before the backend starts.
 
     Raises:
         ValueError: ``RAY_FRACBACKEND_SETTINGS`` is no JSON object, or a setting in it breaks its rule.
@@ -36,7 +36,7 @@ class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[mis
         self._settings = _settings()
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Runs before Ray's own callback, which starts the backend: those of the environment come first."""
+        """Replace the configuration; Ray runs callbacks of the environment before its own, which starts the backend."""
         _ray.replace_backend_config(worker_group, self._replaced)
 
     def _replaced(self, config: Any) -> Any:
@@ -48,7 +48,7 @@ class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[mis
 
 
 def use_everywhere(settings: Mapping[str, Any]) -> None:
-    """Sets the variables for this process and all that it starts, a local Ray included.
+    """Set the variables for this process and all that it starts, a local Ray included.
 
     Args:
         settings: Settings of FracTorchConfig.

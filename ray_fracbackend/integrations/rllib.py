@@ -13,7 +13,7 @@ from ray_fracbackend import _ray
 
 @contextmanager
 def learners_use(torch_config: TorchConfig) -> Iterator[None]:
-    """Algorithms that are built inside the context start their remote torch learners with this configuration.
+    """Start the remote torch learners of algorithms that are built inside the context with this configuration.
 
     RLlib builds the learners in the process that builds the algorithm, so this must be that process: the driver for
     ``AlgorithmConfig.build_algo()``, the trial for an algorithm that Tune runs. Restarts of the learners within the
@@ -34,7 +34,7 @@ def learners_use(torch_config: TorchConfig) -> Iterator[None]:
 
 
 def for_learners(torch_config: TorchConfig) -> TorchConfig:
-    """A copy of a configuration whose workers see their own devices only.
+    """Copy a configuration so that its workers see their own devices only.
 
     RLlib's learners never use each other's GPUs, and place their modules by the first visible one.
 

@@ -1,1 +1,1 @@
-"""After a start that failed: which rank, link or node is at fault."""
+"""Search for the rank, link or node at fault after a failed start."""

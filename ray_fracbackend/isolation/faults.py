@@ -1,9 +1,9 @@
-"""Which rank, node or link is at fault, from what every rank found alone, with every peer and in pairs. Pure.
+"""Diagnose which rank, node or link is at fault, from each rank's own tests, links and pairwise collectives. Pure.
 
-The search runs only after the whole group failed. Every rank's helper (isolation_helper.py) tries its own machine, then the
-links to its peers, then collectives of two in rounds: in round k rank i meets rank ``i XOR 2**k``, all pairs at once, so
-that ``ceil(log2(N))`` rounds pair every rank with ranks of all parts of the job. Two rounds could not tell a bad rank from
-a bad link.
+The search runs only after the whole group failed. Every rank's helper (helper.py) tests its own device, then the
+links to its peers, then collectives of two in rounds: in round k rank i is paired with rank ``i XOR 2**k``, all pairs at
+once, so that ``ceil(log2(N))`` rounds pair every rank with ranks of all parts of the job. Two rounds could not distinguish
+a bad rank from a bad link.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any
 
 from ray_fracbackend.decide.worker_info import ranks_text
 
-# Up to so many ranks every link is tried, above it those to a rank's partners and to its neighbours.
+# Up to this many ranks every link is tested, above it those to a rank's partners and to its neighbours.
 MAX_MESH = 64
-# Slow: this multiple of what is usual in the job, and this much above it; what breaks a start is far beyond the noise.
+# Slow: this multiple of the job's usual time, and this much above it; what breaks a start is far beyond the noise.
 _SLOW_FACTOR, _SLOW_MARGIN_S = 5.0, 0.25
-# Slow where there is nothing to compare with.
+# Slow without other ranks to compare with.
 _SLOW_ALONE_S = 1.0
 _NUM_NAMED = 4
 
 
 def num_rounds(world_size: int) -> int:
-    """Rounds that pair every rank along every bit of the rank number."""
+    """Return the number of rounds that pair every rank along every bit of the rank number."""
     return max(0, (world_size - 1).bit_length())
 
 
 def partner(rank: int, round_number: int, world_size: int) -> int | None:
-    """Whom a rank meets in a round, None where that rank does not exist."""
+    """Return a rank's partner in a round, None where that rank does not exist."""
     other = rank ^ (1 << round_number)
     return other if other < world_size else None
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
-    """Ranks to which a rank tries its link."""
+    """Return the ranks to which a rank tests its link."""
     if world_size <= MAX_MESH:
         return [other for other in range(world_size) if other != rank]
     partners = {partner(rank, number, world_size) for number in range(num_rounds(world_size))}
@@ -50,7 +50,7 @@ class LinkFinding:
     Attributes:
         connected: A TCP connection to the peer was made.
         heard: A datagram of the peer arrived.
-        seconds: Seconds to send a block over that connection and get it back, None where that did not end in time.
+        seconds: Round-trip time of a block over that connection, None where it did not end in time.
     """
 
     connected: bool
@@ -66,7 +66,7 @@ class PairFinding:
         peer: The other rank.
         outcome: ``ok``, ``wrong`` (this rank's result is not the right answer) or ``failed``.
         seconds: Seconds of the collectives, None where they did not end.
-        error: What the process group said.
+        error: Error message of the process group.
     """
 
     peer: int
@@ -77,15 +77,15 @@ class PairFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """All that one rank's helper found.
+    """Results of one rank's helper.
 
     Attributes:
         right: Sums that the rank computed alone are right, as far as they ended.
-        seconds: Seconds for them, None where they did not end, 0 where ``untried`` or ``failure`` says more.
+        seconds: Seconds for them, None where they did not end, 0 with ``untried`` or ``failure``.
         links: By peer.
         pairs: By round; without rounds in which it had no partner.
-        untried: Why the rank's device could not be tried, such as out of memory; empty where it was.
-        failure: What CUDA said where the device failed by itself; empty where it did not.
+        untried: Why the rank's device could not be tested, such as out of memory; empty where it was.
+        failure: CUDA's error message where the device failed by itself; empty where it did not.
     """
 
     right: bool
@@ -97,7 +97,7 @@ class Findings:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Findings:
-        """Findings from what ``json`` makes of ``asdict``."""
+        """Build findings from the JSON of ``asdict``."""
         return cls(
             right=value["right"],
             seconds=value["seconds"],
@@ -110,13 +110,13 @@ class Findings:
 
 @dataclass(frozen=True)
 class Fault:
-    """A verdict.
+    """One fault.
 
     Attributes:
         kind: ``silent rank``, ``failing device``, ``wrong rank``, ``slow rank``, ``cut rank``, ``boundary``, ``cut link``,
             ``one-way link``, ``slow link``, ``pair`` or ``scale``.
         ranks: Ranks at fault; the two ends of a link; the smaller side of a boundary.
-        text: What was seen, with ranks and nodes.
+        text: Description, with ranks and nodes.
     """
 
     kind: str
@@ -125,14 +125,14 @@ class Fault:
 
 
 def diagnose(findings: Mapping[int, Findings], where: Sequence[str]) -> list[Fault]:
-    """Names what is at fault, the worst first.
+    """Find the faults, the worst first.
 
     Args:
         findings: Of the ranks whose helper answered, by rank.
         where: Rank, node and process of every rank, for the texts.
 
     Returns:
-        At least one verdict: where everything works in pairs, that the fault shows only in the whole group.
+        At least one fault: where everything works in pairs, that the fault shows only in the whole group.
     """
     return list(_Diagnosis(findings, where).faults())
 
@@ -142,12 +142,12 @@ class _Diagnosis:
         self._findings = findings
         self._where = where
         self._live = sorted(findings)
-        # A device that computed nothing was neither fast nor slow.
+        # A device that was not tested was neither fast nor slow.
         tried = {rank: each for rank, each in findings.items() if not each.untried and not each.failure}
         seconds = {rank: _or_endless(finding.seconds) for rank, finding in tried.items()}
         limit_s = _slow_limit(seconds.values())
         self._slow_alone = {rank: value for rank, value in seconds.items() if value > limit_s}
-        # What a slow rank's links and groups do says nothing about them.
+        # A slow rank's links and groups are slow because of the rank.
         self._sound = [rank for rank in self._live if rank not in self._slow_alone]
         sound = set(self._sound)
         self._tried = {
@@ -156,7 +156,7 @@ class _Diagnosis:
         self._bad = {pair for pair in self._tried if not all(self._connected(*pair))}
 
     def faults(self) -> Iterator[Fault]:
-        # What is slow or fails where something is broken may be so because of that.
+        # Slow or failing pairs may be a consequence of what is broken.
         broken = [*self._silent(), *self._failing(), *self._wrong(), *self._starved(), *self._cut()]
         yield from broken or [*self._slow()] or self._pairs() or self._scale()
 
@@ -225,7 +225,7 @@ class _Diagnosis:
             yield self._link(i, j)
 
     def _groups(self) -> list[tuple[int, ...]]:
-        """Ranks that reach each other, the largest group first; of two equal ones that of the lowest rank."""
+        """Group ranks that reach each other, the largest group first; of two equal ones that of the lowest rank."""
         group_of = {rank: [rank] for rank in self._sound}
         for i, j in self._tried - self._bad:
             large, small = sorted((group_of[i], group_of[j]), key=len, reverse=True)
@@ -272,7 +272,7 @@ class _Diagnosis:
                 slow_links -= set(own)
         for i, j in sorted(slow_links):
             took = f"{times[i, j]:.2f} s" if times[i, j] < float("inf") else "no end"
-            text = f"the link between {self._where[i]} and {self._where[j]} is slow: {took} for a block to and fro"
+            text = f"the link between {self._where[i]} and {self._where[j]} is slow: {took} for a block's round trip"
             yield Fault("slow link", (i, j), text)
 
     def _link_seconds(self, i: int, j: int) -> float:

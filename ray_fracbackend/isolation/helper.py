@@ -1,7 +1,7 @@
 """One rank's part of the search for a fault, in a process of its own that can be killed. Needs torch alone, no Ray.
 
-Started by isolation_run.py as ``python -m ray_fracbackend.isolation.helper ADDRESS``. It listens on that address alone,
-prints where as one line of JSON, reads its task as another, and prints its findings as a third. Peers know a token of the
+Started by search.py as ``python -m ray_fracbackend.isolation.helper ADDRESS``. It listens on that address alone,
+prints its ports as one line of JSON, reads its task as another, and prints its findings as a third. Peers know a token of the
 job; a connection or datagram without it is dropped, and nothing that comes from a socket is interpreted.
 """
 
@@ -32,7 +32,7 @@ from ray_fracbackend.worker.store import open_store, uses_libuv
 BLOCK_BYTES = 64 * 1024
 _NUM_DATAGRAMS = 8
 _SIZES = (128, 131_072)
-# The helper gets no memory or no device beside the worker: says nothing of the device. cuBLAS and MPS have words of their own.
+# The helper gets no memory or no device beside the worker: no statement about the device. cuBLAS and MPS have own messages.
 _UNTRIED = re.compile(
     r"out of memory|not enough memory|CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)|busy or unavailable|\bMPS\b"
     r"|not compiled with CUDA|invalid device (?:ordinal|id)|no CUDA.capable device|no CUDA GPUs|no NVIDIA driver"
@@ -45,7 +45,7 @@ _LIFE_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class HelperAddress:
-    """Where a helper listens.
+    """Address and ports of a helper.
 
     Attributes:
         address: Literal IP.
@@ -62,16 +62,16 @@ class HelperAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class HelperTask:
-    """What a helper has to try.
+    """Tests that a helper has to run.
 
     Attributes:
         rank: Its rank.
         token: Secret of this search, the same on all ranks.
-        peers: Addresses of the peers whose link it tries, by rank.
+        peers: Addresses of the peers whose link it tests, by rank.
         partners: Its partner of every round, None for a round without one.
         device: torch device for the sums that it computes alone.
         link_s: Seconds for all links together.
-        round_s: Seconds for each round; rounds begin by the clock, so that a failed one delays nobody.
+        round_s: Seconds for each round; rounds begin at fixed times, so that a failed one delays no rank.
     """
 
     rank: int
@@ -84,14 +84,14 @@ class HelperTask:
 
     @classmethod
     def from_json(cls, text: str) -> HelperTask:
-        """A task from what ``json`` makes of ``asdict``."""
+        """Build a task from the JSON of ``asdict``."""
         value = json.loads(text)
         peers = {int(rank): HelperAddress(**address) for rank, address in value.pop("peers").items()}
         return cls(peers=peers, partners=tuple(value.pop("partners")), **value)
 
 
 class Helper:
-    """The sockets of one helper, and what it does with them.
+    """Sockets and tests of one helper.
 
     Args:
         address: Literal IP of this node to listen on.
@@ -111,7 +111,7 @@ class Helper:
         )
 
     def run(self, task: HelperTask) -> Findings:
-        """Tries everything, within ``link_s + rounds * round_s`` seconds."""
+        """Run all tests, within ``link_s + rounds * round_s`` seconds."""
         started = time.monotonic()
         links_end = started + task.link_s
         threading.Thread(target=self._answer, args=(task.token.encode(),), daemon=True).start()
@@ -166,7 +166,7 @@ class Helper:
             if now >= next_send:
                 next_send = now + pause_s
                 for peer in task.peers.values():
-                    with contextlib.suppress(OSError):  # refused or unreachable: then it is not heard
+                    with contextlib.suppress(OSError):  # refused or unreachable: the peer does not receive it
                         self._datagrams.sendto(mine, (peer.address, peer.datagram_port))
             self._datagrams.settimeout(max(0.001, min(next_send, end) - time.monotonic()))
             with contextlib.suppress(OSError):
@@ -175,7 +175,7 @@ class Helper:
                     heard.add(words[word])
 
     def _answer(self, token: bytes) -> None:
-        """Sends back what peers send, until the process ends."""
+        """Send back what peers send, until the process ends."""
         while True:
             connection, _ = self._listener.accept()
             threading.Thread(target=_echo, args=(connection, token), daemon=True).start()
@@ -210,7 +210,7 @@ class Helper:
 
 
 def sums_are_right(device: torch.device) -> bool:
-    """Whether products of integers that this device computes are what the rule says."""
+    """Return whether this device computes products of integers correctly."""
     size = 256
     row = torch.arange(size, dtype=torch.float64, device=device) % 7 + 1
     matrix = row.repeat(size, 1)
@@ -223,7 +223,7 @@ def sums_are_right(device: torch.device) -> bool:
 
 
 def _try_link(peer: HelperAddress, token: str, end: float) -> tuple[bool, float | None]:
-    """Whether the peer was reached, and the seconds for a block to it and back."""
+    """Return whether the peer was reached, and the round-trip time of a block in seconds."""
     while True:
         left_s = end - time.monotonic()
         if left_s <= 0:
@@ -270,7 +270,7 @@ def _echo(connection: socket.socket, token: bytes) -> None:
 
 
 def serve(address: str, source: TextIO, sink: TextIO) -> None:
-    """The whole conversation with the worker that started this process."""
+    """Print the helper's address, read its task, run it and print the findings, each as a line of JSON."""
     helper = Helper(address)
     print(json.dumps(asdict(helper.address)), file=sink, flush=True)
     line = source.readline()

@@ -1,4 +1,4 @@
-"""The search for the fault of a failed start: a helper process on every worker, and what they report.
+"""Search for the fault of a failed start with a helper process on every worker.
 
 Runs after a failure only. ``find_faults`` runs on the driver, the other functions on the workers.
 """
@@ -24,7 +24,7 @@ from ray_fracbackend.timeouts import Deadline, bounded
 from ray_fracbackend.worker.network import route_address, route_interface
 from ray_fracbackend.worker.state import STATE
 
-# Shortest time in which a helper can import torch and try anything, and the longest for each of its steps.
+# Shortest time in which a helper can import torch and run a test, and the longest for each of its steps.
 MIN_S = 10.0
 _LINK_S, _ROUND_S, _ANSWER_S = 3.0, 3.0, 1.0
 
@@ -35,13 +35,13 @@ _RESOLVER = "timeout:1"
 def find_faults(
     worker_group: Any, plans: Sequence[WorkerPlan], addresses: Sequence[WorkerAddress], deadline: Deadline
 ) -> list[Fault]:
-    """Find what made a start fail, in two remote rounds and ``ceil(log2(N))`` rounds of pairs.
+    """Find the fault of a failed start, in two remote rounds and ``ceil(log2(N))`` rounds of pairs.
 
     Args:
         worker_group: Workers whose start has failed.
-        plans: What each rank was to do, by rank.
-        addresses: Where the ranks run.
-        deadline: When the start must have ended.
+        plans: Plan of each rank, by rank.
+        addresses: Node and process of each rank.
+        deadline: Deadline of the start.
 
     Returns:
         The faults, the worst first; empty where too little time is left.
@@ -73,14 +73,18 @@ def find_faults(
 
 
 def open_helper(rendezvous: WorkerRendezvous, timeout_s: float) -> HelperAddress:
-    """Start this worker's helper, listening on the address that the other ranks know this node by.
+    """Start this worker's helper, listening on this node's address on its route to rank 0.
+
+    Args:
+        rendezvous: The worker's part of the rendezvous.
+        timeout_s: Bound in seconds.
 
     Raises:
-        TimeoutError: It did not come up in time.
+        TimeoutError: It did not start in time.
         RuntimeError: It ended.
     """
     close_helper()
-    # The helper finds what this process can import, whatever put it there.
+    # The helper can import what this process can import.
     env = {
         **os.environ,
         "RES_OPTIONS": f"{os.environ.get('RES_OPTIONS', '')} {_RESOLVER}".strip(),

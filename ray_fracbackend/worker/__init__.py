@@ -1,1 +1,1 @@
-"""What runs in a Ray worker: the probe, rank 0's store, the process group."""
+"""Code that runs in a Ray worker: the probe, rank 0's store, the process group."""

@@ -1,7 +1,7 @@
-"""Environment variables that a start sets in a worker's process, told apart from the user's own.
+"""Environment variables that a start sets in a worker's process, kept separate from the user's own.
 
-One process may start more than once, after a failure or in a new worker group: what the first start chose must not look
-like a setting of the user to the second.
+One process may start more than once, after a failure or in a new worker group: the second start must not take the first
+one's choice for a setting of the user.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ray_fracbackend.worker.state import STATE
 
 
 def set_default(values: Mapping[str, str]) -> None:
-    """Set variables where the user did not, and remember them as not the user's."""
+    """Set variables where the user did not, and record them as set by the start."""
     for name, value in values.items():
         if name not in user_environment():
             _set(name, value)
 
 
 def set_always(values: Mapping[str, str]) -> None:
-    """Set variables whatever they were before, and remember them as not the user's."""
+    """Set variables, also where the user did, and record them as set by the start."""
     for name, value in values.items():
         _set(name, value)
 
 
 def user_environment() -> dict[str, str]:
-    """The process's variables without those that still have the value that a start gave them."""
+    """Return the process's variables without those that still have the value that a start set."""
     return {name: value for name, value in os.environ.items() if STATE.variables.get(name) != value}
 
 
@@ -58,7 +58,7 @@ class Snapshot:
 
     Attributes:
         variables: All variables.
-        set_by_us: Those that a start had set, with the values that it gave them.
+        set_by_us: Those that a start had set, with the values that it set.
     """
 
     variables: Mapping[str, str]
@@ -71,7 +71,7 @@ def snapshot() -> Snapshot:
 
 
 def restore(before: Snapshot) -> None:
-    """Put back what has changed since; threads of libraries may read the other variables meanwhile."""
+    """Restore only the variables that changed: threads of libraries may read the others meanwhile."""
     for name in {*os.environ, *before.variables}:
         value = before.variables.get(name)
         if os.environ.get(name) == value:

@@ -1,4 +1,4 @@
-"""The cap on a worker's CUDA memory, and the message of its OutOfMemoryError. Runs on the worker."""
+"""Per-process CUDA memory limit and its OutOfMemoryError message. Runs on the worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class MemoryCap:
-    """What torch's allocator may take in this process.
+    """Limit of torch's allocator in this process.
 
     Attributes:
         fraction: Share of the device's memory, in 0 to 1.
@@ -27,7 +27,7 @@ class MemoryCap:
 
     @property
     def text(self) -> str:
-        """The cap and what of it is taken, in GiB."""
+        """Cap and memory that torch holds, in GiB."""
         total = torch.cuda.get_device_properties(self.device).total_memory
         reserved = torch.cuda.memory_reserved(self.device)
         return (
@@ -37,9 +37,9 @@ class MemoryCap:
 
 
 def set_cap(fraction: float | None, device: torch.device | str = "cuda") -> None:
-    """Cap what torch's allocator takes of a device in this process; None removes the cap of an earlier start.
+    """Cap the memory of torch's allocator in this process; None removes the cap of an earlier start.
 
-    It does not count what is outside of the allocator: the CUDA context, NCCL's buffers, memory of other libraries.
+    Memory outside of the allocator is not counted: the CUDA context, NCCL's buffers, memory of other libraries.
 
     Args:
         fraction: Share of the device's memory, in 0 to 1.
@@ -56,13 +56,13 @@ def set_cap(fraction: float | None, device: torch.device | str = "cuda") -> None
 
 @contextmanager
 def explain_out_of_memory(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Run a train function's body in another context; out of memory leaves it with the cap in its message.
+    """Enter another context and add the cap to the message of an OutOfMemoryError that leaves it.
 
     Args:
         context: Makes the context that Ray Train would enter by itself.
 
     Raises:
-        torch.cuda.OutOfMemoryError: The body raised it; the same with the cap, the fraction and what to do.
+        torch.cuda.OutOfMemoryError: The body raised it; the message also has the cap, the fraction and what to do.
     """
     with context():
         try:

@@ -1,6 +1,6 @@
 """Find out why torch cannot use a CUDA device, and say it with what to do. Runs on the worker.
 
-CUDA itself is asked first: NVML and the environment variables only tell its errors apart. NVML is optional throughout.
+CUDA itself comes first: NVML and the environment variables only distinguish its errors. NVML is optional throughout.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _QUOTED_CHARS = 160
 # c10/cuda/CUDAFunctions.cpp puts this before the number and name of an error that it has no message of its own for.
 _PREAMBLE = r"Unexpected error from \w+\(\)\..*?\? (?=Error \d)"
 
-# Sought in the error in lower case.
+# Patterns for the error message in lower case.
 _NO_DRIVER = "no nvidia driver on your system"
 _LOST = "gpu is lost|fallen off the bus"
 _BUSY = r"error \(?46\b|busy or unavailable"
 _NO_GPUS = "no cuda gpus are available|no cuda-capable device is detected"
-# Errors that CUDA tells apart by itself: what its text has, the cause, what to do.
+# Errors with a text of their own: pattern, cause, what to do.
 _OWN_ERRORS = (
     (
         "driver on your system is too old",
@@ -54,18 +54,18 @@ _OWN_ERRORS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaFindings:
-    """What a process found whose torch cannot use a CUDA device.
+    """Findings of a process whose torch cannot use a CUDA device.
 
     Attributes:
         build: What torch was built for: ``cpu``, ``cuda``, ``rocm`` or ``xpu``.
         torch_version: ``torch.__version__``.
         cuda_version: Version of CUDA that torch was built with, None for other builds.
-        error: First line of what torch.cuda raised, None where CUDA's initialization succeeded.
+        error: First line of torch.cuda's error, None where CUDA's initialization succeeded.
         num_gpus: GPUs that NVML counts on the node, None where it does not answer.
-        num_lost_gpus: Those of them that NVML calls lost.
+        num_lost_gpus: GPUs among these that NVML reports as lost.
         compute_modes: Compute modes of the others, as `mode_name` gives them.
         driver_version: Version of the NVIDIA driver by NVML, None if unknown.
-        variables: The variables that hide GPUs from torch, as far as they are set.
+        variables: Environment variables that hide GPUs from torch and are set.
     """
 
     build: str = "cuda"
@@ -83,7 +83,7 @@ def why_no_cuda(error: Exception | None = None) -> str:
     """Find out why torch cannot use a CUDA device in this process; initializes CUDA, makes no context.
 
     Args:
-        error: What a call of torch.cuda raised; None to initialize CUDA and see what that raises.
+        error: Error of a call of torch.cuda; None to initialize CUDA and use the error of that.
 
     Returns:
         Cause and what to do, in one line without a full stop.
@@ -113,7 +113,7 @@ def cause_text(found: CudaFindings) -> str:
     """Say why torch cannot use a CUDA device, and what to do. Pure.
 
     Args:
-        found: What was found in the process.
+        found: Findings of the process.
 
     Returns:
         One line without a full stop.
@@ -127,8 +127,8 @@ def cause_text(found: CudaFindings) -> str:
         return _rocm_cause(found, f"{name} is a ROCm build and finds no usable AMD GPU {evidence}")
     if found.error is None:
         return f"CUDA starts now, but torch had found no GPU before {evidence}; start the worker in a new process"
-    for words, cause, advice in _OWN_ERRORS:
-        if re.search(words, error):
+    for pattern, cause, advice in _OWN_ERRORS:
+        if re.search(pattern, error):
             built_for = f"{name} with CUDA {found.cuda_version}" if found.cuda_version else name
             return f"{cause.format(torch=built_for)} {evidence}; {advice}"
     if _NO_DRIVER in error:
@@ -153,7 +153,7 @@ def _rocm_cause(found: CudaFindings, cause: str) -> str:
 def _driver_cause(found: CudaFindings, name: str, evidence: str) -> str:
     if found.num_gpus is None:
         return f"{name} finds no NVIDIA driver on the node; install one, or start the container with the node's GPUs"
-    # A container that was given the driver's utilities only.
+    # A container with the driver's utilities only.
     return (
         f"{name} finds no libcuda {evidence}; install the driver's libcuda, or start the container with "
         "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
@@ -172,7 +172,7 @@ def _busy_cause(found: CudaFindings, evidence: str) -> str:
 
 
 def _no_gpu_cause(found: CudaFindings, evidence: str) -> str:
-    """CUDA started and counts no GPU."""
+    """Explain that CUDA started and counts no GPU."""
     visible = found.variables.get(_VISIBLE)
     if found.num_gpus == 0:
         return f"the driver finds no GPU on the node {evidence}; start the container with GPUs, or correct its num_gpus"
@@ -189,7 +189,7 @@ def _no_gpu_cause(found: CudaFindings, evidence: str) -> str:
 
 
 def _names_gpu(visible: str, num_gpus: int) -> bool:
-    """Whether the first entry is the index of a GPU: CUDA stops at the first that names none."""
+    """Return whether the first entry is the index of a GPU: CUDA stops at the first that is not."""
     first = visible.split(",")[0].strip()
     return first.isdecimal() and int(first) < num_gpus
 
@@ -209,7 +209,7 @@ def _evidence(found: CudaFindings) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The first sentence, without what torch puts before an error of CUDA's."""
+    """Return the first sentence, without what torch puts before an error of CUDA's."""
     sentence = re.split(r"\.\s+(?=[A-Z])", re.sub(_PREAMBLE, "", text))[0]
     return textwrap.shorten(sentence.rstrip("."), _QUOTED_CHARS, placeholder=" ...")
 
@@ -260,13 +260,13 @@ def _started_nvml() -> Any:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # NVMLError, or whatever the import of a library that is optional raises
+    except Exception:  # NVMLError, or any error of importing an optional library
         return None
     return pynvml
 
 
 def nvml_answer(nvml: Any, function: Any, *arguments: Any) -> Any:
-    """Ask NVML for an optional detail.
+    """Call a function of NVML for an optional detail.
 
     Args:
         nvml: The module from `nvml_session`.
@@ -274,7 +274,7 @@ def nvml_answer(nvml: Any, function: Any, *arguments: Any) -> Any:
         *arguments: Its arguments.
 
     Returns:
-        What the function returns, None where it raises an NVMLError.
+        The function's result, None where it raises an NVMLError.
     """
     try:
         return function(*arguments)
@@ -287,7 +287,7 @@ def mode_name(nvml: Any, mode: int | None) -> str:
 
     Args:
         nvml: The module from `nvml_session`.
-        mode: NVML's number, None where it told none.
+        mode: NVML's number, None if unknown.
 
     Returns:
         ``default``, ``exclusive_process``, ``prohibited`` or ``unknown``.

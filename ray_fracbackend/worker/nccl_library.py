@@ -14,7 +14,7 @@ from ray_fracbackend.decide.worker_info import NcclVersion
 
 
 def loaded_nccl_version() -> NcclVersion | None:
-    """Version of the NCCL library in this process, None where there is none.
+    """Return the version of the NCCL library in this process, None where there is none.
 
     ``torch.cuda.nccl.version()`` is the constant that torch was compiled with; a newer library by LD_PRELOAD or package
     differs from it, so the loaded library itself is asked (ncclGetVersion).
@@ -35,7 +35,7 @@ def loaded_nccl_version() -> NcclVersion | None:
 
 
 def decode_version(number: int) -> NcclVersion:
-    """``21805`` is 2.18.5 and ``23007`` 2.30.7; below 2.9 the number had four digits (nccl.h, NCCL_VERSION)."""
+    """Decode NCCL's number: ``21805`` is 2.18.5 and ``23007`` 2.30.7; below 2.9 the number had four digits (nccl.h, NCCL_VERSION)."""
     if number < 10000:
         return number // 1000, number % 1000 // 100, number % 100
     return number // 10000, number % 10000 // 100, number % 100

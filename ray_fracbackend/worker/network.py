@@ -1,4 +1,4 @@
-"""Network of the worker's node: interfaces, Gloo's devices, look-ups of names. Runs on the worker; opens no connection.
+"""Network of the worker's node: interfaces, Gloo's devices, host name look-ups. Runs on the worker; opens no connection.
 
 Names of interfaces come from psutil, which on Windows gives the friendly names that Gloo compares; the socket module
 gives others there.
@@ -24,7 +24,7 @@ RESOLVE_S = 5.0
 
 
 def network_info(boot_id: str, master_addr: str | None = None, store_port: int | None = None) -> NetworkInfo:
-    """Collect what the rendezvous has to know of the calling worker's node.
+    """Collect interfaces, addresses and Gloo support of the calling worker's node.
 
     Args:
         boot_id: The kernel's boot id, empty where there is none.
@@ -45,7 +45,7 @@ def network_info(boot_id: str, master_addr: str | None = None, store_port: int |
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:
-    """Addresses of the interfaces that are up, by name; without those that only have link-local ones."""
+    """Return the addresses of the interfaces that are up, by name; without those that only have link-local ones."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found: dict[str, tuple[str, ...]] = {}
     for name, entries in psutil.net_if_addrs().items():
@@ -57,7 +57,7 @@ def interfaces() -> dict[str, tuple[str, ...]]:
 
 
 def network_id(boot_id: str) -> str:
-    """Equal for processes that share one network stack: kernel and network namespace; empty where it is unknown."""
+    """Return an id of the network stack, from kernel and network namespace; empty where it is unknown."""
     try:
         return f"{boot_id}/{os.stat('/proc/self/ns/net').st_ino}" if boot_id else ""
     except OSError:
@@ -65,17 +65,17 @@ def network_id(boot_id: str) -> str:
 
 
 def gloo_missing() -> str | None:
-    """Why this torch cannot make a Gloo device on any address, None where it can.
+    """Return why this torch cannot make a Gloo device on any address, None where it can.
 
     Linux builds always have a transport, so there it is tried only where the user asks for one: closing a device takes as
-    long as all the rest of a probe.
+    long as the rest of a probe.
     """
     if not dist.is_gloo_available():
         return "torch was built without Gloo"
     if sys.platform == "linux" and "GLOO_DEVICE_TRANSPORT" not in os.environ:
         return None
     try:
-        # By literal address: by name it would ask a name server.
+        # A literal address, as a host name would need a name server.
         dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     except RuntimeError as error:
         if "unsupported gloo device" in str(error):
@@ -84,7 +84,7 @@ def gloo_missing() -> str | None:
 
 
 def no_transport_text(torch_version: str, platform: str, transport: str | None) -> str:
-    """What ``unsupported gloo device`` means: the wheel has no transport, or the user asked for one that it lacks."""
+    """Explain ``unsupported gloo device``: the wheel has no transport, or not the one that the user set."""
     if transport:
         return f"torch {torch_version} has no Gloo transport {transport!r}; unset GLOO_DEVICE_TRANSPORT"
     return (
@@ -94,7 +94,7 @@ def no_transport_text(torch_version: str, platform: str, transport: str | None) 
 
 
 def check_gloo_device(interface: str | None) -> None:
-    """Make and drop the device that Gloo is going to use, so that its failure has a message before any rank waits.
+    """Create and drop the device that Gloo will use, so that a failure has an error message before any rank waits.
 
     Args:
         interface: Value of ``GLOO_SOCKET_IFNAME``, None where it is not set.
@@ -119,13 +119,13 @@ def check_gloo_device(interface: str | None) -> None:
 
 
 def route_interface(address: str) -> str | None:
-    """Name of the interface that this node reaches the address over, None where it has no route. Sends nothing."""
+    """Return the interface of this node's route to an address, None where it has no route. Sends nothing."""
     local = route_address(address)
     return next((name for name, addresses in interfaces().items() if local in addresses), None)
 
 
 def route_address(address: str) -> str | None:
-    """This node's own address on its route to another, None where it has no route. Sends nothing."""
+    """Return this node's own address on its route to another, None where it has no route. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -136,7 +136,11 @@ def route_address(address: str) -> str | None:
 
 
 def resolve(name: str, timeout_s: float = RESOLVE_S) -> tuple[str, ...]:
-    """Addresses of a host name, IPv4 first.
+    """Resolve a host name; IPv4 addresses come first.
+
+    Args:
+        name: The host name.
+        timeout_s: Bound in seconds.
 
     Raises:
         OSError: It does not resolve, or not within ``timeout_s`` seconds.
@@ -147,7 +151,7 @@ def resolve(name: str, timeout_s: float = RESOLVE_S) -> tuple[str, ...]:
 
 
 def is_literal(address: str) -> bool:
-    """True for an IP address, False for a name."""
+    """Return True for an IP address, False for a name."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.inet_pton(family, address.partition("%")[0])
@@ -167,7 +171,7 @@ def _master_addrs(value: str | None) -> tuple[tuple[str, ...], str | None]:
 
 
 def _default_device_missing() -> str | None:
-    """Windows: Gloo's own look-up reads an uninitialised pointer where the name does not resolve, so ask first."""
+    """Check the host name first on Windows: Gloo's look-up reads an uninitialised pointer where it does not resolve."""
     name = socket.gethostname()
     try:
         resolve(name)

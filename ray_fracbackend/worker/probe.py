@@ -1,7 +1,7 @@
-"""Devices and network of one worker. Runs on the worker; makes no process group and no CUDA context.
+"""Collect devices and network of one worker. Runs on the worker; creates no process group and no CUDA context.
 
-Device identity is the UUID that CUDA itself reports: Ray's GPU ids and ``CUDA_VISIBLE_DEVICES`` are names that two
-workers can use for one device, or one name for two. NVML adds what CUDA does not tell without a context; it is optional.
+Device identity is the UUID that CUDA itself reports: with Ray's GPU ids and ``CUDA_VISIBLE_DEVICES`` two
+workers can have two names for one device, or one name for two. NVML adds what CUDA needs a context for; it is optional.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def probe_worker(
         master_addr: The configured address or name of rank 0's node; a name is resolved here.
         master_port: The configured port of rank 0's store, or an inclusive range.
         one_node: Ray placed all workers on this node.
-        ask_ipc: Whether to ask what the ipc backend can use here, which imports and registers it.
+        ask_ipc: Whether to check what the ipc backend can use here, which imports and registers it.
 
     Returns:
         Devices, network and versions of the worker.
@@ -132,7 +132,7 @@ def probe_machine(node_id: str = "", node_ip: str = "127.0.0.1") -> WorkerInfo:
 
 
 def _info(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **own: Any) -> WorkerInfo:
-    """Add what any process of the machine finds to what the caller alone knows."""
+    """Complete the caller's values with those that any process of the machine can collect."""
     with nvml_session() if ask_nvml else nullcontext() as nvml:
         described, unreadable = _described(devices, nvml)
         num_node_devices = nvml_answer(nvml, nvml.nvmlDeviceGetCount) if nvml else None
@@ -159,7 +159,7 @@ def _info(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **
 
 
 def _ipc_support(devices: tuple[DeviceInfo, ...]) -> dict[str, str | None]:
-    """Ask the ipc backend what it can use; importing it registers it with torch.distributed."""
+    """Check what the ipc backend can use; importing it registers it with torch.distributed."""
     if sys.platform != "linux":
         return dict.fromkeys(("ipc_host_memory_missing", "ipc_device_memory_missing"), "the ipc backend needs Linux")
     from ray_fracbackend.ipc import device_memory_support, host_memory_support
@@ -184,7 +184,7 @@ def boot_id() -> str:
 
 
 def _devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
-    """The worker's CUDA devices, or why there are none although Ray reserved some."""
+    """Return the worker's CUDA devices, or why there are none although Ray reserved some."""
     if not wants_gpu:
         return [], None
     if not torch.cuda.is_available():
@@ -209,7 +209,7 @@ def _devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
 
 
 def _described(devices: list[torch.device], nvml: Any) -> tuple[tuple[DeviceInfo, ...], str | None]:
-    """Facts of all devices, or why one of them cannot be used: a GPU may be lost while CUDA still counts it."""
+    """Describe all devices, or say why one cannot be used: a GPU may be lost while CUDA still counts it."""
     described = []
     for device in devices:
         index = device.index or 0
@@ -254,7 +254,7 @@ def _torch_bus_id(properties: Any) -> str | None:
 
 
 def _nvml_handle(nvml: Any, bare_uuid: str) -> tuple[Any, bool]:
-    """NVML's handle of the device and whether it is a MIG slice; (None, False) where NVML does not know it."""
+    """Return NVML's handle of the device and whether it is a MIG slice; (None, False) where NVML does not know it."""
     if nvml is None:
         return None, False
     for prefix in ("GPU", "MIG"):
@@ -282,7 +282,7 @@ def mps_reachable() -> bool:
     try:
         if not stat.S_ISFIFO(os.stat(control).st_mode):
             return False
-        # ENXIO where nobody reads the pipe; opening it writes nothing.
+        # ENXIO where no process reads the pipe; opening it writes nothing.
         os.close(os.open(control, os.O_WRONLY | os.O_NONBLOCK))
     except OSError:
         return False

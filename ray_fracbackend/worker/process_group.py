@@ -36,7 +36,7 @@ from ray_fracbackend.worker import environment, memory_cap, store
 from ray_fracbackend.worker.network import check_gloo_device, route_interface
 from ray_fracbackend.worker.state import publish_report
 
-# After a start's time is over, for c10d and Gloo to end by themselves; the driver waits longer for the answer.
+# Time past the deadline for c10d and Gloo to raise their own timeout; the driver waits longer for the result.
 _SILENCE_S = 1.0
 # For a failed group to be aborted.
 _ABORT_S = 5.0
@@ -46,14 +46,14 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
     """Initialize this worker's process group. On failure the group is destroyed and os.environ restored.
 
     Args:
-        plan: What to do.
+        plan: The worker's plan.
 
     Returns:
         The verification figures, None where verification was not asked for.
 
     Raises:
         RendezvousError: The group did not form within ``budget_s``.
-        VerificationError: The group formed and does not work, or not by the memory that it was chosen for.
+        VerificationError: The group formed and does not work, or does not use the device memory that it was chosen for.
     """
     deadline = time.monotonic() + plan.budget_s
     before = environment.snapshot()
@@ -79,9 +79,9 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
 
 
 def start_worker_of_many(plan: WorkerPlan) -> VerificationResult | None:
-    """Run ``start_worker`` for a driver of many: the figures, equal on all ranks, come from rank 0 alone.
+    """Run ``start_worker`` and return the result, equal on all ranks, from rank 0 alone.
 
-    They hold a time for each rank, so that from N ranks they would be N * N.
+    It has a time for each rank, so from N ranks it would be N * N.
     """
     result = start_worker(plan)
     return result if plan.rank == 0 else None
@@ -97,7 +97,7 @@ def _verify(plan: WorkerPlan, deadline: float) -> VerificationResult:
 
 
 def _check_memory(plan: WorkerPlan) -> None:
-    """Refuse an ipc group whose ranks cannot map each other's device memory: it works, over Gloo, which was not the plan."""
+    """Raise for an ipc group whose ranks cannot map each other's device memory: it would work over Gloo, against the plan."""
     if not plan.backends.has_ipc or plan.device == "cpu":
         return
     group: Any = distributed_c10d._get_default_group()
@@ -110,15 +110,15 @@ def _check_memory(plan: WorkerPlan) -> None:
 
 
 def stop_worker(*, failed: bool = False) -> None:
-    """Take the default process group down, whatever state it is in; peers that wait in it get an error at once.
+    """Destroy the default process group in any state; peers that wait in it get an error at once.
 
     Args:
-        failed: A collective may still be running. To destroy an NCCL group then waits for it, so that anything but Gloo is
-            aborted instead.
+        failed: A collective may still be running. Destroying an NCCL group would wait for it, so all but Gloo is aborted
+            instead.
     """
     if not dist.is_initialized():
-        # torch puts the number of the groups it has begun into the store's keys, and does not take a failed one back: the
-        # ranks of the next start would wait under different keys.
+        # torch puts its count of groups into the store's keys and does not decrease it after a failure: the ranks of the
+        # next start would wait under different keys.
         distributed_c10d._world.group_count = 0
         return
     try:
@@ -156,7 +156,7 @@ def _prepare(plan: WorkerPlan) -> None:
 
 
 def _check_network(plan: WorkerPlan, deadline: float) -> None:
-    """Find within seconds what torch would find after half an hour, or not at all."""
+    """Check Gloo's device and rank 0's store within seconds; torch would find a fault after half an hour or never."""
     rendezvous = plan.rendezvous
     if rendezvous.check_device:
         check_gloo_device(os.environ.get(IFNAME))
@@ -195,10 +195,10 @@ def _init_process_group(plan: WorkerPlan, deadline: float) -> None:
 
 
 def _connects_at_init(plan: WorkerPlan) -> bool:
-    """Whether the group is made with the start's time limit, and gets its own afterwards.
+    """Return whether the group is created with the start's timeout and gets its own afterwards.
 
     Gloo connects all ranks when the group is made; NCCL does it in the first collective, where the verification is the bound.
-    Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps Gloo and NCCL in a group whose limit cannot be changed later.
+    Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps Gloo and NCCL in a group whose timeout cannot be changed later.
     """
     return plan.backends.has_ipc or (plan.backends.connects_with_gloo and get_debug_level() != DebugLevel.DETAIL)
 
@@ -213,7 +213,7 @@ def _set_group_timeout(plan: WorkerPlan) -> None:
 
 def _advice(plan: WorkerPlan, error: Exception) -> str:
     if isinstance(error, TimeoutError):  # of bounded(): c10d's own are of another class
-        return "Rank 0 hangs, the network to it is cut, or another rank has not come: look at that process and at the nodes."
+        return "Rank 0 hangs, the network to it is cut, or another rank did not connect: look at that process and at the nodes."
     if not plan.backends.connects_with_gloo:
         return "Check that every node reaches that address and port."
     interface = os.environ.get(IFNAME)

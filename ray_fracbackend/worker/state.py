@@ -1,4 +1,4 @@
-"""What a start leaves in its worker process, and the report that the train function can ask for."""
+"""State of a start in its worker process, and the report for the train function."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class WorkerState:
 
     Attributes:
         store: Rank 0's store between the probe and the start.
-        variables: Environment variables that a start has set, with the values that it gave them.
+        variables: Environment variables that a start has set, with the values that it set.
         memory_cap: The cap on the process's CUDA memory.
-        fault_helper: The process that searches for the fault of a failed start.
+        fault_helper: Helper process of the search for a fault.
         load_report: Fetches the report of the last start.
     """
 
@@ -42,7 +42,7 @@ def publish_report(source: Any, verification: VerificationResult | None) -> None
     """Make the report of this worker's start available to its train function.
 
     Args:
-        source: The report without figures, or the Ray object that holds it: fetched only when somebody asks.
+        source: The report without figures, or the Ray object that holds it: fetched on first use only.
         verification: The figures.
     """
 

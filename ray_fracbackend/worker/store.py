@@ -1,8 +1,8 @@
-"""Rank 0's store, which is open before its address is published, and the connection of every rank to it. Runs on the worker.
+"""Create rank 0's TCPStore before its address is published, and connect every rank to it. Runs on the worker.
 
-A port that is looked up and bound later can be taken in between. So rank 0 opens the store itself while it is probed, and the
-start hands it to ``init_process_group``. The other ranks can then tell a firewall from a slow rank 0: a store that is open and
-does not answer is not reachable.
+A free port that is bound only later can be taken in between. So rank 0 opens the store itself while it is probed, and the
+start passes it to ``init_process_group``. The other ranks can then distinguish a firewall from a slow rank 0: a store that is
+open and does not answer is not reachable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REACH_S = 5.0
 _NUM_TRIES = 3
 _CONNECTED = "ray_fracbackend/connected"
 _PAUSE_S = 0.3
-# c10d looks the name of every peer up for its log: its own connection waits for a name server that does not answer.
+# c10d resolves the name of every peer for its log: its own connection waits for a name server that does not answer.
 _OPEN_S = 60.0
 # As many as the kernel allows: all ranks connect at once.
 _BACKLOG = 4096
@@ -42,7 +42,7 @@ _IN_USE_TEXT = re.compile(
 
 
 def hold_store(port: int | tuple[int, int] | None, one_node: bool = False) -> int:
-    """Open the store of a start whose rank 0 is this worker, and keep it open until ``release_store``.
+    """Create the store of a start whose rank 0 is this worker, and keep it open until ``release_store``.
 
     Args:
         port: The configured port or inclusive range, None for any.
@@ -59,7 +59,7 @@ def hold_store(port: int | tuple[int, int] | None, one_node: bool = False) -> in
     clash = ""
     for number, candidate in enumerate(candidates):
         if number > 0 and not isinstance(port, tuple):
-            # What holds it may be the store of a failed start of this very worker, alive in the frames of its error.
+            # The port may belong to this worker's own failed start, whose store is alive in the frames of its error.
             gc.collect()
             time.sleep(_PAUSE_S)
         try:
@@ -74,7 +74,7 @@ def hold_store(port: int | tuple[int, int] | None, one_node: bool = False) -> in
 
 
 def release_store() -> None:
-    """Let go of the held store; it stays open while a process group uses it."""
+    """Drop the reference to the held store; it stays open while a process group uses it."""
     STATE.store = None
 
 
@@ -116,12 +116,12 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
 
 
 def uses_libuv() -> bool:
-    """Whether the store of this process may use libuv: never on Windows, elsewhere as torch itself reads USE_LIBUV."""
+    """Return whether the store of this process may use libuv: never on Windows, elsewhere as torch itself reads USE_LIBUV."""
     return sys.platform != "win32" and os.environ.get("USE_LIBUV", "1") == "1"
 
 
 def is_address_in_use(error: BaseException) -> bool:
-    """True for the errors that c10d and the system give when a port is taken."""
+    """Return True for the errors that c10d and the system raise when a port is taken."""
     if isinstance(error, OSError) and error.errno in _IN_USE_ERRNOS:
         return True
     return _IN_USE_TEXT.search(str(error)) is not None
@@ -136,7 +136,7 @@ def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None
         timeout_s: Bound on all attempts together, in seconds.
 
     Raises:
-        UnreachableMasterError: No attempt got through.
+        UnreachableMasterError: No attempt succeeded.
     """
     end = time.monotonic() + timeout_s
     cause: OSError | None = None
@@ -174,7 +174,7 @@ def open_store(port: int = 0, host: str | None = None) -> TCPStore:
     Args:
         port: Port to listen on, 0 for any free one.
         host: Literal IP to listen on alone, None for all addresses of this machine, IPv4 and IPv6; on Windows, where torch
-            cannot be given a socket, always all.
+            accepts no socket, always all.
 
     Raises:
         RuntimeError: The port is taken, on Windows.
@@ -203,7 +203,7 @@ def _listen(port: int, host: str | None) -> socket.socket:
 
 
 def _libuv_takes_sockets() -> bool:
-    """Before torch 2.8 a store with libuv refuses an open socket (pytorch#150215). Clients with libuv use either store."""
+    """Return whether a store with libuv accepts an open socket: from torch 2.8 on (pytorch#150215). Clients work with either."""
     return TorchVersion(torch.__version__) >= "2.8"
 
 

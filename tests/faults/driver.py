@@ -65,7 +65,7 @@ def run_cell(planting: Planting, timeout_s: float, folder: str) -> Iterator[dict
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """Class of what ``fit()`` raised; class and text of what that tells of: ours, or the one at the bottom."""
+    """Return the class of the error of ``fit()``, and class and text of its cause: ours, or the root cause."""
     told = list(_told(error))
     cause = next((one for one in told if isinstance(one, FracBackendError)), told[-1])
     if isinstance(cause, RayTaskError) and cause.cause is not None:
@@ -74,7 +74,7 @@ def described(error: BaseException) -> dict[str, str]:
 
 
 def _told(error: BaseException) -> Iterator[BaseException]:
-    """The error and all that it tells of, once each."""
+    """Yield the error and all of its causes, once each."""
     seen: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:

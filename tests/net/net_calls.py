@@ -88,7 +88,7 @@ def occupy(port: int) -> int:
 
 
 def stay_silent(address: str) -> None:
-    """Stands where a name server should be, and answers nobody."""
+    """Listen at the address of a name server, and answer no query."""
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind((address, 53))
     _occupied.append(server)

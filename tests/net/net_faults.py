@@ -37,7 +37,7 @@ KINDS = (
     "slow link",
     "scale",
 )
-# Fewest ranks among which a fault can be told from another.
+# Fewest ranks among which a fault can be located.
 _SMALLEST = {"boundary": 5, "cut rank": 3, "wrong rank": 3}
 
 

@@ -6,9 +6,7 @@ import fnmatch
 from collections.abc import Collection
 
 _BY_NAME = "torch allows monitored_barrier for a group named gloo alone; ipc's own barrier and time-outs name the missing ranks"
-_TEXT = (
-    "wants Gloo's message and class of error for wrong arguments; ours is a ValueError or TypeError that says what to do"
-)
+_TEXT = "wants Gloo's message and class of error for wrong arguments; ours is a ValueError or TypeError that says what to do"
 _SEVERAL = "passes several tensors a rank to one call, a form for several devices a process; ipc refuses it and says so"
 _CHECKED = (
     "allgather",

@@ -63,7 +63,7 @@ def test_record_holds_for_its_ray(canary):
 
 
 def test_differences(canary):
-    """A name that is gone, one with other parameters and one that nobody has looked at are told apart."""
+    """A name that is gone, one with other parameters and one that was never checked are distinguished."""
     known = {"ray": "1", "names": {"a:x": "function ()", "a:y": "function ()", "a:z": "class ()", "a:o": "class ()"}}
     found = {"a:x": None, "a:y": "function (self)", "a:z": "class ()", "a:new": "module", "a:o": "not installed: gym"}
     told = canary.differences(known, {"ray": "2", "names": found})

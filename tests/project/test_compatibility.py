@@ -38,7 +38,7 @@ def test_the_table_is_that_of_the_runs():
 
 
 def test_what_a_cell_says():
-    """Engines that passed, what failed, wheels that do not exist, and what nobody ran."""
+    """Engines that passed, what failed, wheels that do not exist, and what was not run."""
     failed = {**PASSED, "ray": "2.40.0", "result": "failed", "v1": "failed: test_gpu_script"}
     del failed["v2"]
     missing = {**PASSED, "ray": "2.44.1", "result": "not installable", "reason": "no wheel of ray==2.44.1"}
@@ -52,7 +52,7 @@ def test_what_a_cell_says():
 
 
 def test_full_build():
-    """A torch with CUDA and NCCL is told with both versions."""
+    """A torch with CUDA and NCCL is listed with both versions."""
     assert row_of([{**PASSED, "cuda": "13.0", "nccl": "2.30.7"}])[2] == "CUDA 13.0, NCCL 2.30.7"
 
 
@@ -73,7 +73,7 @@ def test_record(tmp_path, monkeypatch):
     ],
 )
 def test_why_not_installed(told, reason):
-    """A wheel that does not exist is told apart from an installation that went wrong."""
+    """A wheel that does not exist is distinguished from an installation that failed."""
     found = matrix.why_not_installed(told)
     assert found is None if reason is None else found.startswith(reason)
 

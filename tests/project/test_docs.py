@@ -136,7 +136,7 @@ def test_commands(page):
 
 
 def known_errors():
-    """Names of exceptions that a page may name: ours, Python's, and those of Ray and torch that users meet."""
+    """Names of exceptions that a page may name: ours, Python's, and those of Ray and torch that users get."""
     modules = [
         errors,
         collect,

@@ -43,7 +43,7 @@ def ended(pid, timeout_s=20.0):
 
 
 def test_no_step_stops_the_others(tmp_path, monkeypatch):
-    """A step that fails and one that hangs are told as that, with their output, and the next passes."""
+    """A step that fails and one that hangs are reported as that, with their output, and the next passes."""
     pid_file = tmp_path / "pid"
     hang = (
         "import subprocess, sys, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -97,7 +97,7 @@ def test_tests_of_a_step_are_counted(tmp_path):
 
 @pytest.mark.parametrize("damage", [None, "lost", "changed"])
 def test_bundle(tmp_path, damage):
-    """The bundle's packages and library come out whole; a library with a bad part is left out and said."""
+    """The bundle's packages and library come out whole; a library with a bad part is left out and reported."""
     bundle = tmp_path / "bundle"
     (bundle / "nccl").mkdir(parents=True)
     (tmp_path / "ray.py").write_text("here = True\n")
@@ -148,7 +148,7 @@ in_rank(body)
     ],
 )
 def test_a_case_of_a_benchmark_is_bounded(tmp_path, how, expected):
-    """Rows that were told are kept, a failure or a hang has its reason, and no rank is left."""
+    """Rows that were reported are kept, a failure or a hang has its reason, and no rank is left."""
     script = tmp_path / "ranks.py"
     script.write_text(_RANKS.format(benchmarks=str(_ROOT / "benchmarks")))
     spec = {"backend": "gloo", "num_ranks": 2, "dry": True, "how": how, "nccl_library": None}
@@ -184,7 +184,7 @@ def test_what_was_refused_is_not_tried_with_more_ranks(monkeypatch):
 
 @pytest.mark.parametrize(("exit_code", "expected"), [(0, None), (1, "no permission")])
 def test_mps_daemon_of_its_own(tmp_path, monkeypatch, exit_code, expected):
-    """A daemon is started on a folder of its own and told to quit; one that does not start is a reason, not an error."""
+    """A daemon is started on a folder of its own and stopped; one that does not start is a reason, not an error."""
     program = tmp_path / "nvidia-cuda-mps-control"
     calls = tmp_path / "calls"
     program.write_text(
@@ -204,7 +204,7 @@ def test_mps_daemon_of_its_own(tmp_path, monkeypatch, exit_code, expected):
 
 
 def test_wrong_use():
-    """A wrong option is told with the right ones."""
+    """The error of a wrong option lists the right ones."""
     done = subprocess.run(
         [_ROOT / "ci" / "gpu.sh", "--part", "x"], capture_output=True, text=True, timeout=60, check=False
     )

@@ -26,7 +26,7 @@ COPY_S = 1.5
 
 
 def share_like_windows() -> None:
-    """Makes Ray's copy function refuse a file that somebody else is copying, as CopyFileW does (ERROR_SHARING_VIOLATION)."""
+    """Make Ray's copy function refuse a file that another rank is copying, as CopyFileW does (ERROR_SHARING_VIOLATION)."""
     for name in ("ray.train._internal.storage", "ray.train.v2._internal.execution.storage"):
         try:
             storage = __import__(name, fromlist=["storage"])

@@ -52,7 +52,7 @@ def test_this_machine():
 
 @pytest.fixture(scope="module")
 def faulty_machine(tmp_path_factory):
-    """The doctor's answer where the host name is somebody else's address and /dev/shm has 32 MiB."""
+    """The doctor's answer where the host name resolves to a foreign address and /dev/shm has 32 MiB."""
     if reason := why_no_namespace():
         pytest.skip(reason)
     hosts = tmp_path_factory.mktemp("etc") / "hosts"
@@ -81,13 +81,13 @@ def test_tiny_shm(faulty_machine):
 
 
 def test_ray_claims_gpus_that_are_not_there(cluster):
-    """On a running Ray that was told of two GPUs: how many it gives out, how many there are, and what to do."""
+    """On a running Ray with num_gpus=2: the number, the GPUs present, and what to do."""
     if torch.cuda.device_count() >= 2:
         pytest.skip("this machine has the GPUs that its Ray is told of")
     code, found = doctor("--address", ray.get_runtime_context().gcs_address)
     check = lines(found)["Ray's GPUs"]
     assert (code, check["level"]) == (1, "problem")
-    assert f"Ray gives out 2 GPUs, the node has {torch.cuda.device_count()}" in check["text"]
+    assert f"num_gpus=2 of the node exceeds the GPUs present ({torch.cuda.device_count()})" in check["text"]
     assert "--num-gpus" in check["fix"]
     assert ray.get_runtime_context().get_node_id()[:8] in found["nodes"][0]["node"]
 
@@ -123,7 +123,7 @@ def never(*_):
 
 
 def test_no_cluster():
-    """An address where nobody is: a sentence and exit code 1."""
+    """An address without a cluster: a sentence and exit code 1."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         code, found = doctor("--address", f"127.0.0.1:{unused.getsockname()[1]}")

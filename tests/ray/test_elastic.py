@@ -38,7 +38,7 @@ def cluster(no_cluster):
 
 
 def train_func(config):
-    """Tells of its start; of three ranks, waits to be lost."""
+    """Report the start; with three ranks, wait to be killed."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The ipc backend under Ray Train: chosen by name, started, verified, and as right as Gloo."""
+"""The ipc backend under Ray Train: chosen explicitly, started, verified, and as right as Gloo."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weights(tmp_path, expected_backend, **settings):
 
 @pytest.mark.full
 def test_same_weights_as_gloo(tmp_path):
-    """Two ranks train under ipc, by name and by policy, to the weights that they have under Gloo."""
+    """Two ranks train under ipc, by backend and by on_shared_device, to the weights that they have under Gloo."""
     expected = weights(tmp_path / "gloo", "gloo")
     for settings in ({"backend": "ipc"}, {"on_shared_device": "ipc"}):
         found = weights(tmp_path / next(iter(settings)), "ipc", **settings)

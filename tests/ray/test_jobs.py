@@ -36,7 +36,7 @@ _TRAINER = {} if v2_enabled() else {"trainer_resources": {"CPU": 1, "licence": 1
 
 
 def train_func(config):
-    """Waits until both runs train, adds up the rows of all shards, tells what it found, and reports a checkpoint."""
+    """Wait until both runs train, add up the rows of all shards, write the result, and report a checkpoint."""
     import os
 
     import torch
@@ -84,7 +84,7 @@ def make_trainer(name, folder, scaling_config, datasets=None):
 
 @pytest.fixture(scope="module")
 def fits(no_cluster, tmp_path_factory):
-    """What every rank told and the files of the checkpoint, by the name of the run."""
+    """Return every rank's result and the files of the checkpoint, by the name of the run."""
     folder = tmp_path_factory.mktemp("jobs")
     ray.init(
         "local",
@@ -125,7 +125,7 @@ def fits(no_cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def jobs(fits):
-    """What every rank told, by the name of its run."""
+    """Return every rank's result, by the name of its run."""
     return {name: ranks for name, (ranks, _) in fits.items()}
 
 

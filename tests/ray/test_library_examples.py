@@ -10,7 +10,7 @@ from tests.ray.conftest import run_example
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["lightning_mnist_like.py", "transformers_trainer.py"])
 def test_example(name, tmp_path):
-    """The script ends well, learns what it is given, and leaves its results where it was told."""
+    """The script ends well, learns its data, and leaves its results in the given folder."""
     done = run_example(name, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"^loss (\S+) after", done.stdout, re.MULTILINE)[1]) < 1.0

@@ -28,7 +28,7 @@ def test_each_replica_group_is_a_job_of_its_own(monkeypatch):
 
     from ray_fracbackend import _ray
 
-    # RANK and its kin come from a train context, which only a whole V2 run has.
+    # RANK, WORLD_SIZE, LOCAL_RANK, ... come from a train context, which only a whole V2 run has.
     monkeypatch.setattr(_ray, "sets_env_before_init", lambda worker_group: False)
     actors = [ray.remote(num_cpus=1)(RayTrainWorker).remote() for _ in range(3)]
     workers = [Worker(actor, ray.get(actor.get_metadata.remote()), {"CPU": 1}) for actor in actors]

@@ -39,7 +39,7 @@ def answers(folder, name):
 
 @pytest.mark.full
 def test_the_script_trains(tmp_path):
-    """A script without a word on TorchConfig trains with FracTorchConfig, its module beside it and its class included."""
+    """A script without a TorchConfig trains with FracTorchConfig, its module beside it and its class included."""
     done = run("--on-missing-cuda", "cpu", SCRIPT, "none", tmp_path)
     assert done.returncode == 0, done.stderr
     found = answers(tmp_path, "none")

@@ -77,7 +77,7 @@ class TestGoodPath:
 
     @pytest.mark.full
     def test_instructions_do_not_grow_with_the_job(self, make_group):
-        """A worker is sent its own instruction, never the facts of all others, and answers without the times of all others."""
+        """A worker gets its own plan, never the WorkerInfo of all others, and answers without the times of all others."""
         sizes, answers = {}, {}
         for num_workers in (1, 4):
             group = make_group(num_workers)
@@ -120,7 +120,7 @@ class TestGoodPath:
         assert one.execute(group_state)[0]["port"] != two.execute(group_state)[0]["port"]
 
     def test_workers_get_the_report(self, pair):
-        """get_start_report() in a worker has the plan, every worker's facts and the figures of the group."""
+        """get_start_report() in a worker has the plan, every worker's WorkerInfo and the verification result."""
         start(pair)
 
         def fetch():

@@ -34,7 +34,7 @@ def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port
 
 
 def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
-    """A first choice that hangs in its first collective, and that only an abort ends, is left in time; told once."""
+    """A first choice that hangs in its first collective, and that only an abort ends, is left in time; reported once."""
     plan = StartPlan(backend="stall", device_type="cpu", reason="first choice", fallback="gloo")
     monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
     pair.execute(register_stalling)
@@ -47,7 +47,7 @@ def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
 
 
 def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
-    """What NCCL says when ranks share a GPU is reported with the ranks, and a plan with a fallback takes it."""
+    """NCCL's duplicate-GPU error is reported with the ranks, and a plan with a fallback takes it."""
     groups = shared_devices(job(gpu(), gpu()))
     plan = StartPlan(backend="nccl", device_type="cpu", reason="first choice", share_groups=groups, fallback="gloo")
     monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)

@@ -154,7 +154,7 @@ def documented(name):
 
 
 def test_missing_cuda_is_an_error_by_default(tmp_path):
-    """The error reaches the user of fit() with its cause, and is got at as docs/errors.md says; no worker is left."""
+    """The error reaches the user of fit() with its cause, and is reached as docs/errors.md says; no worker is left."""
     # The first V2 engines (2.48) raise it as it is.
     with pytest.raises((*TRAINING_FAILED, MissingDeviceError)) as caught:
         fit(look_around, tmp_path, FracTorchConfig(start_timeout_s=30), TWO_HALF_GPUS)

@@ -25,7 +25,7 @@ LIBRARIES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def train_with_each(config: dict[str, Any]) -> None:
-    """What each library's own test trains, each with a folder of its own for what it tells."""
+    """What each library's own test trains, each with a folder of its own for its results."""
     for name, (train, settings) in LIBRARIES.items():
         out = os.path.join(config["out"], name)
         os.makedirs(out, exist_ok=True)

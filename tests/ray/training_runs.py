@@ -33,7 +33,7 @@ def tell(config: dict[str, Any], state: dict[str, torch.Tensor], **more: Any) ->
 
 
 def train_example(config: dict[str, Any]) -> None:
-    """Runs the train function of an example, and tells of the model of the trainer that it prepares for Ray."""
+    """Run the train function of an example, and save the model of the trainer that it prepares for Ray."""
     example = importlib.import_module(f"examples.{config['example']}")
     trainers, prepare = [], example.prepare_trainer
     example.prepare_trainer = lambda trainer: trainers.append(trainer) or prepare(trainer)
@@ -51,7 +51,7 @@ def fit(
     """Trains on logical half GPUs.
 
     Returns:
-        Ray's result, and what each rank told, after the check that all trained over the backend that was asked for.
+        Ray's result, and each rank's, after the check that all trained over the backend that was asked for.
     """
     result = run(train, tmp_path, backend, num_workers, **config)
     return result, told_in(tmp_path, backend, num_workers)
@@ -71,7 +71,7 @@ def run(
 
 
 def told_in(folder: Any, backend: str, num_workers: int) -> list[dict[str, Any]]:
-    """What each rank told, after the check that all trained over the backend that was asked for."""
+    """Return each rank's result, after the check that all trained over the backend that was asked for."""
     told = [torch.load(folder / f"rank{rank}.pt") for rank in range(num_workers)]
     assert [rank["backends"] for rank in told] == [(backend, backend)] * num_workers
     return told

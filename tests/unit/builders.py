@@ -1,4 +1,4 @@
-"""Short ways to say what a job looks like."""
+"""Builders of made-up workers and devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor's lines: from facts to verdicts. Collecting on real machines is tested in tests/ray/test_doctor.py."""
+"""The doctor's lines: from reports to levels. Collecting on real machines is tested in tests/ray/test_doctor.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NETWORK = NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
 
 
 def machine(device=None, network=_NETWORK, **facts):
-    """A healthy machine, but for the facts that are given; those of WorkerInfo go there."""
+    """A healthy machine, except for the given attributes; those of WorkerInfo go there."""
     own = {name: facts.pop(name) for name in list(facts) if name in MachineInfo.__dataclass_fields__}
     defaults = {"ray_version": "2.60.0", "torch_version": "2.13.0", "ipc_host_memory_missing": None}
     found = worker(0, device, network=network, **{**defaults, "ipc_device_memory_missing": None, **facts})
@@ -75,14 +75,14 @@ CASES = {
         machine(ray_gpus=2.0, cuda_missing="no driver"),
         "Ray's GPUs",
         "problem",
-        "Ray gives out 2 GPUs, the node has 0",
+        "num_gpus=2 of the node exceeds the GPUs present (0)",
         "--num-gpus=0",
     ),
     "two in Ray, one there": (
         machine(gpu(), ray_gpus=2.0),
         "Ray's GPUs",
         "problem",
-        "gives out 2 GPUs, the node has 1",
+        "num_gpus=2 of the node exceeds the GPUs present (1)",
         "=1",
     ),
     "prohibited": (machine(gpu(compute_mode="prohibited")), "cuda:0", "problem", "no process", "nvidia-smi -c DEFAULT"),

@@ -1,4 +1,4 @@
-"""What a start set in the environment is told from what the user set."""
+"""Variables that a start set are distinguished from the user's."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_pickle_as_an_error_of_a_task():
 
 
 def test_reasons_are_distinct():
-    """A machine can tell the errors apart by their reason."""
+    """A machine can distinguish the errors by their reason."""
     assert len({cls.reason for cls in _ALL}) == len(_ALL)
 
 

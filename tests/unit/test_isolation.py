@@ -135,7 +135,7 @@ def test_a_rank_that_alone_sees_wrong_answers_is_named_among_two() -> None:
 
 
 def test_two_that_both_see_wrong_answers_are_named_both() -> None:
-    """With two ranks there is nobody to tell them apart by."""
+    """With two ranks there is no third to compare with."""
     (fault,) = diagnose(model("wrong rank", (0,), 2, random.Random(1)), ["rank 0", "rank 1"])
     assert fault == Fault("wrong rank", (0, 1), "rank 0 or rank 1 gets wrong answers in collectives")
 
@@ -156,7 +156,7 @@ def test_a_firewall_is_told_from_a_cut() -> None:
 
 
 def test_the_direction_of_a_one_way_link_is_told() -> None:
-    """The rank that hears nothing is at the blind end."""
+    """The rank that receives nothing is at the blind end."""
     (fault,) = diagnose(model("one-way link", (3, 1), 5, random.Random(1)), [f"rank {rank}" for rank in range(5)])
     assert "passes packets from rank 3 to rank 1 and none back" in fault.text
 
@@ -197,7 +197,7 @@ def test_a_device_that_could_not_be_tried_is_not_accused() -> None:
 
 
 def test_a_device_that_could_not_be_tried_is_not_told_beside_a_fault() -> None:
-    """Where a link is at fault, a full device is not told: it explains nothing."""
+    """Where a link is at fault, a full device is not reported: it explains nothing."""
     findings = model("cut link", (1, 2), 4, random.Random(0))
     findings[0] = replace(findings[0], seconds=0.0, untried="CUDA out of memory")
     (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(4)])

@@ -102,7 +102,7 @@ def dotted_strings(path: Path) -> set[str]:
 
 
 def test_private_ray_names_live_in_one_module():
-    """Everything of Ray that may change without notice is imported in _ray.py alone, by statement or by name."""
+    """Everything of Ray that may change without notice is imported in _ray.py alone, by statement or by import_module."""
     private = {
         (path.name, name)
         for path in _PACKAGE.rglob("*.py")

@@ -20,7 +20,7 @@ _GIB = 1 << 30
 
 @pytest.fixture
 def fractions(monkeypatch):
-    """What torch's allocator was told, on a device of 80 GiB of which 39.5 are taken."""
+    """Calls of set_per_process_memory_fraction, on a device of 80 GiB of which 39.5 are taken."""
     told = []
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: told.append((fraction, str(device)))

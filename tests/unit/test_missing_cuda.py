@@ -292,7 +292,7 @@ def test_cuda_is_asked_first(cuda_build):
 
 
 def test_lost_gpu_is_found_by_nvml(cuda_build):
-    """A GPU that NVML calls lost is the cause of an error that says nothing."""
+    """A GPU that NVML reports as lost is the cause of an unspecific error."""
     cuda_build(RuntimeError(UNKNOWN), Nvml((0, 0), lost=(1,)))
     text = why_no_cuda()
     assert text.startswith("a GPU of the node is lost")

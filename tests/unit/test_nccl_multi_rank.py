@@ -20,7 +20,7 @@ def multi_rank(**facts):
 
 @pytest.mark.parametrize("sentence", REFUSALS.values(), ids=REFUSALS)
 def test_refusal_becomes_one_error(sentence):
-    """NCCL's words become a SharedDeviceError with the share map, the version and what to do."""
+    """NCCL's duplicate-GPU error becomes a SharedDeviceError with the share map, the version and what to do."""
     plan, workers = multi_rank()
     error = explain_failure(VerificationError(torch_text(sentence), ranks=[1]), plan, workers)
     assert isinstance(error, SharedDeviceError)
@@ -56,7 +56,7 @@ def test_mig_slices_are_named():
 
 
 def test_devices_that_ray_does_not_count():
-    """Without facts of devices NCCL's own ranks are told."""
+    """Without known devices NCCL's own ranks are reported."""
     plan = StartPlan(backend="nccl", device_type="cuda", reason="as asked for")
     error = explain_failure(SharedDeviceError(DUPLICATE, ranks=[0, 1]), plan, job(None, None))
     assert "ranks 0,1 share a GPU" in str(error)

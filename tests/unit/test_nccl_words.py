@@ -46,7 +46,7 @@ def test_ranks_where_nccl_names_them():
 
 
 def test_bare_invalid_usage():
-    """Without a sentence there is no refusal in the text, but NCCL's result is told."""
+    """Without a sentence there is no refusal in the text, but NCCL's result is reported."""
     assert refusal_in(torch_text()) is None
     assert is_invalid_usage(torch_text())
     assert is_invalid_usage(torch_text().splitlines()[0])

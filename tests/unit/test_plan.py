@@ -28,7 +28,7 @@ class TestWithoutGpus:
         assert (found.backend, found.device_type, dict(found.env_defaults)) == ("gloo", "cpu", {})
 
     def test_explicit_nccl_needs_gpus(self):
-        """backend='nccl' for workers without GPUs is an error that names the ranks and the way out."""
+        """backend='nccl' for workers without GPUs is an error that names the ranks and what to do."""
         with pytest.raises(MissingDeviceError, match=r"ranks 0,1 without a GPU.*use_gpu=True"):
             plan(job(None, None), backend="nccl")
 
@@ -48,7 +48,7 @@ class TestWithoutGpus:
             plan(job(None, None), backend="ipc")
 
     def test_torch_without_gloo_is_an_error(self):
-        """Gloo that torch was built without is said before c10d fails."""
+        """A torch without Gloo is an error before c10d fails."""
         with pytest.raises(BackendUnavailableError, match="built without Gloo"):
             plan([worker(0), worker(1, gloo_available=False)])
 
@@ -117,7 +117,7 @@ class TestMissingCuda:
 
     @pytest.mark.parametrize("options", [{"backend": "ipc"}, {"on_shared_device": "ipc"}])
     def test_cpu_with_ipc(self, options):
-        """ipc by name or by policy is kept on the CPU, on host memory."""
+        """ipc by backend or by on_shared_device is kept on the CPU, on host memory."""
         workers = job(None, None, resources={"GPU": 0.5}, cuda_missing="no driver", ipc_host_memory_missing=None)
         found = plan(workers, on_missing_cuda="cpu", **options)
         assert (found.backend, found.device_type) == ("ipc", "cpu")
@@ -169,7 +169,7 @@ class TestShared:
     workers = job(gpu("ab12cd34-56"), gpu("ab12cd34-56"))
 
     def test_auto_uses_gloo_and_says_why_in_one_line(self):
-        """The line of the design, word for word, while ipc cannot be used on device memory."""
+        """The exact line of the design, while ipc cannot be used on device memory."""
         found = plan(self.workers)
         assert found.reason == (
             "ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.1: using gloo (NCCL 2.28.9 refuses shared devices)"
@@ -182,7 +182,7 @@ class TestShared:
         assert (found.backend, found.fallback) == ("gloo", None)
 
     def test_auto_uses_ipc_where_every_worker_can(self, monkeypatch):
-        """With the rule turned, auto takes ipc where all facts allow it, and keeps Gloo to fall back on."""
+        """With the rule turned, auto takes ipc where all workers can use it, and keeps Gloo as fallback."""
         monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
         found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None))
         assert (found.backend, found.fallback) == ("ipc", "gloo")
@@ -194,7 +194,7 @@ class TestShared:
         assert plan(workers).backend == "gloo"
 
     def test_error_policy(self):
-        """on_shared_device='error' has the share map and the ways out, and the ranks."""
+        """on_shared_device='error' has the share map, what to do, and the ranks."""
         with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share GPU-.*whole GPU a worker") as caught:
             plan(self.workers, on_shared_device="error")
         assert caught.value.ranks == (0, 1)
@@ -265,7 +265,7 @@ class TestShared:
         assert (found.backend, found.warnings) == ("cpu:gloo,cuda:nccl", ())
 
     def test_explicit_gloo(self):
-        """An explicit Gloo is Gloo, and the share map is still told."""
+        """An explicit Gloo is Gloo, and the share map is still reported."""
         found = plan(self.workers, backend="gloo")
         assert (found.backend, len(found.share_groups), found.warnings) == ("gloo", 1, ())
 
@@ -285,14 +285,14 @@ class TestShared:
         assert plan(self.workers, on_shared_device="gloo").warnings == ()
 
     def test_gloo_for_whole_gpus_is_a_warning_of_its_own(self):
-        """Whoever asked for whole GPUs cannot ask for more: the cluster hands one out twice."""
+        """Workers with whole GPUs cannot ask for more: the cluster allocates one twice."""
         (warning,) = plan(job(*[gpu(f"{rank % 63}") for rank in range(64)], resources={"GPU": 1.0})).warnings
         assert warning.startswith("2 of 64 ranks share a GPU (ranks 0,63 share")
         assert "asked for a whole GPU: this is how the cluster hands out GPUs" in warning
         assert "half a GPU" not in warning
 
     def test_gloo_for_slices_is_a_warning_of_its_own(self):
-        """Slices that NCCL takes for one GPU: a newer NCCL is the way out."""
+        """Slices that NCCL takes for one GPU: the advice is a newer NCCL."""
         (warning,) = plan(job(mig("1"), mig("2"))).warnings
         assert "NCCL 2.30.7 or newer takes MIG slices for the different devices that they are" in warning
 
@@ -376,7 +376,7 @@ class TestComputeMode:
     """Compute modes that forbid sharing."""
 
     def test_exclusive_process_on_a_shared_device(self):
-        """EXCLUSIVE_PROCESS without MPS is said before CUDA says busy, with both ways out."""
+        """EXCLUSIVE_PROCESS without MPS is reported before CUDA's busy error, with both fixes."""
         with pytest.raises(SharedDeviceError, match=r"EXCLUSIVE_PROCESS.*nvidia-smi -c DEFAULT.*MPS"):
             plan(job(*[gpu(compute_mode="exclusive_process")] * 2), backend="gloo")
 

@@ -94,7 +94,7 @@ def one_pair(draw: st.DrawFn) -> list[WorkerInfo]:
 def _node_devices(draw: st.DrawFn, node: int) -> list[DeviceInfo]:
     devices: list[DeviceInfo] = []
     for index in range(draw(st.integers(1, 4))):
-        # The same bus ids on every node: NCCL tells them apart by host only.
+        # The same bus ids on every node: NCCL distinguishes them by host only.
         bus = f"00000000:{index}0:00.0"
         if draw(st.integers(0, 3)) == 0:
             parent = f"n{node}g{index}"
@@ -109,7 +109,7 @@ def _node_devices(draw: st.DrawFn, node: int) -> list[DeviceInfo]:
 
 @st.composite
 def _amd_devices(draw: st.DrawFn, node: int) -> list[DeviceInfo]:
-    """ROCm's devices: no NVML, so no compute mode and no parent; a bus id where torch tells it."""
+    """ROCm's devices: no NVML, so no compute mode and no parent; a bus id where torch has it."""
     with_bus = draw(st.booleans())
     return [
         DeviceInfo(
@@ -136,7 +136,7 @@ def oracle_nccl_refuses(workers: list[WorkerInfo]) -> set[int]:
 
 
 def oracle_uuid_shared(workers: list[WorkerInfo]) -> set[int]:
-    """Ranks that sit on one device with another, whatever NCCL can see of it."""
+    """Ranks that share a device, whatever NCCL can see of it."""
     pairs = itertools.combinations(workers, 2)
     return {rank for a, b in pairs if a.devices[0].uuid == b.devices[0].uuid for rank in (a.rank, b.rank)}
 
@@ -236,7 +236,7 @@ def test_the_order_of_ranks_decides_nothing(data, workers, backend, policy):
 
 
 def decided(workers: list[WorkerInfo], options: Settings) -> object:
-    """What a plan decides, with ranks told by process, or the class of the error."""
+    """Return the decision of a plan, with processes instead of ranks, or the class of the error."""
     try:
         plan = plan_start(workers, options)
     except FracBackendError as error:
@@ -265,7 +265,7 @@ def test_one_rank_without_nccl_decides_whichever_it_is(without, policy):
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(jobs())
 def test_every_shared_rank_is_named(workers):
-    """The share map holds exactly the ranks that sit on one device with another, by device."""
+    """The share map holds exactly the ranks that share a device, by device."""
     plan = plan_start(workers, Settings(backend="gloo"))
     expected = {}
     for facts in workers:

@@ -103,7 +103,7 @@ _BUS = {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}
 
 
 def facts_on(*devices, ask_nvml=True, **own):
-    """Facts of a worker with these devices, without Ray."""
+    """Probe a worker with these devices, without Ray."""
     return probe._info(
         [torch.device(device) for device in devices], ask_nvml, rank=0, node_id="", node_ip="127.0.0.1", **own
     )
@@ -233,7 +233,7 @@ def test_devices_by_index_and_by_uuid(cuda, monkeypatch, visible, gpu_ids):
 
 
 def test_more_gpus_told_than_there_are(cuda, monkeypatch):
-    """An overstated num_gpus gives a device index that does not exist: said as that."""
+    """An overstated num_gpus gives a device index that does not exist: reported as that."""
     cuda(device_count=1)
     monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:1")])
     missing = "num_gpus of the node exceeds the GPUs present: device 1 of 1; correct num_gpus"
@@ -285,7 +285,7 @@ def test_why_there_is_no_cuda(monkeypatch, cuda, error, count, expected):
 
 
 def test_cpu_worker_has_no_devices():
-    """A worker without GPUs is not told that CUDA is missing."""
+    """For a worker without GPUs, missing CUDA is not reported."""
     assert probe._devices(False) == ([], None)
 
 
@@ -326,7 +326,7 @@ def half_a_gpu(monkeypatch, cuda):
 
 
 def ipc_missing(found):
-    """What the facts say of the ipc backend."""
+    """Attributes of WorkerInfo about the ipc backend."""
     return found.ipc_host_memory_missing, found.ipc_device_memory_missing
 
 
@@ -335,7 +335,7 @@ _NO_DEVICE = "the worker has no CUDA device" if sys.platform == "linux" else "th
 
 
 def test_a_start_does_not_ask_for_ipc(monkeypatch, half_a_gpu):
-    """The facts of a worker leave ipc unasked unless the caller wants it."""
+    """A worker's probe leaves out ipc unless the caller wants it."""
 
     def fail(devices):
         raise AssertionError("ipc was asked")
@@ -354,7 +354,7 @@ def test_ipc_on_demand(monkeypatch, half_a_gpu):
 
 
 def test_the_doctor_asks_for_ipc():
-    """The facts of a machine include what ipc can use."""
+    """A machine's probe includes what ipc can use."""
     assert "not probed" not in ipc_missing(probe.probe_machine())
 
 

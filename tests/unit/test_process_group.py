@@ -66,7 +66,7 @@ def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: 
     """Both come to a start, which rank 1 leaves before the group is made; then both start."""
     if rank == 0:
         with pytest.raises(GroupFormationError):
-            # Enough for the other process to come; then it is waited for in vain for the rest.
+            # Enough for the other process to connect; the rest passes before the timeout.
             start_worker(cpu_plan(rank, first_port, budget_s=20))
     else:
         wait_for_port(first_port)

@@ -29,7 +29,7 @@ def path() -> Iterator[Path]:
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_left_files(path: Path, marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new file is left where nobody has it mapped, or a process of this program; not where one of another has."""
+    """A new file is left where no process has it mapped, or a process of this program; not where one of another has."""
     monkeypatch.setenv("RAY_FRACBACKEND_TEST_RUN", "")
     environment = dict(os.environ)
     mark_processes()

@@ -1,4 +1,4 @@
-"""The pure choice of address, port, URL, interface and libuv: every row of the table, with injected facts."""
+"""The pure choice of address, port, interface and libuv: every row of the table, with made-up workers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TestOneNode:
         assert IFNAME not in found.of(0).env
 
     def test_cloned_machines_are_two_nodes(self) -> None:
-        """Machines from one snapshot have one boot id and equal namespaces: their own addresses tell them apart."""
+        """Machines from one snapshot have one boot id and equal namespaces: their own addresses distinguish them."""
         shared = {"network_id": "boot/4026531840", "interfaces": {**LO, "eth0": ("10.0.0.1",)}, "store_port": 5}
         clone = {**shared, "interfaces": {**LO, "eth0": ("10.0.0.2",)}}
         found = plan([worker(0, network=shared), worker(1, "10.0.0.2", network=clone)])
@@ -106,7 +106,7 @@ class TestOneNode:
         assert plan(workers).one_node
 
     def test_unknown_networks_are_not_taken_for_one(self) -> None:
-        """Two nodes whose network could not be told apart are two nodes."""
+        """Two nodes with unknown network ids are two nodes."""
         assert not plan(two_nodes()).one_node
 
     def test_nccl_gets_no_gloo_variable(self) -> None:
@@ -159,7 +159,7 @@ class TestWindows:
 
     @pytest.mark.parametrize("name", ["Ger\u00e4t", "Loopback, first"])
     def test_no_usable_adapter_is_an_error(self, name: str) -> None:
-        """Where neither the host name nor the adapter's name can be used, the error says how to mend it."""
+        """Where neither the host name nor the adapter's name can be used, the error says how to fix it."""
         facts = {"interfaces": {name: ("127.0.0.1",)}, "default_device_missing": "it does not resolve", "store_port": 1}
         with pytest.raises(BackendUnavailableError, match="hosts file"):
             plan([windows(0, network=facts)])
@@ -337,7 +337,7 @@ class TestSeveralNodes:
         assert found.warnings == ("rank 0: GLOO_SOCKET_IFNAME=ib0 is kept; without it eth0 would be used",)
 
     def test_the_users_interface_that_agrees_is_no_warning(self) -> None:
-        """Nothing to say where the user chose what the rule chooses."""
+        """No warning where the user chose what the rule chooses."""
         assert plan(two_nodes(env={IFNAME: "eth0"})).warnings == ()
 
     def test_a_stale_interface_of_the_user_is_a_warning_with_the_names_there_are(self) -> None:
@@ -400,7 +400,7 @@ def test_devices_in_doubt_are_checked_before_the_rendezvous(workers: list[Worker
 
 
 def test_kinds_of_addresses() -> None:
-    """Loopback and link-local addresses are told in every spelling, and names are neither."""
+    """Loopback and link-local addresses are recognised in every spelling, and names are neither."""
     assert [is_loopback(a) for a in ("127.0.1.1", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1", "10.0.0.1", "head")] == [
         True,
         True,

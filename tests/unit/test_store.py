@@ -56,7 +56,7 @@ def test_a_held_store_takes_clients_and_is_shared_with_torchs_rendezvous(monkeyp
 
 
 def test_a_store_on_a_port_of_an_ended_one_is_shared_too() -> None:
-    """A worker that starts many groups meets a port again; torch's rendezvous still finds the store that is open there."""
+    """A worker that starts many groups gets a port again; torch's rendezvous still finds the store that is open there."""
     ports = set()
     while (port := store.hold_store(None)) not in ports:
         ports.add(port)
@@ -97,7 +97,7 @@ def test_released_ports_can_be_taken_again() -> None:
 
 
 def test_a_new_store_knows_nothing_of_the_last() -> None:
-    """A restarted start on a fixed port meets an empty store, not the keys of the failed one."""
+    """A restarted start on a fixed port gets an empty store, not the keys of the failed one."""
     port = store.hold_store(None)
     for _ in range(2):
         store.hold_store(port)
@@ -179,7 +179,7 @@ def test_other_failures_of_the_store_are_not_called_a_port(monkeypatch: pytest.M
 
 
 def test_a_refused_connection_is_named_within_its_bound() -> None:
-    """Refusals are retried for the whole bound, then told with address, port and the ways out."""
+    """Refusals are retried for the whole bound, then reported with address, port and what to do."""
     with listener() as closed:
         port = closed.getsockname()[1]
     with pytest.raises(UnreachableMasterError, match=rf"127\.0\.0\.1:{port} within 0\.5 s \(refused") as info:
@@ -188,7 +188,7 @@ def test_a_refused_connection_is_named_within_its_bound() -> None:
 
 
 def test_windows_never_uses_libuv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store made directly ignores USE_LIBUV, so it is told: never on Windows, elsewhere as the variable says."""
+    """A store made directly ignores USE_LIBUV, so use_libuv is passed: never on Windows, elsewhere as the variable says."""
     monkeypatch.setenv("USE_LIBUV", "1")
     monkeypatch.setattr(store.sys, "platform", "linux")
     assert store.uses_libuv()
