@@ -107,6 +107,8 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
             STATE.store.wait(keys, timeout)
     except RuntimeError as error:
         absent = [other for other, key in enumerate(keys, 1) if not STATE.store.check([key])]
+        if not absent:
+            raise
         raise RendezvousError(
             f"{ranks_text(absent)} did not connect to rank 0's store at {bracketed(address)}:{port} within {timeout_s:.3g} s. Look "
             "at the logs of these workers and at their nodes.",
