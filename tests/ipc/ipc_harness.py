@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ray_fracbackend.store import open_store
+
+from ray_fracbackend.worker.store import open_store
 
 # The device of the tensors that a rank hands to collectives.
 DEVICE_ENV_VAR = "IPC_TEST_DEVICE"

@@ -129,7 +129,7 @@ def test_a_rank_that_a_stopped_one_keeps_waiting() -> None:
     (run,) = soak("--kind", "starts", "--only", "563925448")
     assert run["problems"] == []
     assert run["answers"][0]["start"][0] == "struck"
-    assert "still waiting at rank 0's store" in run["answers"][0]["start"][1]
+    assert "Rank 0 hangs" in run["answers"][0]["start"][1]
     assert set(run["answers"][1]["start"]) == {"good"}
 
 

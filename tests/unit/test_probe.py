@@ -375,7 +375,7 @@ def test_device_memory_of_a_torch_without_cuda(monkeypatch, cuda):
 def test_probe_does_not_load_ipc():
     """A process that is probed without ask_ipc neither imports the ipc backend nor registers it with torch."""
     code = (
-        "import sys; import torch.distributed as dist; from ray_fracbackend import probe\n"
+        "import sys; import torch.distributed as dist; from ray_fracbackend.worker import probe\n"
         "probe._info([], True, rank=0, node_id='', node_ip='127.0.0.1')\n"
         "assert 'ray_fracbackend.ipc' not in sys.modules, 'imported'\n"
         "assert 'ipc' not in dist.Backend.backend_list, 'registered'\n"
