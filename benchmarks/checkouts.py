@@ -66,7 +66,7 @@ def main() -> None:
     options.add_argument("--workers", type=int, nargs="+", default=[2])
     chosen = options.parse_args()
     of_starts = ["--starts", str(chosen.starts), "--workers", *map(str, chosen.workers)]
-    of_ipc = ["--ranks", "2", "--rounds", "3", "--starts", "2", "--operations", "all_reduce"]
+    of_ipc = ["--ranks", "2", "--rounds", "3", "--starts", "4", "--operations", "all_reduce"]
     of_ipc += ["--sizes", "4096", "65536", "1048576", "26214400"]
     found: dict[str, dict[str, list[float]]] = {}
     for turn in range(chosen.turns):
