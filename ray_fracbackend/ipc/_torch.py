@@ -35,7 +35,7 @@ Reducer: Any = _distributed_c10d.Reducer
 Work: Any = dist.Work
 PrefixStore: Any = _distributed_c10d.PrefixStore
 TCPStore: Any = _distributed_c10d.TCPStore
-# Storage over memory that torch does not own: pointer, device, bytes. As torch's CUDA graph trees use it, since 2.1.
+# Storage over memory that torch does not own: pointer, device, bytes. As torch's CUDA graph trees use it, in 2.4 already.
 storage_at: Any = torch._C._construct_storage_from_data_pointer
 # Number of dispatch modes that the calling thread is in, and the context without them.
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack
