@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
 from ray_fracbackend.decide.nccl import cause_of, refusal_in, refused_ranks
+from ray_fracbackend.decide.settings import is_seconds
 from ray_fracbackend.decide.worker_info import ranks_text
-from ray_fracbackend.errors import SharedDeviceError, VerificationError
+from ray_fracbackend.errors import FracBackendError, SharedDeviceError, VerificationError
 from ray_fracbackend.timeouts import bounded
 
 SMALL_BYTES = 1024
@@ -37,8 +35,7 @@ _REPORT_S = 1.0
 _STALL_S = 0.2
 # Timed calls of a size, of which the best counts.
 _NUM_TIMED = 2
-_T = TypeVar("_T")
-_STEPS = ("barrier", "all_reduce of 1 KiB", "all_reduce of 1 MiB", "broadcast", "all_gather")
+_ADVICE = "Do not train with this group: check the node's memory and network, or use backend='gloo'."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,21 +84,28 @@ def verify_process_group(
         torch.cuda.OutOfMemoryError: The device has no memory left for a tensor of 1 MiB.
         VerificationError: A collective failed, stalled or computed a wrong answer; ``ranks`` are those at fault where
             that is known.
-        ValueError: ``timeout_s`` is not above 0, or torch.distributed is not initialised.
+        ValueError: ``timeout_s`` is not above 0 or is above 1e9, torch.distributed is not initialised, or this rank is not
+            in the group.
     """
-    if not timeout_s > 0:
-        raise ValueError(f"verify_process_group(timeout_s={timeout_s!r}): timeout_s must be above 0 seconds.")
+    if not is_seconds(timeout_s):
+        raise ValueError(
+            f"verify_process_group(timeout_s={timeout_s!r}): timeout_s must be above 0 seconds, up to 1e9."
+        )
     if not dist.is_initialized():
         raise ValueError(
             "verify_process_group() needs a process group: call torch.distributed.init_process_group first."
         )
     group = group or distributed_c10d._get_default_group()
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            "verify_process_group() must be called by the ranks of the group alone, and this rank is not in it."
+        )
     devices = [torch.device(device)] if device is not None else _default_devices(group)
     end = time.perf_counter() + timeout_s
     try:
         results = [_verify_on(group, each, max(end - time.perf_counter(), 0.001)) for each in devices]
     finally:
-        del group  # see tracebacks.py: its peers would go on waiting for this rank
+        del group  # a frame of an error would keep it, and its peers waiting
     return results[-1]
 
 
@@ -118,78 +122,65 @@ def other_devices(device: torch.device | str, group: dist.ProcessGroup | None = 
         device: A device of the backend that is left out.
         group: The group, the default group if None.
     """
+    usable = {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
     backends = backends_by_device(group)
     own = backends.get(torch.device(device).type)
-    found = {backend: kind for kind, backend in reversed(backends.items()) if backend != own and _is_usable(kind)}
+    found = {backend: kind for kind, backend in reversed(backends.items()) if backend != own and kind in usable}
     return [torch.device(kind) for kind in found.values()]
 
 
-def _is_usable(device_type: str) -> bool:
-    return device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_available())
+def _default_devices(group: dist.ProcessGroup) -> list[torch.device]:
+    """Return one device for each backend of the group; the result is that of the last."""
+    last = "cuda" if "nccl" in backends_by_device(group).values() and torch.cuda.is_available() else "cpu"
+    return [*other_devices(last, group), torch.device(last)]
 
 
 def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> VerificationResult:
     verification = _Verification(group, device, timeout_s)
     del group
     try:
-        return _run(verification, timeout_s)
+        # NCCL has waits without a limit, in the call, in the device and in its store.
+        return bounded(verification.run, timeout_s + _STALL_S)
+    except (VerificationError, torch.cuda.OutOfMemoryError):
+        verification.record_failure()
+        raise
+    except (RuntimeError, TimeoutError) as error:  # what c10d raises for a lost peer and a timeout; and of bounded()
+        raise verification.explain(error) from error
     finally:
         del verification._group
 
 
-def _run(verification: _Verification, timeout_s: float) -> VerificationResult:
-    """Verify in a thread: NCCL has waits without a limit, in the call, in the device and in its store."""
-    outcome: list[VerificationResult | BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(verification.run())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(min(timeout_s + _STALL_S, threading.TIMEOUT_MAX))
-    if thread.is_alive() and verification.fails:
-        thread.join(3 * _REPORT_S)
-    if not outcome:
-        raise verification.stalled()
-    result = outcome.pop()
-    if not isinstance(result, BaseException):
-        return result
-    try:
-        raise result
-    finally:
-        del result
-
-
 class _Verification:
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | str, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
         self._group = group
-        self._device = _indexed(torch.device(device))
+        self._device = device
+        if device.type == "cuda" and device.index is None:  # the current device is per thread
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._timeout_s = timeout_s
         self._started = time.perf_counter()
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._own_rank = self._global_ranks[self._rank]
         self._store = PrefixStore("ray_fracbackend/verify", distributed_c10d._get_process_group_store(group))
-        self._current = 0
-        self.fails = False
+        self._step = ""
 
     def run(self) -> VerificationResult:
         # A thread begins on cuda:0, and a context there would take memory of another rank's device.
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             return self._run()
 
-    def stalled(self) -> VerificationError:
-        """Return the error of a collective that has not returned."""
-        return self._failure(self._current, TimeoutError(f"no answer within {self._timeout_s:.3g} s"))
-
     def _run(self) -> VerificationResult:
-        self._step(0, self._barrier)
-        latency_s = self._step(1, lambda: self._measure(SMALL_BYTES))
-        large_s = self._step(2, lambda: self._measure(LARGE_BYTES))
-        self._step(3, self._broadcast)
-        times = self._step(4, lambda: self._all_gather(latency_s, large_s))
+        self._step = "barrier"
+        self._barrier()
+        self._step = "all_reduce of 1 KiB"
+        latency_s = self._measure(SMALL_BYTES)
+        self._step = "all_reduce of 1 MiB"
+        large_s = self._measure(LARGE_BYTES)
+        self._step = "broadcast"
+        self._broadcast()
+        self._step = "all_gather"
+        times = self._all_gather(latency_s, large_s)
         return VerificationResult(
             backend=dist.get_backend(self._group),
             device=str(self._device),
@@ -199,19 +190,6 @@ class _Verification:
             rank_seconds=tuple(row[0] + row[1] for row in times),
             total_s=time.perf_counter() - self._started,
         )
-
-    def _step(self, step: int, call: Callable[[], _T]) -> _T:
-        self._current = step
-        try:
-            return call()
-        except (VerificationError, torch.cuda.OutOfMemoryError):
-            self._record_failure()
-            raise
-        except RuntimeError as error:  # what c10d raises for a lost peer and for a timeout
-            self.fails = True
-            # NCCL connects in the first collective, so its errors for shared GPUs are raised here.
-            sentence = refusal_in(str(error))
-            raise (self._refused(sentence) if sentence else self._failure(step, error)) from error
 
     def _wait(self, work: dist.Work | None) -> None:
         left_s = self._timeout_s - (time.perf_counter() - self._started)
@@ -252,7 +230,7 @@ class _Verification:
         source = self._world_size - 1
         pattern = self._pattern(SMALL_BYTES) * (source + 1)
         tensor = pattern.clone() if self._rank == source else torch.zeros_like(pattern)
-        global_source = dist.get_global_rank(self._group, source)
+        global_source = self._global_ranks[source]
         self._wait(dist.broadcast(tensor, global_source, group=self._group, async_op=True))
         self._compare(tensor, pattern, f"broadcast from rank {global_source}", (global_source,))
 
@@ -263,10 +241,12 @@ class _Verification:
         rows = torch.stack(gathered).tolist()
         wrong = [rank for rank, row in enumerate(rows) if row[0] != rank + 1]
         if wrong:
+            ranks, contributed = [self._global_ranks[rank] for rank in wrong], rows[wrong[0]][0] - 1
+            held = self._global_ranks[int(contributed)] if contributed in range(self._world_size) else "none"
             raise VerificationError(
-                f"all_gather computed a wrong answer on rank {self._rank}: the slot of rank {wrong[0]} holds the data of "
-                f"rank {rows[wrong[0]][0] - 1:g}. {_ADVICE}",
-                ranks=wrong,
+                f"all_gather computed a wrong answer on rank {self._own_rank}: the slot of rank {ranks[0]} holds the data "
+                f"of rank {held}. {_ADVICE}",
+                ranks=ranks,
             )
         return [(row[1], row[2]) for row in rows]
 
@@ -279,26 +259,27 @@ class _Verification:
             return
         index = int((found != expected).nonzero()[0])
         raise VerificationError(
-            f"{what} computed a wrong answer on rank {self._rank}: element {index} is {found[index].item():g} and must be "
+            f"{what} computed a wrong answer on rank {self._own_rank}: element {index} is {found[index].item():g} and must be "
             f"{expected[index].item():g}. {_ADVICE}",
             ranks=ranks,
         )
 
-    def _record_failure(self) -> None:
+    def record_failure(self) -> None:
         """Record this rank's failure in the store, so that peers do not report it as missing."""
         with contextlib.suppress(RuntimeError):  # the store's own host may be gone already
             self._store.set(str(self._rank), "failed")
 
-    def _refused(self, sentence: str) -> SharedDeviceError:
-        self._record_failure()
-        ranks = [dist.get_global_rank(self._group, rank) for rank in refused_ranks(sentence)]
-        return SharedDeviceError(
-            f"NCCL refused ranks that share a GPU: {sentence}. Use backend='gloo', or a GPU for each rank.", ranks=ranks
-        )
-
-    def _failure(self, step: int, error: Exception) -> VerificationError:
-        elapsed = time.perf_counter() - self._started
-        text = f"{_STEPS[step]} failed on rank {self._rank} after {elapsed:.1f} s"
+    def explain(self, error: Exception) -> FracBackendError:
+        """Return the error of a collective that failed or did not return: the step, the rank and who is missing."""
+        # NCCL connects in the first collective, so its errors for shared GPUs are raised here.
+        if sentence := refusal_in(str(error)):
+            self.record_failure()
+            return SharedDeviceError(
+                f"NCCL refused ranks that share a GPU: {sentence}. Use backend='gloo', or a GPU for each rank.",
+                ranks=[self._global_ranks[rank] for rank in refused_ranks(sentence)],
+            )
+        elapsed_s = time.perf_counter() - self._started
+        text = f"{self._step} failed on rank {self._own_rank} after {elapsed_s:.1f} s"
         try:
             # A call that has not come back may hold the store's client.
             absent = bounded(self._absent, 2 * _REPORT_S)
@@ -306,13 +287,14 @@ class _Verification:
             absent = []
         if absent:
             text += f": {ranks_text(absent)} {'is' if len(absent) == 1 else 'are'} not in it"
+        cause = f"no answer within {self._timeout_s:.3g} s" if isinstance(error, TimeoutError) else cause_of(error)
         advice = "Look at the log of that rank and at its node's network."
         if "out of memory" in str(error).lower():  # NCCL's own allocations
             advice = "The device is full: end what else runs on it, or let fewer ranks share it."
-        return VerificationError(f"{text} ({cause_of(error)}). {advice}", ranks=absent)
+        return VerificationError(f"{text} ({cause}). {advice}", ranks=absent)
 
     def _absent(self) -> list[int]:
-        """Return the ranks without a record in the store; only the lowest ranks read them."""
+        """Return the global ranks without a record in the store; only the lowest ranks read them."""
         absent = [rank for rank in range(self._world_size) if rank != self._rank]
         end = time.monotonic() + _REPORT_S
         try:
@@ -324,20 +306,4 @@ class _Verification:
                 time.sleep(0.02)
         except (RuntimeError, ValueError):  # the store's own host is gone
             return []
-        return absent
-
-
-_ADVICE = "Do not train with this group: check the node's memory and network, or use backend='gloo'."
-
-
-def _default_devices(group: dist.ProcessGroup) -> list[torch.device]:
-    """Return one device for each backend of the group; the result is that of the last."""
-    last = "cuda" if "nccl" in backends_by_device(group).values() and torch.cuda.is_available() else "cpu"
-    return [*other_devices(last, group), torch.device(last)]
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Return the device with its index: the current device is per thread."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+        return [self._global_ranks[rank] for rank in absent]

@@ -81,4 +81,11 @@ def parse_backend(name: str | None) -> Backends:
         raise ValueError(_IPC_ALONE)
     if not all(len(part) == 2 and all(part) for part in parts):
         raise ValueError(_RULE)
-    return Backends(name, dict(parts))
+    by_device = dict(parts)
+    if len(by_device) < len(parts):
+        raise ValueError(f"{_RULE}; each device has one backend")
+    if by_device.get("cpu") == "nccl":
+        raise ValueError(
+            "must be another than nccl for cpu, as NCCL takes CUDA tensors alone; such as 'cpu:gloo,cuda:nccl'"
+        )
+    return Backends(name, by_device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from ray_fracbackend.decide.backends import Backends, parse_backend
 
+# Over thirty years. torch takes some greater ones for no time at all.
+MAX_S = 1e9
 _Self = TypeVar("_Self", bound="Settings")
 
 
@@ -18,11 +19,12 @@ def _is_choice(*choices: str) -> dict[str, Any]:
     return {"ok": lambda value: isinstance(value, str) and value in choices, "rule": rule, "choices": choices}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+def is_seconds(value: object) -> bool:
+    """Return whether a value is a number of seconds that torch's timeouts and Python's waits take."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MAX_S
 
 
-_SECONDS = {"ok": _is_number, "rule": "must be a finite number of seconds above 0, such as 300"}
+_SECONDS = {"ok": is_seconds, "rule": "must be a finite number of seconds above 0, up to 1e9, such as 300"}
 _SWITCH = {"ok": lambda value: isinstance(value, bool), "rule": "must be True or False"}
 
 

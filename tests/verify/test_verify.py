@@ -60,6 +60,48 @@ def test_subgroup():
     assert run_processes(verify_subgroup, 3) == [None, 2, 2]
 
 
+def missing_in_subgroup(rank, world_size, port):
+    """A rank of a subgroup does not come; what its peer says."""
+    init(rank, world_size, port)
+    group = dist.new_group([1, 2])
+    text, ranks = None, None
+    if rank == 1:
+        try:
+            verify_process_group(group, timeout_s=1)
+        except VerificationError as error:
+            text, ranks = str(error), error.ranks
+    dist.barrier()
+    return text, ranks
+
+
+def test_ranks_of_a_subgroup_are_named_as_those_of_the_job():
+    """Whoever reads the error knows the job's ranks alone."""
+    text, ranks = run_processes(missing_in_subgroup, 3)[1]
+    assert re.search(r"barrier failed on rank 1 after .*: rank 2 is not in it", text)
+    assert ranks == (2,)
+
+
+def outside(rank, world_size, port):
+    """A rank that is not in the group calls all the same."""
+    init(rank, world_size, port)
+    group = dist.new_group([0])
+    errors = []
+    for device in (None, "cpu"):
+        try:
+            verify_process_group(group, device=device)
+        except ValueError as error:
+            errors.append(str(error))
+    dist.barrier()
+    return errors
+
+
+def test_a_rank_outside_the_group():
+    """It is told so, in every calling form."""
+    inside, told = run_processes(outside, 2)
+    assert inside == []
+    assert ["this rank is not in it" in text for text in told] == [True, True]
+
+
 def corrupt(rank, world_size, port, name, bad_rank):
     """One rank's collective goes wrong after it was computed."""
     init(rank, world_size, port)
@@ -174,8 +216,9 @@ def test_wrong_use():
     """No group, or a bound that is none, is a ValueError that says what to do."""
     with pytest.raises(ValueError, match="init_process_group first"):
         verify_process_group()
-    with pytest.raises(ValueError, match="must be above 0"):
-        verify_process_group(timeout_s=0)
+    for timeout_s in (0, float("nan"), float("inf"), 1e10):
+        with pytest.raises(ValueError, match="must be above 0 seconds, up to 1e9"):
+            verify_process_group(timeout_s=timeout_s)
 
 
 def figures_by_a_clock(rank, world_size, port):
