@@ -83,6 +83,8 @@ def plan_workers(
     settings = (torch_config or FracTorchConfig()).checked_copy()
     factory = scaling_config.as_placement_group_factory()
     bundles = [bundle for bundle in factory.bundles if bundle]
+    if not bundles:
+        raise ValueError("a plan needs workers with resources: give them CPUs or GPUs.")
     reason = left_to_ray(settings.backend, bundles[-1])
     if reason is not None:
         raise ValueError(f"{reason}: there is nothing to plan.")

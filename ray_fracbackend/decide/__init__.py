@@ -38,34 +38,6 @@ def decide_start(
 def with_rendezvous(
     plan: StartPlan, workers: Sequence[WorkerInfo], settings: Settings
 ) -> tuple[StartPlan, list[WorkerPlan]]:
-    """Add the rendezvous to a plan that has none, such as that of a fallback.
-
-    Args:
-        plan: The plan.
-        workers: As in `decide_start`.
-        settings: As in `decide_start`.
-
-    Returns:
-        As `decide_start`.
-
-    Raises:
-        RendezvousError: No address of rank 0 can work for all ranks, or Gloo has no interface that can.
-    """
-    rendezvous = plan_rendezvous(workers, settings, plan.backend)
-    worker_plans = [
-        WorkerPlan(
-            rank=worker.rank,
-            world_size=len(workers),
-            backend=plan.backend,
-            device=plan.device_of(worker),
-            rendezvous=rendezvous.of(worker.rank),
-            timeout_s=settings.timeout_s,
-            budget_s=settings.start_timeout_s,
-            verify=settings.verify,
-            train_on_cpu=plan.train_on_cpu and worker.gpu_fraction > 0,
-            memory_fraction=plan.memory_fraction_of(worker) if settings.limit_gpu_memory else None,
-            env_defaults=plan.env_of(worker),
-        )
-        for worker in workers
-    ]
-    return replace(plan, rendezvous=rendezvous), worker_plans
+    """Add the rendezvous to a plan that has none, such as that of a fallback; the rest is as in `decide_start`."""
+    plan = replace(plan, rendezvous=plan_rendezvous(workers, settings, plan.backend))
+    return plan, plan.worker_plans(workers, settings)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray_fracbackend.decide.backends import Backends, parse_backend
 from ray_fracbackend.decide.device_sharing import ShareGroup, share_text
 from ray_fracbackend.decide.rendezvous import Rendezvous, WorkerRendezvous
+from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo
 
 # Cost of Gloo instead of NCCL for a job on GPUs.
@@ -71,6 +72,26 @@ class StartPlan:
         if self.device_type == "cpu":
             return {**self.env_defaults, **(ACCELERATE_ON_CPU if worker.gpu_fraction > 0 else {})}
         return {**self.env_defaults, **(ACCELERATE_ON_SHARED_DEVICE if self.share_groups else {})}
+
+    def worker_plans(self, workers: Sequence[WorkerInfo], settings: Settings) -> list[WorkerPlan]:
+        """Return the part of each worker, by rank; the rendezvous must have been decided."""
+        assert self.rendezvous is not None
+        return [
+            WorkerPlan(
+                rank=worker.rank,
+                world_size=len(workers),
+                backend=self.backend,
+                device=self.device_of(worker),
+                rendezvous=self.rendezvous.of(worker.rank),
+                timeout_s=settings.timeout_s,
+                budget_s=settings.start_timeout_s,
+                verify=settings.verify,
+                train_on_cpu=self.train_on_cpu and worker.gpu_fraction > 0,
+                memory_fraction=self.memory_fraction_of(worker) if settings.limit_gpu_memory else None,
+                env_defaults=self.env_of(worker),
+            )
+            for worker in workers
+        ]
 
     def after_failure(self, cause: str) -> StartPlan:
         """Return the plan of the fallback, without a rendezvous.

@@ -135,7 +135,8 @@ class Rendezvous:
             interface_by_route=choice.by_route,
             # Except on Linux, Gloo may see other names and addresses of interfaces than psutil.
             check_device=self.uses_gloo and (not self.on_linux or choice.name is None or choice.by_user),
-            check_reachable=not self.one_node,
+            # Rank 0 has the store itself, and may not reach its own address from inside.
+            check_reachable=not self.one_node and rank > 0,
         )
 
 
@@ -168,6 +169,9 @@ def plan_rendezvous(workers: Sequence[WorkerInfo], settings: Settings, backend: 
         interfaces, doubts = choose_interfaces(workers, one_node)
         warnings += doubts
         gloo = f", Gloo {_over(interfaces)}"
+    libuv = [worker.rank for worker in workers if worker.env.get("USE_LIBUV") == "1"]
+    if windows and libuv:
+        warnings += (f"USE_LIBUV=1 on {ranks_text(libuv)} is not kept: no torch for Windows has a libuv store",)
     host = bracketed(addresses[0])
     return Rendezvous(
         master_addrs=addresses,
@@ -180,7 +184,7 @@ def plan_rendezvous(workers: Sequence[WorkerInfo], settings: Settings, backend: 
         on_linux=workers[0].platform == "linux",
         reason=f"rank 0 at {host}:{port} ({origin}){gloo}{', libuv off' if windows else ''}",
         notes=(NOTE_10049,) if windows else (),
-        warnings=(*warnings, *_overridden_env(workers, windows)),
+        warnings=warnings,
     )
 
 
@@ -300,15 +304,6 @@ def _over(interfaces: Sequence[InterfaceChoice]) -> str:
     return ", ".join(shown) + (", ..." if len(ranks_of) > 4 else "")
 
 
-def _overridden_env(workers: Sequence[WorkerInfo], windows: bool) -> tuple[str, ...]:
-    """Return a warning for each inherited variable that is overridden because it would break the start."""
-    found = []
-    libuv = [worker.rank for worker in workers if worker.env.get("USE_LIBUV") == "1"]
-    if windows and libuv:
-        found.append(f"USE_LIBUV=1 on {ranks_text(libuv)} is not kept: no torch for Windows has a libuv store")
-    return tuple(found)
-
-
 def choose_interfaces(
     workers: Sequence[WorkerInfo], one_node: bool
 ) -> tuple[tuple[InterfaceChoice, ...], tuple[str, ...]]:
@@ -343,31 +338,31 @@ def owner_of(worker: WorkerInfo, address: str) -> str | None:
     return None
 
 
+def parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Read a literal address without its scope; None for a name."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return None
+
+
 def normal(address: str) -> str:
     """Normalize an address, without scope, so that two spellings of one compare equal."""
     bare = address.partition("%")[0]
-    try:
-        return str(ipaddress.ip_address(bare)) if ":" in bare else bare
-    except ValueError:
-        return bare
+    return str(parsed(bare) or bare) if ":" in bare else bare
 
 
 def is_loopback(address: str) -> bool:
     """Return True for 127.0.0.0/8 and ::1, in any spelling."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
+    found = parsed(address)
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
+    return (mapped or found or ipaddress.IPv4Address(0)).is_loopback
 
 
 def is_link_local(address: str) -> bool:
     """Return True for fe80::/10 and 169.254.0.0/16, which are valid on one link only."""
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_link_local
-    except ValueError:
-        return False
+    found = parsed(address)
+    return found is not None and found.is_link_local
 
 
 def _choose(worker: WorkerInfo, one_node: bool) -> tuple[InterfaceChoice, list[str]]:

@@ -231,6 +231,9 @@ def plan_start(
     """
     job = Job(workers, settings)
     plan = deciding_row(job).decide(job)  # type: ignore[misc]  # the rows with None were asked before the workers were
+    if plan.device_type not in plan.backends.by_device:
+        lacks = f"backend={plan.backend!r} is for no {plan.device_type} tensors, and the workers train on {plan.device_type}"
+        plan = replace(plan, warnings=(*plan.warnings, lacks))
     return add_hints(plan, workers, node_gpus or {}) if plan.device_type == "cuda" else plan
 
 
@@ -239,8 +242,10 @@ def deciding_row(job: Job) -> Row:
     return next(row for row in ROWS if row.applies(job))
 
 
-def _gloo(job: Job, reason: str, groups: tuple[ShareGroup, ...] = (), device_type: str = "cuda") -> StartPlan:
-    """Gloo on all workers, or an error where torch was built without it."""
+def _gloo(
+    job: Job, reason: str, groups: tuple[ShareGroup, ...] = (), device_type: str = "cuda", backend: str = "gloo"
+) -> StartPlan:
+    """Gloo on all workers, alone or in a pair, or an error where torch was built without it."""
     for worker in job.workers:
         if worker.network.gloo_missing:
             raise BackendUnavailableError(
@@ -252,7 +257,7 @@ def _gloo(job: Job, reason: str, groups: tuple[ShareGroup, ...] = (), device_typ
             f"{reason}, but torch of {ranks_text(without)} was built without Gloo. Install a torch build with Gloo.",
             ranks=without,
         )
-    return StartPlan(backend="gloo", device_type=device_type, reason=reason, share_groups=groups)
+    return StartPlan(backend=backend, device_type=device_type, reason=reason, share_groups=groups)
 
 
 def _ipc_on_host(job: Job, asked: str) -> StartPlan:
@@ -415,11 +420,11 @@ def _nccl_without_gpus(job: Job) -> StartPlan:
 
 @_row("no GPU asked for", lambda job: not job.asks_for_gpus)
 def _gloo_without_gpus(job: Job) -> StartPlan:
-    """gloo."""
-    if job.settings.backend not in ("auto", "gloo"):
-        return _as_asked(job, "cpu")
-    why = "no GPUs were asked for" if job.settings.backend == "auto" else "as asked for"
-    return _gloo(job, f"using gloo ({why})", device_type="cpu")
+    """gloo. Or a pair without NCCL as asked for."""
+    if job.settings.backends.is_auto:
+        return _gloo(job, "using gloo (no GPUs were asked for)", device_type="cpu")
+    backend = job.settings.backends.name
+    return _gloo(job, f"using {backend} (as asked for)", device_type="cpu", backend=backend)
 
 
 @_row(
@@ -433,12 +438,12 @@ def _gloo_without_gpus(job: Job) -> StartPlan:
 def _asked_without_cuda(job: Job) -> StartPlan:
     """as asked for, with a warning. As with stock; `get_device()` is left to Ray."""
     backend = job.settings.backends.name
-    plan = _gloo(job, f"using {backend} as asked for", device_type="cpu")
+    plan = _gloo(job, f"using {backend} as asked for", device_type="cpu", backend=backend)
     warning = (
         f"{job.found_without_cuda}: {backend} starts all the same, as with TorchConfig, and a train function that uses "
         "ray.train.torch.get_device() will fail; on_missing_cuda='cpu' trains on the CPU"
     )
-    return replace(plan, backend=backend, warnings=(warning,))
+    return replace(plan, warnings=(warning,))
 
 
 @_row(
@@ -470,7 +475,7 @@ def _cpu_with_gloo(job: Job) -> StartPlan:
     """gloo, training on the CPU. With `backend="nccl"` or a pair with it, a warning."""
     plan = _gloo(job, f"{job.found_without_cuda}: training on the CPU with gloo", device_type="cpu")
     plan = replace(plan, train_on_cpu=True)
-    if job.settings.backend not in ("auto", "gloo"):
+    if job.settings.backends.has_nccl:
         plan = replace(plan, warnings=(f"backend={job.settings.backend!r} needs CUDA devices: using gloo",))
     return plan
 
@@ -526,7 +531,7 @@ def _asked_on_devices(job: Job) -> StartPlan:
     """as asked for. On shared devices too."""
     prefix = f"{share_text(job.shared)}: " if job.shared else ""
     backend = job.settings.backends.name
-    return replace(_gloo(job, f"{prefix}using {backend} as asked for", job.shared), backend=backend)
+    return _gloo(job, f"{prefix}using {backend} as asked for", job.shared, backend=backend)
 
 
 @_row('devices shared, `on_shared_device="nccl"`', lambda job: _policy(job, "nccl"))

@@ -82,6 +82,12 @@ def test_nothing_to_plan(cluster, config):
         plan_workers(ScalingConfig(num_workers=1), config)
 
 
+def test_workers_without_resources():
+    """Ray has nothing to place; it is an error before anything is asked of it."""
+    with pytest.raises(ValueError, match="workers with resources"):
+        plan_workers(ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0}))
+
+
 def test_no_workers(cluster):
     """Without a fixed number of workers there is nothing to place."""
     with pytest.raises(ValueError, match="a fixed number of at least 1"):

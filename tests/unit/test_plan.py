@@ -115,12 +115,38 @@ class TestMissingCuda:
         assert found.backend == "gloo"
         assert "backend='nccl' needs CUDA devices" in found.warnings[0]
 
+    def test_a_pair_without_nccl_is_not_overridden(self):
+        """Gloo is what it gets on the CPU too, so there is nothing to warn of."""
+        found = plan(self.workers, on_missing_cuda="cpu", backend="cpu:gloo,cuda:gloo")
+        assert (found.backend, found.warnings) == ("gloo", ())
+
     @pytest.mark.parametrize("options", [{"backend": "ipc"}, {"on_shared_device": "ipc"}])
     def test_cpu_with_ipc(self, options):
         """ipc by backend or by on_shared_device is kept on the CPU, on host memory."""
         workers = job(None, None, resources={"GPU": 0.5}, cuda_missing="no driver", ipc_host_memory_missing=None)
         found = plan(workers, on_missing_cuda="cpu", **options)
         assert (found.backend, found.device_type) == ("ipc", "cpu")
+
+
+class TestHalfOfAPair:
+    """A backend for one kind of device alone starts as with stock, and the plan says what it lacks."""
+
+    def test_cpu_alone_for_workers_with_devices(self):
+        """Their gradients are CUDA tensors."""
+        found = plan(job(gpu("a"), gpu("b"), resources={"GPU": 1.0}), backend="cpu:gloo")
+        assert (found.backend, found.device_type) == ("cpu:gloo", "cuda")
+        assert found.warnings == ("backend='cpu:gloo' is for no cuda tensors, and the workers train on cuda",)
+
+    def test_cuda_alone_for_workers_on_the_cpu(self):
+        """The other way round."""
+        found = plan(job(None, None), backend="cuda:gloo")
+        assert (found.backend, found.device_type) == ("cuda:gloo", "cpu")
+        assert found.warnings == ("backend='cuda:gloo' is for no cpu tensors, and the workers train on cpu",)
+
+    def test_whole_pairs_lack_nothing(self):
+        """No warning for a pair, nor for a name that stands for all devices."""
+        for backend in ("cpu:gloo,cuda:gloo", "gloo"):
+            assert plan(job(None, None), backend=backend).warnings == ()
 
 
 class TestOwnDevices:

@@ -241,7 +241,7 @@ class TestWindows:
         """The missing transport, found by the probe, ends the start before any rank waits."""
         from ray_fracbackend.worker.network import no_transport_text
 
-        text = no_transport_text("2.9.1", "win32", None)
+        text = no_transport_text("2.9.1")
         with pytest.raises(
             BackendUnavailableError, match=r"2\.8\.0 to 2\.10\.0.*2\.7\.1 or older, or 2\.11\.0 or newer"
         ):
