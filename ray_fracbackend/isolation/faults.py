@@ -145,6 +145,8 @@ class _Diagnosis:
         # A device that was not tested was neither fast nor slow.
         tried = {rank: each for rank, each in findings.items() if not each.untried and not each.failure}
         seconds = {rank: _or_endless(finding.seconds) for rank, finding in tried.items()}
+        if len(seconds) > 1 and min(seconds.values()) == float("inf"):
+            seconds = {}  # what all ranks have in common, such as a slow start of CUDA, is no rank's fault
         limit_s = _slow_limit(seconds.values())
         self._slow_alone = {rank: value for rank, value in seconds.items() if value > limit_s}
         # A slow rank's links and groups are slow because of the rank.

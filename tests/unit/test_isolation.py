@@ -212,6 +212,14 @@ def test_many_devices_that_could_not_be_tried() -> None:
     assert fault.text.endswith("(full); nor could those of ranks 4,5,6,7,8,9,10,11,... (60 in all)")
 
 
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_what_is_slow_on_all_ranks_is_no_rank_s_fault(world_size: int) -> None:
+    """A device that takes its time to start does so on every rank: what else was found counts."""
+    findings = {rank: replace(each, seconds=None) for rank, each in sound(world_size).items()}
+    (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(world_size)])
+    assert (fault.kind, fault.ranks) == ("scale", ())
+
+
 def test_a_device_that_fails_by_itself_is_named() -> None:
     """An error of the device is a verdict with CUDA's text, and no wrong sum."""
     findings = sound(3)
