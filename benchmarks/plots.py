@@ -162,10 +162,11 @@ def scale(result: dict[str, Any], target: Path) -> None:
     for phase, color in phases.items():
         seconds = [row[phase] for row in simulated]
         axes[0].plot(workers, seconds, marker="o", markersize=4, color=color, label=phase.removesuffix("_s"))
-    calls = {"probe_worker": ("probe", _GRAY), "start_worker_of_many": ("start", _ORANGE)}
-    for call, (phase, color) in calls.items():
+    for phase, color in (("probe", _GRAY), ("start", _ORANGE)):
         for way, line in (("to", "-"), ("from", "--")):
-            mib = [row[f"bytes_{way}_workers"][call] / 2**20 for row in simulated]
+            # The functions of one phase have had other names.
+            calls = [row[f"bytes_{way}_workers"] for row in simulated]
+            mib = [sum(num for call, num in row.items() if call.startswith(phase)) / 2**20 for row in calls]
             axes[1].plot(workers, mib, line, marker="o", markersize=4, color=color, label=f"{phase}, {way} the workers")
     rounds = ", ".join(sorted({f"{row['rounds']:g}" for row in simulated}))
     ranks = [row["num_ranks"] for row in real]

@@ -60,7 +60,7 @@ class SimulatedGroup:
         # As real workers answer: WorkerInfo of each; the verification result from rank 0.
         self.answers: dict[str, list[Any]] = {
             probe.probe_worker.__name__: facts,
-            process_group.start_worker_of_many.__name__: [figures] + [None] * (num_workers - 1),
+            process_group.start_worker.__name__: [figures] + [None] * (num_workers - 1),
         }
 
     def get_workers(self) -> Sequence[Metadata]:
@@ -173,7 +173,7 @@ def start_one(answers: Any, instruction: WorkerPlan) -> None:
     started = time.perf_counter()
     if instruction.rank == 0:
         store.hold_store(instruction.rendezvous.master_port, one_node=True)
-    figures = process_group.start_worker_of_many(instruction)
+    figures = process_group.start_worker(instruction)
     answers.put((time.perf_counter() - started, figures))
     answers.close()
     answers.join_thread()

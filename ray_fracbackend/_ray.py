@@ -19,8 +19,8 @@ an ImportError that says so, and not ``import ray_fracbackend``. Checked against
 Attributes of objects that Ray passes in need no import:
 
 ==============================================  ====================================================================
-V1 worker groups                                ``.workers``, ``.num_gpus_per_worker``, and no ``.get_workers``, which
-                                                those of V2 have
+V1 worker groups                                ``.workers``, ``.num_gpus_per_worker``, ``._remote_cls``, and no
+                                                ``.get_workers``, which those of V2 have
 V2 worker groups                                ``.get_workers()``, ``.abort()``, ``._worker_group_state``,
                                                 ``._storage_context``, ``._callbacks``; replica groups the first alone
 workers of both                                 ``.metadata``, ``.actor``
@@ -123,7 +123,7 @@ def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
         resources: Mapping[str, float] = worker_group.get_resources_per_worker()
         return resources
     if _is_v1(worker_group):  # before Ray 2.49
-        return {"GPU": worker_group.num_gpus_per_worker}
+        return {"GPU": worker_group.num_gpus_per_worker, **worker_group._remote_cls._default_options["resources"]}
     return dict(_workers(worker_group)[0].resources)
 
 

@@ -32,10 +32,8 @@ from ray_fracbackend.errors import (
 )
 from ray_fracbackend.report import StartReport
 from ray_fracbackend.timeouts import Deadline, bounded
-from ray_fracbackend.tracebacks import raise_from
-from ray_fracbackend.verify import VerificationResult
 from ray_fracbackend.worker.probe import probe_worker
-from ray_fracbackend.worker.process_group import start_worker_of_many
+from ray_fracbackend.worker.process_group import ABORT_S, start_worker
 
 # A start later in the same run, after a failure or a resize, replaces the file.
 REPORT_FILE = "start_report.json"
@@ -64,6 +62,7 @@ class FracTorchBackend(_ray.TorchBackend):  # type: ignore[misc]
             except BaseException as error:
                 _ray.release_workers(worker_group)
                 raise_for_engine(error, worker_group)
+                raise
             start.log(report)
             _save(worker_group, report)
             return
@@ -127,7 +126,7 @@ class _Start:
         common = (settings.master_addr, settings.master_port, one_node, asks_for_ipc(settings))
         refs = self._execute(probe_worker, ((address.rank, *common) for address in self._addresses))
         workers = gather(refs, self._addresses, deadline, "probing the workers")
-        self._seconds["probe"] = time.perf_counter() - started
+        self._add_seconds("probe", started)
         return tuple(workers)
 
     def _start(self, report: StartReport, plans: Sequence[WorkerPlan], deadline: Deadline) -> StartReport:
@@ -137,19 +136,22 @@ class _Start:
             "set_distributed_env": _ray.sets_env_before_init(self._group),
             "report": ray.put(report),
         }
+        refs = self._execute(start_worker, ((replace(each, **common),) for each in plans))
         step = f"starting {plan.backend} at {report.master_addr}:{report.master_port}"
         try:
-            results: list[VerificationResult | None] = gather(
-                self._execute(start_worker_of_many, ((replace(each, **common),) for each in plans)),
-                self._addresses,
-                deadline,
-                step,
-                slack_s=_ANSWER_S,
-            )
+            slack_s = _ANSWER_S + (ABORT_S if plan.backends.has_nccl else 0)
+            results = gather(refs, self._addresses, deadline, step, slack_s=slack_s)
         except FracBackendError as error:
-            raise_from(self._located(explain_failure(error, plan, report.workers), plan, plans, deadline), error)
-        self._seconds["start"] = time.perf_counter() - started
+            raise self._located(
+                explain_failure(error, plan, report.workers), plan, plans, deadline
+            ) from error.__cause__
+        finally:
+            self._add_seconds("start", started)
         return replace(report, verification=results[0], seconds=self._seconds)
+
+    def _add_seconds(self, phase: str, started: float) -> None:
+        """Add to a phase, which a start with a fallback goes through twice."""
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def _located(
         self, error: FracBackendError, plan: StartPlan, plans: Sequence[WorkerPlan], deadline: Deadline
@@ -175,7 +177,7 @@ class _Start:
             budget_s *= 0.5
         elif self._settings.verify and budget_s > _SEARCH_FROM_S:
             budget_s *= 0.75
-        return max(budget_s, 0.001)
+        return budget_s
 
 
 def gpus_by_node() -> dict[str, float]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import NodeDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
 from ray_fracbackend._ray import WorkerAddress, restarts_lost_workers
+from ray_fracbackend.decide.nccl import cause_of
 from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import (
     FracBackendError,
@@ -23,7 +25,6 @@ from ray_fracbackend.errors import (
     WorkerDiedError,
 )
 from ray_fracbackend.timeouts import Deadline
-from ray_fracbackend.tracebacks import raise_from
 
 # How often a running wait looks for failures, and how long it waits after the first one for others.
 _POLL_S = 1.0
@@ -38,6 +39,10 @@ _ORDER = (
     RendezvousError,
     FracBackendError,
 )
+
+
+# Ray's memory monitor ends a worker with an error of its own.
+_DEATHS = (RayActorError, NodeDiedError, RayOutOfMemoryError)
 
 
 class LostWorkerError(WorkerDiedError, RayActorError):  # type: ignore[misc]
@@ -133,9 +138,9 @@ class _Wait:
 
     def _error(self) -> FracBackendError:
         silent = self._overdue
-        dead = [rank for rank, error in self._failures.items() if isinstance(error, RayActorError)]
+        dead = [rank for rank, error in self._failures.items() if isinstance(error, _DEATHS)]
         if dead:
-            first = str(self._failures[dead[0]]).strip().splitlines()[0]
+            first = cause_of(self._failures[dead[0]])
             return WorkerDiedError(
                 f"{self._where(dead)} died during start-up ({self._step}): {first} Look for it in that node's logs; the "
                 "usual causes are too little memory and a preempted node.",
@@ -143,7 +148,7 @@ class _Wait:
             )
         starved = [rank for rank, error in self._failures.items() if _is_out_of_memory(error)]
         if starved:
-            first = str(self._failures[starved[0]]).strip().splitlines()[0].rstrip(".")
+            first = cause_of(self._failures[starved[0]]).rstrip(".")
             return OutOfMemoryError(
                 f"{self._where(starved)} ran out of device memory during start-up ({self._step}): {first}. Free the device of "
                 "other processes, or ask for a larger GPU fraction so that fewer workers share it.",
@@ -208,11 +213,7 @@ def _blamed(failures: dict[int, BaseException]) -> list[int]:
     return sorted(blamed or failures)
 
 
-def raise_for_engine(error: BaseException, worker_group: Any) -> NoReturn:
-    """Raise the error of a failed start as the class on which the group's engine of Ray Train restarts lost workers."""
-    try:
-        if isinstance(error, WorkerDiedError) and restarts_lost_workers(worker_group):
-            raise_from(LostWorkerError(str(error), ranks=error.ranks), error)
-        raise_from(error, error)
-    finally:
-        del error
+def raise_for_engine(error: BaseException, worker_group: Any) -> None:
+    """Raise a dead worker's error as the class on which the group's engine of Ray Train restarts the workers, if it has one."""
+    if isinstance(error, WorkerDiedError) and restarts_lost_workers(worker_group):
+        raise LostWorkerError(str(error), ranks=error.ranks) from error

@@ -23,8 +23,8 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds left, 0 when it is over."""
-        return max(0.0, self._end - time.monotonic())
+        """Seconds left; a millisecond when it is over, as torch takes 0 for no limit."""
+        return max(0.001, self._end - time.monotonic())
 
 
 def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
@@ -42,7 +42,7 @@ def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
         BaseException: What the call raised.
     """
     outcome: list[_T | BaseException] = []
-    calls = [call]  # taken out before it runs, so that no error holds it; see tracebacks.py
+    calls = [call]  # taken out before it runs, so that no error holds it: a cleared frame still has its closure
 
     def run() -> None:
         try:

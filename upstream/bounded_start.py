@@ -59,6 +59,7 @@ def on_start(original: Callable[..., None]) -> Callable[..., None]:
             # A rank that hangs would keep its resources from the next attempt.
             _ray.release_workers(worker_group)
             raise_for_engine(error, worker_group)
+            raise
         finally:
             _current.reset(token)
 

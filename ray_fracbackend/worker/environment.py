@@ -7,9 +7,7 @@ one's choice for a setting of the user.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 from ray_fracbackend.worker.state import STATE
 
@@ -32,48 +30,24 @@ def user_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if STATE.variables.get(name) != value}
 
 
-def clear() -> None:
-    """Remove what earlier starts set, so that the next one begins with the user's own variables."""
-    for name, value in STATE.variables.items():
-        if os.environ.get(name) == value:
+def clear(names: Iterable[str] | None = None) -> None:
+    """Remove what starts have set: all of it, so that the next one begins with the user's own variables, or some."""
+    for name in list(STATE.variables if names is None else names):
+        value = STATE.variables.pop(name, None)
+        if value is not None and os.environ.get(name) == value:
             del os.environ[name]
-    STATE.variables.clear()
 
 
-@contextmanager
-def during(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the body alone; a value that the user already set stays."""
-    set_always(values)
-    try:
-        yield
-    finally:
-        for name, value in values.items():
-            if STATE.variables.get(name) == value == os.environ.get(name):
-                del os.environ[name], STATE.variables[name]
+def snapshot() -> tuple[dict[str, str], dict[str, str]]:
+    """Copy the environment and what starts have set in it, to restore both after a failure."""
+    return dict(os.environ), dict(STATE.variables)
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The environment at one time.
-
-    Attributes:
-        variables: All variables.
-        set_by_us: Those that a start had set, with the values that it set.
-    """
-
-    variables: Mapping[str, str]
-    set_by_us: Mapping[str, str]
-
-
-def snapshot() -> Snapshot:
-    """Copy the environment, to restore it after a failure."""
-    return Snapshot(dict(os.environ), dict(STATE.variables))
-
-
-def restore(before: Snapshot) -> None:
+def restore(before: tuple[dict[str, str], dict[str, str]]) -> None:
     """Restore only the variables that changed: threads of libraries may read the others meanwhile."""
-    for name in {*os.environ, *before.variables}:
-        value = before.variables.get(name)
+    variables, set_by_us = before
+    for name in {*os.environ, *variables}:
+        value = variables.get(name)
         if os.environ.get(name) == value:
             continue
         if value is None:
@@ -81,7 +55,7 @@ def restore(before: Snapshot) -> None:
         else:
             os.environ[name] = value
     STATE.variables.clear()
-    STATE.variables.update(before.set_by_us)
+    STATE.variables.update(set_by_us)
 
 
 def _set(name: str, value: str) -> None:

@@ -4,36 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from ray_fracbackend.worker.state import STATE
 
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class MemoryCap:
-    """Limit of torch's allocator in this process.
-
-    Attributes:
-        fraction: Share of the device's memory, in 0 to 1.
-        device: torch device that it holds for.
-    """
-
-    fraction: float
-    device: torch.device
-
-    @property
-    def text(self) -> str:
-        """Cap and memory that torch holds, in GiB."""
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        reserved = torch.cuda.memory_reserved(self.device)
-        return (
-            f"limit_gpu_memory=True caps this worker at its fraction {self.fraction:g} of {self.device}: "
-            f"{total * self.fraction / _GIB:.2f} of {total / _GIB:.2f} GiB, of which torch holds {reserved / _GIB:.2f}"
-        )
 
 
 def set_cap(fraction: float | None, device: torch.device | str = "cuda") -> None:
@@ -46,12 +22,11 @@ def set_cap(fraction: float | None, device: torch.device | str = "cuda") -> None
         device: torch device.
     """
     if STATE.memory_cap is not None:
-        torch.cuda.set_per_process_memory_fraction(1.0, STATE.memory_cap.device)
+        torch.cuda.set_per_process_memory_fraction(1.0, STATE.memory_cap[1])
         STATE.memory_cap = None
     if fraction is not None:
-        cap = MemoryCap(fraction, torch.device(device))
-        torch.cuda.set_per_process_memory_fraction(cap.fraction, cap.device)
-        STATE.memory_cap = cap
+        torch.cuda.set_per_process_memory_fraction(fraction, torch.device(device))
+        STATE.memory_cap = (fraction, torch.device(device))
 
 
 @contextmanager
@@ -70,7 +45,10 @@ def explain_out_of_memory(context: Callable[[], AbstractContextManager[None]]) -
         except torch.cuda.OutOfMemoryError as error:
             if STATE.memory_cap is None:
                 raise
+            fraction, device = STATE.memory_cap
+            total, held = torch.cuda.get_device_properties(device).total_memory, torch.cuda.memory_reserved(device)
             raise torch.cuda.OutOfMemoryError(
-                f"{error}\n{STATE.memory_cap.text}. Use a smaller batch or model, ask for a larger GPU fraction a worker, or start without "
-                "limit_gpu_memory."
+                f"{error}\nlimit_gpu_memory=True caps this worker at its fraction {fraction:g} of {device}: "
+                f"{total * fraction / _GIB:.2f} of {total / _GIB:.2f} GiB, of which torch holds {held / _GIB:.2f}. Use a smaller "
+                "batch or model, ask for a larger GPU fraction a worker, or start without limit_gpu_memory."
             ) from error

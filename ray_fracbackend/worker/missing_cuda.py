@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+# nvmlComputeMode_t, without that for one thread at a time, which no driver has any more.
+COMPUTE_MODES = {0: "default", 2: "prohibited", 3: "exclusive_process"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VARIABLES = (_VISIBLE, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _QUOTED_CHARS = 160
@@ -63,7 +65,7 @@ class CudaFindings:
         error: First line of torch.cuda's error, None where CUDA's initialization succeeded.
         num_gpus: GPUs that NVML counts on the node, None where it does not answer.
         num_lost_gpus: GPUs among these that NVML reports as lost.
-        compute_modes: Compute modes of the others, as `mode_name` gives them.
+        compute_modes: Compute modes of the others, as `COMPUTE_MODES` has them; ``unknown`` for others.
         driver_version: Version of the NVIDIA driver by NVML, None if unknown.
         variables: Environment variables that hide GPUs from torch and are set.
     """
@@ -88,18 +90,13 @@ def why_no_cuda(error: Exception | None = None) -> str:
     Returns:
         Cause and what to do, in one line without a full stop.
     """
-    return cause_text(_find(error))
-
-
-def _find(error: Exception | None) -> CudaFindings:
-    """Collect what CUDA, NVML and the environment say about the GPUs."""
     if error is None:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no annotation for it
         except Exception as failed:  # AssertionError of a CPU build, RuntimeError, DeferredCudaCallError
             error = failed
     with nvml_session() as nvml:
-        return CudaFindings(
+        found = CudaFindings(
             build=_build(),
             torch_version=torch.__version__,
             cuda_version=torch.version.cuda,
@@ -107,6 +104,7 @@ def _find(error: Exception | None) -> CudaFindings:
             variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
             **(_nvml_findings(nvml) if nvml else {}),
         )
+    return cause_text(found)
 
 
 def cause_text(found: CudaFindings) -> str:
@@ -227,15 +225,15 @@ def _nvml_findings(nvml: Any) -> dict[str, Any]:
     count, lost, modes = nvml_answer(nvml, nvml.nvmlDeviceGetCount), 0, []
     for index in range(count or 0):
         try:
-            modes.append(mode_name(nvml, nvml.nvmlDeviceGetComputeMode(nvml.nvmlDeviceGetHandleByIndex(index))))
+            mode = nvml.nvmlDeviceGetComputeMode(nvml.nvmlDeviceGetHandleByIndex(index))
+            modes.append(COMPUTE_MODES.get(mode, "unknown"))
         except nvml.NVMLError as error:
             lost += getattr(error, "value", None) == nvml.NVML_ERROR_GPU_IS_LOST
-    driver = nvml_answer(nvml, nvml.nvmlSystemGetDriverVersion)
     return {
         "num_gpus": count,
         "num_lost_gpus": lost,
         "compute_modes": tuple(modes),
-        "driver_version": driver.decode() if isinstance(driver, bytes) else driver,
+        "driver_version": nvml_answer(nvml, nvml.nvmlSystemGetDriverVersion),
     }
 
 
@@ -274,27 +272,10 @@ def nvml_answer(nvml: Any, function: Any, *arguments: Any) -> Any:
         *arguments: Its arguments.
 
     Returns:
-        The function's result, None where it raises an NVMLError.
+        The function's result, text as str; None where it raises an NVMLError.
     """
     try:
-        return function(*arguments)
+        result = function(*arguments)
     except nvml.NVMLError:
         return None
-
-
-def mode_name(nvml: Any, mode: int | None) -> str:
-    """Name a compute mode of NVML.
-
-    Args:
-        nvml: The module from `nvml_session`.
-        mode: NVML's number, None if unknown.
-
-    Returns:
-        ``default``, ``exclusive_process``, ``prohibited`` or ``unknown``.
-    """
-    names = {
-        nvml.NVML_COMPUTEMODE_DEFAULT: "default",
-        nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
-        nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive_process",
-    }
-    return names.get(mode, "unknown")
+    return result.decode() if isinstance(result, bytes) else result

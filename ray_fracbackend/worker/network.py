@@ -14,7 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ray_fracbackend.decide.rendezvous import IFNAME, is_link_local, normal
+from ray_fracbackend.decide.rendezvous import IFNAME, is_link_local, normal, parsed
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.errors import RendezvousError
 from ray_fracbackend.timeouts import bounded
@@ -79,16 +79,16 @@ def gloo_missing() -> str | None:
         dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     except RuntimeError as error:
         if "unsupported gloo device" in str(error):
-            return no_transport_text(torch.__version__, sys.platform, os.environ.get("GLOO_DEVICE_TRANSPORT"))
+            return no_transport_text(torch.__version__)
     return None
 
 
-def no_transport_text(torch_version: str, platform: str, transport: str | None) -> str:
+def no_transport_text(torch_version: str) -> str:
     """Explain ``unsupported gloo device``: the wheel has no transport, or not the one that the user set."""
-    if transport:
+    if transport := os.environ.get("GLOO_DEVICE_TRANSPORT"):
         return f"torch {torch_version} has no Gloo transport {transport!r}; unset GLOO_DEVICE_TRANSPORT"
     return (
-        f"torch {torch_version} on {platform} has no Gloo transport (unsupported gloo device). The Windows wheels of torch "
+        f"torch {torch_version} on {sys.platform} has no Gloo transport (unsupported gloo device). The Windows wheels of torch "
         "2.8.0 to 2.10.0 were built without one; install torch 2.7.1 or older, or 2.11.0 or newer"
     )
 
@@ -111,7 +111,7 @@ def check_gloo_device(interface: str | None) -> None:
     except RuntimeError as error:
         cause = str(error).strip().splitlines()[0]
         if "unsupported gloo device" in cause:
-            cause = no_transport_text(torch.__version__, sys.platform, os.environ.get("GLOO_DEVICE_TRANSPORT"))
+            cause = no_transport_text(torch.__version__)
         setting = f"{IFNAME}={interface}" if interface is not None else f"{IFNAME} not set"
         raise RendezvousError(
             f"Gloo cannot use a network device here ({setting}): {cause}. This node has {', '.join(interfaces())}."
@@ -150,19 +150,8 @@ def resolve(name: str, timeout_s: float = RESOLVE_S) -> tuple[str, ...]:
     return tuple(sorted(addresses, key=lambda address: ":" in address))
 
 
-def is_literal(address: str) -> bool:
-    """Return True for an IP address, False for a name."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            socket.inet_pton(family, address.partition("%")[0])
-        except OSError:
-            continue
-        return True
-    return False
-
-
 def _master_addrs(value: str | None) -> tuple[tuple[str, ...], str | None]:
-    if value is None or is_literal(value):
+    if value is None or parsed(value) is not None:
         return (), None
     try:
         return resolve(value), None

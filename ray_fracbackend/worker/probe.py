@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ray_fracbackend import _ray
-from ray_fracbackend.decide.worker_info import DeviceInfo, NetworkInfo, WorkerInfo
+from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
 from ray_fracbackend.worker.environment import user_environment
-from ray_fracbackend.worker.missing_cuda import mode_name, nvml_answer, nvml_session, why_no_cuda
+from ray_fracbackend.worker.missing_cuda import COMPUTE_MODES, nvml_answer, nvml_session, why_no_cuda
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 from ray_fracbackend.worker.network import network_info
 from ray_fracbackend.worker.store import hold_store
@@ -53,31 +53,8 @@ def probe_worker(
         PortInUseError: The configured port, or every port of the range, is taken on rank 0's node.
     """
     info = probe_devices(rank, ask_ipc)
-    return replace(info, network=probe_network(info, master_addr, master_port, one_node))
-
-
-def probe_network(
-    info: WorkerInfo,
-    master_addr: str | None = None,
-    master_port: int | tuple[int, int] | None = None,
-    one_node: bool = False,
-) -> NetworkInfo:
-    """Collect the network part of `probe_worker`; rank 0 also creates the store.
-
-    Args:
-        info: The other parts.
-        master_addr: As there.
-        master_port: As there.
-        one_node: As there.
-
-    Returns:
-        Interfaces, addresses and the port of the store.
-
-    Raises:
-        PortInUseError: As there.
-    """
-    store_port = hold_store(master_port, one_node and master_addr is None) if info.rank == 0 else None
-    return network_info(info.boot_id, master_addr, store_port)
+    store_port = hold_store(master_port, one_node and master_addr is None) if rank == 0 else None
+    return replace(info, network=network_info(info.boot_id, master_addr, store_port))
 
 
 def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
@@ -231,11 +208,11 @@ def _describe(index: int, properties: Any, nvml: Any) -> DeviceInfo:
     if is_mig:
         uuid = f"MIG-{bare}"
         handle = nvml_answer(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
-        parent = _text(nvml_answer(nvml, nvml.nvmlDeviceGetUUID, handle)) if handle is not None else None
+        parent = nvml_answer(nvml, nvml.nvmlDeviceGetUUID, handle) if handle is not None else None
     if handle is not None:
         pci = nvml_answer(nvml, nvml.nvmlDeviceGetPciInfo, handle)
-        bus_id = _text(pci.busId).lower() if pci else bus_id
-        mode = mode_name(nvml, nvml_answer(nvml, nvml.nvmlDeviceGetComputeMode, handle))
+        bus_id = os.fsdecode(pci.busId).lower() if pci else bus_id
+        mode = COMPUTE_MODES.get(nvml_answer(nvml, nvml.nvmlDeviceGetComputeMode, handle), mode)
     return DeviceInfo(
         uuid=uuid,
         index=index,
@@ -263,10 +240,6 @@ def _nvml_handle(nvml: Any, bare_uuid: str) -> tuple[Any, bool]:
         except nvml.NVMLError:
             continue
     return None, False
-
-
-def _text(value: Any) -> Any:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def mps_reachable() -> bool:

@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 import os
-import time
+import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     DebugLevel,
     PrefixStore,
+    TCPStore,
     distributed_c10d,
     get_debug_level,
 )
 
 from ray_fracbackend import _ray
-from ray_fracbackend.decide.nccl import cause_of, refusal_in, refused_ranks
+from ray_fracbackend.decide.nccl import cause_of
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import IFNAME
 from ray_fracbackend.errors import (
     FracBackendError,
     GroupFormationError,
     RendezvousError,
-    SharedDeviceError,
     VerificationError,
 )
-from ray_fracbackend.timeouts import bounded
-from ray_fracbackend.tracebacks import release_frames
+from ray_fracbackend.timeouts import Deadline, bounded
 from ray_fracbackend.verify import VerificationResult, backends_by_device, other_devices, verify_process_group
 from ray_fracbackend.worker import environment, memory_cap, store
 from ray_fracbackend.worker.network import check_gloo_device, route_interface
-from ray_fracbackend.worker.state import publish_report
+from ray_fracbackend.worker.state import STATE
 
 # Time past the deadline for c10d and Gloo to raise their own timeout; the driver waits longer for the result.
 _SILENCE_S = 1.0
-# For a failed group to be aborted.
-_ABORT_S = 5.0
+# For a failed group of NCCL to be aborted.
+ABORT_S = 5.0
 
 
 def start_worker(plan: WorkerPlan) -> VerificationResult | None:
@@ -49,51 +50,60 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
         plan: The worker's plan.
 
     Returns:
-        The verification figures, None where verification was not asked for.
+        The verification figures from rank 0 alone, as they have a time for each rank and are equal on all; None from other
+        ranks, and where verification was not asked for.
 
     Raises:
         RendezvousError: The group did not form within ``budget_s``.
         VerificationError: The group formed and does not work, or does not use the device memory that it was chosen for.
     """
-    deadline = time.monotonic() + plan.budget_s
+    deadline = Deadline(plan.budget_s)
     before = environment.snapshot()
+    STATE.report = None
     try:
         stop_worker()  # what a failed attempt in this process may have left
         environment.clear()
-        with environment.during(plan.rendezvous.start_env):
-            _prepare(plan)
-            _check_network(plan, deadline)
-            _init_process_group(plan, deadline)
-            result = _verify(plan, deadline) if plan.verify else None
-            _set_group_timeout(plan)
-        publish_report(plan.report, result)
-        return result
+        environment.set_always(plan.rendezvous.start_env)
+        _prepare(plan)
+        _check_network(plan, deadline)
+        _init_process_group(plan, deadline)
+        _set_group_timeout(plan, deadline.left_s)
+        result = _verify(plan, deadline) if plan.verify else None
+        _set_group_timeout(plan, plan.timeout_s)
+        environment.clear(plan.rendezvous.start_env)
     except BaseException as error:
-        release_frames(error)  # a group that is still referenced keeps its peers waiting
+        _release_frames(error)
         stop_worker(failed=True)
         memory_cap.set_cap(None)
         environment.restore(before)
         raise
     finally:
         store.release_store()
-
-
-def start_worker_of_many(plan: WorkerPlan) -> VerificationResult | None:
-    """Run ``start_worker`` and return the result, equal on all ranks, from rank 0 alone.
-
-    It has a time for each rank, so from N ranks it would be N * N.
-    """
-    result = start_worker(plan)
+    STATE.report = (plan.report, result)
     return result if plan.rank == 0 else None
 
 
-def _verify(plan: WorkerPlan, deadline: float) -> VerificationResult:
-    """Verify the device that the worker trains on; a pair such as ``cpu:gloo,cuda:nccl`` is verified in both halves."""
-    for device in other_devices(plan.device):
-        verify_process_group(device=device, timeout_s=_left_s(deadline))
-    result = verify_process_group(device=plan.device, timeout_s=_left_s(deadline))
+def _release_frames(error: BaseException | None) -> None:
+    """Clear the local variables of all calls that an error and its causes went through and that have ended.
+
+    They hold the group, whose peers would go on waiting for this rank. A cleared frame still holds the closure of its
+    function: what is in one has to be deleted by its owner.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
+    """Verify what the group has for the device that the worker trains on, and both halves of ``cpu:gloo,cuda:nccl``.
+
+    Of a group that is for CUDA alone, on a worker without CUDA, nothing can be verified.
+    """
+    device = torch.device(plan.device)
+    own = [device] if device.type in backends_by_device() else []
+    results = [verify_process_group(device=each, timeout_s=deadline.left_s) for each in (*other_devices(device), *own)]
     _check_memory(plan)
-    return result
+    return results[-1] if results else None
 
 
 def _check_memory(plan: WorkerPlan) -> None:
@@ -123,7 +133,7 @@ def stop_worker(*, failed: bool = False) -> None:
         return
     try:
         if failed and set(backends_by_device().values()) != {"gloo"}:
-            bounded(_abort_process_group, _ABORT_S)
+            bounded(_abort_process_group, ABORT_S)
         else:
             dist.destroy_process_group()
     except (RuntimeError, TimeoutError) as error:
@@ -155,89 +165,80 @@ def _prepare(plan: WorkerPlan) -> None:
     memory_cap.set_cap(plan.memory_fraction, plan.device)
 
 
-def _check_network(plan: WorkerPlan, deadline: float) -> None:
+def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
     """Check Gloo's device and rank 0's store within seconds; torch would find a fault after half an hour or never."""
     rendezvous = plan.rendezvous
     if rendezvous.check_device:
         check_gloo_device(os.environ.get(IFNAME))
     if rendezvous.check_reachable:
-        store.check_reachable(rendezvous.master_addr, rendezvous.master_port, min(store.REACH_S, _left_s(deadline)))
+        store.check_reachable(rendezvous.master_addr, rendezvous.master_port, min(store.REACH_S, deadline.left_s))
 
 
-def _left_s(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)
-
-
-def _init_process_group(plan: WorkerPlan, deadline: float) -> None:
+def _init_process_group(plan: WorkerPlan, deadline: Deadline) -> None:
     """Create the group on rank 0's store, in threads: torch's store client waits without a limit for a silent store."""
     if plan.backends.has_ipc:
         import ray_fracbackend.ipc  # noqa: F401  registers the backend
     address, port = plan.rendezvous.master_addr, plan.rendezvous.master_port
-    with _named("rendezvous", plan):
-        left_s = _left_s(deadline)
+    with _named("rendezvous", plan, RendezvousError):
+        left_s = deadline.left_s
         connect = partial(store.connect_store, plan.rank, plan.world_size, address, port, left_s)
         common = bounded(connect, left_s + _SILENCE_S)
     with _named(f"creating the {plan.backend} process group", plan, GroupFormationError):
-        left_s = _left_s(deadline)
-        group_s = left_s if _connects_at_init(plan) else plan.timeout_s
+        left_s, abandoned = deadline.left_s, threading.Event()
         common.set_timeout(timedelta(seconds=left_s))
-        create = partial(
-            dist.init_process_group,
-            plan.backend,
-            # The same prefix as init_process_group puts before a store that it makes itself.
-            store=PrefixStore("default_pg", common),
-            rank=plan.rank,
-            world_size=plan.world_size,
-            timeout=timedelta(seconds=group_s),
-        )
-        bounded(create, left_s + _SILENCE_S)
+        try:
+            bounded(partial(_create, plan, common, abandoned), left_s + _SILENCE_S)
+        except TimeoutError:
+            abandoned.set()
+            raise
     common.set_timeout(timedelta(seconds=plan.timeout_s))
 
 
-def _connects_at_init(plan: WorkerPlan) -> bool:
-    """Return whether the group is created with the start's timeout and gets its own afterwards.
+def _create(plan: WorkerPlan, common: TCPStore, abandoned: threading.Event) -> None:
+    dist.init_process_group(
+        plan.backend,
+        # The same prefix as init_process_group puts before a store that it makes itself.
+        store=PrefixStore("default_pg", common),
+        rank=plan.rank,
+        world_size=plan.world_size,
+        # That of the training: Gloo's send and recv keep the one with which the group was made.
+        timeout=timedelta(seconds=plan.timeout_s),
+    )
+    if abandoned.is_set():  # a store that fell silent has come back, after this start has failed
+        dist.destroy_process_group()
 
-    Gloo connects all ranks when the group is made; NCCL does it in the first collective, where the verification is the bound.
-    Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps Gloo and NCCL in a group whose timeout cannot be changed later.
+
+def _set_group_timeout(plan: WorkerPlan, timeout_s: float) -> None:
+    """Set the timeout of Gloo's and ipc's collectives: a group could not be destroyed while one of them waits for a peer.
+
+    Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps Gloo and NCCL in a group whose timeout cannot be changed.
     """
-    return plan.backends.has_ipc or (plan.backends.connects_with_gloo and get_debug_level() != DebugLevel.DETAIL)
+    if plan.backends.has_ipc or (plan.backends.connects_with_gloo and get_debug_level() != DebugLevel.DETAIL):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
 
 
-def _set_group_timeout(plan: WorkerPlan) -> None:
-    timeout = timedelta(seconds=plan.timeout_s)
-    if plan.backends.has_ipc:
-        distributed_c10d._get_default_group().set_timeout(timeout)
-    elif _connects_at_init(plan):
-        distributed_c10d._set_pg_timeout(timeout)
-
-
-def _advice(plan: WorkerPlan, error: Exception) -> str:
+def _advice(plan: WorkerPlan, kind: type[RendezvousError], error: Exception) -> str:
+    if kind is GroupFormationError and plan.backends.connects_with_gloo:
+        interface = os.environ.get(IFNAME)
+        over = f"over {interface}" if interface else "over the address of its host name"
+        return (
+            f"Gloo connects every pair of ranks on random ports, on this node {over}: check that all nodes pass them, or set "
+            f"{IFNAME} to an interface that the others reach; and that rank 0 and the other ranks do not hang."
+        )
     if isinstance(error, TimeoutError):  # of bounded(): c10d's own are of another class
         return "Rank 0 hangs, the network to it is cut, or another rank did not connect: look at that process and at the nodes."
-    if not plan.backends.connects_with_gloo:
-        return "Check that every node reaches that address and port."
-    interface = os.environ.get(IFNAME)
-    over = f"over {interface}" if interface else "over the address of its host name"
-    return (
-        f"Gloo connects every pair of ranks on random ports, on this node {over}: check that all nodes pass them, or set "
-        f"{IFNAME} to an interface that the others reach."
-    )
+    return "Check that every node reaches that address and port."
 
 
 @contextmanager
-def _named(step: str, plan: WorkerPlan, kind: type[RendezvousError] = RendezvousError) -> Iterator[None]:
+def _named(step: str, plan: WorkerPlan, kind: type[RendezvousError]) -> Iterator[None]:
+    """Raise torch's errors in the block as one of ours that names the step."""
     try:
         yield
     except FracBackendError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        sentence = refusal_in(str(error))
-        if sentence:
-            raise SharedDeviceError(
-                f"NCCL refused ranks that share a GPU: {sentence}", ranks=refused_ranks(sentence)
-            ) from error
         where = f"{plan.rendezvous.master_addr}:{plan.rendezvous.master_port}"
         raise kind(
-            f"{step} at {where} failed ({cause_of(error)}). {_advice(plan, error)}",
-            ranks=(plan.rank,),
+            f"{step} at {where} failed ({cause_of(error)}). {_advice(plan, kind, error)}", ranks=(plan.rank,)
         ) from error

@@ -17,8 +17,10 @@ from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.ipc import host_memory_support
 from ray_fracbackend.isolation import helper
 from ray_fracbackend.worker.environment import user_environment
-from ray_fracbackend.worker.probe import boot_id, probe_network
+from ray_fracbackend.worker.network import network_info
+from ray_fracbackend.worker.probe import boot_id
 from ray_fracbackend.worker.process_group import start_worker
+from ray_fracbackend.worker.store import hold_store
 
 
 def all_reduced() -> float:
@@ -54,7 +56,8 @@ def our_probe(
         env={name: value for name, value in user_environment().items() if name.startswith(("GLOO_", "USE_LIBUV"))},
         ipc_host_memory_missing=host_memory_support(),
     )
-    return replace(facts, network=probe_network(facts, master_addr, master_port))
+    store_port = hold_store(master_port) if rank == 0 else None
+    return replace(facts, network=network_info(facts.boot_id, master_addr, store_port))
 
 
 def our_start(instruction: WorkerPlan) -> float:

@@ -25,8 +25,8 @@ def made_up_scale(environment):
             "num_workers": num_workers,
             **dict.fromkeys(("probe_s", "plan_s", "start_s", "report_s"), num_workers / 1e5),
             "rounds": 2.0,
-            "bytes_to_workers": {"probe_worker": num_workers, "start_worker_of_many": num_workers},
-            "bytes_from_workers": {"probe_worker": num_workers, "start_worker_of_many": num_workers},
+            "bytes_to_workers": {"probe_worker": num_workers, "start_worker": num_workers},
+            "bytes_from_workers": {"probe_worker": num_workers, "start_worker": num_workers},
         }
         for num_workers in (1_000, 10_000)
     ]

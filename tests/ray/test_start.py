@@ -42,8 +42,8 @@ class TestGoodPath:
         assert calls == [
             (0, "probe_worker"),
             (1, "probe_worker"),
-            (0, "start_worker_of_many"),
-            (1, "start_worker_of_many"),
+            (0, "start_worker"),
+            (1, "start_worker"),
         ]
 
     def test_the_probe_does_not_use_up_the_starts_time(self, pair, monkeypatch):
@@ -52,7 +52,7 @@ class TestGoodPath:
         original = pair.execute_single_async
 
         def recorded(rank, function, *args, **kwargs):
-            budgets.extend(args[0].budget_s for _ in [0] if function.__name__ == "start_worker_of_many")
+            budgets.extend(args[0].budget_s for _ in [0] if function.__name__ == "start_worker")
             return original(rank, function, *args, **kwargs)
 
         pair.execute_single(1, replace_in_worker, "ray_fracbackend.worker.probe", "probe_devices", "nap", 1)

@@ -20,6 +20,9 @@ def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port
     plan = StartPlan(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
     monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
+    pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap", 1)
+    seconds = []
+    monkeypatch.setattr("ray_fracbackend.backend._save", lambda group, report: seconds.append(report.seconds["start"]))
     start(pair, **({"master_port": free_port()} if fixed_port else {}))
 
     def fetch():
@@ -31,6 +34,7 @@ def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port
     assert report.backend == "gloo"
     assert "cpu:gloo failed its verification, fell back to gloo" in report.plan.warnings[0]
     assert report.verification is not None
+    assert seconds[0] > 3  # the first one's nap
 
 
 def test_second_choice_after_a_stall(pair, monkeypatch, caplog):

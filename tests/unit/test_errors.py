@@ -54,22 +54,30 @@ def test_reasons_are_distinct():
 def test_a_dead_worker(worker_group, restarts):
     """V2 restarts the workers of a start on a RayActorError only; V1 would lose that one, so there it is none."""
     with pytest.raises(errors.WorkerDiedError, match="gone") as caught:
-        raise_for_engine(errors.WorkerDiedError("gone", ranks=[1]), worker_group)
+        fail(errors.WorkerDiedError("gone", ranks=[1]), worker_group)
     assert isinstance(caught.value, RayActorError) == restarts
     assert caught.value.ranks == (1,)
 
 
-def test_a_failed_start_is_freed_at_once():
+def fail(found, worker_group):
+    """As on_start ends."""
+    try:
+        raise found
+    except BaseException as error:
+        raise_for_engine(error, worker_group)
+        raise
+    finally:
+        del found
+
+
+@pytest.mark.parametrize("cls", [errors.WorkerDiedError, errors.RendezvousError])
+def test_a_failed_start_is_freed_at_once(cls):
     """Its error holds no frame that holds the error: the worker group in those frames would wait for a garbage collection."""
-
-    class Failed(errors.FracBackendError):
-        pass
-
     gc.disable()
     try:
         try:
-            raise_for_engine(Failed("the reason"), None)
-        except Failed as error:
+            fail(cls("the reason"), SimpleNamespace(get_workers=list))
+        except errors.FracBackendError as error:
             seen = weakref.ref(error)
         assert seen() is None
     finally:

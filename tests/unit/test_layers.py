@@ -17,7 +17,6 @@ _UPSTREAM = Path(__file__).parents[2] / "upstream"
 _PARTS = (
     "errors",
     "timeouts",
-    "tracebacks",
     "_ray",
     "decide",
     "verify",
@@ -38,7 +37,7 @@ _PARTS = (
 # The rooms of the ipc backend, in the same way.
 _IPC_PARTS = ("errors", "knobs", "_torch", "host", "protocol", "device", "group")
 # Parts that need the standard library alone, and those that need torch but never Ray.
-_PURE = ("errors", "timeouts", "tracebacks", "decide")
+_PURE = ("errors", "timeouts", "decide")
 _WITHOUT_RAY = ("verify", "report", "ipc")
 _MODULES = sorted(
     path for path in _PACKAGE.rglob("*.py") if path.parent != _PACKAGE or path.stem not in ("__init__", "__main__")

@@ -129,7 +129,7 @@ def test_networks_are_told_apart_by_kernel_and_namespace() -> None:
 
 def test_literals_and_names() -> None:
     """Addresses are distinguished from names without a resolver."""
-    assert [network.is_literal(value) for value in ("10.0.0.1", "fd00::1", "fe80::1%eth0", "head", "189")] == [
+    assert [network.parsed(value) is not None for value in ("10.0.0.1", "fd00::1", "fe80::1%eth0", "head", "189")] == [
         True,
         True,
         True,

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -138,12 +140,60 @@ def test_the_users_time_limit_holds_once_the_group_runs(detail: bool) -> None:
     assert run_processes(time_limits, 2, detail, timeout_s=120) == [1800.0, 1800.0]
 
 
-@pytest.mark.parametrize(
-    ("backend", "bounded"), [("gloo", True), ("ipc", True), ("cpu:gloo,cuda:nccl", True), ("nccl", False)]
-)
-def test_what_connects_when_it_is_made_has_the_starts_limit(backend: str, bounded: bool) -> None:
-    """Gloo, alone or as half of a pair, connects all ranks at once: not for half an hour."""
-    assert process_group._connects_at_init(plan_of(backend, "cuda:0")) is bounded
+def late_message(rank: int, num_processes: int, port: int, backend: str) -> float:
+    """One rank sends when the time of the start is long over."""
+    start_worker(replace(cpu_plan(rank, port, budget_s=4), backend=backend))
+    value = torch.full((4,), float(rank))
+    if rank == 1:
+        time.sleep(6)
+        dist.send(value, 0)
+    else:
+        dist.recv(value, 1)
+    dist.barrier()
+    return value[0].item()
+
+
+@_forks
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_send_and_recv_have_the_users_time_limit(backend: str) -> None:
+    """Gloo's keep the limit with which the group was made, whatever is set later."""
+    assert run_processes(late_message, 2, backend, timeout_s=120) == [1.0, 1.0]
+
+
+@_forks
+def test_a_group_that_is_made_too_late_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that the start has left, because a store did not answer, may still succeed: the process has no group then."""
+    original, go_on, over = dist.init_process_group, threading.Event(), threading.Event()
+
+    def late(*args: object, **kwargs: object) -> None:
+        go_on.wait(60)
+        original(*args, **kwargs)
+
+    def destroy() -> None:
+        destroyed()
+        over.set()
+
+    destroyed = dist.destroy_process_group
+    monkeypatch.setattr(dist, "init_process_group", late)
+    monkeypatch.setattr(dist, "destroy_process_group", destroy)
+    with pytest.raises(GroupFormationError, match="no answer within"):
+        start_worker(replace(cpu_plan(0, free_port(), budget_s=0.5), world_size=1))
+    go_on.set()
+    assert over.wait(60)
+    assert not dist.is_initialized()
+
+
+def pair_half(rank: int, num_processes: int, port: int, backend: str) -> tuple[str, int] | None:
+    """A backend for one kind of tensors, verified on a worker that trains on the CPU."""
+    result = start_worker(replace(cpu_plan(rank, port, budget_s=60), backend=backend))
+    return (result.device, result.world_size) if result else None
+
+
+@_forks
+@pytest.mark.parametrize(("backend", "verified"), [("cpu:gloo", ("cpu", 2)), ("cuda:gloo", None)])
+def test_a_group_is_verified_on_what_it_has(backend: str, verified: tuple[str, int] | None) -> None:
+    """A group without a backend for the CPU starts on a worker without CUDA, as with stock, and is not verified."""
+    assert run_processes(pair_half, 2, backend, timeout_s=120) == [verified, None]
 
 
 def start_and_look(rank: int, num_processes: int, port: int) -> tuple[bool, bool]:

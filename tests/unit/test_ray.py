@@ -135,3 +135,18 @@ def test_v2_needs_nothing_of_v1(monkeypatch):
     """A V2 group without a run has no folder of results, whether or not Ray still has V1's session."""
     monkeypatch.setitem(sys.modules, "ray.train._internal.session", None)
     assert _ray.results_folder(V2Group()) is None
+
+
+@pytest.mark.parametrize("accelerator", ["HPU", "neuron_cores"])
+def test_resources_of_an_old_v1_group(accelerator):
+    """Before Ray 2.49 its group has no method for them; accelerators that Ray starts itself count too."""
+
+    class Base:
+        pass
+
+    class OldGroup:
+        num_gpus_per_worker = 0
+        workers = ()
+        _remote_cls = ray.remote(num_cpus=1, num_gpus=0, memory=0, resources={accelerator: 2})(Base)
+
+    assert _ray.resources_per_worker(OldGroup()) == {"GPU": 0, accelerator: 2}

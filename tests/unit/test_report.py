@@ -10,7 +10,7 @@ from ray_fracbackend.decide.rendezvous import Rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import plan_start
 from ray_fracbackend.report import StartReport
-from ray_fracbackend.worker.state import STATE, get_start_report, publish_report
+from ray_fracbackend.worker.state import STATE, get_start_report
 from tests.unit.builders import FIGURES, gpu, job
 
 
@@ -68,13 +68,13 @@ def test_html_is_escaped(start_report):
 
 def test_no_report_outside_of_a_start(monkeypatch):
     """Where nothing of ours was started, a start left to Ray included, portable train functions get None and no error."""
-    monkeypatch.setattr(STATE, "load_report", None)
+    monkeypatch.setattr(STATE, "report", None)
     assert get_start_report() is None
 
 
 def test_published_report_has_this_workers_figures(start_report, monkeypatch):
     """What a train function gets is the start's report with the verification of its own group."""
-    monkeypatch.setattr(STATE, "load_report", None)
-    publish_report(start_report, None)
+    monkeypatch.setattr("ray.get", lambda reference: start_report)
+    monkeypatch.setattr(STATE, "report", ("reference", None))
     assert get_start_report().verification is None
     assert get_start_report().backend == "gloo"

@@ -29,7 +29,7 @@ def listener(port: int = 0) -> socket.socket:
 
 def client_of(port: int) -> TCPStore:
     """Return a client of a store of this machine; torch's default is libuv, which no Windows wheel has."""
-    timeout = timedelta(seconds=5)
+    timeout = timedelta(seconds=60)
     return TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False, use_libuv=store.uses_libuv())
 
 
@@ -51,7 +51,7 @@ def test_a_held_store_takes_clients_and_is_shared_with_torchs_rendezvous(monkeyp
     client_of(port).set("key", "value")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    shared, _, _ = next(iter(rendezvous("env://", 0, 1, timeout=timedelta(seconds=5))))
+    shared, _, _ = next(iter(rendezvous("env://", 0, 1, timeout=timedelta(seconds=60))))
     assert shared.get("key") == b"value"
 
 
@@ -60,7 +60,7 @@ def test_a_store_on_a_port_of_an_ended_one_is_shared_too() -> None:
     ports = set()
     while (port := store.hold_store(None)) not in ports:
         ports.add(port)
-    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=5))))
+    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=60))))
     shared.set("key", "value")
     assert STATE.store is not None
     assert STATE.store.get("key") == b"value"
@@ -69,7 +69,7 @@ def test_a_store_on_a_port_of_an_ended_one_is_shared_too() -> None:
 def test_the_store_outlives_its_release_while_a_group_uses_it() -> None:
     """Letting go of the held store does not close it under the process group."""
     port = store.hold_store(None)
-    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=5))))
+    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=60))))
     store.release_store()
     shared.set("key", "value")
     assert shared.get("key") == b"value"
@@ -81,7 +81,7 @@ def test_the_store_of_one_node_listens_on_loopback_alone(monkeypatch: pytest.Mon
     port = store.hold_store(None, one_node=True)
     listening = [entry.laddr for entry in psutil.Process().net_connections("tcp") if entry.status == "LISTEN"]
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
-    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=5))))
+    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=60))))
     shared.set("key", "value")
     assert client_of(port).get("key") == b"value"
     del shared
@@ -203,7 +203,7 @@ def test_a_store_without_libuv_works_as_well(monkeypatch: pytest.MonkeyPatch) ->
     """What Windows gets, on this system: the same rendezvous with libuv off in URL and store."""
     monkeypatch.setenv("USE_LIBUV", "0")
     port = store.hold_store(None)
-    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}?use_libuv=0", 0, 1, timeout=timedelta(seconds=5))))
+    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}?use_libuv=0", 0, 1, timeout=timedelta(seconds=60))))
     assert not shared.libuvBackend
 
 
@@ -215,8 +215,8 @@ def test_a_torch_whose_libuv_takes_no_socket(monkeypatch: pytest.MonkeyPatch) ->
     port = store.hold_store(None, one_node=True)
     assert STATE.store is not None
     assert not STATE.store.libuvBackend
-    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=5))))
+    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=60))))
     assert shared.libuvBackend
     shared.set("key", "value")
-    client = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
+    client = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
     assert client.get("key") == b"value"

@@ -1,0 +1,56 @@
+"""How the failures of the workers become one error, without Ray's processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.exceptions import NodeDiedError
+from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
+
+from ray_fracbackend._ray import WorkerAddress
+from ray_fracbackend.collect import gather
+from ray_fracbackend.errors import FracBackendError, OutOfMemoryError, VerificationError, WorkerDiedError
+from ray_fracbackend.timeouts import Deadline
+
+
+@pytest.fixture
+def failure_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The error of a start whose workers raise these errors, by rank; None answers."""
+
+    def gathered(*outcomes: BaseException | None) -> FracBackendError:
+        def get(refs: Any) -> Any:
+            for rank in refs if isinstance(refs, list) else [refs]:
+                if outcomes[rank] is not None:
+                    raise outcomes[rank]
+            return [None] * len(refs) if isinstance(refs, list) else None
+
+        monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
+        monkeypatch.setattr(ray, "get", get)
+        ranks = range(len(outcomes))
+        addresses = [WorkerAddress(rank, f"10.0.0.{rank}", 4711, f"node{rank}") for rank in ranks]
+        with pytest.raises(FracBackendError) as caught:
+            gather(list(ranks), addresses, Deadline(10), "starting gloo")  # type: ignore[arg-type]
+        return caught.value
+
+    return gathered
+
+
+@pytest.mark.parametrize(
+    "death", [RayOutOfMemoryError("the node ran low on memory"), NodeDiedError("the node is gone")]
+)
+def test_a_worker_that_ray_s_memory_monitor_killed_is_dead(failure_of: Any, death: Exception) -> None:
+    """Ray has an error of its own for it, which is no RayActorError; the ranks that waited for it do not hide it."""
+    error = failure_of(VerificationError("barrier failed", ranks=[0]), death)
+    assert isinstance(error, WorkerDiedError)
+    assert error.ranks == (1,)
+    assert "rank 1 (node 10.0.0.1, pid 4711) died during start-up (starting gloo)" in str(error)
+
+
+def test_out_of_memory_without_a_text(failure_of: Any) -> None:
+    """An error that says nothing is reported by its name."""
+    error = failure_of(None, torch.cuda.OutOfMemoryError())
+    assert isinstance(error, OutOfMemoryError)
+    assert "(starting gloo): OutOfMemoryError. Free the device" in str(error)
