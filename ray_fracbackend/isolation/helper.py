@@ -239,16 +239,10 @@ def _try_link(peer: HelperAddress, token: str, end: float) -> tuple[bool, float 
         started = time.perf_counter()
         block = bytes(BLOCK_BYTES)
         connection.settimeout(max(0.01, end - time.monotonic()))
-        sender = threading.Thread(target=_send, args=(connection, token.encode() + block), daemon=True)
-        sender.start()
+        connection.sendall(token.encode() + block)  # the peer reads it whole before it answers
         if _receive(connection, BLOCK_BYTES, end) == block:
             return True, time.perf_counter() - started
     return True, None
-
-
-def _send(connection: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        connection.sendall(data)
 
 
 def _receive(connection: socket.socket, num_bytes: int, end: float) -> bytes:
