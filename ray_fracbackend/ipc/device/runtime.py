@@ -10,6 +10,7 @@ caller's, such as those of a backward pass.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,16 @@ from typing import Any
 
 import torch
 
-from .driver import DeviceBlock, allocate, device_memory_support, export_block, open_block, release
+from .driver import (
+    GRANULARITY_BYTES,
+    LAZY_ENABLE_PEER_ACCESS,
+    DeviceBlock,
+    Handle,
+    call,
+    current,
+    device_memory_support,
+    tensor_at,
+)
 
 
 class CudaRuntime:
@@ -45,8 +55,16 @@ class CudaRuntime:
         return str(torch.cuda.get_device_properties(self._index).uuid)
 
     def allocate(self, num_bytes: int) -> DeviceBlock:
-        """Allocate memory that other processes can map; see `driver.allocate`."""
-        return allocate(self._index, num_bytes)
+        """Allocate memory that other processes can map, rounded up to 2 MiB.
+
+        Raises:
+            MemoryError: The device has not as much.
+        """
+        num_bytes = -(-num_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
+        pointer = ctypes.c_uint64()
+        with current(self._index):
+            call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        return DeviceBlock(pointer.value, False, tensor_at(pointer.value, num_bytes, self.device))
 
     def trim(self) -> None:
         """Give what torch's allocator caches back to the device."""
@@ -54,15 +72,27 @@ class CudaRuntime:
 
     def export(self, block: DeviceBlock) -> bytes:
         """Return what another process needs for `open`."""
-        return export_block(block)
+        handle = Handle()
+        with current(self._index):
+            call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(block.pointer))
+        return bytes(handle.reserved)
 
     def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
-        """Map another process's memory; see `driver.open_block`."""
-        return open_block(self._index, handle, num_bytes)
+        """Map another process's memory; `num_bytes` is what it asked for.
+
+        Raises:
+            DriverError: The driver does not let this process have it.
+        """
+        pointer = ctypes.c_uint64()
+        source = Handle.from_buffer_copy(handle)
+        with current(self._index):
+            call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), source, LAZY_ENABLE_PEER_ACCESS)
+        return DeviceBlock(pointer.value, True, tensor_at(pointer.value, num_bytes, self.device))
 
     def release(self, block: DeviceBlock) -> None:
-        """Free or unmap; see `driver.release`."""
-        release(block)
+        """Free or unmap. The device must be through with it; other processes must have unmapped what is freed."""
+        with current(self._index):
+            call("cuIpcCloseMemHandle" if block.imported else "cuMemFree_v2", ctypes.c_uint64(block.pointer))
 
     def new_stream(self) -> Any:
         """Create a stream of the device."""
