@@ -267,7 +267,7 @@ def test_dynamo_skips_every_function(module: str) -> None:
         code.co_name for code in observers._codes_of(importlib.import_module(f"ray_fracbackend.ipc.group.{module}"))
     }
     expected = {
-        "executor": {"run", "_drain", "submit"},
+        "executor": {"run", "_take_turn", "submit"},
         "arguments": {"takes", "decorate", "call"},
         "work": {"wait", "get_future", "outcome", "complete"},
         "process_group": {"_timeout_s", "shutdown", "allreduce", "run"},

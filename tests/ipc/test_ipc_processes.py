@@ -159,7 +159,7 @@ def test_versions_of_tensors_stay() -> None:
 def test_an_interrupt_is_for_the_thread_that_it_hit() -> None:
     """The thread that runs another's call gets what a signal handler raises; that call has failed, later ones go on."""
     executor = Executor("test")
-    executor._activate = lambda: None  # type: ignore[method-assign]  # no worker: the thread that waits runs the queue
+    executor._serve = lambda: None  # type: ignore[method-assign]  # no worker: the thread that waits runs the queue
     ran = []
 
     def interrupted() -> None:
