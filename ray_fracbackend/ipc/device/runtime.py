@@ -175,12 +175,6 @@ class CommunicationStream:
         event.record(self.runtime.current_stream())
         return event
 
-    def future(self, value: Any) -> torch.futures.Future[Any]:
-        """Return a completed future of `value`; its waiter's stream waits for what this stream has been given."""
-        future = self.runtime.new_future()
-        self.runtime.complete(future, value, self.stream)
-        return future
-
     def join(self, done: Any) -> None:
         """Make the calling thread's stream wait for `done`."""
         self.runtime.current_stream().wait_event(done)

@@ -48,7 +48,7 @@ class DeviceSide:
         self._streams: dict[torch.device, CommunicationStream] = {}
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the default timeout of later collectives."""
+        """Set the default timeout of later collectives, the only one that NCCL knows."""
         self._timeout = timeout
         for group in self._lane.leaders if self._lane is not None else ():
             set_timeout(group, timeout)
@@ -89,20 +89,8 @@ class DeviceSide:
         except IpcUnavailableError as error:
             self.gloo_reason = str(error)
             self.stream_of(device).renew()
-        self._report()
-
-    def _report(self) -> None:
-        if self._host.membership.rank != 0:
-            return
-        if self._lane is None:
-            logger.warning("CUDA tensors of this ipc group go through Gloo: %s", self.gloo_reason)
-        else:
-            logger.info(
-                "ipc device memory for %d ranks on %d devices, chunks of %d bytes",
-                self._host.collectives.num_ranks,
-                len(self._lane.membership.hosts),
-                self._lane.memory.chunk_bytes,
-            )
+            if self._host.membership.rank == 0:
+                logger.warning("CUDA tensors of this ipc group go through Gloo: %s", self.gloo_reason)
 
     def collectives(self, device: torch.device) -> Collectives | None:
         """Return the collectives for tensors on `device`, None where Gloo has to carry them; after `prepare`."""

@@ -34,7 +34,8 @@ def takes(options: str, *tensors: str, also: Sequence[str] = ()) -> Callable[[_M
             no default.
 
     Returns:
-        A decorator. The method raises TypeError for a call that has none of the forms.
+        A decorator. The method itself checks a call and returns what makes it; decorated it makes the call. It raises
+        TypeError for a call that has none of the forms.
     """
     classes = (getattr(c10d, options),)
     names = [name.split("/") for name in tensors]
@@ -43,8 +44,8 @@ def takes(options: str, *tensors: str, also: Sequence[str] = ()) -> Callable[[_M
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not kwargs and len(args) == len(names) + 1 and isinstance(args[-1], classes):
-                return method(self, *args)
-            return method(self, *_read(method.__name__, classes, names, also, args, kwargs))
+                return method(self, *args)()
+            return method(self, *_read(method.__name__, classes, names, also, args, kwargs))()
 
         return call  # type: ignore[return-value]
 
@@ -233,6 +234,16 @@ def check_disjoint(operation: str, tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
+def check_pairs(operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Check the lists of a coalesced call.
+
+    Raises:
+        ValueError: They differ in length.
+    """
+    if len(outputs) != len(inputs):
+        raise ValueError(f"{operation} got {len(outputs)} outputs for {len(inputs)} inputs; pass one for each.")
+
+
 def equal_parts(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Split a 1-D tensor, whose size `check_same` has found right, into `count` equal parts."""
     numel = tensor.numel() // count
@@ -260,3 +271,15 @@ def split_parts(operation: str, tensor: torch.Tensor, splits: Sequence[int], cou
         raise ValueError(f"{operation}: splits {list(splits)} do not cover {rows} rows for {count} ranks.")
     row_numel = tensor.numel() // rows if rows else 0
     return list(tensor.view(-1).split_with_sizes([rows_of * row_numel for rows_of in splits]))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of `tensor` in row-major order, 1-D: a view where its memory is laid out so, else a copy."""
+    # Not detach(): what is written to that raises the version of the caller's tensor, which Gloo and NCCL leave alone.
+    tensor = tensor.data
+    return tensor.view(-1) if is_flat(tensor) else tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Return whether `flat` gives a view of the tensor's own memory."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

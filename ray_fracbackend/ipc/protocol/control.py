@@ -1,6 +1,6 @@
 """The control page: counters, call descriptions and failure marks that the ranks of one host share.
 
-Runs in every rank; imports the standard library only. Layout (8-byte words, native order):
+Runs in every rank; imports nothing of torch but the errors' base class. Layout (8-byte words, native order):
 
     words 0-1    token of the arena
     word  8      poison: 0, or 1 + local rank of a rank that failed
