@@ -77,11 +77,13 @@ class DeviceMemory(SlotMemory):
         super().wait(rank, step)
         self._stream.wait_event(self._parts.events[rank][step & 1])
 
-    def close_imports(self) -> None:
-        """Unmap the other ranks' memory. The stream must be idle."""
+    def close_imports(self) -> bool:
+        """Unmap the other ranks' memory, and return whether that could be done. The stream must be idle."""
         self.close()
-        if not _lost:
-            self._parts.close_imports(self._runtime, self._rank)
+        if _lost:
+            return False
+        self._parts.close_imports(self._runtime, self._rank)
+        return True
 
     def retire(self, is_unused: Callable[[], bool]) -> None:
         """Free this rank's memory and events now or, if ``is_unused()`` is false, when a later group sees it true."""

@@ -187,7 +187,8 @@ class DeviceCall:
         stream: The group's.
         prepare: Runs first, outside of the stream: may set the group up.
         function: Issues the work.
-        tensors: Those that the caller may free before its stream has waited for the work.
+        tensors: The call's tensors on the device.
+        is_async: Whether the caller may free them before its stream has waited for the work.
 
     Attributes:
         done: Event behind the work, once it has been issued.
@@ -199,8 +200,10 @@ class DeviceCall:
         prepare: Callable[[], None],
         function: Callable[[], None],
         tensors: Sequence[torch.Tensor],
+        is_async: bool,
     ) -> None:
         self.stream = stream
+        self._is_async = is_async
         self.done: Any = None
         self._prepare = prepare
         self._function: Callable[[], None] | None = function
@@ -215,14 +218,23 @@ class DeviceCall:
         runtime, stream = self.stream.runtime, self.stream.stream
         with runtime.on(stream):
             stream.wait_event(self._ready)
-            for tensor in self._tensors:
-                runtime.keep(tensor, stream)
-            function()
+            if self._is_async:
+                self._keep_tensors()
+            try:
+                function()
+            except BaseException:
+                # The stream may be stuck, so the caller's must not wait for what has been issued.
+                self._keep_tensors()
+                raise
             done = runtime.new_event()
             done.record(stream)
         self.done = self.stream.last = done
         # The work that was issued keeps the memory; this object may live as long as the caller's Work.
         self._function, self._tensors = None, ()
+
+    def _keep_tensors(self) -> None:
+        for tensor in self._tensors:
+            self.stream.runtime.keep(tensor, self.stream.stream)
 
     def join(self) -> None:
         """Make the calling thread's stream wait for the work, which must have been issued."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import knobs
-from .._torch import PrefixStore, ProcessGroupNCCL, RedOpType
+from .._torch import PrefixStore, ProcessGroupNCCL, RedOpType, stop
 from ..errors import IpcUnavailableError
 from ..host.arena import Arena, ArenaName, attach_arena, create_arena
 from ..host.memory import block_bytes
@@ -141,6 +141,9 @@ class DeviceSetup:
             message = {"error": str(error) or repr(error)}
         if message.get("error"):
             message = {"error": message["error"][:_MAX_ERROR]}
+            # JSON takes six bytes for some characters.
+            while len(json.dumps(message)) > _MESSAGE_BYTES:
+                message["error"] = message["error"][:-100]
         data = json.dumps(message).encode().ljust(_MESSAGE_BYTES, b"\0")
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         table = torch.empty((self._host.collectives.num_ranks, _MESSAGE_BYTES), dtype=torch.uint8, device="cpu")
@@ -318,7 +321,6 @@ def check_collectives(local: LocalCollectives, stream: CommunicationStream, pati
     runtime, size = stream.runtime, local.num_ranks
     # One element more than one pass takes, if that fits a slot, so that two passes are tried as well.
     reduced = torch.Size([min(local.plan.one_pass_bytes, local.engine.transport.chunk_bytes) // 4 + 1])
-    reduction = Reduction(torch.float32, RedOpType.SUM, size)
     received: list[tuple[torch.Tensor, int]] = []
     with runtime.on(stream.stream):
         for number in range(_NUM_CHECKS):
@@ -327,10 +329,12 @@ def check_collectives(local: LocalCollectives, stream: CommunicationStream, pati
             terms = Terms.within(describe_call("device memory check", own.dtype, own.shape), patience_s)
             local.gather(own, parts, None, terms)
             received += [(part, _value(rank, number)) for rank, part in enumerate(parts)]
-        total = torch.full(reduced, local.rank + 1.0, device=runtime.device)
-        terms = Terms.within(describe_call("device memory check", total.dtype, reduced), patience_s)
-        local.reduce(total, None, reduction, terms)
-        received.append((total, size * (size + 1) // 2))
+        # The second is added up in another type.
+        for dtype in (torch.float32, torch.bfloat16):
+            total = torch.full(reduced, local.rank % 8 + 1.0, dtype=dtype, device=runtime.device)
+            terms = Terms.within(describe_call("device memory check", dtype, reduced), patience_s)
+            local.reduce(total, None, Reduction(dtype, RedOpType.SUM, size), terms)
+            received.append((total, sum(rank % 8 + 1 for rank in range(size))))
         done = runtime.new_event()
         done.record(stream.stream)
     wait_on_host(done, patience_s)
@@ -367,7 +371,12 @@ def nccl_leaders(
         group.allreduce([ones]).wait()
         done = runtime.new_event()
         done.record(stream.stream)
-    wait_on_host(done, patience_s)
-    if not bool((ones.cpu() == size).all()):
-        raise RuntimeError("NCCL added up wrong")
+    try:
+        wait_on_host(done, patience_s)
+        if not bool((ones.cpu() == size).all()):
+            raise RuntimeError("NCCL added up wrong")
+    except RuntimeError:
+        # The stream waits for it, and so would all that is given to the stream later.
+        stop([group], "abort")
+        raise
     return group

@@ -69,9 +69,9 @@ class DeviceSide:
 
     def stream_of(self, device: torch.device) -> CommunicationStream:
         """Return the group's stream on a device."""
-        if device not in self._streams:
-            self._streams[device] = CommunicationStream(runtime.CudaRuntime(device))
-        return self._streams[device]
+        stream = self._streams.get(device)
+        # Of several threads that make one, all use the first.
+        return stream or self._streams.setdefault(device, CommunicationStream(runtime.CudaRuntime(device)))
 
     def prepare(self, device: torch.device, description: bytes, timeout_s: float) -> None:
         """Set device memory up if this is the group's first call with CUDA tensors; in its turn.
@@ -114,10 +114,9 @@ class DeviceSide:
         if not (idle and not engine.waiter.is_poisoned() and self._is_through()):
             # What the device still does with the memory cannot be known; the end of the process frees it.
             give_up()
-            engine.close()
+            engine.close(keeps_memory=True)
         else:
-            lane.memory.close_imports()
-            engine.close()
+            engine.close(keeps_memory=not lane.memory.close_imports())
             lane.memory.retire(engine.waiter.is_alone)
         stop(lane.leaders, "shutdown")
 

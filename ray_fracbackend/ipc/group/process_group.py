@@ -381,8 +381,8 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             function = _in_inference_mode(function)
         is_async, call = wants_async(opts), None
         if device is not None:
-            kept = [tensor for tensor in tensors if tensor.device == device] if is_async else []
-            function = call = DeviceCall(self._device_side.stream_of(device), prepare, function, kept)
+            there = [tensor for tensor in tensors if tensor.device == device]
+            function = call = DeviceCall(self._device_side.stream_of(device), prepare, function, there, is_async)
         if is_async:
             return IpcWork(self._executor.submit(hidden(function)), self._executor, results, call)
         self._executor.run(hidden(function))

@@ -148,14 +148,18 @@ class Engine:
         """Poison the group so that every rank raises, then close it. May be called again, from any thread."""
         if not self._closed:
             self.fail(reason)
-        self.close()
+        self.close(keeps_memory=True)
 
-    def close(self) -> None:
-        """Leave the group: peers that still wait for this rank raise. May be called again, from any thread."""
+    def close(self, keeps_memory: bool = False) -> None:
+        """Leave the group: peers that still wait for this rank raise. May be called again, from any thread.
+
+        Args:
+            keeps_memory: Whether this rank may still use the others' memory, which they then must not free.
+        """
         if self._closed:
             return
         self._closed = True
-        self._control.set_closed()
+        self._control.set_closed(keeps_memory)
         self.waiter.wake_all()
 
 

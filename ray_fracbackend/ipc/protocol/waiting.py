@@ -213,9 +213,9 @@ class Waiter:
         self.wake_all()
 
     def is_alone(self) -> bool:
-        """Return whether every other rank has shut its group down or ended."""
+        """Return whether every other rank has let go of this one's memory or ended."""
         others = (rank for rank in range(self._control.num_ranks) if rank != self._control.rank)
-        return all(self._control.is_closed(rank) or not self.peers[rank].is_alive() for rank in others)
+        return all(self._control.has_let_go(rank) or not self.peers[rank].is_alive() for rank in others)
 
     def wake_all(self) -> None:
         """Wake the sleepers on every rank's counter, so that they look at poison and closed marks."""
