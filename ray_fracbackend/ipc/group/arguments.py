@@ -275,11 +275,13 @@ def split_parts(operation: str, tensor: torch.Tensor, splits: Sequence[int], cou
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of `tensor` in row-major order, 1-D: a view where its memory is laid out so, else a copy."""
+    view = flat_view(tensor)
+    return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1) if view is None else view
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the memory of `tensor` as a 1-D view, or None where that is not its elements in row-major order."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
     # Not detach(): what is written to that raises the version of the caller's tensor, which Gloo and NCCL leave alone.
-    tensor = tensor.data
-    return tensor.view(-1) if is_flat(tensor) else tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def is_flat(tensor: torch.Tensor) -> bool:
-    """Return whether `flat` gives a view of the tensor's own memory."""
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return tensor.data.view(-1)

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -52,7 +53,7 @@ from .arguments import (
     check_writable,
     equal_parts,
     flat,
-    is_flat,
+    flat_view,
     is_wrapper,
     lists,
     root_of,
@@ -240,7 +241,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             gloo: Does the same in the inner Gloo group.
             tensors: All tensors of the call.
             results: The value of the future.
-            written: The tensors that this rank writes to, by default `results`.
+            written: The tensors that this rank writes to: `results`, which is the default, or none.
 
         Raises:
             ValueError: One of `written` has several elements at one address.
@@ -248,11 +249,17 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         timeout_s, written = timeout_of(opts, self._timeout_s), results if written is None else written
 
         def staged(collectives: Collectives) -> None:
-            flats = [flat(tensor) for tensor in results]
-            run(collectives, flats, Terms.within(description, timeout_s))
-            for tensor, result in zip(written, flats, strict=False):
-                if not is_flat(tensor):
-                    tensor.data.copy_(result.view(tensor.shape))  # as in `flat`
+            flats, copies = [], []
+            for tensor in results:
+                view = flat_view(tensor)
+                if view is None:
+                    view = flat(tensor)
+                    copies.append((tensor, view))
+                flats.append(view)
+            run(collectives, flats, Terms(description, time.monotonic() + timeout_s))
+            if written:
+                for tensor, copy in copies:
+                    tensor.data.copy_(copy.view(tensor.shape))  # as in `flat_view`
 
         if device is HOST:
             check_writable(description, written)
@@ -336,7 +343,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         work = self._gloo_method("all_to_all_single")(target, source, sizes, [t.numel() for t in inputs], opts)
         work.wait()
         for output, part in zip(outputs, target.split_with_sizes(sizes), strict=True):
-            output.data.copy_(part.view(output.shape))  # as in `flat`
+            output.data.copy_(part.view(output.shape))  # as in `flat_view`
         return work
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> Callable[[], None]:
@@ -377,8 +384,10 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         """
         if description is not None:
             function = self._begun(description, tensors, function)
-        if any(result.is_inference() for result in results):
-            function = _in_inference_mode(function)
+        for result in results:
+            if result.is_inference():
+                function = _in_inference_mode(function)
+                break
         is_async, call = wants_async(opts), None
         if device is not None:
             there = [tensor for tensor in tensors if tensor.device == device]
@@ -425,7 +434,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
     # Collectives that reduce.
 
-    def _reduction_of(self, device: torch.device | None, operation: str, dtype: torch.dtype, op: Any) -> Any:
+    def _reduction_of(self, device: torch.device | None, operation: str, dtype: torch.dtype, op: Any, kind: Any) -> Any:
         """Return the `Reduction` of a call and its factor; None twice if Gloo carries it, which has other types and operations.
 
         Raises:
@@ -433,7 +442,6 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         """
         if device is None:
             return None, None
-        kind = plain_op(op)
         reduction = self._reductions.get((dtype, kind))
         if reduction is None:
             if not can_reduce(dtype, kind):
@@ -453,7 +461,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         kind, is_root = plain_op(opts.reduceOp), root in (None, self._own_rank)
         description = describe_call(operation, tensor.dtype, tensor.shape, kind, root)
         device = self._carrier_of(tensor)
-        reduction, factor = self._reduction_of(device, operation, tensor.dtype, opts.reduceOp)
+        reduction, factor = self._reduction_of(device, operation, tensor.dtype, opts.reduceOp, kind)
 
         def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
             result = results[0] if factor is None else scaled(results[0], factor)
@@ -519,8 +527,9 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         gloo: GlooCall,
     ) -> Any:
         """Reduce the parts of all ranks: `sources`, or for the operation on one tensor the equal parts of it."""
-        description = describe_call(operation, output.dtype, output.shape, plain_op(opts.reduceOp))
-        reduction, factor = self._reduction_of(device, "reduce_scatter", output.dtype, opts.reduceOp)
+        kind = plain_op(opts.reduceOp)
+        description = describe_call(operation, output.dtype, output.shape, kind)
+        reduction, factor = self._reduction_of(device, "reduce_scatter", output.dtype, opts.reduceOp, kind)
 
         def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
             parts = [flat(source) for source in sources]

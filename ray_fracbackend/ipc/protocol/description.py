@@ -108,6 +108,7 @@ def _marked(description: bytes, mark: bytes, how: str) -> bytes:
     return description[: KEY_BYTES - 1] + mark + _field(text, DESCRIPTION_BYTES - KEY_BYTES)
 
 
+@lru_cache(maxsize=4096)
 def description_text(description: bytes) -> str:
     """Return the printable part of a description."""
     return description[KEY_BYTES:].rstrip(b"\0").decode("ascii", "replace")
