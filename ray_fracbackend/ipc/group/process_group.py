@@ -253,7 +253,11 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             for tensor in results:
                 view = flat_view(tensor)
                 if view is None:
-                    view = flat(tensor)
+                    # What is in a result is read only where there are no other tensors.
+                    if len(tensors) == len(results):
+                        view = flat(tensor)
+                    else:
+                        view = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
                     copies.append((tensor, view))
                 flats.append(view)
             run(collectives, flats, Terms(description, time.monotonic() + timeout_s))
@@ -631,8 +635,8 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
             collectives.gather(flat(tensor), results if is_root else None, root, terms)
 
-        gloo = ("gather", [targets] if is_root else [], [tensor])
-        return self._launch(device, opts, description, run, gloo, [tensor, *targets], targets or [tensor], targets)
+        gloo, written = ("gather", [targets] if is_root else [], [tensor]), targets if is_root else []
+        return self._launch(device, opts, description, run, gloo, [tensor, *targets], targets or [tensor], written)
 
     @takes("ScatterOptions", "output_tensors/output_tensor", "input_tensors", also=("root", "timeout"))
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
