@@ -42,7 +42,7 @@ from ..device.side import DeviceSide
 from ..errors import CollectiveMismatchError, IpcError
 from ..protocol.description import Terms, describe_call, description_text, operation_of, through_gloo
 from ..protocol.hierarchy import Collectives, HierarchicalCollectives, gloo_leaders
-from ..protocol.reductions import Reduction, can_reduce, plain_op, premul_factor, scaled, supported_ops
+from ..protocol.reductions import Reduction, check_reduces, plain_op, premul_factor, scaled
 from ..protocol.setup import join
 from .arguments import (
     check_class,
@@ -448,10 +448,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             return None, None
         reduction = self._reductions.get((dtype, kind))
         if reduction is None:
-            if not can_reduce(dtype, kind):
-                raise ValueError(
-                    f"{operation} cannot reduce {dtype} with {kind.name}; this element type has: {supported_ops(dtype)}."
-                )
+            check_reduces(operation, dtype, kind)
             reduction = self._reductions[dtype, kind] = Reduction(dtype, kind, self._num_ranks)
         return reduction, premul_factor(op, kind)
 
@@ -503,35 +500,23 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Reduce ``inputs[r]`` of all ranks into rank r's output."""
         output, parts = single(outputs, "reduce_scatter"), lists(inputs)
-        device = self._carrier_of(output, *parts)
-        if device is not None:
-            check_same("reduce_scatter", parts, self._num_ranks, output.dtype, output.numel())
-        return self._reduce_scatter(
-            device, "reduce_scatter", output, parts, opts, ("reduce_scatter", [output], [parts])
-        )
+        return self._reduce_scatter("reduce_scatter", output, parts, opts, ("reduce_scatter", [output], [parts]))
 
     @takes("ReduceScatterOptions", "outputTensor", "inputTensor")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Reduce a tensor and leave its r-th part with rank r."""
-        operation = "reduce_scatter_tensor"
-        device = self._carrier_of(output, tensor)
-        if device is not None:
-            check_same(operation, [tensor], 1, output.dtype, output.numel() * self._num_ranks)
-        return self._reduce_scatter(
-            device, operation, output, [tensor], opts, ("reduce_scatter_single", output, tensor)
-        )
+        gloo = ("reduce_scatter_single", output, tensor)
+        return self._reduce_scatter("reduce_scatter_tensor", output, [tensor], opts, gloo)
 
     def _reduce_scatter(
-        self,
-        device: torch.device | None,
-        operation: str,
-        output: torch.Tensor,
-        sources: list[torch.Tensor],
-        opts: Any,
-        gloo: GlooCall,
+        self, operation: str, output: torch.Tensor, sources: list[torch.Tensor], opts: Any, gloo: GlooCall
     ) -> Any:
         """Reduce the parts of all ranks: `sources`, or for the operation on one tensor the equal parts of it."""
-        kind = plain_op(opts.reduceOp)
+        in_one, kind = operation == "reduce_scatter_tensor", plain_op(opts.reduceOp)
+        device = self._carrier_of(output, *sources)
+        if device is not None:
+            num_sources, num_parts = (1, self._num_ranks) if in_one else (self._num_ranks, 1)
+            check_same(operation, sources, num_sources, output.dtype, output.numel() * num_parts)
         description = describe_call(operation, output.dtype, output.shape, kind)
         reduction, factor = self._reduction_of(device, "reduce_scatter", output.dtype, opts.reduceOp, kind)
 
@@ -539,7 +524,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             parts = [flat(source) for source in sources]
             if factor is not None:
                 parts = [scaled(part, factor) for part in parts]
-            if operation == "reduce_scatter_tensor":
+            if in_one:
                 parts = equal_parts(parts[0], self._num_ranks)
             collectives.reduce_scatter(parts, results[0], reduction, terms)
 
@@ -577,16 +562,25 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Gather every rank's tensor into a list on every rank."""
         tensor, targets = single(inputs, "all_gather"), lists(outputs)
-        device = self._carrier_of(tensor, *targets)
-        if device is not None:
-            check_same("all_gather", targets, self._num_ranks, tensor.dtype, tensor.numel())
-        description = describe_call("all_gather", tensor.dtype, tensor.shape)
+        return self._gather("all_gather", targets, tensor, None, opts, ("allgather", [targets], [tensor]))
+
+    def _gather(
+        self, operation: str, outputs: Tensors, tensor: torch.Tensor, root: int | None, opts: Any, gloo: GlooCall
+    ) -> Any:
+        """Gather to the root, or to all where root is None; into a list or, for the operation on one tensor, its parts."""
+        in_one, count, is_root = operation == "all_gather_into_tensor", self._num_ranks, root in (None, self._own_rank)
+        device = self._carrier_of(tensor, *outputs)
+        if is_root and device is not None:
+            num_outputs, num_parts = (1, count) if in_one else (count, 1)
+            check_same(operation, outputs, num_outputs, tensor.dtype, tensor.numel() * num_parts)
+        description = describe_call(operation, tensor.dtype, tensor.shape, root=root)
 
         def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
-            collectives.gather(flat(tensor), results, None, terms)
+            parts = equal_parts(results[0], count) if in_one else results
+            collectives.gather(flat(tensor), parts if is_root else None, root, terms)
 
-        gloo = ("allgather", [targets], [tensor])
-        return self._launch(device, opts, description, run, gloo, [tensor, *targets], targets)
+        results, written = list(outputs) or [tensor], outputs if is_root else []
+        return self._launch(device, opts, description, run, gloo, [*outputs, tensor], results, written)
 
     @takes("AllgatherOptions", "output_lists", "input_list")
     def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any) -> Any:
@@ -603,17 +597,8 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     @takes("AllgatherOptions", "output", "input")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Gather every rank's tensor into one tensor, by rank."""
-        operation, count = "all_gather_into_tensor", self._num_ranks
-        device = self._carrier_of(output, tensor)
-        if device is not None:
-            check_same(operation, [output], 1, tensor.dtype, tensor.numel() * count)
-        description = describe_call(operation, tensor.dtype, tensor.shape)
-
-        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
-            collectives.gather(flat(tensor), equal_parts(results[0], count), None, terms)
-
         gloo = ("all_gather_single", output, tensor)
-        return self._launch(device, opts, description, run, gloo, [output, tensor], [output])
+        return self._gather("all_gather_into_tensor", [output], tensor, None, opts, gloo)
 
     @takes("AllgatherOptions", "outputs/output_lists", "inputs/input_list")
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
@@ -626,17 +611,8 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         """Gather every rank's tensor into a list on the root."""
         tensor, root = single(inputs, "gather"), root_of("gather", opts, self._num_ranks)
         targets = lists(outputs) if outputs else []
-        is_root = root == self._own_rank
-        device = self._carrier_of(tensor, *targets)
-        if is_root and device is not None:
-            check_same("gather", targets, self._num_ranks, tensor.dtype, tensor.numel())
-        description = describe_call("gather", tensor.dtype, tensor.shape, root=root)
-
-        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
-            collectives.gather(flat(tensor), results if is_root else None, root, terms)
-
-        gloo, written = ("gather", [targets] if is_root else [], [tensor]), targets if is_root else []
-        return self._launch(device, opts, description, run, gloo, [tensor, *targets], targets or [tensor], written)
+        gloo = ("gather", [targets] if root == self._own_rank else [], [tensor])
+        return self._gather("gather", targets, tensor, root, opts, gloo)
 
     @takes("ScatterOptions", "output_tensors/output_tensor", "input_tensors", also=("root", "timeout"))
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:

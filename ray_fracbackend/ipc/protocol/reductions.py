@@ -73,14 +73,16 @@ def premul_factor(reduce_op: Any, kind: Any) -> float | torch.Tensor | None:
     return factor.detach() if isinstance(factor, torch.Tensor) else factor
 
 
-def can_reduce(dtype: torch.dtype, op: Any) -> bool:
-    """Return whether `Reduction` handles this element type and operation."""
-    return op in _ALLOWED.get(dtype, ())
+def check_reduces(operation: str, dtype: torch.dtype, op: Any) -> None:
+    """Check that `Reduction` has this operation for an element type.
 
-
-def supported_ops(dtype: torch.dtype) -> str:
-    """Return the names of the operations that `dtype` has, for messages."""
-    return ", ".join(op.name for op in _ALLOWED.get(dtype, ())) or "none"
+    Raises:
+        ValueError: It has not; the message lists those it has.
+    """
+    allowed = _ALLOWED.get(dtype, ())
+    if op not in allowed:
+        names = ", ".join(one.name for one in allowed) or "none"
+        raise ValueError(f"{operation} cannot reduce {dtype} with {op.name}; this element type has: {names}.")
 
 
 class Reduction:
@@ -88,7 +90,7 @@ class Reduction:
 
     Args:
         dtype: Element type of inputs and output.
-        op: A ``RedOpType`` for which `can_reduce` holds.
+        op: A ``RedOpType`` that passes `check_reduces`.
         num_ranks: Divisor of AVG; for a part of the ranks (`final` False) no division takes place.
     """
 
