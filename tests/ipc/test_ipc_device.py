@@ -161,6 +161,9 @@ def left_behind(job: Job) -> list[bool]:
         # Its own part is done: what it must not do is free what the other has mapped.
         pg.shutdown()
         device_group(job, "alone", 0, 1, 20.0).shutdown()
+        store.set("seen", "")
+    # The end of its process would let go of what it has mapped.
+    store.wait(["seen"])
     return fake_cuda.released
 
 
