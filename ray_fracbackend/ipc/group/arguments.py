@@ -20,6 +20,7 @@ from ..protocol.description import description_text
 from .observers import PLAIN
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_NO_TIME = timedelta(0)
 # Fields of the options for what may be passed by itself.
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
@@ -116,7 +117,7 @@ def wants_async(opts: Any) -> bool:
 def timeout_of(opts: Any, default_s: float) -> float:
     """Return the timeout of an options object in seconds; torch writes -1 ms or 0 for "the group's own"."""
     timeout = getattr(opts, "timeout", None)
-    if isinstance(timeout, timedelta) and timeout > timedelta(0):
+    if isinstance(timeout, timedelta) and timeout > _NO_TIME:
         return timeout.total_seconds()
     return default_s
 

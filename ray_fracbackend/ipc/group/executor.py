@@ -148,7 +148,7 @@ class Executor:
         self._check_process()
         done: list[Task] = []
         try:
-            self._take_turn(done, lambda: True, function)
+            self._take_turn(done, None, function)
         finally:
             for task in done:
                 task.call_back()
@@ -189,9 +189,9 @@ class Executor:
         return True
 
     def _take_turn(
-        self, done: list[Task], is_wanted: Callable[[], bool], function: Callable[[], None] | None = None
+        self, done: list[Task], is_wanted: Callable[[], bool] | None, function: Callable[[], None] | None = None
     ) -> None:
-        """Run what is queued, and append it to `done`, as long as ``is_wanted()``; then `function`.
+        """Run what is queued, and append it to `done`, all or as long as ``is_wanted()``; then `function`.
 
         Raises:
             BaseException: What a signal handler raised meanwhile, such as KeyboardInterrupt: it is meant for this
@@ -206,7 +206,7 @@ class Executor:
                 )
             try:
                 self._is_running = True
-                while self._queue and is_wanted():
+                while self._queue and (is_wanted is None or is_wanted()):
                     task = self._queue.popleft()
                     task.run()
                     done.append(task)

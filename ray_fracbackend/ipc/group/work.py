@@ -15,7 +15,7 @@ import torch
 from .._torch import Reducer, Work
 from ..device.runtime import DeviceCall
 from ..errors import CollectiveTimeoutError, IpcError
-from .executor import Executor, Task
+from .executor import DONE, Executor, Task
 
 _hand_over = Reducer._set_forward_pass_work_handle
 _handed_over: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
@@ -64,13 +64,14 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
             IpcError: The collective failed.
             CollectiveTimeoutError: `timeout` passed first; the collective goes on.
         """
-        timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-        if not self._executor.finish(self._task, timeout_s):
-            raise CollectiveTimeoutError(f"Work.wait timed out: not done within the {timeout_s} s asked for.")
-        error = self._task.error
-        if error is not None:
-            # What a signal handler raised in another thread is not for this one.
-            raise error if isinstance(error, Exception) else IpcError(f"The collective was ended by {error!r}.")
+        if self._task is not DONE:
+            timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+            if not self._executor.finish(self._task, timeout_s):
+                raise CollectiveTimeoutError(f"Work.wait timed out: not done within the {timeout_s} s asked for.")
+            error = self._task.error
+            if error is not None:
+                # What a signal handler raised in another thread is not for this one.
+                raise error if isinstance(error, Exception) else IpcError(f"The collective was ended by {error!r}.")
         if self.call is not None:
             self.call.join()
         return True
