@@ -1,7 +1,7 @@
-"""Environment variables of the ipc backend. Runs in every rank; imports the standard library only.
+"""Environment variables of the ipc backend, and the numbers that go with them. Imports the standard library only.
 
-Every rank of one host must see the same values: the rank that creates the memory decides the layout and the
-others read it from there, but waiting and the host itself are each rank's own.
+Ranks may see different values: the rank that creates the host's memory decides its layout, the first rank of a device how
+to reduce there, and the smallest chunk of all ranks is that of device memory. Polling and the host are each rank's own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ SPIN_US_ENV_VAR = "RAY_FRACBACKEND_IPC_SPIN_US"
 DEFAULT_SPIN_US = 200
 
 # Ranks of one host from which a reduction is split over the ranks (two passes) instead of done by each.
-TWO_PASS_RANKS_ENV_VAR = "RAY_FRACBACKEND_IPC_TWO_PASS_RANKS"
-DEFAULT_TWO_PASS_RANKS = 3
+TWO_PASS_RANKS = 3
 # Up to here one pass with its single step is faster than two, whatever the number of ranks.
 ONE_PASS_BYTES = 32 * 1024
 
-# The same three for device memory. Measurements on a GPU will correct the defaults.
+# The same for device memory. Measurements on a GPU will correct the defaults.
 DEVICE_CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_CHUNK_BYTES"
 DEFAULT_DEVICE_CHUNK_BYTES = 1 << 25
 MAX_DEVICE_CHUNK_BYTES = 1 << 32
@@ -65,11 +64,6 @@ def chunk_bytes() -> int:
 def spin_us() -> int:
     """Return the upper bound, in microseconds, on polling before sleeping."""
     return _int_in(SPIN_US_ENV_VAR, DEFAULT_SPIN_US, 0, 1_000_000)
-
-
-def two_pass_ranks() -> int:
-    """Return the number of local ranks from which reductions run in two passes."""
-    return _int_in(TWO_PASS_RANKS_ENV_VAR, DEFAULT_TWO_PASS_RANKS, 2, 1 << 20)
 
 
 def device_chunk_bytes() -> int:

@@ -304,7 +304,7 @@ def two_names(job: Job) -> tuple[int, bool]:
     pg = bare_group(job, "names", job.rank, job.size, 30.0)
     x = torch.full((50_000,), job.rank + 1.0, device=f"cuda:{index}")
     pg.allreduce([x], options("Allreduce"))
-    return len(lane_of(pg).membership.hosts), bool((x == 3).all())
+    return len(lane_of(pg).collectives._hosts), bool((x == 3).all())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -231,9 +231,7 @@ class FakeCuda:
         return self._block(arena, name, False)
 
     def _block(self, arena: Arena, name: ArenaName, imported: bool) -> DeviceBlock:
-        block = DeviceBlock(
-            arena.address, 0, imported, torch.frombuffer(arena.memory, dtype=torch.uint8)[_DATA_OFFSET:]
-        )
+        block = DeviceBlock(arena.address, imported, torch.frombuffer(arena.memory, dtype=torch.uint8)[_DATA_OFFSET:])
         _names[block.pointer] = name
         return block
 

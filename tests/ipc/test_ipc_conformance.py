@@ -11,6 +11,7 @@ import ipc_reference as ref
 import pytest
 import torch
 import torch.distributed as dist
+from ipc_calls import bare_group, options
 from ipc_harness import Job, run_ranks, values
 from ipc_table import SMALL_CHUNKS, Case, cases_of, pairwise, whole_table
 
@@ -106,3 +107,18 @@ def aliased(job: Job, numel: int) -> list[str]:
 def test_input_and_output_may_share_memory(size: int, numel: int) -> None:
     """Whichever part of one the other is, in one chunk and in many."""
     assert values(run_ranks(aliased, size, numel, env=SMALL_CHUNKS)) == [[]] * size
+
+
+def lists_of_no_root(job: Job) -> list[list[list[float]]]:
+    """What is in the lists that a rank passes to a gather of which it is not the root, and in the root's."""
+    pg = bare_group(job, "lists", job.rank, job.size, 20.0)
+    targets = [torch.full((2, 3), float(job.rank + 7)).t() for _ in range(job.size)]
+    pg.gather([targets], [torch.full((3, 2), float(job.rank))], options("Gather")).wait()
+    return [target.tolist() for target in targets]
+
+
+def test_lists_of_a_rank_that_is_not_the_root_stay() -> None:
+    """Whatever their layout, nothing is written to them."""
+    root, other = values(run_ranks(lists_of_no_root, 2, limit_s=60))
+    assert root == [[[0.0] * 2] * 3, [[1.0] * 2] * 3]
+    assert other == [[[8.0] * 2] * 3] * 2

@@ -11,6 +11,8 @@ import torch
 
 from ray_fracbackend.ipc import device_memory_support
 from ray_fracbackend.ipc.device import driver as cuda_driver
+from ray_fracbackend.ipc.device import runtime as cuda_runtime
+from ray_fracbackend.ipc.device.runtime import CudaRuntime
 
 
 class Driver:
@@ -39,12 +41,17 @@ class Driver:
         return [name for name, _ in self.calls]
 
 
+def device(index: int) -> CudaRuntime:
+    """One device over the replaced library."""
+    return CudaRuntime(torch.device("cuda", index))
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """The replaced library; tensors over its memory are made elsewhere."""
     fake = Driver()
     monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
-    monkeypatch.setattr(cuda_driver, "tensor_at", lambda pointer, num_bytes, index: torch.empty(num_bytes // 4096))
+    monkeypatch.setattr(cuda_runtime, "tensor_at", lambda pointer, num_bytes, index: torch.empty(num_bytes // 4096))
     cuda_driver._primary_context.cache_clear()
     yield fake
     cuda_driver._primary_context.cache_clear()
@@ -52,12 +59,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 def test_blocks_are_whole_granules_in_the_primary_context(driver: Driver) -> None:
     """A handle opens all of its granule, so no other data may be in it; the thread's own context comes back."""
-    block = cuda_driver.allocate(1, (2 << 20) + 1)
-    assert (block.pointer, block.index, block.imported) == (1 << 40, 1, False)
+    block = device(1).allocate((2 << 20) + 1)
+    assert (block.pointer, block.imported) == (1 << 40, False)
+    assert dict(driver.calls)["cuDeviceGet"][1] == 1
     names = driver.names()
     assert names[-3:] == ["cuCtxPushCurrent_v2", "cuMemAlloc_v2", "cuCtxPopCurrent_v2"]
     assert dict(driver.calls)["cuMemAlloc_v2"][1].value == 4 << 20
-    cuda_driver.release(block)
+    device(1).release(block)
     assert driver.names()[-2] == "cuMemFree_v2"
     # Retained once, and never given back: it is torch's own.
     assert driver.names().count("cuDevicePrimaryCtxRetain") == 1
@@ -65,12 +73,12 @@ def test_blocks_are_whole_granules_in_the_primary_context(driver: Driver) -> Non
 
 def test_handles_are_handed_over_whole(driver: Driver) -> None:
     """What one process exports another opens, and gives back by closing it."""
-    handle = cuda_driver.export_block(cuda_driver.allocate(0, 1))
+    handle = device(0).export(device(0).allocate(1))
     assert handle == bytes(range(64))
-    block = cuda_driver.open_block(0, handle, 4096)
+    block = device(0).open(handle, 4096)
     args = dict(driver.calls)["cuIpcOpenMemHandle_v2"]
     assert (bytes(args[1].reserved), args[2]) == (handle, 1)
-    cuda_driver.release(block)
+    device(0).release(block)
     assert driver.names()[-2] == "cuIpcCloseMemHandle"
 
 
@@ -78,9 +86,9 @@ def test_a_full_device_is_a_memory_error_and_others_have_the_drivers_name(driver
     """Set-up asks for less after the one and gives up after the other; the context is popped after both."""
     driver.codes = {"cuMemAlloc_v2": 2, "cuIpcOpenMemHandle_v2": 201}
     with pytest.raises(MemoryError, match="cuMemAlloc_v2"):
-        cuda_driver.allocate(0, 1)
+        device(0).allocate(1)
     with pytest.raises(cuda_driver.DriverError, match="cuIpcOpenMemHandle_v2: CUDA_ERROR_201"):
-        cuda_driver.open_block(0, bytes(64), 1)
+        device(0).open(bytes(64), 1)
     names = driver.names()
     assert names.count("cuCtxPushCurrent_v2") == names.count("cuCtxPopCurrent_v2") == 2
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ipc_calls import bare_group, options
 from ipc_device_calls import CALLS, device_group, filled, phases
 from ipc_device_faults import check_signal, error_of, struck_by_exception
@@ -15,6 +18,10 @@ from ipc_random_faults import check_random
 from ipc_table import SMALL_CHUNKS, whole_table
 from ipc_workloads import busy
 from test_ipc_torch import ddp_cases, meshes_and_objects, odd_uses
+
+from ray_fracbackend.ipc.device import setup
+from ray_fracbackend.ipc.device.runtime import DeviceCall
+from ray_fracbackend.ipc.protocol.setup import Membership
 
 FAKE = {**SMALL_CHUNKS, "FAKE_CUDA_SEED": "1"}
 # Callers have a stream as well, so that nothing blocks on a device whose peer is dead.
@@ -92,6 +99,104 @@ def test_one_rank_that_cannot_use_device_memory_takes_all_to_gloo(broken: str) -
         assert [report[:2] for report in reports] == [(REASONS[broken], True)]
         # Once something was issued to a device that may be stuck, nothing is freed any more.
         assert released == [] if broken in ("missing", "memory", "event") else False in released
+
+
+def refused_by_gloo(job: Job, number: int) -> list[tuple[str, str]]:
+    """A few calls through Gloo, of which the one of that number is none that Gloo has; their errors."""
+    logging.disable(logging.CRITICAL)
+    pg = bare_group(job, "refused", job.rank, job.size, 20.0)
+    tensors = [torch.ones(4) for _ in range(4)]
+    tensors[number] = tensors[number].to(torch.uint16)
+    return [error_of(lambda t=t: pg.allreduce([t], options("Allreduce")).wait())[0] for t in tensors]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_gloo_cannot_do_leaves_the_group_whole(number: int) -> None:
+    """Also as the call in which device memory turns out not to be there."""
+    env = {**FAKE, "FAKE_CUDA_BROKEN": "missing"}
+    expected = [""] * 4
+    expected[number] = "RuntimeError"
+    assert values(run_ranks(refused_by_gloo, 2, number, limit_s=60, env=env)) == [expected] * 2
+
+
+def with_a_long_reason(job: Job, text: str) -> str:
+    """Why Gloo carries the tensors of a group where a rank has much to say."""
+    import fake_cuda
+
+    logging.disable(logging.CRITICAL)
+    if job.rank == 1:
+        fake_cuda.FakeCuda.missing = lambda self: text
+    pg = bare_group(job, "long", job.rank, job.size, 20.0)
+    pg.allreduce([torch.ones(4)], options("Allreduce")).wait()
+    return str(pg._device_side.gloo_reason)
+
+
+@pytest.mark.parametrize("letter", ["e", "\u00e9", "\n", "\U0001f600"])
+def test_a_long_reason_is_cut_to_what_a_message_holds(letter: str) -> None:
+    """Whatever its letters take as JSON."""
+    for reason in values(run_ranks(with_a_long_reason, 2, letter * 5000, limit_s=60, env=FAKE)):
+        assert reason == "rank 1: " + letter * (len(reason) - 8)
+        assert len(reason) > 300
+
+
+def left_behind(job: Job) -> list[bool]:
+    """What rank 0 has freed after rank 1 left with its device not through, and both made another group."""
+    import fake_cuda
+
+    from ray_fracbackend.ipc.device import side
+
+    logging.disable(logging.CRITICAL)
+    pg = device_group(job, "left", job.rank, job.size, 20.0)
+    pg.barrier(options("Barrier"))
+    if job.rank == 1:
+        side._SHUTDOWN_S = 0.1
+        event = fake_cuda.FakeEvent(fake_cuda.FakeCuda.gpu, [1, 0])  # never comes
+        next(iter(pg._device_side._streams.values())).last = event
+        pg.shutdown()
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+    if job.rank == 1:
+        store.set("left", "")
+    store.wait(["left"])
+    if job.rank == 0:
+        # Its own part is done: what it must not do is free what the other has mapped.
+        pg.shutdown()
+        device_group(job, "alone", 0, 1, 20.0).shutdown()
+        store.set("seen", "")
+    # The end of its process would let go of what it has mapped.
+    store.wait(["seen"])
+    return fake_cuda.released
+
+
+def test_memory_that_a_peer_left_mapped_is_not_freed() -> None:
+    """Rank 0 unmaps rank 1's block and keeps its own; that of a later group of its own is freed."""
+    first, second = values(run_ranks(left_behind, 2, limit_s=60, env=FAKE))
+    assert first == [True, False]
+    assert second == []
+
+
+def test_a_call_that_fails_keeps_its_tensors_until_the_device_is_through() -> None:
+    """Copies that were issued before it failed still use them, and no stream of the caller waits for those."""
+    kept: list[tuple[Any, Any]] = []
+    stream, tensor, error = MagicMock(), torch.ones(1), ValueError("in the middle")
+    stream.runtime.keep = lambda *args: kept.append(args)
+    failing = DeviceCall(stream, lambda: None, MagicMock(side_effect=error), [tensor], is_async=False)
+    with pytest.raises(ValueError, match="in the middle"):
+        failing()
+    assert [(id(one), on) for one, on in kept] == [(id(tensor), stream.stream)]
+    DeviceCall(stream, lambda: None, lambda: None, [tensor], is_async=False)()
+    assert len(kept) == 1
+
+
+def test_an_nccl_that_does_not_finish_its_trial_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the group's stream, which waits for it, would be stuck for all that comes after."""
+    group, stream = MagicMock(), MagicMock()
+    monkeypatch.setattr(setup, "ProcessGroupNCCL", lambda *_: group)
+    stream.runtime.device = torch.device("cpu")
+    stream.runtime.new_event.return_value.query.return_value = False
+    membership = Membership(0, ((0,), (1,)), ("rank 0", "rank 1"))
+    with pytest.raises(RuntimeError, match="the device did not finish"):
+        setup.nccl_leaders(dist.HashStore(), membership, timedelta(seconds=1), stream, 0.05)
+    group.abort.assert_called_once_with()
 
 
 def test_devices_without_a_common_rank_and_without_nccl_stay_with_gloo() -> None:

@@ -26,10 +26,10 @@ from ray_fracbackend.ipc.host.arena import create_arena
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
 from ray_fracbackend.ipc.host.memory import block_bytes
 from ray_fracbackend.ipc.protocol.control import control_bytes
-from ray_fracbackend.ipc.protocol.description import describe_call
+from ray_fracbackend.ipc.protocol.description import Terms, describe_call
+from ray_fracbackend.ipc.protocol.engine import Engine
 from ray_fracbackend.ipc.protocol.local import LEADER, LocalCollectives, ReductionPlan
 from ray_fracbackend.ipc.protocol.reductions import Reduction
-from ray_fracbackend.ipc.protocol.setup import make_engine
 
 CHUNK_BYTES = 65536
 NUM_CALLS = 6
@@ -50,12 +50,8 @@ class Ranks:
         peers = [Peer(os.getpid(), start_time(os.getpid()))] * num_ranks
         self.local = []
         for r in range(num_ranks):
-
-            def memory(waiter: Any, r: int = r) -> DeviceMemory:
-                fences = waiter.release_fence, waiter.acquire_fence
-                return DeviceMemory(self.runtime, self.streams[r], parts, r, *fences)
-
-            engine = make_engine(arena, r, peers, [f"rank {i}" for i in range(num_ranks)], memory)
+            memory = DeviceMemory(self.runtime, self.streams[r], parts, r)
+            engine = Engine(arena, r, peers, [f"rank {i}" for i in range(num_ranks)], memory)
             self.local.append(LocalCollectives(engine, plan))
 
 
@@ -71,23 +67,23 @@ def program(ranks: Ranks, rank: int, seed: int) -> list[tuple[torch.Tensor, floa
             numel, root = shared.choice([3, 1000, 30_000, 50_001]), shared.randrange(size)
             tensor = torch.empty(numel)
             tensor.copy_(torch.full((numel,), (rank + 1.0) * (number + 1)))
-            description = describe_call(f"{kind} {number}")
+            terms = Terms.within(describe_call(f"{kind} {number}"), 20)
             if kind == "all_reduce":
-                local.all_reduce(tensor, reduction, None, description, 20)
+                local.reduce(tensor, None, reduction, terms)
                 results.append((tensor, rank_sum * (number + 1)))
             elif kind == "reduce":
-                local.reduce(tensor, root, reduction, None, description, 20)
+                local.reduce(tensor, root, reduction, terms)
                 results.append((tensor, (rank_sum if rank == root else rank + 1) * (number + 1)))
             elif kind == "broadcast":
-                local.broadcast(tensor, root, description, 20)
+                local.broadcast(tensor, root, terms)
                 results.append((tensor, (root + 1.0) * (number + 1)))
             elif kind == "all_gather":
                 outs = [torch.empty(numel) for _ in range(size)]
-                local.all_gather(tensor, outs, description, 20)
+                local.gather(tensor, outs, None, terms)
                 results += [(out, (r + 1.0) * (number + 1)) for r, out in enumerate(outs)]
             else:
                 out = torch.empty(numel)
-                local.reduce_scatter([tensor] * size, out, reduction, None, description, 20)
+                local.reduce_scatter([tensor] * size, out, reduction, terms)
                 results.append((out, rank_sum * (number + 1)))
     return results
 

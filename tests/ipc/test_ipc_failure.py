@@ -107,6 +107,28 @@ def test_a_time_limit_of_a_call_holds_between_hosts() -> None:
         assert error_type in ("CollectiveTimeoutError", "GroupPoisonedError"), text
 
 
+def absent_between_hosts(job: Job) -> tuple[str, str, float]:
+    """The only rank of the other host never calls."""
+    pg = bare_group(job, "absent", job.rank, job.size, 60.0)
+    pg.barrier(options("Barrier"))
+    if job.rank == 2:
+        time.sleep(30.0)
+    limited = options("Allreduce", timeout=timedelta(seconds=2))
+    return error_of(lambda: pg.allreduce([filled()], limited))
+
+
+def test_a_rank_that_waits_for_another_host_is_not_blamed() -> None:
+    """Rank 1 waits for rank 0, which waits for rank 2: rank 0 knows more, and has only one limit for the whole call."""
+    env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_HOST": "aab"[rank]}  # noqa: E731
+    leader, member = values(run_ranks(absent_between_hosts, 3, limit_s=25, env=env, needed=2)[:2])
+    assert leader[0] == "CollectiveTimeoutError"
+    assert "between hosts" in leader[1]
+    assert member[0] == "GroupPoisonedError", member[1]
+    assert "between hosts" in member[1]
+    assert "Look there first" not in member[1]
+    assert leader[2] < 3.0
+
+
 RANK_THAT_FAILS = """
 import os, signal
 from datetime import timedelta

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from ipc_calls import bare_group
 from ipc_harness import Job, run_ranks, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,6 +99,22 @@ def under_a_mode(job: Job) -> tuple[list[str], list[float]]:
 def test_a_dispatch_mode_does_not_see_what_a_collective_is_made_of() -> None:
     """A counter of operations counts the model's and not the backend's copies and additions."""
     assert values(run_ranks(under_a_mode, 2)) == [([], [2.0] * 4)] * 2
+
+
+def coalesced_fakes(job: Job) -> list[int]:
+    """Number of results of coalesced calls on fake tensors of a CUDA device, which need not be there."""
+    pg = bare_group(job, "fakes", job.rank, job.size, 20.0)
+    with FakeTensorMode():
+        first, second = torch.empty(4, device="cuda"), torch.empty(4, device="cuda")
+    works = [pg.allreduce_coalesced([first, second]), pg.reduce_scatter_tensor_coalesced([first], [second])]
+    for work in works:
+        work.wait()
+    return [len(work.result()) for work in works]
+
+
+def test_coalesced_calls_on_fake_cuda_tensors_touch_no_device() -> None:
+    """As each of the calls by itself."""
+    assert values(run_ranks(coalesced_fakes, 1)) == [[2, 1]]
 
 
 def on_device_meta(job: Job) -> list[float]:
@@ -267,7 +284,7 @@ def test_dynamo_skips_every_function(module: str) -> None:
         code.co_name for code in observers._codes_of(importlib.import_module(f"ray_fracbackend.ipc.group.{module}"))
     }
     expected = {
-        "executor": {"run", "_drain", "submit"},
+        "executor": {"run", "_take_turn", "submit"},
         "arguments": {"takes", "decorate", "call"},
         "work": {"wait", "get_future", "outcome", "complete"},
         "process_group": {"_timeout_s", "shutdown", "allreduce", "run"},

@@ -67,6 +67,28 @@ def test_a_forked_child_cannot_use_its_parents_group() -> None:
         assert sums == [2.0] * 5
 
 
+def waited_for_in_child(job: Job) -> tuple[list[str], float]:
+    """What a forked child gets that waits for its parent's call, which goes on."""
+    job.init()
+    dist.barrier()
+    tensor = torch.ones(1)
+    if job.rank == 1:
+        time.sleep(1.0)
+    work = dist.all_reduce(tensor, async_op=True)
+    waits = [lambda: work.wait(), lambda: work.wait(timedelta(seconds=0.2))]
+    texts = [in_child(wait) for wait in waits] if job.rank == 0 else []
+    work.wait()
+    return texts, tensor.item()
+
+
+def test_a_forked_child_cannot_wait_for_its_parents_call() -> None:
+    """With a time limit neither: it is no matter of time."""
+    (texts, result), other = values(run_ranks(waited_for_in_child, 2))
+    assert all(text.startswith("GroupClosedError") for text in texts), texts
+    assert len(texts) == 2
+    assert (result, other) == (2.0, ([], 2.0))
+
+
 def several_groups(job: Job) -> list[float]:
     """Groups made one after the other over one store, as under torchrun."""
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
@@ -159,7 +181,7 @@ def test_versions_of_tensors_stay() -> None:
 def test_an_interrupt_is_for_the_thread_that_it_hit() -> None:
     """The thread that runs another's call gets what a signal handler raises; that call has failed, later ones go on."""
     executor = Executor("test")
-    executor._activate = lambda: None  # type: ignore[method-assign]  # no worker: the thread that waits runs the queue
+    executor._serve = lambda: None  # type: ignore[method-assign]  # no worker: the thread that waits runs the queue
     ran = []
 
     def interrupted() -> None:
@@ -172,6 +194,30 @@ def test_an_interrupt_is_for_the_thread_that_it_hit() -> None:
     assert not second.is_done()
     executor.finish(second)
     assert (second.error, ran) == (None, [1])
+
+
+@pytest.mark.parametrize("how", ["run", "finish"])
+def test_a_call_in_a_signal_handler_within_a_call_is_an_error(how: str) -> None:
+    """It could only wait for itself, for ever."""
+    executor = Executor("test")
+    executor._serve = lambda: None  # type: ignore[method-assign]  # no worker: the thread that waits runs the queue
+    ran: list[str] = []
+
+    def handler() -> None:
+        call = lambda: ran.append("inner")  # noqa: E731
+        nested = {"run": lambda: executor.run(call), "finish": lambda: executor.finish(executor.submit(call))}
+        with pytest.raises(RuntimeError, match="signal handler or finalizer called a collective"):
+            nested[how]()
+        assert not executor.close(0.1), "a call is in progress"
+        ran.append("handler")
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: handler())
+    try:
+        executor.run(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    executor.run(lambda: ran.append("after"))
+    assert ran == ["handler", *(["inner"] if how == "finish" else []), "after"]
 
 
 def ended_by_a_signal(job: Job) -> str:

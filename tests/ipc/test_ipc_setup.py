@@ -163,6 +163,35 @@ def test_much_too_little_memory_is_an_error_on_every_rank() -> None:
         assert "the kernel" in str(outcome.error)
 
 
+def set_up(job: Job) -> float:
+    """Set up a group and add up enough for two passes."""
+    pg = bare_group(job, "knobs", job.rank, job.size, 30.0)
+    tensor = torch.full((30_000,), float(job.rank + 1))
+    pg.allreduce([tensor], options("Allreduce")).wait()
+    return tensor.sum().item() / 30_000
+
+
+@pytest.mark.parametrize("name", [knobs.SPIN_US_ENV_VAR, knobs.CHUNK_BYTES_ENV_VAR])
+def test_a_wrong_knob_of_one_rank_is_an_error_on_every_rank(name: str) -> None:
+    """The others do not wait for a rank that has raised."""
+    env = lambda rank: {name: "abc"} if rank == 0 else {}  # noqa: E731
+    for outcome in run_ranks(set_up, 3, limit_s=60, env=env):
+        assert isinstance(outcome.error, IpcUnavailableError), outcome.error
+        assert "rank 0" in str(outcome.error)
+        assert f"{name}='abc' must be an integer" in str(outcome.error)
+
+
+def test_ranks_with_different_knobs_compute_the_same() -> None:
+    """What all must do alike is decided by one rank, or by nothing that a rank could set."""
+    different = ["2", "100", "3"]
+    env = lambda rank: {  # noqa: E731
+        "RAY_FRACBACKEND_IPC_TWO_PASS_RANKS": different[rank],
+        knobs.SPIN_US_ENV_VAR: different[rank],
+        knobs.CHUNK_BYTES_ENV_VAR: str(65536 * (rank + 1)),
+    }
+    assert values(run_ranks(set_up, 3, limit_s=60, env=env)) == [6.0] * 3
+
+
 SMALL_SHM = """
 mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$0" -m torch.distributed.run --standalone --nproc-per-node 2 "$1"
 """

@@ -30,14 +30,16 @@ GRANULARITY_BYTES = 1 << 21
 _IPC_EVENTS_SUPPORTED = 125
 _INVALID_VALUE = 1
 _OUT_OF_MEMORY = 2
-_LAZY_ENABLE_PEER_ACCESS = 1
+LAZY_ENABLE_PEER_ACCESS = 1
 
 
 class DriverError(RuntimeError):
     """The CUDA driver refused a call."""
 
 
-class _Handle(ctypes.Structure):
+class Handle(ctypes.Structure):
+    """``CUipcMemHandle``: what another process needs to map memory."""
+
     _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
 
 
@@ -45,13 +47,19 @@ class _Handle(ctypes.Structure):
 def _library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
+        library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), Handle, ctypes.c_uint]
     except (OSError, AttributeError) as error:
         raise DriverError(f"the CUDA driver library cannot be used: {error}") from error
     return library
 
 
-def _call(name: str, *args: Any) -> None:
+def call(name: str, *args: Any) -> None:
+    """Call a function of the driver.
+
+    Raises:
+        MemoryError: The device has not as much memory.
+        DriverError: The driver refuses.
+    """
     library = _library()
     code = getattr(library, name)(*args)
     if code:
@@ -62,9 +70,9 @@ def _call(name: str, *args: Any) -> None:
 
 
 def _device(index: int) -> ctypes.c_int:
-    _call("cuInit", 0)
+    call("cuInit", 0)
     device = ctypes.c_int()
-    _call("cuDeviceGet", ctypes.byref(device), index)
+    call("cuDeviceGet", ctypes.byref(device), index)
     return device
 
 
@@ -120,18 +128,18 @@ def device_memory_support(device_index: int = 0) -> str | None:
 def _primary_context(index: int) -> ctypes.c_void_p:
     # Kept for good: it is torch's own context, and releasing it early would free the memory in it.
     context = ctypes.c_void_p()
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
     return context
 
 
 @contextmanager
-def _current(index: int) -> Iterator[None]:
+def current(index: int) -> Iterator[None]:
     """Make the device's context current: the calling thread may have none yet, or that of another device."""
-    _call("cuCtxPushCurrent_v2", _primary_context(index))
+    call("cuCtxPushCurrent_v2", _primary_context(index))
     try:
         yield
     finally:
-        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 @dataclass(frozen=True)
@@ -140,57 +148,13 @@ class DeviceBlock:
 
     Attributes:
         pointer: Address on the device, in this process.
-        index: Device index in this process.
         imported: It belongs to another process.
         bytes: The memory as a uint8 tensor, 1-D; it must not be used once the block is released.
     """
 
     pointer: int
-    index: int
     imported: bool
     bytes: torch.Tensor
-
-
-def allocate(index: int, num_bytes: int) -> DeviceBlock:
-    """Allocate memory of this process, rounded up to 2 MiB.
-
-    Raises:
-        MemoryError: The device has not as much.
-    """
-    num_bytes = -(-num_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
-    pointer = ctypes.c_uint64()
-    with _current(index):
-        _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
-    return DeviceBlock(pointer.value, index, False, tensor_at(pointer.value, num_bytes, torch.device("cuda", index)))
-
-
-def export_block(block: DeviceBlock) -> bytes:
-    """Return what another process needs to map `block`."""
-    handle = _Handle()
-    with _current(block.index):
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(block.pointer))
-    return bytes(handle.reserved)
-
-
-def open_block(index: int, handle: bytes, num_bytes: int) -> DeviceBlock:
-    """Map another process's memory; `num_bytes` is what it asked for.
-
-    Raises:
-        DriverError: The driver does not let this process have it.
-    """
-    pointer = ctypes.c_uint64()
-    with _current(index):
-        _call(
-            "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_ENABLE_PEER_ACCESS
-        )
-    return DeviceBlock(pointer.value, index, True, tensor_at(pointer.value, num_bytes, torch.device("cuda", index)))
-
-
-def release(block: DeviceBlock) -> None:
-    """Free or unmap. The device must be through with it; other processes must have unmapped what is freed."""
-    name = "cuIpcCloseMemHandle" if block.imported else "cuMemFree_v2"
-    with _current(block.index):
-        _call(name, ctypes.c_uint64(block.pointer))
 
 
 def tensor_at(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:

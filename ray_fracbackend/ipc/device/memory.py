@@ -55,23 +55,13 @@ class DeviceMemory(SlotMemory):
         stream: All work on the slots is issued to it, by the thread that holds the turn.
         parts: Blocks and events of all local ranks.
         rank: Local rank of this process.
-        release_fence: As in `SlotMemory`: descriptions are in host memory.
-        acquire_fence: As above.
     """
 
-    def __init__(
-        self,
-        runtime: CudaRuntime,
-        stream: Any,
-        parts: DeviceParts,
-        rank: int,
-        release_fence: Callable[[], None],
-        acquire_fence: Callable[[], None],
-    ) -> None:
+    def __init__(self, runtime: CudaRuntime, stream: Any, parts: DeviceParts, rank: int) -> None:
         blocks = [
             block.bytes[:size] for block, size in zip(parts.blocks, parts.sizes, strict=True) if block is not None
         ]
-        super().__init__(parts.chunk_bytes, blocks, release_fence, acquire_fence)
+        super().__init__(parts.chunk_bytes, blocks)
         self._runtime = runtime
         self._stream = stream
         self._parts = parts
@@ -87,11 +77,13 @@ class DeviceMemory(SlotMemory):
         super().wait(rank, step)
         self._stream.wait_event(self._parts.events[rank][step & 1])
 
-    def close_imports(self) -> None:
-        """Unmap the other ranks' memory. The stream must be idle."""
+    def close_imports(self) -> bool:
+        """Unmap the other ranks' memory, and return whether that could be done. The stream must be idle."""
         self.close()
-        if not _lost:
-            self._parts.close_imports(self._runtime, self._rank)
+        if _lost:
+            return False
+        self._parts.close_imports(self._runtime, self._rank)
+        return True
 
     def retire(self, is_unused: Callable[[], bool]) -> None:
         """Free this rank's memory and events now or, if ``is_unused()`` is false, when a later group sees it true."""

@@ -10,6 +10,7 @@ caller's, such as those of a backward pass.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,16 @@ from typing import Any
 
 import torch
 
-from .driver import DeviceBlock, allocate, device_memory_support, export_block, open_block, release
+from .driver import (
+    GRANULARITY_BYTES,
+    LAZY_ENABLE_PEER_ACCESS,
+    DeviceBlock,
+    Handle,
+    call,
+    current,
+    device_memory_support,
+    tensor_at,
+)
 
 
 class CudaRuntime:
@@ -45,8 +55,16 @@ class CudaRuntime:
         return str(torch.cuda.get_device_properties(self._index).uuid)
 
     def allocate(self, num_bytes: int) -> DeviceBlock:
-        """Allocate memory that other processes can map; see `driver.allocate`."""
-        return allocate(self._index, num_bytes)
+        """Allocate memory that other processes can map, rounded up to 2 MiB.
+
+        Raises:
+            MemoryError: The device has not as much.
+        """
+        num_bytes = -(-num_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
+        pointer = ctypes.c_uint64()
+        with current(self._index):
+            call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        return DeviceBlock(pointer.value, False, tensor_at(pointer.value, num_bytes, self.device))
 
     def trim(self) -> None:
         """Give what torch's allocator caches back to the device."""
@@ -54,15 +72,27 @@ class CudaRuntime:
 
     def export(self, block: DeviceBlock) -> bytes:
         """Return what another process needs for `open`."""
-        return export_block(block)
+        handle = Handle()
+        with current(self._index):
+            call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(block.pointer))
+        return bytes(handle.reserved)
 
     def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
-        """Map another process's memory; see `driver.open_block`."""
-        return open_block(self._index, handle, num_bytes)
+        """Map another process's memory; `num_bytes` is what it asked for.
+
+        Raises:
+            DriverError: The driver does not let this process have it.
+        """
+        pointer = ctypes.c_uint64()
+        source = Handle.from_buffer_copy(handle)
+        with current(self._index):
+            call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), source, LAZY_ENABLE_PEER_ACCESS)
+        return DeviceBlock(pointer.value, True, tensor_at(pointer.value, num_bytes, self.device))
 
     def release(self, block: DeviceBlock) -> None:
-        """Free or unmap; see `driver.release`."""
-        release(block)
+        """Free or unmap. The device must be through with it; other processes must have unmapped what is freed."""
+        with current(self._index):
+            call("cuIpcCloseMemHandle" if block.imported else "cuMemFree_v2", ctypes.c_uint64(block.pointer))
 
     def new_stream(self) -> Any:
         """Create a stream of the device."""
@@ -145,12 +175,6 @@ class CommunicationStream:
         event.record(self.runtime.current_stream())
         return event
 
-    def future(self, value: Any) -> torch.futures.Future[Any]:
-        """Return a completed future of `value`; its waiter's stream waits for what this stream has been given."""
-        future = self.runtime.new_future()
-        self.runtime.complete(future, value, self.stream)
-        return future
-
     def join(self, done: Any) -> None:
         """Make the calling thread's stream wait for `done`."""
         self.runtime.current_stream().wait_event(done)
@@ -163,7 +187,8 @@ class DeviceCall:
         stream: The group's.
         prepare: Runs first, outside of the stream: may set the group up.
         function: Issues the work.
-        tensors: Those that the caller may free before its stream has waited for the work.
+        tensors: The call's tensors on the device.
+        is_async: Whether the caller may free them before its stream has waited for the work.
 
     Attributes:
         done: Event behind the work, once it has been issued.
@@ -175,8 +200,10 @@ class DeviceCall:
         prepare: Callable[[], None],
         function: Callable[[], None],
         tensors: Sequence[torch.Tensor],
+        is_async: bool,
     ) -> None:
         self.stream = stream
+        self._is_async = is_async
         self.done: Any = None
         self._prepare = prepare
         self._function: Callable[[], None] | None = function
@@ -191,14 +218,23 @@ class DeviceCall:
         runtime, stream = self.stream.runtime, self.stream.stream
         with runtime.on(stream):
             stream.wait_event(self._ready)
-            for tensor in self._tensors:
-                runtime.keep(tensor, stream)
-            function()
+            if self._is_async:
+                self._keep_tensors()
+            try:
+                function()
+            except BaseException:
+                # The stream may be stuck, so the caller's must not wait for what has been issued.
+                self._keep_tensors()
+                raise
             done = runtime.new_event()
             done.record(stream)
         self.done = self.stream.last = done
         # The work that was issued keeps the memory; this object may live as long as the caller's Work.
         self._function, self._tensors = None, ()
+
+    def _keep_tensors(self) -> None:
+        for tensor in self._tensors:
+            self.stream.runtime.keep(tensor, self.stream.stream)
 
     def join(self) -> None:
         """Make the calling thread's stream wait for the work, which must have been issued."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,25 +20,29 @@ from typing import Any
 import torch
 
 from .. import knobs
-from .._torch import PrefixStore, ProcessGroupNCCL, RedOpType
+from .._torch import PrefixStore, ProcessGroupNCCL, RedOpType, stop
 from ..errors import IpcUnavailableError
 from ..host.arena import Arena, ArenaName, attach_arena, create_arena
 from ..host.memory import block_bytes
 from ..protocol.control import control_bytes
-from ..protocol.description import describe_call, first_on_device
+from ..protocol.description import Terms, describe_call, first_on_device
+from ..protocol.engine import Engine
 from ..protocol.hierarchy import Collectives, HierarchicalCollectives, gloo_leaders, leads
 from ..protocol.local import LEADER, LocalCollectives, ReductionPlan
 from ..protocol.reductions import Reduction
-from ..protocol.setup import Membership, group_by_host, make_engine
-from ..protocol.waiting import Beside, Waiter
+from ..protocol.setup import Membership, group_by_host
+from ..protocol.waiting import Beside
 from .memory import DeviceMemory, DeviceParts, free_retired, give_up
 from .runtime import CommunicationStream, wait_on_host
+
+logger = logging.getLogger(__name__)
 
 # Seconds for each step once all ranks have come. Some steps wait until the device is idle.
 STEP_S = 60.0
 _MESSAGE_BYTES = 4096
 _MAX_ERROR = 1000
 _CHECKED_BYTES = 64 * 1024
+_SET_UP = describe_call("device memory set-up")
 # Of the check: twice round the ring of two slots and events.
 _NUM_CHECKS = 4
 
@@ -66,14 +71,12 @@ class DeviceLane:
     """What a group has once its device memory works.
 
     Attributes:
-        membership: Ranks of each device.
         local: Collectives of this rank's device.
         memory: Their transport.
         collectives: Collectives of the group.
         leaders: Groups between the leaders, to be ended with this one.
     """
 
-    membership: Membership
     local: LocalCollectives
     memory: DeviceMemory
     collectives: Collectives
@@ -95,7 +98,6 @@ class DeviceSetup:
         self._runtime = stream.runtime
         self._timeout = timeout
         self._rank = host.membership.rank
-        self._description = describe_call("device memory set-up")
 
     def run(self, first_call: bytes, timeout_s: float) -> DeviceLane:
         """Set it up.
@@ -108,7 +110,7 @@ class DeviceSetup:
             IpcUnavailableError: Device memory cannot be used; every rank raises the same text.
             IpcError: A rank did not come or died; the group is broken.
         """
-        infos = self._share(self._hello, first_on_device(first_call), timeout_s)
+        infos = self._share(self._hello, Terms.within(first_on_device(first_call), timeout_s))
         membership = self._group(infos)
         own = membership.local_ranks.index(self._rank)
         parts = self._allocate(membership, own, min(info["chunk"] for info in infos))
@@ -127,9 +129,7 @@ class DeviceSetup:
             give_up()
             raise
 
-    def _share(
-        self, step: Callable[[], dict[str, Any]], description: bytes | None = None, timeout_s: float = STEP_S
-    ) -> list[dict[str, Any]]:
+    def _share(self, step: Callable[[], dict[str, Any]], terms: Terms | None = None) -> list[dict[str, Any]]:
         """Run a step of the set-up on this rank and exchange its result with all ranks.
 
         Raises:
@@ -141,10 +141,13 @@ class DeviceSetup:
             message = {"error": str(error) or repr(error)}
         if message.get("error"):
             message = {"error": message["error"][:_MAX_ERROR]}
+            # JSON takes six bytes for some characters.
+            while len(json.dumps(message)) > _MESSAGE_BYTES:
+                message["error"] = message["error"][:-100]
         data = json.dumps(message).encode().ljust(_MESSAGE_BYTES, b"\0")
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         table = torch.empty((self._host.collectives.num_ranks, _MESSAGE_BYTES), dtype=torch.uint8, device="cpu")
-        self._host.collectives.all_gather(own, list(table), description or self._description, timeout_s)
+        self._host.collectives.gather(own, list(table), None, terms or Terms.within(_SET_UP, STEP_S))
         answers = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in table]
         for rank, answer in enumerate(answers):
             if answer.get("error"):
@@ -252,12 +255,9 @@ class DeviceSetup:
         host_waiter = self._host.local.engine.waiter
         there = {r: host.local_ranks.index(rank) for r, rank in enumerate(members)}
 
-        def memory(waiter: Waiter) -> DeviceMemory:
-            fences = waiter.release_fence, waiter.acquire_fence
-            return DeviceMemory(self._runtime, self._stream.stream, parts, own, *fences)
-
         peers = [host_waiter.peers[there[r]] for r in range(len(members))]
-        engine = make_engine(arena, own, peers, [host.names[rank] for rank in members], memory)
+        memory = DeviceMemory(self._runtime, self._stream.stream, parts, own)
+        engine = Engine(arena, own, peers, [host.names[rank] for rank in members], memory)
         local = LocalCollectives(engine, ReductionPlan(settings["one_pass"], 2, settings["by_leader"]))
 
         def check() -> dict[str, Any]:
@@ -265,14 +265,20 @@ class DeviceSetup:
             return {}
 
         self._share(check)
-        assert isinstance(engine.transport, DeviceMemory)
         collectives, leaders = self._connect_devices(membership, local)
         # From here on a failure in either memory ends the group.
         back = {host_rank: r for r, host_rank in there.items()}
         engine.waiter.beside = Beside(host_waiter, there)
         host_waiter.beside = Beside(engine.waiter, back)
         engine.on_failure.append(self._host.local.engine.fail)
-        return DeviceLane(membership, local, engine.transport, collectives, leaders)
+        logger.log(
+            logging.INFO if self._rank == 0 else logging.DEBUG,
+            "ipc device memory for %d ranks on %d devices, chunks of %d bytes",
+            self._host.collectives.num_ranks,
+            len(membership.hosts),
+            memory.chunk_bytes,
+        )
+        return DeviceLane(local, memory, collectives, leaders)
 
     def _connect_devices(self, membership: Membership, local: LocalCollectives) -> tuple[Collectives, tuple[Any, ...]]:
         if len(membership.hosts) == 1:
@@ -315,18 +321,20 @@ def check_collectives(local: LocalCollectives, stream: CommunicationStream, pati
     runtime, size = stream.runtime, local.num_ranks
     # One element more than one pass takes, if that fits a slot, so that two passes are tried as well.
     reduced = torch.Size([min(local.plan.one_pass_bytes, local.engine.transport.chunk_bytes) // 4 + 1])
-    reduction = Reduction(torch.float32, RedOpType.SUM, size)
     received: list[tuple[torch.Tensor, int]] = []
     with runtime.on(stream.stream):
         for number in range(_NUM_CHECKS):
             own = torch.full((_CHECKED_BYTES,), _value(local.rank, number), dtype=torch.uint8, device=runtime.device)
             parts = [torch.zeros_like(own) for _ in range(size)]
-            description = describe_call("device memory check", own.dtype, own.shape)
-            local.all_gather(own, parts, description, patience_s)
+            terms = Terms.within(describe_call("device memory check", own.dtype, own.shape), patience_s)
+            local.gather(own, parts, None, terms)
             received += [(part, _value(rank, number)) for rank, part in enumerate(parts)]
-        total = torch.full(reduced, local.rank + 1.0, device=runtime.device)
-        local.all_reduce(total, reduction, None, describe_call("device memory check", total.dtype, reduced), patience_s)
-        received.append((total, size * (size + 1) // 2))
+        # The second is added up in another type.
+        for dtype in (torch.float32, torch.bfloat16):
+            total = torch.full(reduced, local.rank % 8 + 1.0, dtype=dtype, device=runtime.device)
+            terms = Terms.within(describe_call("device memory check", dtype, reduced), patience_s)
+            local.reduce(total, None, Reduction(dtype, RedOpType.SUM, size), terms)
+            received.append((total, sum(rank % 8 + 1 for rank in range(size))))
         done = runtime.new_event()
         done.record(stream.stream)
     wait_on_host(done, patience_s)
@@ -363,7 +371,12 @@ def nccl_leaders(
         group.allreduce([ones]).wait()
         done = runtime.new_event()
         done.record(stream.stream)
-    wait_on_host(done, patience_s)
-    if not bool((ones.cpu() == size).all()):
-        raise RuntimeError("NCCL added up wrong")
+    try:
+        wait_on_host(done, patience_s)
+        if not bool((ones.cpu() == size).all()):
+            raise RuntimeError("NCCL added up wrong")
+    except RuntimeError:
+        # The stream waits for it, and so would all that is given to the stream later.
+        stop([group], "abort")
+        raise
     return group

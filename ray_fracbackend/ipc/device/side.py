@@ -48,7 +48,7 @@ class DeviceSide:
         self._streams: dict[torch.device, CommunicationStream] = {}
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the default timeout of later collectives."""
+        """Set the default timeout of later collectives, the only one that NCCL knows."""
         self._timeout = timeout
         for group in self._lane.leaders if self._lane is not None else ():
             set_timeout(group, timeout)
@@ -69,9 +69,9 @@ class DeviceSide:
 
     def stream_of(self, device: torch.device) -> CommunicationStream:
         """Return the group's stream on a device."""
-        if device not in self._streams:
-            self._streams[device] = CommunicationStream(runtime.CudaRuntime(device))
-        return self._streams[device]
+        stream = self._streams.get(device)
+        # Of several threads that make one, all use the first.
+        return stream or self._streams.setdefault(device, CommunicationStream(runtime.CudaRuntime(device)))
 
     def prepare(self, device: torch.device, description: bytes, timeout_s: float) -> None:
         """Set device memory up if this is the group's first call with CUDA tensors; in its turn.
@@ -89,20 +89,8 @@ class DeviceSide:
         except IpcUnavailableError as error:
             self.gloo_reason = str(error)
             self.stream_of(device).renew()
-        self._report()
-
-    def _report(self) -> None:
-        if self._host.membership.rank != 0:
-            return
-        if self._lane is None:
-            logger.warning("CUDA tensors of this ipc group go through Gloo: %s", self.gloo_reason)
-        else:
-            logger.info(
-                "ipc device memory for %d ranks on %d devices, chunks of %d bytes",
-                self._host.collectives.num_ranks,
-                len(self._lane.membership.hosts),
-                self._lane.memory.chunk_bytes,
-            )
+            if self._host.membership.rank == 0:
+                logger.warning("CUDA tensors of this ipc group go through Gloo: %s", self.gloo_reason)
 
     def collectives(self, device: torch.device) -> Collectives | None:
         """Return the collectives for tensors on `device`, None where Gloo has to carry them; after `prepare`."""
@@ -126,10 +114,9 @@ class DeviceSide:
         if not (idle and not engine.waiter.is_poisoned() and self._is_through()):
             # What the device still does with the memory cannot be known; the end of the process frees it.
             give_up()
-            engine.close()
+            engine.close(keeps_memory=True)
         else:
-            lane.memory.close_imports()
-            engine.close()
+            engine.close(keeps_memory=not lane.memory.close_imports())
             lane.memory.retire(engine.waiter.is_alone)
         stop(lane.leaders, "shutdown")
 

@@ -20,6 +20,7 @@ from ..protocol.description import description_text
 from .observers import PLAIN
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_NO_TIME = timedelta(0)
 # Fields of the options for what may be passed by itself.
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
@@ -34,7 +35,8 @@ def takes(options: str, *tensors: str, also: Sequence[str] = ()) -> Callable[[_M
             no default.
 
     Returns:
-        A decorator. The method raises TypeError for a call that has none of the forms.
+        A decorator. The method itself checks a call and returns what makes it; decorated it makes the call. It raises
+        TypeError for a call that has none of the forms.
     """
     classes = (getattr(c10d, options),)
     names = [name.split("/") for name in tensors]
@@ -43,8 +45,8 @@ def takes(options: str, *tensors: str, also: Sequence[str] = ()) -> Callable[[_M
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not kwargs and len(args) == len(names) + 1 and isinstance(args[-1], classes):
-                return method(self, *args)
-            return method(self, *_read(method.__name__, classes, names, also, args, kwargs))
+                return method(self, *args)()
+            return method(self, *_read(method.__name__, classes, names, also, args, kwargs))()
 
         return call  # type: ignore[return-value]
 
@@ -115,7 +117,7 @@ def wants_async(opts: Any) -> bool:
 def timeout_of(opts: Any, default_s: float) -> float:
     """Return the timeout of an options object in seconds; torch writes -1 ms or 0 for "the group's own"."""
     timeout = getattr(opts, "timeout", None)
-    if isinstance(timeout, timedelta) and timeout > timedelta(0):
+    if isinstance(timeout, timedelta) and timeout > _NO_TIME:
         return timeout.total_seconds()
     return default_s
 
@@ -233,6 +235,16 @@ def check_disjoint(operation: str, tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
+def check_pairs(operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Check the lists of a coalesced call.
+
+    Raises:
+        ValueError: They differ in length.
+    """
+    if len(outputs) != len(inputs):
+        raise ValueError(f"{operation} got {len(outputs)} outputs for {len(inputs)} inputs; pass one for each.")
+
+
 def equal_parts(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Split a 1-D tensor, whose size `check_same` has found right, into `count` equal parts."""
     numel = tensor.numel() // count
@@ -260,3 +272,17 @@ def split_parts(operation: str, tensor: torch.Tensor, splits: Sequence[int], cou
         raise ValueError(f"{operation}: splits {list(splits)} do not cover {rows} rows for {count} ranks.")
     row_numel = tensor.numel() // rows if rows else 0
     return list(tensor.view(-1).split_with_sizes([rows_of * row_numel for rows_of in splits]))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of `tensor` in row-major order, 1-D: a view where its memory is laid out so, else a copy."""
+    view = flat_view(tensor)
+    return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1) if view is None else view
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the memory of `tensor` as a 1-D view, or None where that is not its elements in row-major order."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    # Not detach(): what is written to that raises the version of the caller's tensor, which Gloo and NCCL leave alone.
+    return tensor.data.view(-1)

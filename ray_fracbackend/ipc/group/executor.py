@@ -1,4 +1,4 @@
-"""Run a group's calls in order, one at a time, from any thread. Imports stdlib only.
+"""Run a group's calls in order, one at a time, from any thread. Imports nothing of torch but the errors' base class.
 
 A synchronous call runs in the caller's thread once earlier ones are through. An asynchronous one is queued for a
 worker thread, so that ranks may start calls of different groups in different orders, as with Gloo; if the caller waits
@@ -17,6 +17,7 @@ an executor takes calls of its own process only.
 from __future__ import annotations
 
 import atexit
+import operator
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from ..errors import GroupClosedError
 
@@ -98,6 +100,11 @@ class Task:
         return self._finished.wait(timeout_s)
 
 
+# A call that was over before its Work was made.
+DONE = Task(lambda: None)
+DONE.run()
+
+
 class Executor:
     """Runs one group's calls in order.
 
@@ -107,15 +114,15 @@ class Executor:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # Held while a call runs.
-        self._turn = threading.Lock()
+        # Held while a call runs. A signal handler may come upon its own thread's call, which must be an error and no deadlock.
+        self._turn = threading.RLock()
+        self._is_running = False
         self._queue: deque[Task] = deque()
-        # The lock guards what follows. A worker is active (serving the queue), idle, or in a callback.
-        self._lock = threading.Lock()
-        self._wakeups = threading.Semaphore(0)
+        # Guards what follows, and wakes workers. A worker is free (serves the queue, or waits for it) or in a callback.
+        self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._num_active = 0
-        self._num_idle = 0
+        self._num_free = 0
+        self._num_waiting = 0
         self._closed = False
         self._pid = os.getpid()
         _executors.add(self)
@@ -136,14 +143,12 @@ class Executor:
 
         Raises:
             GroupClosedError: This is a forked child of the group's process.
+            RuntimeError: This thread runs another call.
         """
         self._check_process()
         done: list[Task] = []
         try:
-            with self._turn:
-                if self._queue:
-                    self._drain(None, done)
-                function()
+            self._take_turn(done, None, function)
         finally:
             for task in done:
                 task.call_back()
@@ -156,105 +161,110 @@ class Executor:
         """
         self._check_process()
         task = Task(function)
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise GroupClosedError("The process group was shut down or aborted; make a new one.")
             self._queue.append(task)
-            self._activate()
+            self._serve()
         return task
 
-    def finish(self, task: Task) -> None:
-        """Return once `task` is over, running it here if no thread has begun it.
+    def finish(self, task: Task, timeout_s: float | None = None) -> bool:
+        """Return True once `task` is over, running it here if no thread has begun it; or False after `timeout_s`.
 
         Raises:
             GroupClosedError: This is a forked child of the group's process.
+            RuntimeError: This thread runs another call.
         """
         if task.is_done():
-            return
+            return True
         self._check_process()
+        if timeout_s is not None:
+            return task.wait(timeout_s)
         done: list[Task] = []
         try:
-            with self._turn:
-                if not task.is_done():
-                    self._drain(task, done)
+            self._take_turn(done, lambda: not task.is_done())
         finally:
             for finished in done:
                 finished.call_back()
+        return True
 
-    def _drain(self, last: Task | None, done: list[Task]) -> None:
-        """Run what is queued, up to `last`, and append it to `done`.
+    def _take_turn(
+        self, done: list[Task], is_wanted: Callable[[], bool] | None, function: Callable[[], None] | None = None
+    ) -> None:
+        """Run what is queued, and append it to `done`, all or as long as ``is_wanted()``; then `function`.
 
         Raises:
             BaseException: What a signal handler raised meanwhile, such as KeyboardInterrupt: it is meant for this
                 thread, and not for those that wait for the task that it happened to hit.
+            RuntimeError: This thread runs another call.
         """
-        # The caller holds the turn, so the queue's head cannot be run by another thread.
-        while self._queue:
-            task = self._queue.popleft()
-            task.run()
-            done.append(task)
-            if task.error is not None and not isinstance(task.error, Exception):
-                raise task.error
-            if task is last:
-                break
+        with self._turn:
+            if self._is_running:
+                raise RuntimeError(
+                    "A signal handler or finalizer called a collective, or waited for one, while its thread was in another "
+                    "call of the same group, which cannot go on before the handler returns; set a flag there and call it later."
+                )
+            try:
+                self._is_running = True
+                while self._queue and (is_wanted is None or is_wanted()):
+                    task = self._queue.popleft()
+                    task.run()
+                    done.append(task)
+                    if task.error is not None and not isinstance(task.error, Exception):
+                        raise task.error
+                if function is not None:
+                    function()
+            finally:
+                self._is_running = False
 
-    def _activate(self) -> None:
+    def _serve(self) -> None:
         """Make sure that a worker serves the queue; the caller holds the lock."""
-        if self._num_active or not self._queue:
+        if self._num_free:
+            self._changed.notify()
             return
-        self._num_active += 1
-        if self._num_idle:
-            self._num_idle -= 1
-            self._wakeups.release()
-        else:
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._num_free += 1
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _work(self) -> None:
         while True:
+            with self._changed:
+                while not self._queue:
+                    if self._closed:
+                        return
+                    self._num_waiting += 1
+                    self._changed.wait()
+                    self._num_waiting -= 1
             done: list[Task] = []
-            with self._turn:
-                if self._queue:
-                    with suppress(BaseException):  # the task has it
-                        self._drain(self._queue[0], done)
+            with suppress(BaseException):  # the task has it
+                self._take_turn(done, partial(operator.not_, done))
             if done and done[0].has_callbacks():
-                with self._lock:
-                    self._num_active -= 1
-                    self._activate()
+                with self._changed:
+                    self._num_free -= 1
+                    if self._queue:
+                        self._serve()
                 done[0].call_back()
-                with self._lock:
-                    self._num_active += 1
-            if done:
-                continue
-            with self._lock:
-                if self._queue:
-                    continue
-                self._num_active -= 1
-                if self._closed:
-                    return
-                self._num_idle += 1
-            self._wakeups.acquire()
+                with self._changed:
+                    self._num_free += 1
 
     def is_settled(self) -> bool:
         """Return whether no thread of the executor does anything."""
-        with self._lock:
-            return not self._queue and self._num_idle == sum(thread.is_alive() for thread in self._threads)
+        with self._changed:
+            return not self._queue and self._num_waiting == sum(thread.is_alive() for thread in self._threads)
 
     def close(self, timeout_s: float) -> bool:
         """Take no more calls; wait up to `timeout_s` seconds for those queued. Return whether all are over."""
         deadline = time.monotonic() + timeout_s
-        with self._lock:
+        with self._changed:
             self._closed = True
-            self._num_active += self._num_idle
-            for _ in range(self._num_idle):
-                self._wakeups.release()
-            self._num_idle = 0
+            self._changed.notify_all()
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        # A synchronous call of another thread holds the turn.
+        # A synchronous call of another thread holds the turn; one of this thread is under the signal handler that closes.
         free = self._turn.acquire(timeout=max(0.0, deadline - time.monotonic()))
         if free:
+            free = not self._is_running
             self._turn.release()
         return free and not self._queue

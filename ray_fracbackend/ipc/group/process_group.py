@@ -16,8 +16,9 @@ import contextlib
 import ctypes
 import logging
 import os
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -39,17 +40,20 @@ from ..device.runtime import DeviceCall
 from ..device.setup import HostSide
 from ..device.side import DeviceSide
 from ..errors import CollectiveMismatchError, IpcError
-from ..protocol.description import describe_call, description_text, operation_of, through_gloo
+from ..protocol.description import Terms, describe_call, description_text, operation_of, through_gloo
 from ..protocol.hierarchy import Collectives, HierarchicalCollectives, gloo_leaders
-from ..protocol.reductions import Reduction, can_reduce, plain_op, premul_factor, supported_ops
+from ..protocol.reductions import Reduction, check_reduces, plain_op, premul_factor, scaled
 from ..protocol.setup import join
 from .arguments import (
     check_class,
     check_disjoint,
     check_one_type,
+    check_pairs,
     check_same,
     check_writable,
     equal_parts,
+    flat,
+    flat_view,
     is_wrapper,
     lists,
     root_of,
@@ -59,18 +63,19 @@ from .arguments import (
     timeout_of,
     wants_async,
 )
-from .executor import Executor
+from .executor import DONE, Executor
 from .observers import PLAIN, hidden, hide_package, is_without_data, recorded
-from .staging import Output, flat
-from .work import CompletedWork, PendingWork, keep_work_of_reducers
+from .work import IpcWork, keep_work_of_reducers
 
 logger = logging.getLogger(__name__)
 
 Tensors = Sequence[torch.Tensor]
-# Does the work of a call with the collectives of the memory that carries it, within a timeout in seconds.
-Run = Callable[[Collectives, float], None]
+# Does the work of a call with the collectives of the memory that carries it, on the flat memory of the call's results.
+Run = Callable[[Collectives, list[torch.Tensor], Terms], None]
 # An operation of the inner Gloo group, by its name in torch 2.13, and its arguments but the options.
 GlooCall = tuple[Any, ...]
+# Makes a call that has been checked, and returns its Work.
+Start = Callable[[], Any]
 
 HOST = torch.device("cpu")
 # Of tensors that have a shape alone.
@@ -225,8 +230,8 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         tensors: Tensors,
         results: list[torch.Tensor],
         written: Tensors | None = None,
-    ) -> Any:
-        """Run a call through the memory that can carry its tensors. Tensors without data are left as they are.
+    ) -> Start:
+        """Return what runs a call through the memory that can carry its tensors. Tensors without data are left as they are.
 
         Args:
             device: From `_carrier_of`; None for Gloo.
@@ -236,36 +241,51 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             gloo: Does the same in the inner Gloo group.
             tensors: All tensors of the call.
             results: The value of the future.
-            written: The tensors that this rank writes to, by default `results`.
+            written: The tensors that this rank writes to: `results`, which is the default, or none.
 
         Raises:
             ValueError: One of `written` has several elements at one address.
         """
-        timeout_s = timeout_of(opts, self._timeout_s)
-        if device is None:
-            in_turn = partial(self._run_gloo, gloo, opts, through_gloo(description), timeout_s)
-            function = self._begun(description, tensors, in_turn)
-            first = self._device_side.device_of(tensors)
-            if first is None:
-                return self._execute(opts, function, results)
-            return self._execute_on(first, opts, function, tensors, results)
-        check_writable(description, results if written is None else written)
-        if device is NOWHERE:
-            return CompletedWork(results)
+        timeout_s, written = timeout_of(opts, self._timeout_s), results if written is None else written
+
+        def staged(collectives: Collectives) -> None:
+            flats, copies = [], []
+            for tensor in results:
+                view = flat_view(tensor)
+                if view is None:
+                    # What is in a result is read only where there are no other tensors.
+                    if len(tensors) == len(results):
+                        view = flat(tensor)
+                    else:
+                        view = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+                    copies.append((tensor, view))
+                flats.append(view)
+            run(collectives, flats, Terms(description, time.monotonic() + timeout_s))
+            if written:
+                for tensor, copy in copies:
+                    tensor.data.copy_(copy.view(tensor.shape))  # as in `flat_view`
+
         if device is HOST:
-            function = self._begun(description, tensors, self._guarded(run, self._collectives, timeout_s))
-            return self._execute(opts, function, results)
-        prepare = self._guarded(self._device_side.prepare, device, description, timeout_s)
+            check_writable(description, written)
+            in_turn = self._guarded(staged, self._collectives)
+            return partial(self._execute, None, opts, description, in_turn, tensors, results)
+        to_gloo = partial(self._run_gloo, gloo, opts, description, timeout_s)
+        if device is None:
+            first = self._device_side.device_of(tensors)
+            return partial(self._execute, first, opts, description, to_gloo, tensors, results)
+        check_writable(description, written)
+        if device is NOWHERE:
+            return partial(IpcWork, DONE, self._executor, results)
 
         def on_device() -> None:
             collectives = self._device_side.collectives(device)
             if collectives is None:
-                self._run_gloo(gloo, opts, through_gloo(description), timeout_s)
+                to_gloo()
             else:
-                run(collectives, timeout_s)
+                self._guarded(staged, collectives)()
 
-        issue = self._begun(description, tensors, self._guarded(on_device))
-        return self._execute_on(device, opts, issue, tensors, results, prepare)
+        prepare = self._guarded(self._device_side.prepare, device, description, timeout_s)
+        return partial(self._execute, device, opts, description, on_device, tensors, results, prepare)
 
     def _carrier_of(self, *tensors: torch.Tensor) -> torch.device | None:
         """Return whose memory can carry these tensors: the host's, a CUDA device's, or None for Gloo.
@@ -306,7 +326,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
     def _run_gloo(self, call: GlooCall, opts: Any, description: bytes, timeout_s: float) -> None:
         """Run a Gloo operation after the ranks have compared descriptions."""
-        self._collectives.barrier(description, timeout_s)
+        self._collectives.barrier(Terms.within(through_gloo(description), timeout_s))
         # Gloo reports to the other ranks itself, and what it merely cannot do must not break the group.
         operation, *args = call
         self._gloo_method(operation)(*args, opts).wait()
@@ -327,7 +347,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         work = self._gloo_method("all_to_all_single")(target, source, sizes, [t.numel() for t in inputs], opts)
         work.wait()
         for output, part in zip(outputs, target.split_with_sizes(sizes), strict=True):
-            output.data.copy_(part.view(output.shape))  # as in `staging.flat`
+            output.data.copy_(part.view(output.shape))  # as in `flat_view`
         return work
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> Callable[[], None]:
@@ -345,92 +365,113 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
         return guarded
 
-    def _execute(self, opts: Any, function: Callable[[], None], results: list[torch.Tensor]) -> Any:
-        """Run `function` now or, if the caller does not wait, queue it."""
-        for result in results:
-            if result.is_inference():
-                function = _in_inference_mode(function)
-                break
-        if wants_async(opts):
-            return PendingWork(self._executor.submit(hidden(function)), self._executor, results)
-        self._executor.run(hidden(function))
-        return CompletedWork(results)
-
-    def _execute_on(
+    def _execute(
         self,
-        device: torch.device,
+        device: torch.device | None,
         opts: Any,
+        description: bytes | None,
         function: Callable[[], None],
         tensors: Tensors,
         results: list[torch.Tensor],
         prepare: Callable[[], None] = lambda: None,
     ) -> Any:
-        """As `_execute`, for a function that issues work to a device; `prepare` runs before it, off the stream."""
-        stream = self._device_side.stream_of(device)
-        if any(result.is_inference() for result in results):
-            function = _in_inference_mode(function)
-        if wants_async(opts):
-            call = DeviceCall(stream, prepare, function, [tensor for tensor in tensors if tensor.device == device])
-            return PendingWork(self._executor.submit(hidden(call)), self._executor, results, call)
-        call = DeviceCall(stream, prepare, function, ())
-        self._executor.run(hidden(call))
-        call.join()
-        return CompletedWork(results, stream)
+        """Run `function` now or, if the caller does not wait, queue it.
 
-    def _all_of(self, works: list[Any], opts: Any, results: list[torch.Tensor]) -> Any:
-        """Return one Work for calls already launched: the queue is in order, so an empty last entry is enough.
+        Args:
+            device: Where it issues work; None for the host.
+            opts: torch's options.
+            description: Of the call; None for what is not to be counted as one.
+            function: Does the work.
+            tensors: All tensors of the call.
+            results: The value of the future.
+            prepare: On a device, runs before the work, off the stream.
+        """
+        if description is not None:
+            function = self._begun(description, tensors, function)
+        for result in results:
+            if result.is_inference():
+                function = _in_inference_mode(function)
+                break
+        is_async, call = wants_async(opts), None
+        if device is not None:
+            there = [tensor for tensor in tensors if tensor.device == device]
+            function = call = DeviceCall(self._device_side.stream_of(device), prepare, function, there, is_async)
+        if is_async:
+            return IpcWork(self._executor.submit(hidden(function)), self._executor, results, call)
+        self._executor.run(hidden(function))
+        if call is not None:
+            call.join()
+        return IpcWork(DONE, self._executor, results, call)
+
+    def _all_of(self, name: str, calls: Iterable[tuple[Any, ...]], opts: Any, results: list[torch.Tensor]) -> Start:
+        """Return what makes several calls, all of which have been checked. They have one Work.
+
+        Args:
+            name: Method of each call.
+            calls: Its arguments but the options.
+            opts: torch's options.
+            results: The value of the future.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no call, or one is wrong.
         """
-        if not works:
+        starts = [getattr(IpcProcessGroup, name).__wrapped__(self, *call, opts) for call in calls]
+        if not starts:
             raise ValueError("A coalesced collective got no tensors; pass at least one.")
 
-        def first_error() -> None:
-            for work in works:
-                if work.exception() is not None:
-                    raise work.exception()
+        def start_all() -> Any:
+            works = [start() for start in starts]
+            call = next((work.call for work in works if work.call is not None), None)
+            if not wants_async(opts):
+                return IpcWork(DONE, self._executor, results, call)
 
-        device = self._device_side.device_of(results)
-        if device is not None:
-            return self._execute_on(device, opts, first_error, (), results)
-        return self._execute(opts, first_error, results) if wants_async(opts) else CompletedWork(results)
+            def first_error() -> None:
+                for work in works:
+                    if work.exception() is not None:
+                        raise work.exception()
+
+            # The queue is in order, so an empty last entry ends when all have.
+            device = None if call is None else call.stream.runtime.device
+            return self._execute(device, opts, None, first_error, (), results)
+
+        return start_all
 
     # Collectives that reduce.
 
-    def _reduction_of(self, device: torch.device | None, operation: str, dtype: torch.dtype, op: Any) -> Any:
-        """Return the `Reduction` of an element type; None if Gloo carries the call, which has other types and operations.
+    def _reduction_of(self, device: torch.device | None, operation: str, dtype: torch.dtype, op: Any, kind: Any) -> Any:
+        """Return the `Reduction` of a call and its factor; None twice if Gloo carries it, which has other types and operations.
 
         Raises:
             ValueError: The element type has no such operation.
         """
         if device is None:
-            return None
-        reduction = self._reductions.get((dtype, op))
+            return None, None
+        reduction = self._reductions.get((dtype, kind))
         if reduction is None:
-            if not can_reduce(dtype, op):
-                raise ValueError(
-                    f"{operation} cannot reduce {dtype} with {op.name}; this element type has: {supported_ops(dtype)}."
-                )
-            reduction = self._reductions[dtype, op] = Reduction(dtype, op, self._num_ranks)
-        return reduction
+            check_reduces(operation, dtype, kind)
+            reduction = self._reductions[dtype, kind] = Reduction(dtype, kind, self._num_ranks)
+        return reduction, premul_factor(op, kind)
 
     @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"))
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
         """All-reduce in place; results are bitwise equal on all ranks."""
-        tensor = single(tensors, "all_reduce")
-        kind = plain_op(opts.reduceOp)
-        description = describe_call("all_reduce", tensor.dtype, tensor.shape, kind)
+        return self._reduce("all_reduce", "allreduce", single(tensors, "all_reduce"), None, opts)
+
+    def _reduce(self, operation: str, gloo: str, tensor: torch.Tensor, root: int | None, opts: Any) -> Any:
+        """Reduce into the root's tensor, or into all where root is None."""
+        kind, is_root = plain_op(opts.reduceOp), root in (None, self._own_rank)
+        description = describe_call(operation, tensor.dtype, tensor.shape, kind, root)
         device = self._carrier_of(tensor)
-        reduction = self._reduction_of(device, "all_reduce", tensor.dtype, kind)
-        factor = None if device is None else premul_factor(opts.reduceOp, kind)
+        reduction, factor = self._reduction_of(device, operation, tensor.dtype, opts.reduceOp, kind)
 
-        def run(collectives: Collectives, timeout_s: float) -> None:
-            out = Output(tensor, load=True)
-            collectives.all_reduce(out.flat, reduction, factor, description, timeout_s)
-            out.store()
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
+            result = results[0] if factor is None else scaled(results[0], factor)
+            collectives.reduce(result, root, reduction, terms)
+            if result is not results[0] and is_root:
+                results[0].copy_(result)
 
-        return self._launch(device, opts, description, run, ("allreduce", [tensor]), [tensor], [tensor])
+        written = [tensor] if is_root else []
+        return self._launch(device, opts, description, run, (gloo, [tensor]), [tensor], [tensor], written)
 
     @takes("AllreduceCoalescedOptions", "tensors")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
@@ -442,27 +483,13 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             # A tensor that is listed twice is reduced once; a copy takes part the second time.
             parts.append(tensor.clone() if id(tensor) in seen else tensor)
             seen.add(id(tensor))
-        return self._all_of([self.allreduce([part], opts) for part in parts], opts, list(tensors))
+        return self._all_of("allreduce", [([part],) for part in parts], opts, list(tensors))
 
     @takes("ReduceOptions", "tensors/tensor", also=("root", "op", "timeout"))
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         """Reduce into the root's tensor; the others keep theirs."""
-        tensor, root = single(tensors, "reduce"), root_of("reduce", opts, self._num_ranks)
-        is_root = root == self._own_rank
-        kind = plain_op(opts.reduceOp)
-        description = describe_call("reduce", tensor.dtype, tensor.shape, kind, root)
-        device = self._carrier_of(tensor)
-        reduction = self._reduction_of(device, "reduce", tensor.dtype, kind)
-        factor = None if device is None else premul_factor(opts.reduceOp, kind)
-
-        def run(collectives: Collectives, timeout_s: float) -> None:
-            out = Output(tensor, load=True)
-            collectives.reduce(out.flat, root, reduction, factor, description, timeout_s)
-            if is_root:
-                out.store()
-
-        gloo = ("reduce", [tensor])
-        return self._launch(device, opts, description, run, gloo, [tensor], [tensor], [tensor] if is_root else [])
+        root = root_of("reduce", opts, self._num_ranks)
+        return self._reduce("reduce", "reduce", single(tensors, "reduce"), root, opts)
 
     @takes(
         "ReduceScatterOptions",
@@ -473,61 +500,47 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Reduce ``inputs[r]`` of all ranks into rank r's output."""
         output, parts = single(outputs, "reduce_scatter"), lists(inputs)
-        device = self._carrier_of(output, *parts)
-        if device is not None:
-            check_same("reduce_scatter", parts, self._num_ranks, output.dtype, output.numel())
-        return self._reduce_scatter(
-            device, "reduce_scatter", output, parts, opts, ("reduce_scatter", [output], [parts])
-        )
+        return self._reduce_scatter("reduce_scatter", output, parts, opts, ("reduce_scatter", [output], [parts]))
 
     @takes("ReduceScatterOptions", "outputTensor", "inputTensor")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Reduce a tensor and leave its r-th part with rank r."""
-        operation = "reduce_scatter_tensor"
-        device = self._carrier_of(output, tensor)
-        if device is not None:
-            check_same(operation, [tensor], 1, output.dtype, output.numel() * self._num_ranks)
-        return self._reduce_scatter(
-            device, operation, output, [tensor], opts, ("reduce_scatter_single", output, tensor)
-        )
+        gloo = ("reduce_scatter_single", output, tensor)
+        return self._reduce_scatter("reduce_scatter_tensor", output, [tensor], opts, gloo)
 
     def _reduce_scatter(
-        self,
-        device: torch.device | None,
-        operation: str,
-        output: torch.Tensor,
-        sources: list[torch.Tensor],
-        opts: Any,
-        gloo: GlooCall,
+        self, operation: str, output: torch.Tensor, sources: list[torch.Tensor], opts: Any, gloo: GlooCall
     ) -> Any:
         """Reduce the parts of all ranks: `sources`, or for the operation on one tensor the equal parts of it."""
-        kind = plain_op(opts.reduceOp)
+        in_one, kind = operation == "reduce_scatter_tensor", plain_op(opts.reduceOp)
+        device = self._carrier_of(output, *sources)
+        if device is not None:
+            num_sources, num_parts = (1, self._num_ranks) if in_one else (self._num_ranks, 1)
+            check_same(operation, sources, num_sources, output.dtype, output.numel() * num_parts)
         description = describe_call(operation, output.dtype, output.shape, kind)
-        reduction = self._reduction_of(device, "reduce_scatter", output.dtype, kind)
-        factor = None if device is None else premul_factor(opts.reduceOp, kind)
+        reduction, factor = self._reduction_of(device, "reduce_scatter", output.dtype, opts.reduceOp, kind)
 
-        def run(collectives: Collectives, timeout_s: float) -> None:
-            out = Output(output)
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
             parts = [flat(source) for source in sources]
-            if operation == "reduce_scatter_tensor":
+            if factor is not None:
+                parts = [scaled(part, factor) for part in parts]
+            if in_one:
                 parts = equal_parts(parts[0], self._num_ranks)
-            collectives.reduce_scatter(parts, out.flat, reduction, factor, description, timeout_s)
-            out.store()
+            collectives.reduce_scatter(parts, results[0], reduction, terms)
 
         return self._launch(device, opts, description, run, gloo, [output, *sources], [output])
 
     @takes("ReduceScatterOptions", "outputs/outputTensors", "inputs/inputTensors")
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         """Reduce-scatter several tensors, each from one tensor."""
-        works = [self.reduce_scatter_single(out, tensor, opts) for out, tensor in zip(outputs, inputs, strict=True)]
-        return self._all_of(works, opts, list(outputs))
+        check_pairs("reduce_scatter_tensor_coalesced", outputs, inputs)
+        return self._all_of("reduce_scatter_single", zip(outputs, inputs, strict=True), opts, list(outputs))
 
     @takes("BarrierOptions", also=("timeout",))
     def barrier(self, opts: Any) -> Any:
         """Return once every rank has called this."""
-        description, timeout_s = describe_call("barrier"), timeout_of(opts, self._timeout_s)
-        function = self._begun(description, (), self._guarded(self._collectives.barrier, description, timeout_s))
-        return self._execute(opts, function, [])
+        description = describe_call("barrier")
+        return self._launch(HOST, opts, description, lambda group, _, terms: group.barrier(terms), (), [], [])
 
     # Collectives that only move data.
 
@@ -539,11 +552,8 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         description = describe_call("broadcast", tensor.dtype, tensor.shape, root=root)
         device = self._carrier_of(tensor)
 
-        def run(collectives: Collectives, timeout_s: float) -> None:
-            out = Output(tensor, load=True)
-            collectives.broadcast(out.flat, root, description, timeout_s)
-            if not is_root:
-                out.store()
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
+            collectives.broadcast(results[0], root, terms)
 
         gloo = ("broadcast", [tensor])
         return self._launch(device, opts, description, run, gloo, [tensor], [tensor], [] if is_root else [tensor])
@@ -552,19 +562,25 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Gather every rank's tensor into a list on every rank."""
         tensor, targets = single(inputs, "all_gather"), lists(outputs)
-        device = self._carrier_of(tensor, *targets)
-        if device is not None:
-            check_same("all_gather", targets, self._num_ranks, tensor.dtype, tensor.numel())
-        description = describe_call("all_gather", tensor.dtype, tensor.shape)
+        return self._gather("all_gather", targets, tensor, None, opts, ("allgather", [targets], [tensor]))
 
-        def run(collectives: Collectives, timeout_s: float) -> None:
-            outs = [Output(target) for target in targets]
-            collectives.all_gather(flat(tensor), [out.flat for out in outs], description, timeout_s)
-            for out in outs:
-                out.store()
+    def _gather(
+        self, operation: str, outputs: Tensors, tensor: torch.Tensor, root: int | None, opts: Any, gloo: GlooCall
+    ) -> Any:
+        """Gather to the root, or to all where root is None; into a list or, for the operation on one tensor, its parts."""
+        in_one, count, is_root = operation == "all_gather_into_tensor", self._num_ranks, root in (None, self._own_rank)
+        device = self._carrier_of(tensor, *outputs)
+        if is_root and device is not None:
+            num_outputs, num_parts = (1, count) if in_one else (count, 1)
+            check_same(operation, outputs, num_outputs, tensor.dtype, tensor.numel() * num_parts)
+        description = describe_call(operation, tensor.dtype, tensor.shape, root=root)
 
-        gloo = ("allgather", [targets], [tensor])
-        return self._launch(device, opts, description, run, gloo, [tensor, *targets], targets)
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
+            parts = equal_parts(results[0], count) if in_one else results
+            collectives.gather(flat(tensor), parts if is_root else None, root, terms)
+
+        results, written = list(outputs) or [tensor], outputs if is_root else []
+        return self._launch(device, opts, description, run, gloo, [*outputs, tensor], results, written)
 
     @takes("AllgatherOptions", "output_lists", "input_list")
     def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any) -> Any:
@@ -575,54 +591,28 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
                 f"all_gather_coalesced got lists of {[len(outs) for outs in output_lists]} outputs for {len(inputs)} inputs; "
                 f"pass one list for each of the {self._num_ranks} ranks, with one output for each input."
             )
-        works = [
-            self.allgather([list(outs)], [tensor], opts) for *outs, tensor in zip(*output_lists, inputs, strict=True)
-        ]
-        return self._all_of(works, opts, [tensor for outs in output_lists for tensor in outs])
+        calls = [([outs], [tensor]) for *outs, tensor in zip(*output_lists, inputs, strict=True)]
+        return self._all_of("allgather", calls, opts, [tensor for outs in output_lists for tensor in outs])
 
     @takes("AllgatherOptions", "output", "input")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Gather every rank's tensor into one tensor, by rank."""
-        operation, count = "all_gather_into_tensor", self._num_ranks
-        device = self._carrier_of(output, tensor)
-        if device is not None:
-            check_same(operation, [output], 1, tensor.dtype, tensor.numel() * count)
-        description = describe_call(operation, tensor.dtype, tensor.shape)
-
-        def run(collectives: Collectives, timeout_s: float) -> None:
-            out = Output(output)
-            collectives.all_gather(flat(tensor), equal_parts(out.flat, count), description, timeout_s)
-            out.store()
-
         gloo = ("all_gather_single", output, tensor)
-        return self._launch(device, opts, description, run, gloo, [output, tensor], [output])
+        return self._gather("all_gather_into_tensor", [output], tensor, None, opts, gloo)
 
     @takes("AllgatherOptions", "outputs/output_lists", "inputs/input_list")
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         """All-gather several tensors, each into one tensor."""
-        works = [self.all_gather_single(out, tensor, opts) for out, tensor in zip(outputs, inputs, strict=True)]
-        return self._all_of(works, opts, list(outputs))
+        check_pairs("all_gather_into_tensor_coalesced", outputs, inputs)
+        return self._all_of("all_gather_single", zip(outputs, inputs, strict=True), opts, list(outputs))
 
     @takes("GatherOptions", "output_tensors", "input_tensors/input_tensor", also=("root", "timeout"))
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Gather every rank's tensor into a list on the root."""
         tensor, root = single(inputs, "gather"), root_of("gather", opts, self._num_ranks)
         targets = lists(outputs) if outputs else []
-        is_root = root == self._own_rank
-        device = self._carrier_of(tensor, *targets)
-        if is_root and device is not None:
-            check_same("gather", targets, self._num_ranks, tensor.dtype, tensor.numel())
-        description = describe_call("gather", tensor.dtype, tensor.shape, root=root)
-
-        def run(collectives: Collectives, timeout_s: float) -> None:
-            outs = [Output(target) for target in targets] if is_root else []
-            flats = [out.flat for out in outs] if is_root else None
-            collectives.gather(flat(tensor), flats, root, description, timeout_s)
-            for out in outs:
-                out.store()
-
-        gloo = ("gather", [targets] if is_root else [], [tensor])
-        return self._launch(device, opts, description, run, gloo, [tensor, *targets], targets or [tensor], targets)
+        gloo = ("gather", [targets] if root == self._own_rank else [], [tensor])
+        return self._gather("gather", targets, tensor, root, opts, gloo)
 
     @takes("ScatterOptions", "output_tensors/output_tensor", "input_tensors", also=("root", "timeout"))
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -635,12 +625,10 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             check_same("scatter", parts, self._num_ranks, output.dtype, output.numel())
         description = describe_call("scatter", output.dtype, output.shape, root=root)
 
-        def run(collectives: Collectives, timeout_s: float) -> None:
-            out = Output(output)
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
             sources = [flat(part) for part in parts] if is_root else [None] * self._num_ranks
-            targets = [out.flat if r == root else None for r in range(self._num_ranks)]
-            collectives.exchange(sources, targets, output.numel() * output.element_size(), description, timeout_s)
-            out.store()
+            targets = [results[0] if r == root else None for r in range(self._num_ranks)]
+            collectives.exchange(sources, targets, results[0].nbytes, terms)
 
         gloo = ("scatter", [output], [parts] if is_root else [])
         return self._launch(device, opts, description, run, gloo, [output, *parts], [output])
@@ -658,11 +646,8 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
                 raise ValueError(f"all_to_all got {len(tensors)} {name} for {self._num_ranks} ranks; pass one each.")
         description = describe_call("all_to_all", inputs[0].dtype if inputs else None)
 
-        def run(collectives: Collectives, timeout_s: float) -> None:
-            outs = [Output(output) for output in outputs]
-            self._exchange(collectives, [flat(t) for t in inputs], [out.flat for out in outs], description, timeout_s)
-            for out in outs:
-                out.store()
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
+            self._exchange(collectives, [flat(t) for t in inputs], results, terms)
 
         gloo = ("all_to_all", outputs, inputs)
         return self._launch(device, opts, description, run, gloo, [*outputs, *inputs], outputs)
@@ -689,36 +674,24 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         device = self._carrier_of(output, tensor)
         description = describe_call(operation, tensor.dtype)
 
-        def run(collectives: Collectives, timeout_s: float) -> None:
-            out = Output(output)
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
             sources = split_parts(operation, flat(tensor).view(tensor.shape), input_splits, self._num_ranks)
-            targets = split_parts(operation, out.flat.view(output.shape), output_splits, self._num_ranks)
-            self._exchange(collectives, sources, targets, description, timeout_s)
-            out.store()
+            targets = split_parts(operation, results[0].view(output.shape), output_splits, self._num_ranks)
+            self._exchange(collectives, sources, targets, terms)
 
         gloo = ("all_to_all_single", output, tensor, list(output_splits), list(input_splits))
         return self._launch(device, opts, description, run, gloo, [output, tensor], [output])
 
-    def _exchange(
-        self,
-        collectives: Collectives,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        description: bytes,
-        timeout_s: float,
-    ) -> None:
+    def _exchange(self, collectives: Collectives, inputs: Tensors, outputs: Tensors, terms: Terms) -> None:
         """All-to-all of parts of any size: first the sizes, on the host, then the data."""
-        max_bytes = self._exchange_sizes(inputs, outputs, description, timeout_s)
-        collectives.exchange(inputs, outputs, max_bytes, description, timeout_s)
+        collectives.exchange(inputs, outputs, self._exchange_sizes(inputs, outputs, terms), terms)
 
-    def _exchange_sizes(
-        self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], description: bytes, timeout_s: float
-    ) -> int:
+    def _exchange_sizes(self, inputs: Tensors, outputs: Tensors, terms: Terms) -> int:
         """Return the bytes of the largest part of all ranks, after all have seen that the parts fit."""
         size = self._num_ranks
         own = torch.tensor([t.numel() * t.element_size() for t in (*inputs, *outputs)], dtype=torch.int64, device=HOST)
         table = torch.empty((size, 2 * size), dtype=torch.int64, device=HOST)
-        self._collectives.all_gather(own, list(table), description, timeout_s)
+        self._collectives.gather(own, list(table), None, terms)
         sent, expected = table[:, :size], table[:, size:].t()
         wrong = (sent != expected).nonzero()
         if wrong.numel():
@@ -726,7 +699,7 @@ class IpcProcessGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             source, target = wrong[0].tolist()
             names = self.membership.names
             reason = (
-                f"{description_text(description)}: {names[source]} sends {int(sent[source, target])} bytes to "
+                f"{description_text(terms.description)}: {names[source]} sends {int(sent[source, target])} bytes to "
                 f"{names[target]}, which expects {int(expected[source, target])}; make both sides' splits agree."
             )
             self._local.engine.fail(reason)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from .._torch import Reducer, Work
-from ..device.runtime import CommunicationStream, DeviceCall
+from ..device.runtime import DeviceCall
 from ..errors import CollectiveTimeoutError, IpcError
-from .executor import Executor, Task
+from .executor import DONE, Executor, Task
 
 _hand_over = Reducer._set_forward_pass_work_handle
 _handed_over: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
@@ -35,56 +35,11 @@ def _hand_over_and_keep(reducer: Any, work: Work, use_static_world_size: bool) -
     _handed_over[reducer] = work  # the one before goes only now, when the reducer no longer has it
 
 
-class CompletedWork(Work):  # type: ignore[misc]  # torch gives it no type
-    """A collective that was over before its call returned.
+class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
+    """A collective that is over, or that runs or is issued to a device while its caller goes on.
 
     Args:
-        tensors: Value of the future: the tensors that received results.
-        stream: Where it ran, if on a device; the caller's stream waits for it already.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor], stream: CommunicationStream | None = None) -> None:
-        super().__init__()
-        self._tensors = tensors
-        self._stream = stream
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def is_success(self) -> bool:
-        """Return True."""
-        return True
-
-    def exception(self) -> BaseException | None:
-        """Return None."""
-        return None
-
-    def synchronize(self) -> None:
-        """Do nothing: nothing is left to wait for."""
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the tensors that received results."""
-        return self._tensors
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a completed future of `result()`; on a device, the stream that waits for it waits for the work."""
-        if self._stream is not None:
-            return self._stream.future(self._tensors)
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
-class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
-    """A collective that runs, or is issued to a device, while its caller goes on.
-
-    Args:
-        task: The queued call.
+        task: The queued call, or `DONE`.
         executor: Runs it.
         tensors: The tensors that receive results.
         call: What the task runs, if it is on a device.
@@ -97,7 +52,7 @@ class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
         self._task = task
         self._executor = executor
         self._tensors = tensors
-        self._call = call
+        self.call = call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the collective is over; on a device until it is issued, then the caller's stream waits for it.
@@ -109,26 +64,23 @@ class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
             IpcError: The collective failed.
             CollectiveTimeoutError: `timeout` passed first; the collective goes on.
         """
-        if timeout is not None and timeout > timedelta(0):
-            if not self._task.wait(timeout.total_seconds()):
-                raise CollectiveTimeoutError(
-                    f"Work.wait timed out: not done within the {timeout.total_seconds()} s asked for."
-                )
-        else:
-            self._executor.finish(self._task)
-        error = self._task.error
-        if error is not None:
-            # What a signal handler raised in another thread is not for this one.
-            raise error if isinstance(error, Exception) else IpcError(f"The collective was ended by {error!r}.")
-        if self._call is not None:
-            self._call.join()
+        if self._task is not DONE:
+            timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+            if not self._executor.finish(self._task, timeout_s):
+                raise CollectiveTimeoutError(f"Work.wait timed out: not done within the {timeout_s} s asked for.")
+            error = self._task.error
+            if error is not None:
+                # What a signal handler raised in another thread is not for this one.
+                raise error if isinstance(error, Exception) else IpcError(f"The collective was ended by {error!r}.")
+        if self.call is not None:
+            self.call.join()
         return True
 
     def is_completed(self) -> bool:
         """Return whether the collective failed or is over, on a device with its work there."""
         if not self._task.is_done():
             return False
-        return self._call is None or self._task.error is not None or bool(self._call.done.query())
+        return self.call is None or self._task.error is not None or bool(self.call.done.query())
 
     def is_success(self) -> bool:
         """Return whether the collective is over and nothing failed."""
@@ -148,7 +100,7 @@ class PendingWork(Work):  # type: ignore[misc]  # torch gives it no type
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of `result()`; waiting on it raises what the collective raised."""
-        call, task, tensors = self._call, self._task, self._tensors
+        call, task, tensors = self.call, self._task, self._tensors
         started: torch.futures.Future[Any] = (
             torch.futures.Future() if call is None else call.stream.runtime.new_future()
         )

@@ -1,4 +1,4 @@
-"""Anonymous shared memory between processes of one host: creation, attachment, size. Imports stdlib only.
+"""Anonymous shared memory between processes of one host: creation, attachment, size.
 
 The memory is a memfd. It has no name in any file system, so nothing can be left in /dev/shm whichever rank is
 killed when, it is not limited by the size of /dev/shm (64 MB in a Docker container), and only processes that may

@@ -40,8 +40,7 @@ class Peer:
 
     def is_alive(self) -> bool:
         """Return False once the process has ended, also while its parent has not yet waited for it."""
-        fields = _stat_fields(self.pid)
-        return fields is not None and int(fields[19]) == self.started and fields[0] not in ("Z", "X")
+        return self.state() != "gone"
 
     def state(self) -> str:
         """Return the state for messages: "running", "stopped" or "gone"."""

@@ -9,9 +9,11 @@ has seen the peer's counter reach the step, that is after the peer's `record`, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
+
+from .atomics import make_fences
 
 _ALIGNMENT_BYTES = 4096
 _MAX_VIEWS = 2048
@@ -41,25 +43,14 @@ class SlotMemory:
         chunk_bytes: Size of a slot in bytes; a multiple of 4096.
         blocks: One block for each local rank, 1-D uint8, mapped by the caller: ``slot of even steps | slot of odd steps |
             folded (even) | folded (odd)``.
-        release_fence: Makes this CPU's stores visible before later ones.
-        acquire_fence: Keeps this CPU's later loads after earlier ones.
 
     Attributes:
         chunk_bytes: As given.
-        num_ranks: Local ranks.
     """
 
-    def __init__(
-        self,
-        chunk_bytes: int,
-        blocks: Sequence[torch.Tensor],
-        release_fence: Callable[[], None],
-        acquire_fence: Callable[[], None],
-    ) -> None:
+    def __init__(self, chunk_bytes: int, blocks: Sequence[torch.Tensor]) -> None:
         self.chunk_bytes = chunk_bytes
-        self.num_ranks = len(blocks)
-        self._release_fence = release_fence
-        self._acquire_fence = acquire_fence
+        self._release_fence, self._acquire_fence, _ = make_fences()
         # By parity of the step, then by local rank.
         self._slots = [[block[parity * chunk_bytes :][:chunk_bytes] for block in blocks] for parity in (0, 1)]
         areas = [block[2 * chunk_bytes :] for block in blocks]

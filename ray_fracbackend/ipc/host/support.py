@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from pathlib import Path
@@ -56,15 +55,12 @@ def host_memory_support() -> str | None:
         os.readlink(_PID_NAMESPACE)
     except OSError as error:
         return f"/proc is not usable ({error}); peers cannot be found or watched without it"
-    fd = -1
     try:
         _, name = create_arena(knobs.MIN_CHUNK_BYTES)
-        fd = name.fd
-        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        try:
+            os.close(os.open(f"/proc/self/fd/{name.fd}", os.O_RDWR | os.O_CLOEXEC))
+        finally:
+            os.close(name.fd)
     except OSError as error:
         return f"the kernel refuses anonymous shared memory: {error}"
-    finally:
-        with contextlib.suppress(OSError):
-            if fd >= 0:
-                os.close(fd)
     return None

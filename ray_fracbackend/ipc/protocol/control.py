@@ -1,12 +1,12 @@
 """The control page: counters, call descriptions and failure marks that the ranks of one host share.
 
-Runs in every rank; imports the standard library only. Layout (8-byte words, native order):
+Runs in every rank; imports nothing of torch but the errors' base class. Layout (8-byte words, native order):
 
     words 0-1    token of the arena
     word  8      poison: 0, or 1 + local rank of a rank that failed
     from word 16, one block of BLOCK_WORDS words per local rank:
       +0   counter: last step this rank has published, written by it alone
-      +1   closed: 1 once this rank has shut its group down
+      +1   closed: 1 once this rank has shut its group down, 2 if it may go on using the others' device memory
       +8   sleepers: 1 if a rank may be sleeping on the counter
       +16  two call descriptions (of even and odd steps) of DESCRIPTION_BYTES
       +80  reason of this rank's failure, REASON_BYTES, zero-terminated UTF-8
@@ -97,10 +97,14 @@ class ControlPage:
         start = (self.counter_index[rank] + _REASON) * 8
         return bytes(self._bytes[start : start + REASON_BYTES]).split(b"\0", 1)[0].decode("utf-8", "replace")
 
-    def set_closed(self) -> None:
-        """Mark this rank as taking part in no further step."""
-        self.words[self.counter_index[self.rank] + _CLOSED] = 1
+    def set_closed(self, keeps_memory: bool) -> None:
+        """Mark this rank as taking part in no further step; `keeps_memory` says that it may still use the others' memory."""
+        self.words[self.counter_index[self.rank] + _CLOSED] = 2 if keeps_memory else 1
 
     def is_closed(self, rank: int) -> bool:
         """Return whether `rank` has shut its group down."""
         return self.words[self.counter_index[rank] + _CLOSED] != 0
+
+    def has_let_go(self, rank: int) -> bool:
+        """Return whether `rank` has, and uses no other rank's memory any more."""
+        return self.words[self.counter_index[rank] + _CLOSED] == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +16,40 @@ from .control import DESCRIPTION_BYTES
 KEY_BYTES = 128
 
 
+# How much longer a rank waits for one that itself waits for others, so that the reason comes from where it is known.
+_SLACK_S = 1.0
+
+
+@dataclass(slots=True)
+class Terms:
+    """What ranks have to agree on in a call, and how long this rank waits for the others.
+
+    Attributes:
+        description: From `describe_call`; its key is equal on all ranks.
+        deadline: Value of `time.monotonic` after which a rank that has not come counts as lost.
+    """
+
+    description: bytes
+    deadline: float
+
+    @staticmethod
+    def within(description: bytes, timeout_s: float) -> Terms:
+        """Return terms of a call that begins now."""
+        return Terms(description, time.monotonic() + timeout_s)
+
+    def later(self) -> Terms:
+        """Return terms for waiting behind a rank that waits under these."""
+        return Terms(self.description, self.deadline + _SLACK_S)
+
+    def left(self) -> timedelta:
+        """Return the time that is left; never zero, which stands for no limit of its own."""
+        return timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
+
+    def is_late(self) -> bool:
+        """Return whether the time is over, or so nearly that Gloo, which counts whole milliseconds, has given up."""
+        return time.monotonic() > self.deadline - 0.01
+
+
 @lru_cache(maxsize=4096)
 def describe_call(
     operation: str,
@@ -20,12 +57,11 @@ def describe_call(
     shape: torch.Size | None = None,
     reduce_op: Any = None,
     root: int | None = None,
-    compare_size: bool = True,
 ) -> bytes:
     """Describe one collective call.
 
-    Two ranks agree if operation, dtype, reduce operation, root and, where `compare_size`, the number of elements are
-    equal. Shapes of equal size are compatible, as they are for Gloo. `reduce_op` is a ``RedOpType``.
+    Two ranks agree if operation, dtype, reduce operation, root and number of elements are equal. Shapes of equal size are
+    compatible, as they are for Gloo. `reduce_op` is a ``RedOpType``.
 
     Returns:
         `DESCRIPTION_BYTES` bytes: `KEY_BYTES` to compare, then text to print.
@@ -33,7 +69,7 @@ def describe_call(
     numel = "" if shape is None else str(shape.numel())
     dtype_name = "" if dtype is None else str(dtype).removeprefix("torch.")
     op_name = "" if reduce_op is None else reduce_op.name
-    key = f"{operation}|{dtype_name}|{numel if compare_size else '*'}|{op_name}|{'' if root is None else root}"
+    key = f"{operation}|{dtype_name}|{numel}|{op_name}|{'' if root is None else root}"
     text = operation
     details = []
     if shape is not None:
@@ -72,6 +108,7 @@ def _marked(description: bytes, mark: bytes, how: str) -> bytes:
     return description[: KEY_BYTES - 1] + mark + _field(text, DESCRIPTION_BYTES - KEY_BYTES)
 
 
+@lru_cache(maxsize=4096)
 def description_text(description: bytes) -> str:
     """Return the printable part of a description."""
     return description[KEY_BYTES:].rstrip(b"\0").decode("ascii", "replace")

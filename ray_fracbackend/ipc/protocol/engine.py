@@ -5,14 +5,15 @@ Nothing here knows which memory the tensors pass through; that is the transport'
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import CollectiveMismatchError, GroupClosedError, IpcError
+from ..host.arena import Arena
+from ..host.liveness import Peer
 from ..host.memory import SlotMemory
 from .control import ControlPage
-from .description import KEY_BYTES, description_text
+from .description import KEY_BYTES, Terms, description_text
 from .schedule import Action, schedule
 from .waiting import Waiter
 
@@ -27,7 +28,7 @@ class Call:
     """One collective, ready to run.
 
     Attributes:
-        description: From `describe_call`; its key must be equal on all ranks.
+        terms: What the ranks agree on, and the deadline.
         num_chunks: Chunks, at least 1 and equal on all ranks.
         put: ``put(chunk, step)`` fills this rank's slot of `step`; None if this rank sends nothing.
         take: ``take(chunk, step)`` reads other ranks' memory of `step`; None if this rank receives nothing.
@@ -35,7 +36,7 @@ class Call:
             `step`; None for a collective in one pass.
     """
 
-    description: bytes
+    terms: Terms
     num_chunks: int
     put: ChunkFunction | None
     take: ChunkFunction | None
@@ -46,53 +47,50 @@ class Engine:
     """One rank's side of the collectives of a host.
 
     Args:
-        control: The control page.
-        transport: The memory for tensors.
-        waiter: Publishes and waits for steps.
+        arena: Begins with the control page.
+        rank: Local rank of this process.
+        peers: Processes of the local ranks.
         names: How messages call each local rank.
+        transport: The memory for tensors.
 
     Attributes:
-        waiter: As given.
+        waiter: Publishes and waits for steps.
         observer: Called as ``observer(action, chunk)`` before each action; for tests that inject failures.
         on_failure: Called with the reason after a call has failed here, to inform ranks that this page does not reach.
     """
 
-    def __init__(self, control: ControlPage, transport: SlotMemory, waiter: Waiter, names: list[str]) -> None:
-        self.rank = control.rank
-        self.num_ranks = control.num_ranks
+    def __init__(self, arena: Arena, rank: int, peers: list[Peer], names: list[str], transport: SlotMemory) -> None:
+        self.rank = rank
+        self.num_ranks = len(peers)
         self.transport = transport
         self.observer: Callable[[Action, int], None] | None = None
         self.on_failure: list[Callable[[str], None]] = []
-        self._control = control
-        self.waiter = waiter
+        self._control = ControlPage(arena, rank, len(peers))
+        self.waiter = Waiter(self._control, arena.address, peers, names)
         self._names = names
-        self._peers = [(control.rank + i) % control.num_ranks for i in range(1, control.num_ranks)]
+        self._peers = [(rank + i) % len(peers) for i in range(1, len(peers))]
         self._step = 0
         self._closed = False
 
-    def run(self, call: Call, timeout_s: float) -> None:
+    def run(self, call: Call) -> None:
         """Run one collective; block until this rank's part is done.
-
-        Args:
-            call: The collective.
-            timeout_s: Seconds until the ranks that are waited for count as lost.
 
         Raises:
             IpcError: This or another rank failed; the group cannot be used any more.
         """
-        what = description_text(call.description)
+        what = description_text(call.terms.description)
         if self._closed:
             raise _closed_error(what)
         try:
             self.waiter.raise_if_poisoned(what)
-            self._run_actions(call, what, time.monotonic() + timeout_s)
+            self._run_actions(call, what)
         except BaseException as error:
             # Whatever stopped this rank, it is out of step with the others now: they must not wait for it.
             self.fail(str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}")
             raise
 
-    def _run_actions(self, call: Call, what: str, deadline: float) -> None:
-        first = self._step + 1
+    def _run_actions(self, call: Call, what: str) -> None:
+        first, deadline = self._step + 1, call.terms.deadline
         transport, waiter, observer = self.transport, self.waiter, self.observer
         for action, chunk, offset in schedule(call.num_chunks, call.fold is not None):
             step = first + offset
@@ -116,9 +114,9 @@ class Engine:
                 assert call.fold is not None
                 call.fold(chunk, step)
             elif action is _SIGN:
-                self._control.describe(step, call.description)
+                self._control.describe(step, call.terms.description)
             else:
-                self._check(call.description, step)
+                self._check(call.terms.description, step)
 
     def _check(self, description: bytes, step: int) -> None:
         peer = self._control.find_difference(step, description, KEY_BYTES)
@@ -150,14 +148,18 @@ class Engine:
         """Poison the group so that every rank raises, then close it. May be called again, from any thread."""
         if not self._closed:
             self.fail(reason)
-        self.close()
+        self.close(keeps_memory=True)
 
-    def close(self) -> None:
-        """Leave the group: peers that still wait for this rank raise. May be called again, from any thread."""
+    def close(self, keeps_memory: bool = False) -> None:
+        """Leave the group: peers that still wait for this rank raise. May be called again, from any thread.
+
+        Args:
+            keeps_memory: Whether this rank may still use the others' memory, which they then must not free.
+        """
         if self._closed:
             return
         self._closed = True
-        self._control.set_closed()
+        self._control.set_closed(keeps_memory)
         self.waiter.wake_all()
 
 

@@ -8,7 +8,6 @@ Every rank gets bitwise the same result: the leaders' all_reduce gives all leade
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,21 +18,15 @@ import torch
 from .._torch import PrefixStore, ProcessGroupGloo, c10d, stop
 from .._torch import RedOpType as Op
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, IpcError
-from .description import KEY_BYTES, description_text
-from .local import Factor, LocalCollectives, Parts, SomeParts, as_bytes
+from .description import KEY_BYTES, Terms, description_text
+from .local import LocalCollectives, Parts, SomeParts, as_bytes
 from .reductions import Reduction
 from .setup import Membership
 
 # What Gloo and NCCL reduce exactly as we do; other types travel as bytes and are reduced by each leader.
 _LEADER_DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-_LEADER_OPS = {
-    Op.SUM: Op.SUM,
-    Op.AVG: Op.SUM,
-    Op.PREMUL_SUM: Op.SUM,
-    Op.PRODUCT: Op.PRODUCT,
-    Op.MIN: Op.MIN,
-    Op.MAX: Op.MAX,
-}
+# Not MIN and MAX: Gloo's lose a NaN or keep it, depending on the order.
+_LEADER_OPS = {Op.SUM: Op.SUM, Op.AVG: Op.SUM, Op.PREMUL_SUM: Op.SUM, Op.PRODUCT: Op.PRODUCT}
 
 
 class HierarchicalCollectives:
@@ -73,119 +66,105 @@ class HierarchicalCollectives:
         stop((self._agreement, self._leaders), "abort")
 
     @contextmanager
-    def _poisoning(self, description: bytes, timeout_s: float) -> Iterator[None]:
+    def _poisoning(self, terms: Terms) -> Iterator[None]:
         """Poison this host's ranks on a failure between hosts, so that they are not left waiting."""
-        started = time.monotonic()
         try:
             yield
         except BaseException as error:
-            what = description_text(description)
+            what = description_text(terms.description)
             reason = str(error) if isinstance(error, IpcError) else f"{what} between hosts: {error}"
             self._local.engine.fail(reason)
             if isinstance(error, IpcError) or not isinstance(error, Exception):
                 raise
             # Gloo has one type for all that goes wrong.
-            late = time.monotonic() - started >= timeout_s
-            raise (CollectiveTimeoutError if late else IpcError)(reason) from error
+            raise (CollectiveTimeoutError if terms.is_late() else IpcError)(reason) from error
 
-    def _between_hosts(self, function: Callable[[Any], None], description: bytes, timeout_s: float) -> None:
-        """Run `function` on the leader, after the leaders have compared descriptions."""
-        if self._leaders is not None:
-            with self._poisoning(description, timeout_s):
-                self._agree(description, timeout_s)
-                function(self._leaders)
+    def _between_hosts(self, function: Callable[[Any], None], terms: Terms) -> Terms:
+        """Run `function` on the leader, after the leaders have compared descriptions; return terms for what comes after.
 
-    def _gather_parts(self, leaders: Any, part: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
+        The others wait for the leader longer than it waits, so that they raise what it raises and not that it is late.
+        """
+        if self._leaders is None:
+            return terms.later()
+        with self._poisoning(terms):
+            self._agree(terms)
+            function(self._leaders)
+        return terms
+
+    def _gather_parts(self, leaders: Any, part: torch.Tensor, terms: Terms) -> list[torch.Tensor]:
         """Return the `part` of every leader, by host."""
         options = c10d.AllgatherOptions()
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = terms.left()
         parts = [torch.empty_like(part) for _ in self._hosts]
         leaders.allgather([parts], [part], options).wait()
         return parts
 
-    def _agree(self, description: bytes, timeout_s: float) -> None:
-        own = torch.frombuffer(bytearray(description), dtype=torch.uint8)
-        all_of_them = self._gather_parts(self._agreement, own, timeout_s)
+    def _agree(self, terms: Terms) -> None:
+        own = torch.frombuffer(bytearray(terms.description), dtype=torch.uint8)
+        all_of_them = self._gather_parts(self._agreement, own, terms)
         for host, tensor in enumerate(all_of_them):
             theirs = bytes(tensor.tolist())
-            if theirs[:KEY_BYTES] != description[:KEY_BYTES]:
+            if theirs[:KEY_BYTES] != terms.description[:KEY_BYTES]:
                 raise CollectiveMismatchError(
-                    f"{self._names[self.rank]} called {description_text(description)} while "
+                    f"{self._names[self.rank]} called {description_text(terms.description)} while "
                     f"{self._names[self._hosts[host][0]]} called {description_text(theirs)} as the same collective "
                     f"of the group; every rank must make the same calls in the same order."
                 )
 
-    def barrier(self, description: bytes, timeout_s: float) -> None:
+    def barrier(self, terms: Terms) -> None:
         """See `LocalCollectives.barrier`."""
-        self._local.barrier(description, timeout_s)
+        self._local.barrier(terms)
         # _agree alone already waits for every leader.
-        self._between_hosts(lambda leaders: None, description, timeout_s)
-        self._local.barrier(description, timeout_s)
+        self._local.barrier(self._between_hosts(lambda leaders: None, terms))
 
-    def all_reduce(
-        self, tensor: torch.Tensor, reduction: Reduction, factor: Factor, description: bytes, timeout_s: float
-    ) -> None:
-        """See `LocalCollectives.all_reduce`."""
+    def reduce(self, tensor: torch.Tensor, root: int | None, reduction: Reduction, terms: Terms) -> None:
+        """See `LocalCollectives.reduce`; all ranks get the result, and those that are no root drop it."""
+        result = tensor if root in (None, self.rank) else tensor.clone()
         numel = tensor.numel() if self._leaders else 0
         partial = torch.empty(numel, dtype=reduction.accumulate_dtype, device=tensor.device)
-        self._local.reduce(tensor, 0, reduction, factor, description, timeout_s, partial)
+        self._local.reduce(tensor, 0, reduction, terms, partial)
 
         def reduce_partials(leaders: Any) -> None:
             if partial.dtype in _LEADER_DTYPES and reduction.op in _LEADER_OPS:
                 options = c10d.AllreduceOptions()
                 options.reduceOp = _LEADER_OPS[reduction.op]
-                options.timeout = timedelta(seconds=timeout_s)
+                options.timeout = terms.left()
                 if partial.numel():
                     leaders.allreduce([partial], options).wait()
                 reduction.finish(partial)
-                tensor.copy_(partial)
+                result.copy_(partial)
                 return
-            parts = [p.view(partial.dtype) for p in self._gather_parts(leaders, as_bytes(partial), timeout_s)]
+            parts = [p.view(partial.dtype) for p in self._gather_parts(leaders, as_bytes(partial), terms)]
             merged = torch.empty_like(partial)
             reduction.of_partials().reduce(merged, parts)
-            tensor.copy_(merged)
+            result.copy_(merged)
 
-        self._between_hosts(reduce_partials, description, timeout_s)
-        self._local.broadcast(tensor, 0, description, timeout_s)
+        self._local.broadcast(result, 0, self._between_hosts(reduce_partials, terms))
 
-    def reduce(
-        self,
-        tensor: torch.Tensor,
-        root: int,
-        reduction: Reduction,
-        factor: Factor,
-        description: bytes,
-        timeout_s: float,
-    ) -> None:
-        """See `LocalCollectives.reduce`."""
-        scratch = tensor.clone()
-        self.all_reduce(scratch, reduction, factor, description, timeout_s)
-        if self.rank == root:
-            tensor.copy_(scratch)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, description: bytes, timeout_s: float) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> None:
         """See `LocalCollectives.broadcast`."""
         home = next(i for i, members in enumerate(self._hosts) if root in members)
         if self._host == home:
-            self._local.broadcast(tensor, self._hosts[home].index(root), description, timeout_s)
-
-        def send(leaders: Any) -> None:
-            self._send(leaders, as_bytes(tensor), home, timeout_s)
-
-        self._between_hosts(send, description, timeout_s)
+            self._local.broadcast(tensor, self._hosts[home].index(root), terms)
+        later = self._between_hosts(lambda leaders: self._send(leaders, as_bytes(tensor), home, terms), terms)
         if self._host != home:
-            self._local.broadcast(tensor, 0, description, timeout_s)
+            self._local.broadcast(tensor, 0, later)
 
     @staticmethod
-    def _send(leaders: Any, data: torch.Tensor, host: int, timeout_s: float) -> None:
+    def _send(leaders: Any, data: torch.Tensor, host: int, terms: Terms) -> None:
         options = c10d.BroadcastOptions()
         options.rootRank = host
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = terms.left()
         if data.numel():
             leaders.broadcast([data], options).wait()
 
-    def all_gather(self, tensor: torch.Tensor, outputs: Parts, description: bytes, timeout_s: float) -> None:
-        """See `LocalCollectives.all_gather`."""
+    def gather(self, tensor: torch.Tensor, outputs: Parts | None, root: int | None, terms: Terms) -> None:
+        """See `LocalCollectives.gather`; to one root it goes through Gloo between all ranks."""
+        if root is not None:
+            inputs = [tensor if r == root else None for r in range(self.num_ranks)]
+            self.exchange(inputs, outputs or [None] * self.num_ranks, 0, terms)
+            return
+        assert outputs is not None
         data = as_bytes(tensor)
         everything = torch.empty(self.num_ranks * data.numel(), dtype=torch.uint8, device=data.device)
         blocks: list[torch.Tensor] = []
@@ -193,56 +172,36 @@ class HierarchicalCollectives:
             start = sum(block.numel() for block in blocks)
             blocks.append(everything[start : start + len(members) * data.numel()])
         own = list(blocks[self._host].view(len(self._hosts[self._host]), data.numel()))
-        self._local.gather(data, own, 0, description, timeout_s)
+        self._local.gather(data, own, 0, terms)
 
         def exchange(leaders: Any) -> None:
             for host, block in enumerate(blocks):
-                self._send(leaders, block, host, timeout_s)
+                self._send(leaders, block, host, terms)
 
-        self._between_hosts(exchange, description, timeout_s)
-        self._local.broadcast(everything, 0, description, timeout_s)
+        self._local.broadcast(everything, 0, self._between_hosts(exchange, terms))
         order = [rank for members in self._hosts for rank in members]
         for position, rank in enumerate(order):
             start = position * data.numel()
             as_bytes(outputs[rank]).copy_(everything[start : start + data.numel()])
 
-    def reduce_scatter(
-        self,
-        inputs: Parts,
-        output: torch.Tensor,
-        reduction: Reduction,
-        factor: Factor,
-        description: bytes,
-        timeout_s: float,
-    ) -> None:
+    def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
         """See `LocalCollectives.reduce_scatter`; reduces everything and keeps one's own part."""
         whole = torch.cat(list(inputs))
-        self.all_reduce(whole, reduction, factor, description, timeout_s)
+        self.reduce(whole, None, reduction, terms)
         output.copy_(whole[self.rank * output.numel() : (self.rank + 1) * output.numel()])
 
-    def gather(
-        self, tensor: torch.Tensor, outputs: Parts | None, root: int, description: bytes, timeout_s: float
-    ) -> None:
-        """See `LocalCollectives.gather`; goes through Gloo between all ranks."""
-        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        inputs = [tensor if r == root else empty for r in range(self.num_ranks)]
-        targets = [empty] * self.num_ranks if self.rank != root or outputs is None else outputs
-        self.exchange(inputs, targets, 0, description, timeout_s)
-
-    def exchange(
-        self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, description: bytes, timeout_s: float
-    ) -> None:
+    def exchange(self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, terms: Terms) -> None:
         """See `LocalCollectives.exchange`; goes through Gloo between all ranks."""
-        self.barrier(description, timeout_s)
-        device = next((t.device for t in (*inputs, *outputs) if t is not None), None)
+        self.barrier(terms)
+        device = next(t.device for t in (*inputs, *outputs) if t is not None)
         empty = torch.empty(0, dtype=torch.uint8, device=device)
         sources = [empty if t is None else as_bytes(t) for t in inputs]
         targets = [empty if t is None else as_bytes(t) for t in outputs]
         received = torch.empty(sum(t.numel() for t in targets), dtype=torch.uint8, device=device)
         options = c10d.AllToAllOptions()
-        options.timeout = timedelta(seconds=timeout_s)
+        options.timeout = terms.left()
         out_sizes, in_sizes = [t.numel() for t in targets], [t.numel() for t in sources]
-        with self._poisoning(description, timeout_s):
+        with self._poisoning(terms):
             self._everyone.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options).wait()
         for target, part in zip(targets, received.split_with_sizes(out_sizes), strict=True):
             target.copy_(part)

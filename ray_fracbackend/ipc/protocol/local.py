@@ -1,8 +1,8 @@
 """Collectives between the ranks of one host, chunk by chunk through the engine. Imports torch.
 
 Every method blocks until this rank's part is done. Tensors are 1-D, contiguous and on the transport's device; the
-caller owns them. `description` comes from `describe_call`, `timeout_s` bounds the wait for other ranks in seconds, and
-any failure raises an `IpcError` after which the group cannot be used any more.
+caller owns them. Any failure raises an `IpcError` after which the group cannot be used any more. A root of None stands for
+every rank.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .description import Terms
 from .engine import Call, ChunkFunction, Engine
 from .reductions import Reduction
 
@@ -19,7 +20,6 @@ _LINE_BYTES = 64
 # Local rank that folds alone. Its folded memory holds a whole chunk.
 LEADER = 0
 
-Factor = float | torch.Tensor | None
 # One tensor for each rank; None where a rank sends or receives nothing.
 Parts = Sequence[torch.Tensor]
 SomeParts = Sequence[torch.Tensor | None]
@@ -63,56 +63,38 @@ class LocalCollectives:
             per_chunk = self._memory.chunk_bytes // parts // _LINE_BYTES * _LINE_BYTES // itemsize
         return per_chunk, max(1, -(-numel // per_chunk))
 
-    def barrier(self, description: bytes, timeout_s: float) -> None:
+    def barrier(self, terms: Terms) -> None:
         """Return once every rank has called this."""
-        self.engine.run(Call(description, 1, None, None), timeout_s)
-
-    def all_reduce(
-        self, tensor: torch.Tensor, reduction: Reduction, factor: Factor, description: bytes, timeout_s: float
-    ) -> None:
-        """Reduce `tensor` in place; every rank gets bitwise the same result."""
-        self._reduce(tensor, tensor, reduction, factor, description, timeout_s, everyone=True)
+        self.engine.run(Call(terms, 1, None, None))
 
     def reduce(
         self,
         tensor: torch.Tensor,
-        root: int,
+        root: int | None,
         reduction: Reduction,
-        factor: Factor,
-        description: bytes,
-        timeout_s: float,
+        terms: Terms,
         partial: torch.Tensor | None = None,
     ) -> None:
-        """Reduce into the root's `tensor`, or into its `partial` of the accumulation type; others keep theirs."""
-        out = (tensor if partial is None else partial) if self.rank == root else None
-        self._reduce(tensor, out, reduction, factor, description, timeout_s, final=partial is None)
+        """Reduce into the root's `tensor`, or into its `partial` of the accumulation type; others keep theirs.
 
-    def _reduce(
-        self,
-        tensor: torch.Tensor,
-        out: torch.Tensor | None,
-        reduction: Reduction,
-        factor: Factor,
-        description: bytes,
-        timeout_s: float,
-        final: bool = True,
-        everyone: bool = False,
-    ) -> None:
+        Where all ranks are roots, all get bitwise the same result.
+        """
+        final, out = partial is None, None
+        if root in (None, self.rank):
+            out = tensor if partial is None else partial
         dtype, own, memory = tensor.dtype, self.rank, self._memory
         per_chunk, num_chunks = self._chunking(tensor.shape[0], tensor.itemsize)
 
         def put(chunk: int, step: int) -> None:
             piece = tensor if num_chunks == 1 else tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
-            put_scaled(memory.slots(step, dtype, 0, piece.shape[0])[own], piece, factor)
+            memory.slots(step, dtype, 0, piece.shape[0])[own].copy_(piece)
 
         plan = self.plan
         two_passes = self.num_ranks >= plan.two_pass_ranks and tensor.nbytes > plan.one_pass_bytes and final
         # For a single taker a leader would only be a detour.
-        if two_passes and (everyone or not plan.by_leader):
-            self.engine.run(self._two_pass_reduction(tensor, out, reduction, factor, description, put), timeout_s)
+        if two_passes and (root is None or not plan.by_leader):
+            self.engine.run(self._two_pass_reduction(tensor, out, reduction, terms, put))
             return
-        # Two ranks can read their own part where it is; with more, the output would overwrite it too early.
-        from_slot = self.num_ranks != 2 or factor is not None
 
         def take(chunk: int, step: int) -> None:
             assert out is not None
@@ -121,20 +103,15 @@ class LocalCollectives:
                 low = chunk * per_chunk
                 piece, source = out[low : low + per_chunk], tensor[low : low + per_chunk]
             inputs = memory.slots(step, dtype, 0, piece.shape[0])
-            if not from_slot:
+            # Two ranks can read their own part where it is; with more, the output would overwrite it too early.
+            if self.num_ranks == 2:
                 inputs = [source, inputs[1]] if own == 0 else [inputs[0], source]
             reduction.reduce(piece, inputs, final=final)
 
-        self.engine.run(Call(description, num_chunks, put, take if out is not None else None), timeout_s)
+        self.engine.run(Call(terms, num_chunks, put, take if out is not None else None))
 
     def _two_pass_reduction(
-        self,
-        tensor: torch.Tensor,
-        out: torch.Tensor | None,
-        reduction: Reduction,
-        factor: Factor,
-        description: bytes,
-        put: ChunkFunction,
+        self, tensor: torch.Tensor, out: torch.Tensor | None, reduction: Reduction, terms: Terms, put: ChunkFunction
     ) -> Call:
         """Make a reduction in two passes: each rank folds its share of a chunk, or the leader all; then all take the shares."""
         dtype, numel, own, memory, size = tensor.dtype, tensor.shape[0], self.rank, self._memory, self.num_ranks
@@ -142,7 +119,7 @@ class LocalCollectives:
         by_leader = self.plan.by_leader
         folders = (LEADER,) if by_leader else range(size)
         # A leader reads its own part where it is; it is not overwritten before it has been folded.
-        reads_own = by_leader and own == LEADER and factor is None
+        reads_own = by_leader and own == LEADER
 
         def bounds(chunk: int, rank: int) -> tuple[int, int]:
             n = min(per_chunk, numel - chunk * per_chunk)
@@ -164,63 +141,20 @@ class LocalCollectives:
                 low, high = bounds(chunk, r)
                 piece[low:high].copy_(memory.folded(step, dtype, 0, high - low)[r])
 
-        return Call(description, num_chunks, None if reads_own else put, take if out is not None else None, fold)
+        return Call(terms, num_chunks, None if reads_own else put, take if out is not None else None, fold)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, description: bytes, timeout_s: float) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> None:
         """Copy the root's `tensor` into that of every rank."""
-        data, memory = as_bytes(tensor), self._memory
-        per_chunk, num_chunks = self._chunking(data.numel(), 1)
-
-        def put(chunk: int, step: int) -> None:
-            piece = data[chunk * per_chunk : (chunk + 1) * per_chunk]
-            memory.slots(step, torch.uint8, 0, piece.shape[0])[root].copy_(piece)
-
-        def take(chunk: int, step: int) -> None:
-            piece = data[chunk * per_chunk : (chunk + 1) * per_chunk]
-            piece.copy_(memory.slots(step, torch.uint8, 0, piece.shape[0])[root])
-
         is_root = self.rank == root
-        self.engine.run(Call(description, num_chunks, put if is_root else None, None if is_root else take), timeout_s)
+        targets = [tensor if r == root and not is_root else None for r in range(self.num_ranks)]
+        self._move([tensor if is_root else None], targets, 0, tensor.nbytes, terms)
 
-    def gather(
-        self, tensor: torch.Tensor, outputs: Parts | None, root: int, description: bytes, timeout_s: float
-    ) -> None:
+    def gather(self, tensor: torch.Tensor, outputs: Parts | None, root: int | None, terms: Terms) -> None:
         """Copy every rank's `tensor` into the root's ``outputs[rank]``; sizes are equal."""
-        self.all_gather(tensor, outputs if self.rank == root else None, description, timeout_s)
+        targets = outputs if outputs is not None and root in (None, self.rank) else [None] * self.num_ranks
+        self._move([tensor], targets, 0, tensor.nbytes, terms)
 
-    def all_gather(self, tensor: torch.Tensor, outputs: Parts | None, description: bytes, timeout_s: float) -> None:
-        """Copy every rank's `tensor` into ``outputs[rank]`` of all ranks that pass outputs; sizes are equal."""
-        source, memory = as_bytes(tensor), self._memory
-        per_chunk, num_chunks = self._chunking(source.numel(), 1)
-        targets = None if outputs is None else [as_bytes(output) for output in outputs]
-        if targets is not None and overlaps_shifted(source, targets):
-            source = source.clone()
-
-        def put(chunk: int, step: int) -> None:
-            piece = source[chunk * per_chunk : (chunk + 1) * per_chunk]
-            memory.slots(step, torch.uint8, 0, piece.shape[0])[self.rank].copy_(piece)
-            # Before the others' parts come: the input may be where one of them goes.
-            if targets is not None and not share_memory(source, targets[self.rank]):
-                targets[self.rank][chunk * per_chunk : (chunk + 1) * per_chunk].copy_(piece)
-
-        def take(chunk: int, step: int) -> None:
-            assert targets is not None
-            for r, target in enumerate(targets):
-                if r != self.rank:
-                    piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
-                    piece.copy_(memory.slots(step, torch.uint8, 0, piece.shape[0])[r])
-
-        self.engine.run(Call(description, num_chunks, put, None if targets is None else take), timeout_s)
-
-    def reduce_scatter(
-        self,
-        inputs: Parts,
-        output: torch.Tensor,
-        reduction: Reduction,
-        factor: Factor,
-        description: bytes,
-        timeout_s: float,
-    ) -> None:
+    def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
         """Reduce ``inputs[r]`` of all ranks into rank r's `output`; sizes are equal."""
         dtype, memory = output.dtype, self._memory
         per_chunk, num_chunks = self._chunking(output.numel(), output.itemsize, self.num_ranks)
@@ -230,68 +164,59 @@ class LocalCollectives:
             for r, tensor in enumerate(inputs):
                 piece = tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
                 start = r * per_chunk
-                put_scaled(memory.slots(step, dtype, start, start + piece.shape[0])[self.rank], piece, factor)
+                memory.slots(step, dtype, start, start + piece.shape[0])[self.rank].copy_(piece)
 
         def take(chunk: int, step: int) -> None:
             piece = result[chunk * per_chunk : (chunk + 1) * per_chunk]
             start = self.rank * per_chunk
             reduction.reduce(piece, memory.slots(step, dtype, start, start + piece.shape[0]))
 
-        self.engine.run(Call(description, num_chunks, put, take), timeout_s)
+        self.engine.run(Call(terms, num_chunks, put, take))
         if result is not output:
             output.copy_(result)
 
-    def exchange(
-        self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, description: bytes, timeout_s: float
-    ) -> None:
+    def exchange(self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, terms: Terms) -> None:
         """Copy ``inputs[r]`` of this rank into ``outputs[this rank]`` of rank r; the base of scatter and all_to_all.
 
         Args:
             inputs: For each rank its data, any dtype, or None for nothing.
             outputs: For each rank the memory for its data, or None.
             max_bytes: Bytes of the largest of all ranks' inputs; equal on all ranks.
-            description: See the module.
-            timeout_s: See the module.
+            terms: Of the call.
         """
-        memory = self._memory
-        sources = [None if tensor is None else as_bytes(tensor) for tensor in inputs]
-        targets = [None if tensor is None else as_bytes(tensor) for tensor in outputs]
-        received = [target for target in targets if target is not None]
-        if any(source is not None and overlaps_shifted(source, received) for source in sources):
-            sources = [None if source is None else source.clone() for source in sources]
-        own, own_target = sources[self.rank], targets[self.rank]
-        if own is not None and own_target is not None and share_memory(own, own_target):
+        self._move(inputs, outputs, self.rank, max_bytes, terms)
+
+    def _move(self, sources: SomeParts, targets: SomeParts, part: int, max_bytes: int, terms: Terms) -> None:
+        """Put ``sources[p]`` into part p of this rank's slot, and take part `part` of each rank's slot into ``targets[rank]``."""
+        memory, num_parts, rank = self._memory, len(sources), self.rank
+        inputs = [None if tensor is None else as_bytes(tensor) for tensor in sources]
+        outputs = [None if tensor is None else as_bytes(tensor) for tensor in targets]
+        received = [output for output in outputs if output is not None]
+        if any(data is not None and overlaps_shifted(data, received) for data in inputs):
+            inputs = [None if data is None else data.clone() for data in inputs]
+        own, own_output = inputs[part], outputs[rank]
+        if own is not None and own_output is not None and own.data_ptr() == own_output.data_ptr():
             own = None
-        per_chunk, num_chunks = self._chunking(max_bytes, 1, self.num_ranks)
+        per_chunk, num_chunks = self._chunking(max_bytes, 1, num_parts)
 
         def put(chunk: int, step: int) -> None:
-            for r, source in enumerate(sources):
-                if source is not None and r != self.rank:
-                    piece = source[chunk * per_chunk : (chunk + 1) * per_chunk]
-                    start = r * per_chunk
-                    memory.slots(step, torch.uint8, start, start + piece.shape[0])[self.rank].copy_(piece)
+            for p, data in enumerate(inputs):
+                # Of several parts a rank's own is read by nobody else.
+                if data is not None and (num_parts == 1 or p != part):
+                    piece, start = data[chunk * per_chunk : (chunk + 1) * per_chunk], p * per_chunk
+                    memory.slots(step, torch.uint8, start, start + piece.shape[0])[rank].copy_(piece)
             # After the other inputs, one of which may be where this goes, and before the others' parts come.
-            if own is not None and own_target is not None:
-                own_target[chunk * per_chunk : (chunk + 1) * per_chunk].copy_(
-                    own[chunk * per_chunk : (chunk + 1) * per_chunk]
-                )
+            if own is not None and own_output is not None:
+                own_output[chunk * per_chunk :][:per_chunk].copy_(own[chunk * per_chunk :][:per_chunk])
 
         def take(chunk: int, step: int) -> None:
-            start = self.rank * per_chunk
-            for r, target in enumerate(targets):
-                if target is not None and r != self.rank:
-                    piece = target[chunk * per_chunk : (chunk + 1) * per_chunk]
+            start = part * per_chunk
+            for r, output in enumerate(outputs):
+                if output is not None and r != rank:
+                    piece = output[chunk * per_chunk : (chunk + 1) * per_chunk]
                     piece.copy_(memory.slots(step, torch.uint8, start, start + piece.shape[0])[r])
 
-        self.engine.run(Call(description, num_chunks, put, take), timeout_s)
-
-
-def put_scaled(slot: torch.Tensor, piece: torch.Tensor, factor: Factor) -> None:
-    """Copy `piece` into `slot`, times `factor` if there is one (PREMUL_SUM)."""
-    if factor is None:
-        slot.copy_(piece)
-    else:
-        slot.copy_(torch.mul(piece, factor))
+        self.engine.run(Call(terms, num_chunks, put if any(data is not None for data in inputs) else None, take))
 
 
 def as_bytes(flat_tensor: torch.Tensor) -> torch.Tensor:
@@ -312,8 +237,3 @@ def overlaps_shifted(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bo
         if first != start and first < end and start < first + other.nbytes:
             return True
     return False
-
-
-def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two 1-D contiguous tensors begin at the same byte."""
-    return first.data_ptr() == second.data_ptr()

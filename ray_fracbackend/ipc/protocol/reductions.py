@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from .._torch import RedOpType as Op
-from .._torch import ReduceOp
 
 _FLOAT8 = tuple(
     getattr(torch, name)
@@ -56,8 +55,14 @@ _ALLOWED: dict[torch.dtype, tuple[Any, ...]] = {
 
 
 def plain_op(reduce_op: Any) -> Any:
-    """Return the `RedOpType` of what a caller passed (torch passes either a ``ReduceOp`` or its enum)."""
-    return reduce_op.op if isinstance(reduce_op, ReduceOp) else reduce_op
+    """Return the `RedOpType` of what a caller passed, which is a ``ReduceOp`` or the enum itself."""
+    return getattr(reduce_op, "op", reduce_op)
+
+
+def scaled(tensor: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """Return a rank's input of a PREMUL_SUM times its factor, by way of the wider type: float8 has no product."""
+    wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+    return torch.mul(wide, factor).to(tensor.dtype)
 
 
 def premul_factor(reduce_op: Any, kind: Any) -> float | torch.Tensor | None:
@@ -65,17 +70,19 @@ def premul_factor(reduce_op: Any, kind: Any) -> float | torch.Tensor | None:
     if kind != Op.PREMUL_SUM:
         return None
     factor: float | torch.Tensor = reduce_op.__getstate__()[1]
-    return factor
+    return factor.detach() if isinstance(factor, torch.Tensor) else factor
 
 
-def can_reduce(dtype: torch.dtype, op: Any) -> bool:
-    """Return whether `Reduction` handles this element type and operation."""
-    return op in _ALLOWED.get(dtype, ())
+def check_reduces(operation: str, dtype: torch.dtype, op: Any) -> None:
+    """Check that `Reduction` has this operation for an element type.
 
-
-def supported_ops(dtype: torch.dtype) -> str:
-    """Return the names of the operations that `dtype` has, for messages."""
-    return ", ".join(op.name for op in _ALLOWED.get(dtype, ())) or "none"
+    Raises:
+        ValueError: It has not; the message lists those it has.
+    """
+    allowed = _ALLOWED.get(dtype, ())
+    if op not in allowed:
+        names = ", ".join(one.name for one in allowed) or "none"
+        raise ValueError(f"{operation} cannot reduce {dtype} with {op.name}; this element type has: {names}.")
 
 
 class Reduction:
@@ -83,7 +90,7 @@ class Reduction:
 
     Args:
         dtype: Element type of inputs and output.
-        op: A ``RedOpType`` for which `can_reduce` holds.
+        op: A ``RedOpType`` that passes `check_reduces`.
         num_ranks: Divisor of AVG; for a part of the ranks (`final` False) no division takes place.
     """
 
@@ -97,14 +104,15 @@ class Reduction:
         self._signed = signed
         self._flip = torch.iinfo(signed).min if signed is not None and op in (Op.MIN, Op.MAX) else 0
         self.accumulate_dtype: torch.dtype = _WIDER.get(dtype, dtype)
-        self._scratch: torch.Tensor | None = None
+        self._scratch: dict[torch.device, torch.Tensor] = {}
 
-    def _scratch_of(self, numel: int) -> torch.Tensor:
+    def _scratch_of(self, numel: int, device: torch.device) -> torch.Tensor:
         # Kept: a fresh allocation per chunk would cost page faults on every call.
-        if self._scratch is None or self._scratch.numel() < numel:
+        scratch = self._scratch.get(device)
+        if scratch is None or scratch.numel() < numel:
             with torch.inference_mode(False):
-                self._scratch = torch.empty(numel, dtype=self.accumulate_dtype, device="cpu")
-        return self._scratch[:numel]
+                scratch = self._scratch[device] = torch.empty(numel, dtype=self.accumulate_dtype, device=device)
+        return scratch[:numel]
 
     def reduce(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], *, final: bool = True) -> None:
         """Reduce `inputs` in the order given.
@@ -116,10 +124,11 @@ class Reduction:
             final: Divide for AVG and convert to `dtype`; False keeps a partial result for more ranks.
         """
         if self._signed is not None:
-            self._reduce_unsigned(out.view(self._signed), [t.view(self._signed) for t in inputs], final)
-            return
+            out, inputs = out.view(self._signed), [tensor.view(self._signed) for tensor in inputs]
+        if self._flip:
+            inputs = [tensor ^ self._flip for tensor in inputs]
         widen = self.accumulate_dtype != self.dtype
-        total = self._scratch_of(out.numel()) if widen and out.dtype == self.dtype else out
+        total = self._scratch_of(out.numel(), out.device) if widen and out.dtype == self.dtype else out
         if len(inputs) == 1 or widen:
             total.copy_(inputs[0])
             rest = inputs[1:]
@@ -128,6 +137,8 @@ class Reduction:
             rest = inputs[2:]
         for tensor in rest:
             self._accumulate(total, tensor, widen)
+        if self._flip:
+            total.bitwise_xor_(self._flip)
         if final:
             self.finish(total)
         if total is not out:
@@ -137,20 +148,6 @@ class Reduction:
         if widen and (self._function is not torch.add or tensor.dtype in _FLOAT8):
             tensor = tensor.to(self.accumulate_dtype)
         self._function(total, tensor, out=total)
-
-    def _reduce_unsigned(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], final: bool) -> None:
-        if self._flip:
-            inputs = [tensor ^ self._flip for tensor in inputs]
-        if len(inputs) == 1:
-            out.copy_(inputs[0])
-        else:
-            self._function(inputs[0], inputs[1], out=out)
-        for tensor in inputs[2:]:
-            self._function(out, tensor, out=out)
-        if self._flip:
-            out.bitwise_xor_(self._flip)
-        if final and self.op == Op.AVG:
-            self._divide_unsigned(out)
 
     def _divide_unsigned(self, out: torch.Tensor) -> None:
         # torch cannot divide unsigned 64-bit integers; halving first keeps the value in the signed range.
@@ -171,5 +168,7 @@ class Reduction:
             return
         if total.is_floating_point() or total.is_complex():
             total.div_(self._num_ranks)
+        elif self._signed is not None:
+            self._divide_unsigned(total)
         else:
             total.div_(self._num_ranks, rounding_mode="trunc")

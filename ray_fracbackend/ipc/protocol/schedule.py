@@ -16,7 +16,7 @@ sequences through every interleaving of small cases.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from functools import lru_cache
 
@@ -78,17 +78,7 @@ def two_pass(num_chunks: int) -> Iterator[Entry]:
             yield Action.TAKE, step - 1, step
 
 
-# Longer sequences are made on the fly.
-_MAX_KEPT_CHUNKS = 64
-
-
-def schedule(num_chunks: int, two_passes: bool) -> Iterable[Entry]:
-    """Return the actions of `one_pass` or `two_pass`; short sequences are kept for the next call."""
-    if num_chunks <= _MAX_KEPT_CHUNKS:
-        return _kept(num_chunks, two_passes)
-    return two_pass(num_chunks) if two_passes else one_pass(num_chunks)
-
-
-@lru_cache(maxsize=2 * _MAX_KEPT_CHUNKS)
-def _kept(num_chunks: int, two_passes: bool) -> tuple[Entry, ...]:
+@lru_cache(maxsize=64)
+def schedule(num_chunks: int, two_passes: bool) -> tuple[Entry, ...]:
+    """Return the actions of `one_pass` or `two_pass`; the latest are kept for the next call."""
     return tuple(two_pass(num_chunks) if two_passes else one_pass(num_chunks))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,10 +21,9 @@ from ..host.arena import Arena, ArenaName, attach_arena, create_arena
 from ..host.liveness import Peer, start_time
 from ..host.memory import SlotMemory, block_bytes
 from ..host.support import host_id, host_memory_support
-from .control import ControlPage, control_bytes
+from .control import control_bytes
 from .engine import Engine
 from .local import LocalCollectives, ReductionPlan
-from .waiting import Waiter
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,14 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
     _raise_first_error(infos, names)
     membership = Membership(rank, group_by_host([info["host"] for info in infos]), names)
     members = membership.local_ranks
-    arena, keep_fd, error = None, -1, None
+    engine, keep_fd, error = None, -1, None
     try:
         arena, chunk_bytes, keep_fd = _open_arena(store, rank, members)
+        data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(len(members)) :]
+        stride = block_bytes(chunk_bytes, len(members))
+        memory = SlotMemory(chunk_bytes, [data[r * stride : (r + 1) * stride] for r in range(len(members))])
+        peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
+        engine = Engine(arena, members.index(rank), peers, [names[r] for r in members], memory)
     except (IpcUnavailableError, OSError, ValueError) as failure:
         error = str(failure)
     try:
@@ -86,34 +89,9 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
     finally:
         if keep_fd >= 0:
             os.close(keep_fd)
-    assert arena is not None
-    peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
-    data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(len(members)) :]
-    stride = block_bytes(chunk_bytes, len(members))
-    blocks = [data[r * stride : (r + 1) * stride] for r in range(len(members))]
-
-    def memory(waiter: Waiter) -> SlotMemory:
-        return SlotMemory(chunk_bytes, blocks, waiter.release_fence, waiter.acquire_fence)
-
-    engine = make_engine(arena, members.index(rank), peers, [names[r] for r in members], memory)
-    return membership, LocalCollectives(engine, ReductionPlan(knobs.ONE_PASS_BYTES, knobs.two_pass_ranks(), False))
-
-
-def make_engine(
-    arena: Arena, rank: int, peers: list[Peer], names: list[str], memory: Callable[[Waiter], SlotMemory]
-) -> Engine:
-    """Create one rank's side of a host's collectives.
-
-    Args:
-        arena: Begins with the control page.
-        rank: Local rank of this process.
-        peers: Processes of the local ranks.
-        names: How messages call each local rank.
-        memory: Makes the memory for tensors; the waiter has the fences.
-    """
-    control = ControlPage(arena, rank, len(peers))
-    waiter = Waiter(control, arena.address, peers, names)
-    return Engine(control, memory(waiter), waiter, names)
+    assert engine is not None
+    plan = ReductionPlan(knobs.ONE_PASS_BYTES, knobs.TWO_PASS_RANKS, False)
+    return membership, LocalCollectives(engine, plan)
 
 
 def _exchange(store: Any, key: str, rank: int, size: int, value: dict[str, Any]) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ class Waiter:
     """
 
     def __init__(self, control: ControlPage, address: int, peers: list[Peer], names: list[str]) -> None:
-        self.release_fence, self.acquire_fence, self._full_fence = make_fences()
+        _, self._acquire_fence, self._full_fence = make_fences()
         self.beside: Beside | None = None
         self._control = control
         self._words = control.words
@@ -157,7 +157,7 @@ class Waiter:
         if alive and not closed:
             return
         # It may have published the step and left since the counter was read.
-        self.acquire_fence()
+        self._acquire_fence()
         if self._words[self._counters[rank]] >= step:
             return
         # Or have failed, given its reason, and left: the reason says more than the absence.
@@ -175,7 +175,7 @@ class Waiter:
         if there._words[there._counters[theirs]] <= own_step:
             return
         # It may have passed here first and gone on to there since.
-        self.acquire_fence()
+        self._acquire_fence()
         if self._words[self._counters[rank]] >= step:
             return
         call = description_text(there._control.description(theirs, own_step + 1))
@@ -193,7 +193,7 @@ class Waiter:
         """
         culprit = self._control.poisoner()
         if culprit is not None:
-            self.acquire_fence()
+            self._acquire_fence()
             raise GroupPoisonedError(
                 f"{what}: {self._names[culprit]} failed and the process group cannot be used any more. "
                 f"Its reason: {self._control.reason(culprit)}"
@@ -213,9 +213,9 @@ class Waiter:
         self.wake_all()
 
     def is_alone(self) -> bool:
-        """Return whether every other rank has shut its group down or ended."""
+        """Return whether every other rank has let go of this one's memory or ended."""
         others = (rank for rank in range(self._control.num_ranks) if rank != self._control.rank)
-        return all(self._control.is_closed(rank) or not self.peers[rank].is_alive() for rank in others)
+        return all(self._control.has_let_go(rank) or not self.peers[rank].is_alive() for rank in others)
 
     def wake_all(self) -> None:
         """Wake the sleepers on every rank's counter, so that they look at poison and closed marks."""

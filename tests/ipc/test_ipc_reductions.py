@@ -1,0 +1,88 @@
+"""Arithmetic of every element type, on tensors of any device and between hosts, and what PREMUL_SUM multiplies by."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ipc_calls import bare_group, options
+from ipc_harness import Job, run_ranks, values
+
+from ray_fracbackend.ipc._torch import RedOpType as Op
+from ray_fracbackend.ipc.protocol import reductions
+from ray_fracbackend.ipc.protocol.reductions import Reduction, plain_op
+
+FLOAT8 = [dtype for dtype in reductions._FLOAT8 if dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", list(reductions._ALLOWED), ids=str)
+def test_a_reduction_stays_on_the_device_of_its_tensors(dtype: torch.dtype, num_ranks: int) -> None:
+    """Here the meta device, which refuses to work with any other: also where the sum is of another type."""
+    for op in reductions._ALLOWED[dtype]:
+        reduction = Reduction(dtype, op, num_ranks)
+        out = torch.empty(8, dtype=dtype, device="meta")
+        inputs = [torch.empty_like(out) for _ in range(num_ranks)]
+        reduction.reduce(out, inputs)
+        partial = torch.empty(8, dtype=reduction.accumulate_dtype, device="meta")
+        reduction.reduce(partial, inputs, final=False)
+        reduction.of_partials().reduce(partial, [torch.empty_like(partial) for _ in range(2)])
+
+
+def test_one_reduction_serves_several_devices() -> None:
+    """What it keeps for the next call is that device's own."""
+    reduction = Reduction(torch.bfloat16, Op.SUM, 2)
+    for device in ("cpu", "meta", "cpu"):
+        out = torch.empty(4, dtype=torch.bfloat16, device=device)
+        reduction.reduce(out, [torch.ones_like(out), torch.ones_like(out)])
+    assert out.tolist() == [2.0] * 4
+
+
+def test_an_operation_may_be_the_enum_or_wrapped() -> None:
+    """torch calls both an instance of ReduceOp."""
+    assert plain_op(Op.SUM) == plain_op(dist.ReduceOp(Op.SUM)) == Op.SUM
+
+
+def with_a_nan(job: Job) -> list[tuple[float, float]]:
+    """Least and greatest of numbers of which one rank after the other has none."""
+    pg = bare_group(job, "nan", job.rank, job.size, 20.0)
+    found = []
+    for without in range(job.size):
+        pair = []
+        for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            tensor = torch.full((3,), math.nan if job.rank == without else float(job.rank))
+            pg.allreduce([tensor], options("Allreduce", reduceOp=op)).wait()
+            pair.append(tensor[0].item())
+        found.append((pair[0], pair[1]))
+    return found
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aab", "abc"])
+def test_a_nan_is_everywhere_after_min_and_max(hosts: str) -> None:
+    """On one host as on several, whichever rank has it."""
+    env = lambda rank: {"RAY_FRACBACKEND_IPC_HOST": hosts[rank]}  # noqa: E731
+    for pairs in values(run_ranks(with_a_nan, 3, limit_s=60, env=env)):
+        assert [[math.isnan(value) for value in pair] for pair in pairs] == [[True, True]] * 3
+
+
+def with_factors(job: Job) -> list[list[float]]:
+    """Sums of float8 times a number, and of float32 times a tensor that takes a gradient."""
+    pg = bare_group(job, "factors", job.rank, job.size, 20.0)
+    factors = [(dtype, 2.0) for dtype in FLOAT8]
+    factors += [(torch.float32, torch.tensor(2.0, requires_grad=True))] * 2
+    found = []
+    for dtype, factor in factors:
+        tensor = torch.full((4,), float(job.rank + 1)).to(dtype)
+        pg.allreduce([tensor], options("Allreduce", reduceOp=dist._make_nccl_premul_sum(factor))).wait()
+        output, parts = torch.empty(1).to(dtype), torch.full((job.size,), float(job.rank + 1)).to(dtype)
+        scatter = options("ReduceScatter", reduceOp=dist._make_nccl_premul_sum(factor))
+        pg.reduce_scatter_single(output, parts, scatter).wait()
+        found.append([*tensor.float().tolist(), *output.float().tolist()])
+    return found
+
+
+def test_factors_of_every_kind_are_multiplied_by() -> None:
+    """float8 has no product of its own, and a factor that takes a gradient is a number here."""
+    assert values(run_ranks(with_factors, 2, limit_s=60)) == [[[6.0] * 5] * (len(FLOAT8) + 2)] * 2
