@@ -96,7 +96,7 @@ def outside(rank, world_size, port):
 
 
 def test_a_rank_outside_the_group():
-    """It is told so, in every calling form."""
+    """Every calling form raises a ValueError that says so."""
     inside, told = run_processes(outside, 2)
     assert inside == []
     assert ["this rank is not in it" in text for text in told] == [True, True]
