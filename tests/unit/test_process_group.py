@@ -99,6 +99,13 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
     assert caught.value.ranks == (1,)
 
 
+def test_the_advice_after_a_rendezvous_that_failed() -> None:
+    """Gloo has made no connection yet, so it is about the store's address and port."""
+    with pytest.raises(RendezvousError, match="Check that every node reaches that address and port") as caught:
+        start_worker(plan_of("gloo", "cpu"))  # rank 0, which holds no store
+    assert "Gloo" not in str(caught.value)
+
+
 _SERVER = """
 from torch.distributed import TCPStore
 store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

@@ -251,6 +251,11 @@ class TestWindows:
 class TestSeveralNodes:
     """Addresses that every node reaches, and the interface of each."""
 
+    def test_rank_0_does_not_connect_to_itself(self) -> None:
+        """It has the store; from inside, its address for the others may lead nowhere."""
+        found = plan(two_nodes())
+        assert [found.of(rank).check_reachable for rank in (0, 1)] == [False, True]
+
     def test_each_rank_gets_the_interface_of_its_own_node_address(self) -> None:
         """Names may differ from node to node; the host name plays no part."""
         workers = two_nodes()
