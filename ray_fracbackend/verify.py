@@ -89,7 +89,7 @@ def verify_process_group(
     """
     if not is_seconds(timeout_s):
         raise ValueError(
-            f"verify_process_group(timeout_s={timeout_s!r}): timeout_s must be above 0 seconds, up to 1e9."
+            f"verify_process_group(timeout_s={timeout_s!r}): timeout_s must be an int or float of seconds above 0, up to 1e9."
         )
     if not dist.is_initialized():
         raise ValueError(

@@ -284,11 +284,6 @@ def _ipc_on_device(job: Job, asked: str) -> StartPlan:
     return StartPlan(backend="ipc", device_type="cuda", reason=f"{prefix}using ipc ({why})", share_groups=groups)
 
 
-def _as_asked(job: Job, device_type: str) -> StartPlan:
-    backend = job.settings.backends.name
-    return StartPlan(backend=backend, device_type=device_type, reason=f"using {backend} as asked for")
-
-
 def _multi_rank(job: Job, asked: str) -> StartPlan:
     """NCCL's own flags for several ranks on one GPU (NCCL env.rst, since 2.30, experimental)."""
     workers, groups = job.workers, job.conflicts
@@ -415,7 +410,8 @@ def _nccl_without_gpus(job: Job) -> StartPlan:
             "works on CUDA devices only; ask for GPUs in ScalingConfig(use_gpu=True), or use backend='auto' or 'gloo'.",
             ranks=without,
         )
-    return _as_asked(job, "cuda")
+    backend = job.settings.backends.name
+    return StartPlan(backend=backend, device_type="cuda", reason=f"using {backend} as asked for")
 
 
 @_row("no GPU asked for", lambda job: not job.asks_for_gpus)

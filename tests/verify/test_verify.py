@@ -216,8 +216,8 @@ def test_wrong_use():
     """No group, or a bound that is none, is a ValueError that says what to do."""
     with pytest.raises(ValueError, match="init_process_group first"):
         verify_process_group()
-    for timeout_s in (0, float("nan"), float("inf"), 1e10):
-        with pytest.raises(ValueError, match="must be above 0 seconds, up to 1e9"):
+    for timeout_s in (0, float("nan"), float("inf"), 1e10, "30", True):
+        with pytest.raises(ValueError, match="must be an int or float of seconds above 0, up to 1e9"):
             verify_process_group(timeout_s=timeout_s)
 
 
