@@ -112,9 +112,9 @@ def _groups(nccl: bool, device: torch.device) -> dict[str, Any]:
     groups = {"ipc": dist.group.WORLD, "gloo": dist.new_group(backend="gloo", timeout=_TIMEOUT)}
     if device.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=device))  # sets device memory up
-        reason = groups["ipc"].gloo_reason
+        reason = groups["ipc"].staged_reason
         if reason is not None:
-            # What ipc does not accelerate goes through Gloo: its rows would be Gloo's.
+            # Without device memory ipc stages tensors: its rows would be those of the staged backend.
             raise RuntimeError(f"the ipc backend cannot use the memory of {device}: {reason}")
     if nccl and _works_everywhere(group := dist.new_group(backend="nccl", timeout=_NCCL_TIMEOUT), device):
         groups["nccl"] = group

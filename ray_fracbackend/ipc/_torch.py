@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # For what tensors torch takes the backend: of a group that claims CUDA it uses CUDA, also where it has none.
 DEVICES: tuple[str, ...] = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)  # type: ignore[no-untyped-call]
+# Device types whose tensors can be staged: the CPU's own, and the accelerator that this torch was built for.
+_accelerator: Any = getattr(getattr(torch, "accelerator", None), "current_accelerator", lambda: None)()
+STAGED_DEVICES: tuple[str, ...] = tuple(dict.fromkeys((*DEVICES, *([_accelerator.type] if _accelerator else []))))
 # Option classes of the collectives (AllreduceOptions and so on) are public nowhere else.
 c10d: Any = _distributed_c10d
 Backend: Any = dist.Backend

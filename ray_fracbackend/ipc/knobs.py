@@ -1,4 +1,4 @@
-"""Environment variables of the ipc backend, and the numbers that go with them. Imports the standard library only.
+"""Environment variables of the backends ipc and staged, and the numbers that go with them. Imports the standard library only.
 
 Ranks may see different values: the rank that creates the host's memory decides its layout, the first rank of a device how
 to reduce there, and the smallest chunk of all ranks is that of device memory. Polling and the host are each rank's own.
@@ -36,6 +36,12 @@ DEVICE_ONE_PASS_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_ONE_PASS_BYTES"
 DEFAULT_DEVICE_ONE_PASS_BYTES = 256 * 1024
 # Who reduces in two passes on device memory: "leader" (the first rank alone) or "split" (each rank its share).
 DEVICE_REDUCE_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_REDUCE"
+
+# Bytes of a pinned buffer, in which a chunk of a CUDA tensor is staged for the host's collectives; the smallest of all ranks'.
+STAGED_CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_STAGED_CHUNK_BYTES"
+DEFAULT_STAGED_CHUNK_BYTES = 1 << 22
+# What carries staged tensors between the ranks: "auto" (shared host memory where all ranks have it) or "gloo".
+STAGED_INNER_ENV_VAR = "RAY_FRACBACKEND_STAGED_INNER"
 
 
 def _int_in(name: str, default: int, low: int, high: int) -> int:
@@ -87,6 +93,24 @@ def device_reduces_by_leader() -> bool:
     if text not in ("leader", "split"):
         raise ValueError(f"{DEVICE_REDUCE_ENV_VAR}={text!r} must be 'leader' or 'split'; unset it for 'leader'.")
     return text == "leader"
+
+
+def staged_chunk_bytes() -> int:
+    """Return the bytes of a pinned buffer, a multiple of 4096."""
+    value = _int_in(STAGED_CHUNK_BYTES_ENV_VAR, DEFAULT_STAGED_CHUNK_BYTES, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
+    return value // 4096 * 4096
+
+
+def staged_takes_host_memory() -> bool:
+    """Return whether staged tensors may go through shared host memory.
+
+    Raises:
+        ValueError: The variable is neither "auto" nor "gloo".
+    """
+    text = os.environ.get(STAGED_INNER_ENV_VAR, "auto")
+    if text not in ("auto", "gloo"):
+        raise ValueError(f"{STAGED_INNER_ENV_VAR}={text!r} must be 'auto' or 'gloo'; unset it for 'auto'.")
+    return text == "auto"
 
 
 def host_override() -> str | None:

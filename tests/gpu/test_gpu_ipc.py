@@ -48,7 +48,7 @@ LONG_KERNEL_CYCLES = 1_000_000_000
 def lane_of(pg: Any) -> Any:
     """The group's device memory, which must be in use."""
     lane = pg._device_side._lane
-    assert lane is not None, pg._device_side.gloo_reason
+    assert lane is not None, pg.staged_reason
     return lane
 
 

@@ -4,7 +4,8 @@ Memory is real memory shared between real processes. A stream is a queue: torch 
 that are issued to it happen later, in the order in which they were issued, on a thread that picks among the streams of
 the process at random and dawdles. Events behave as CUDA's: a wait binds to the latest record issued so far, by whichever
 process, and a wait for an event that was never recorded does nothing. An operation that would make the host wait for the
-device (reading a value) is an error while a stream is current.
+device (reading a value) is an error while a stream is current. Pinned memory is the host's: only copies that do not block go
+between it and the device, and only the host's collectives see it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ray_fracbackend.ipc.device import runtime as cuda_runtime
 from ray_fracbackend.ipc.device import setup as device_setup
+from ray_fracbackend.ipc.device import side as device_side
 from ray_fracbackend.ipc.device.driver import DeviceBlock
-from ray_fracbackend.ipc.group import process_group
+from ray_fracbackend.ipc.group import collective_group
 from ray_fracbackend.ipc.host.arena import Arena, ArenaName, attach_arena, create_arena
 from ray_fracbackend.ipc.protocol.hierarchy import HierarchicalCollectives
 
@@ -171,6 +173,7 @@ class _Defer(TorchDispatchMode):
         name = func._schema.name
         if name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"):
             raise AssertionError(f"{name} makes the host wait for the device")
+        _check_places(name, [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)], args, kwargs)
         aliases = [value.alias_info for value in func._schema.returns]
         if any(alias is not None and not alias.is_write for alias in aliases):
             return func(*args, **kwargs)
@@ -193,6 +196,46 @@ class _Defer(TorchDispatchMode):
                 result.view(-1).view(torch.uint8).fill_(0x5A)
             later(lambda: result.copy_(func(*args, **kwargs)))
         return result
+
+
+def _check_places(name: str, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+    """Refuse what a real device refuses, or what would make the host wait for it."""
+    on_host = [is_pinned(tensor) for tensor in tensors]
+    if not any(on_host) or name in ("aten::slice.Tensor", "aten::slice", "aten::view", "aten::alias", "aten::detach"):
+        return
+    if name != "aten::copy_" or all(on_host):
+        raise RuntimeError(f"{name}: expected all tensors to be on the fake device")
+    if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+        raise AssertionError("a copy between host and device makes the host wait for the device")
+
+
+_pinned: list[torch.Tensor] = []
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is in memory that `FakeCuda.pinned` gave."""
+    start = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return any(start == buffer.data_ptr() for buffer in _pinned)
+
+
+class OnHost:
+    """The host's collectives, which run beside the device: at once, and on pinned memory alone."""
+
+    def __init__(self, host: Any) -> None:
+        self._host = host
+        self.rank, self.num_ranks = host.rank, host.num_ranks
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._host, name)
+
+        def call(*args: Any) -> Any:
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            tensors += [one for arg in args if isinstance(arg, list) for one in arg if one is not None]
+            assert all(map(is_pinned, tensors)), f"{name} of the host got a tensor of the device"
+            with _disable_current_modes():
+                return method(*args)
+
+        return call
 
 
 _local = threading.local()
@@ -237,6 +280,15 @@ class FakeCuda:
 
     def trim(self) -> None:
         pass
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        with _disable_current_modes():
+            _pinned.append(torch.full((num_bytes,), 0x5A, dtype=torch.uint8))
+        return _pinned[-1]
+
+    def synchronize(self) -> None:
+        for stream in self.gpu.streams:
+            stream.synchronize()
 
     def export(self, block: DeviceBlock) -> bytes:
         return json.dumps(asdict(_names[block.pointer])).encode()
@@ -347,16 +399,24 @@ class _Hierarchical(HierarchicalCollectives):
         super().__init__(membership, local, wrapped[0], wrapped[1], wrapped[2])
 
 
+def _over(staged: Any) -> Any:
+    staged._host = OnHost(staged._host)
+    return staged
+
+
 def install(seed: int) -> None:
     """Make every dense CPU tensor of this process a tensor of the fake device."""
     gpu = FakeGpu(seed)
     FakeCuda.gpu = gpu
-    cuda_runtime.CudaRuntime = FakeCuda  # type: ignore[misc]
+    cuda_runtime.CudaRuntime = cuda_runtime.AcceleratorRuntime = FakeCuda  # type: ignore[misc]
+    collective_group.AcceleratorRuntime = FakeCuda  # type: ignore[misc]
+    set_up = device_side.set_up_staging
+    device_side.set_up_staging = lambda host, *args: _over(set_up(host, *args))
     device_setup.STEP_S = float(os.environ.get("FAKE_CUDA_STEP_S", device_setup.STEP_S))
-    process_group.in_host_memory = lambda *tensors: False
+    collective_group.in_host_memory = lambda *tensors: False
     device_setup.HierarchicalCollectives = _Hierarchical  # type: ignore[misc]
     # Both work on the host, whose tensors are no others than the device's here.
-    group = process_group.IpcProcessGroup
+    group = collective_group.CollectiveGroup
     for name in ("_run_gloo", "_exchange_sizes"):
         setattr(group, name, _off_stream(getattr(group, name)))
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ipc_harness import Job
+from ipc_harness import Job, rank_backend
 from torch._C import _distributed_c10d as c10d
 
 from ray_fracbackend.ipc import IpcProcessGroup
 from ray_fracbackend.ipc.protocol.schedule import Action, schedule
+from ray_fracbackend.staged import StagedProcessGroup
 
 CHUNK_BYTES = 64 * 1024
 SMALL_CHUNKS = {"RAY_FRACBACKEND_IPC_CHUNK_BYTES": str(CHUNK_BYTES)}
@@ -28,7 +29,8 @@ def bare_group(
 ) -> IpcProcessGroup:
     """A process group without ``init_process_group``, over the run's store."""
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
-    return IpcProcessGroup(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout_s), ranks)
+    kind: Any = {"ipc": IpcProcessGroup, "staged": StagedProcessGroup}[rank_backend()]
+    return kind(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout_s), ranks)
 
 
 def options(kind: str, **fields: Any) -> Any:

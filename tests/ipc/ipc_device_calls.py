@@ -30,7 +30,7 @@ def device_group(
 def engine_of(pg: IpcProcessGroup) -> Engine:
     """The engine that runs this rank's calls on the device."""
     lane = pg._device_side._lane
-    assert lane is not None, pg._device_side.gloo_reason
+    assert lane is not None, pg.staged_reason
     return lane.local.engine
 
 

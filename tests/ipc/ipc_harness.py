@@ -22,11 +22,13 @@ from ray_fracbackend.worker.store import open_store
 
 # The device of the tensors that a rank hands to collectives.
 DEVICE_ENV_VAR = "IPC_TEST_DEVICE"
+# The backend of the group that a rank makes: ipc or staged.
+BACKEND_ENV_VAR = "IPC_TEST_BACKEND"
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Children are forked from a process that has imported what the tests need but started no threads: seconds saved per launch.
 _CONTEXT.set_forkserver_preload(
-    ["torch.distributed.optim", "torch.distributed.checkpoint", "torch._dynamo", "pytest", "ray_fracbackend.ipc"]
+    ["torch.distributed.optim", "torch.distributed.checkpoint", "torch._dynamo", "pytest", "ray_fracbackend.staged"]
 )
 
 
@@ -38,6 +40,11 @@ def open_local_store() -> dist.TCPStore:
 def rank_device() -> torch.device:
     """Where this rank's tensors belong."""
     return torch.device(os.environ.get(DEVICE_ENV_VAR, "cpu"))
+
+
+def rank_backend() -> str:
+    """Backend under test."""
+    return os.environ.get(BACKEND_ENV_VAR, "ipc")
 
 
 @dataclass
@@ -66,9 +73,10 @@ class Job:
     port: int
     timeout_s: float
 
-    def init(self, backend: str = "ipc") -> None:
-        """Call ``init_process_group`` with a store that outlives every rank."""
+    def init(self, backend: str | None = None) -> None:
+        """Call ``init_process_group`` with a store that outlives every rank; by default for the backend of the run."""
         torch.set_num_threads(1)
+        backend = backend or rank_backend()
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=60))
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=self.timeout_s)
@@ -84,6 +92,10 @@ def _child(
         import fake_cuda
 
         fake_cuda.install(int(seed) + job.rank)
+    if os.environ.get(DEVICE_ENV_VAR, "").startswith("fake"):
+        import fake_accelerator
+
+        fake_accelerator.install(job.rank)
     started = time.monotonic()
     try:
         value = function(job, *args)

@@ -10,6 +10,7 @@ from typing import Any
 
 import ipc_calls
 import ipc_device_calls
+import ipc_staged_calls
 import torch
 from ipc_calls import options
 from ipc_fault_runs import error_of, strike
@@ -47,6 +48,9 @@ MEMORIES = {
         ipc_device_calls.CALLS,
         lambda name, _: ipc_device_calls.phases(name),
         ipc_device_calls.strike_at,
+    ),
+    "staged": Memory(
+        ipc_staged_calls.staged_group, ipc_device_calls.CALLS, ipc_staged_calls.points, ipc_staged_calls.strike_at
     ),
 }
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ipc_harness import Job, rank_device
 
-import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
+import ray_fracbackend.staged  # noqa: F401 (registers both backends)
 
 
 def busy(job: Job, num_calls: int) -> int:

@@ -10,8 +10,8 @@ import itertools
 import ipc_reference as ref
 import pytest
 import torch
-import torch.distributed as dist
 from ipc_calls import bare_group, options
+from ipc_conformance_calls import aliased
 from ipc_harness import Job, run_ranks, values
 from ipc_table import SMALL_CHUNKS, Case, cases_of, pairwise, whole_table
 
@@ -48,58 +48,6 @@ def test_pairs_of_the_table() -> None:
 
     assert pairs(kept) == pairs(cases)
     assert len(kept) * 5 < len(cases)
-
-
-def aliased(job: Job, numel: int) -> list[str]:
-    """Calls whose input lies inside the output, or is it; returns those whose result differs from a call on copies."""
-    job.init()
-    rank, size, wrong = job.rank, job.size, []
-    own = torch.arange(numel, dtype=torch.float32) + 1e6 * rank
-    gathered, exchanged, reduced = torch.empty(size * numel), torch.empty(numel), torch.empty(numel // size)
-    dist.all_gather_into_tensor(gathered, own)
-    dist.all_to_all_single(exchanged, own)
-    dist.reduce_scatter_tensor(reduced, own)
-    for shift in range(size):
-        parts = list(torch.zeros(size, numel))
-        parts[(rank + shift) % size].copy_(own)
-        dist.all_gather(parts, parts[(rank + shift) % size])
-        if not torch.equal(torch.cat(parts), gathered):
-            wrong.append(f"all_gather from part {shift} after its own")
-    both = own.clone()
-    dist.all_to_all_single(both, both)
-    if not torch.equal(both, exchanged):
-        wrong.append("all_to_all_single in place")
-    for shift in range(size):
-        parts = list(own.clone().view(size, -1))
-        dist.reduce_scatter(parts[(rank + shift) % size], parts)
-        if not torch.equal(parts[(rank + shift) % size], reduced):
-            wrong.append(f"reduce_scatter into part {shift} after its own")
-    # Not from the first byte of a part on: chunks of the one lie across chunks of the other.
-    memory = torch.zeros((size + 1) * numel)
-    memory[numel // 2 : numel // 2 + numel].copy_(own)
-    dist.all_gather_into_tensor(memory[: size * numel], memory[numel // 2 : numel // 2 + numel])
-    if not torch.equal(memory[: size * numel], gathered):
-        wrong.append("all_gather across its parts")
-    memory = torch.cat([own, own])
-    dist.reduce_scatter_tensor(memory[numel // (2 * size) :][: numel // size], memory[:numel])
-    if not torch.equal(memory[numel // (2 * size) :][: numel // size], reduced):
-        wrong.append("reduce_scatter across its parts")
-    parts = list(own.clone().view(size, -1))
-    dist.all_to_all(parts[::-1], parts)
-    if not torch.equal(torch.cat(parts[::-1]), exchanged):
-        wrong.append("all_to_all in place, in another order")
-    splits = [numel // 4 * (1 + rank % 2) if r == 0 else 0 for r in range(size)]
-    splits[-1] = numel - sum(splits[:-1])
-    theirs = torch.tensor(splits)
-    dist.all_to_all_single(received := torch.empty(size, dtype=torch.int64), theirs)
-    expected = torch.empty(int(received.sum()))
-    dist.all_to_all_single(expected, own, received.tolist(), splits)
-    memory = torch.zeros(size * numel)
-    memory[:numel].copy_(own)
-    dist.all_to_all_single(memory[: len(expected)], memory[:numel], received.tolist(), splits)
-    if not torch.equal(memory[: len(expected)], expected):
-        wrong.append("all_to_all_single in place, in unequal parts")
-    return wrong
 
 
 @pytest.mark.parametrize("numel", [12, 120_000])

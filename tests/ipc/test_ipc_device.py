@@ -75,7 +75,7 @@ def carried_by(job: Job, count: int = 1) -> list[Any]:
             work.wait()
         right = all(bool((tensor == job.size).all()) for tensor in tensors)
         lane = pg._device_side._lane
-        reports.append((pg._device_side.gloo_reason, right, lane.memory.chunk_bytes if lane else 0))
+        reports.append((pg.staged_reason, right, lane.memory.chunk_bytes if lane else 0))
         pg.barrier(options("Barrier"))
         pg.shutdown()
     return [reports, fake_cuda.released]
@@ -91,7 +91,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("broken", REASONS)
-def test_one_rank_that_cannot_use_device_memory_takes_all_to_gloo(broken: str) -> None:
+def test_one_rank_that_cannot_use_device_memory_has_all_staged(broken: str) -> None:
     """Every rank has the same reason, and the collectives that were asked for are right all the same."""
     fake = {**FAKE, "FAKE_CUDA_STEP_S": "8" if broken == "event" else "20"}
     env = lambda rank: {**fake, "FAKE_CUDA_BROKEN": broken} if rank == 1 else fake  # noqa: E731
@@ -102,11 +102,11 @@ def test_one_rank_that_cannot_use_device_memory_takes_all_to_gloo(broken: str) -
 
 
 def refused_by_gloo(job: Job, number: int) -> list[tuple[str, str]]:
-    """A few calls through Gloo, of which the one of that number is none that Gloo has; their errors."""
+    """A few calls, of which the one of that number goes through Gloo, which does not have it; their errors."""
     logging.disable(logging.CRITICAL)
     pg = bare_group(job, "refused", job.rank, job.size, 20.0)
     tensors = [torch.ones(4) for _ in range(4)]
-    tensors[number] = tensors[number].to(torch.uint16)
+    tensors[number] = torch.quantize_per_tensor(tensors[number], 0.1, 0, torch.qint8)
     return [error_of(lambda t=t: pg.allreduce([t], options("Allreduce")).wait())[0] for t in tensors]
 
 
@@ -128,7 +128,7 @@ def with_a_long_reason(job: Job, text: str) -> str:
         fake_cuda.FakeCuda.missing = lambda self: text
     pg = bare_group(job, "long", job.rank, job.size, 20.0)
     pg.allreduce([torch.ones(4)], options("Allreduce")).wait()
-    return str(pg._device_side.gloo_reason)
+    return str(pg.staged_reason)
 
 
 @pytest.mark.parametrize("letter", ["e", "\u00e9", "\n", "\U0001f600"])

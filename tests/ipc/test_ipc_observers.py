@@ -273,7 +273,7 @@ def test_a_tensor_listed_twice_is_reduced_once() -> None:
     assert [tensor for *_, tensor in values(run_ranks(numbers, 2))] == [[2.0, 2.0]] * 2
 
 
-@pytest.mark.parametrize("module", ["executor", "arguments", "work", "process_group"])
+@pytest.mark.parametrize("module", ["executor", "arguments", "work", "collective_group"])
 def test_dynamo_skips_every_function(module: str) -> None:
     """The marks are on the code, so also on functions inside of others and on decorated ones."""
     import importlib
@@ -287,6 +287,6 @@ def test_dynamo_skips_every_function(module: str) -> None:
         "executor": {"run", "_take_turn", "submit"},
         "arguments": {"takes", "decorate", "call"},
         "work": {"wait", "get_future", "outcome", "complete"},
-        "process_group": {"_timeout_s", "shutdown", "allreduce", "run"},
+        "collective_group": {"_timeout_s", "shutdown", "allreduce", "run"},
     }
     assert expected[module] <= found

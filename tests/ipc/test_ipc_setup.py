@@ -342,7 +342,7 @@ def pairs(job: Job) -> list[str]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ray_fracbackend.ipc.group.process_group").addHandler(handler)
+    logging.getLogger("ray_fracbackend.ipc.group.collective_group").addHandler(handler)
     for backend in ("ipc", "cpu:ipc", "cpu:gloo,cuda:ipc", "cpu:gloo"):
         dist.all_reduce(torch.ones(1), group=dist.new_group(backend=backend))
     return [text.partition(",")[0] for text in texts if "asked for" in text]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
+import ray_fracbackend.staged  # noqa: F401 (registers both backends)
 
 
 class Net(torch.nn.Module):
@@ -272,7 +272,7 @@ def meshes_and_objects(job: Job) -> dict[str, Any]:
         "incoming": incoming.item(),
         "coalesced": [t.tolist() for t in coalesced],
         "backend": dist.get_backend(),
-        "sub-backend": dist.get_backend(odd) if rank != 2 else "ipc",
+        "sub-backend": dist.get_backend(odd) if rank != 2 else dist.get_backend(),
     }
 
 

@@ -1,7 +1,7 @@
-"""CUDA as the ipc backend uses it: one device, the stream of a group on it, a call on that stream. Imports torch.
+"""An accelerator as the backends use it: one device, the stream of a group on it, a call on that stream. Imports torch.
 
-Everything that needs a GPU is behind `CudaRuntime`, which the tests replace. Streams and events are those of `torch.cuda`, or
-what behaves like them.
+Everything that needs an accelerator is behind `AcceleratorRuntime`, and behind `CudaRuntime` what needs CUDA, both of which the
+tests replace. Streams and events are those of `torch.cuda`, or what behaves like them.
 
 A call works on a stream of the group's own, which first waits for what the caller's stream had been given when the call was
 made. The caller's stream later waits for the call's last event. Neither stops the host, and a call's kernels run beside the
@@ -11,9 +11,10 @@ caller's, such as those of a backward pass.
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from .driver import (
     tensor_at,
 )
 
+logger = logging.getLogger(__name__)
 
-class CudaRuntime:
-    """One CUDA device.
+
+class AcceleratorRuntime:
+    """One device of any kind that has streams in torch: CUDA, ROCm (which torch calls cuda), XPU.
 
     Args:
         device: With an index.
@@ -40,6 +43,65 @@ class CudaRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._index: int = device.index
+        self._module: Any = torch.get_device_module(device)
+
+    @staticmethod
+    def owns(tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is on an accelerator."""
+        return not (tensor.is_cpu or tensor.is_meta)
+
+    def new_stream(self) -> Any:
+        """Create a stream of the device."""
+        return self._module.Stream(self.device)
+
+    def current_stream(self) -> Any:
+        """Return the calling thread's stream."""
+        return self._module.current_stream(self.device)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Make `stream` and its device the calling thread's."""
+        # The device first: leaving a stream alone makes a context on the device that the thread had before.
+        with self._module.device(self.device), self._module.stream(stream):
+            yield
+
+    def is_capturing(self) -> bool:
+        """Return whether the calling thread's stream is being captured in a graph."""
+        return bool(getattr(self._module, "is_current_stream_capturing", bool)())
+
+    def new_event(self) -> Any:
+        """Create an event of this process."""
+        return self._module.Event()
+
+    def synchronize(self) -> None:
+        """Block the host until the device is through with all that it was given."""
+        self._module.synchronize(self.device)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Allocate memory of the host that the device copies to and from by itself; 1-D uint8."""
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            # Such as a limit on locked memory. Copies are in order with pageable memory too, but block the host.
+            logger.warning("Host memory cannot be pinned, so staged copies are slow: %s", error)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Record `stream` with the allocator as a user of the tensor, so that its memory is not reused too early."""
+        tensor.record_stream(stream)
+
+    def new_future(self) -> torch.futures.Future[Any]:
+        """Create a future whose waiter's stream waits for the work behind the value, as NCCL's does."""
+        return torch.futures.Future(devices=[self.device])
+
+    def complete(self, future: torch.futures.Future[Any], value: Any, stream: Any) -> None:
+        """Set the result of `future` behind the work on `stream` so far."""
+        with self.on(stream):
+            future.set_result(value)
+
+
+class CudaRuntime(AcceleratorRuntime):
+    """One CUDA device, whose memory ranks of other processes can map."""
 
     @staticmethod
     def owns(tensor: torch.Tensor) -> bool:
@@ -94,26 +156,6 @@ class CudaRuntime:
         with current(self._index):
             call("cuIpcCloseMemHandle" if block.imported else "cuMemFree_v2", ctypes.c_uint64(block.pointer))
 
-    def new_stream(self) -> Any:
-        """Create a stream of the device."""
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-
-    def current_stream(self) -> Any:
-        """Return the calling thread's stream."""
-        return torch.cuda.current_stream(self.device)
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make `stream` and its device the calling thread's."""
-        return torch.cuda.stream(stream)
-
-    def is_capturing(self) -> bool:
-        """Return whether the calling thread's stream is being captured in a CUDA graph."""
-        return torch.cuda.is_current_stream_capturing()
-
-    def new_event(self) -> Any:
-        """Create an event of this process."""
-        return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
     def new_shared_event(self) -> Any:
         """Create an event that can be exported once it has been recorded."""
         return torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
@@ -127,19 +169,6 @@ class CudaRuntime:
         """Open another process's event."""
         return torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-untyped-call]
 
-    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Record `stream` with the allocator as a user of the tensor, so that its memory is not reused too early."""
-        tensor.record_stream(stream)
-
-    def new_future(self) -> torch.futures.Future[Any]:
-        """Create a future whose waiter's stream waits for the work behind the value, as NCCL's does."""
-        return torch.futures.Future(devices=[self.device])
-
-    def complete(self, future: torch.futures.Future[Any], value: Any, stream: Any) -> None:
-        """Set the result of `future` behind the work on `stream` so far."""
-        with torch.cuda.stream(stream):
-            future.set_result(value)
-
 
 class CommunicationStream:
     """The stream of one group on one device.
@@ -150,8 +179,8 @@ class CommunicationStream:
         last: Event behind the last call, None before the first.
     """
 
-    def __init__(self, runtime: CudaRuntime) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: AcceleratorRuntime) -> None:
+        self.runtime: Any = runtime
         self.stream = runtime.new_stream()
         self.last: Any = None
 
@@ -168,7 +197,7 @@ class CommunicationStream:
         """
         if self.runtime.is_capturing():
             raise RuntimeError(
-                "Collectives of the ipc backend cannot be captured in a CUDA graph, because ranks also meet on the host; "
+                "Collectives of the backends ipc and staged cannot be captured in a CUDA graph, because ranks also meet on the host; "
                 "capture the computation without them, or use a device of its own for each rank and NCCL."
             )
         event = self.runtime.new_event()

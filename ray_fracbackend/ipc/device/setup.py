@@ -8,7 +8,6 @@ reason, and Gloo carries the group's CUDA tensors from then on.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -24,13 +23,14 @@ from .._torch import PrefixStore, ProcessGroupNCCL, RedOpType, stop
 from ..errors import IpcUnavailableError
 from ..host.arena import Arena, ArenaName, attach_arena, create_arena
 from ..host.memory import block_bytes
+from ..protocol.collectives import Collectives, HostCollectives
 from ..protocol.control import control_bytes
 from ..protocol.description import Terms, describe_call, first_on_device
 from ..protocol.engine import Engine
-from ..protocol.hierarchy import Collectives, HierarchicalCollectives, gloo_leaders, leads
+from ..protocol.hierarchy import HierarchicalCollectives, gloo_leaders, leads
 from ..protocol.local import LEADER, LocalCollectives, ReductionPlan
 from ..protocol.reductions import Reduction
-from ..protocol.setup import Membership, group_by_host
+from ..protocol.setup import Membership, group_by_host, share
 from ..protocol.waiting import Beside
 from .memory import DeviceMemory, DeviceParts, free_retired, give_up
 from .runtime import CommunicationStream, wait_on_host
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds for each step once all ranks have come. Some steps wait until the device is idle.
 STEP_S = 60.0
-_MESSAGE_BYTES = 4096
-_MAX_ERROR = 1000
 _CHECKED_BYTES = 64 * 1024
 _SET_UP = describe_call("device memory set-up")
 # Of the check: twice round the ring of two slots and events.
@@ -54,14 +52,14 @@ class HostSide:
     Attributes:
         membership: Ranks of each host.
         local: Collectives of this rank's host.
-        collectives: Collectives of the group.
+        collectives: Collectives of the group's CPU tensors.
         gloo: The Gloo group of all ranks.
         store: The group's store.
     """
 
     membership: Membership
     local: LocalCollectives
-    collectives: Collectives
+    collectives: HostCollectives
     gloo: Any
     store: Any
 
@@ -135,24 +133,8 @@ class DeviceSetup:
         Raises:
             IpcUnavailableError: The step failed on some rank; every rank raises the first rank's reason.
         """
-        try:
-            message = step()
-        except Exception as error:
-            message = {"error": str(error) or repr(error)}
-        if message.get("error"):
-            message = {"error": message["error"][:_MAX_ERROR]}
-            # JSON takes six bytes for some characters.
-            while len(json.dumps(message)) > _MESSAGE_BYTES:
-                message["error"] = message["error"][:-100]
-        data = json.dumps(message).encode().ljust(_MESSAGE_BYTES, b"\0")
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        table = torch.empty((self._host.collectives.num_ranks, _MESSAGE_BYTES), dtype=torch.uint8, device="cpu")
-        self._host.collectives.gather(own, list(table), None, terms or Terms.within(_SET_UP, STEP_S))
-        answers = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in table]
-        for rank, answer in enumerate(answers):
-            if answer.get("error"):
-                raise IpcUnavailableError(f"{self._host.membership.names[rank]}: {answer['error']}")
-        return answers
+        host = self._host
+        return share(host.collectives, host.membership.names, step, terms or Terms.within(_SET_UP, STEP_S))
 
     def _hello(self) -> dict[str, Any]:
         return {

@@ -1,7 +1,8 @@
-"""A group's CUDA tensors: who carries them, and on which stream. Runs in every rank; imports torch.
+"""A group's tensors on an accelerator: what carries them, and on which stream. Runs in every rank; imports torch.
 
-Device memory is set up at the first call with CUDA tensors, not when the group is made: only then is the device known,
-and many groups (of meshes, of sharded models) never move a CUDA tensor.
+That is set up at the first call with such tensors, not when the group is made: only then is the device known, and many groups
+(of meshes, of sharded models) never move one. Two things are tried in turn: memory of the device that all its ranks have mapped,
+then staging through pinned host memory, which always works.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 
 from .._torch import set_timeout, stop
 from ..errors import IpcUnavailableError
+from ..protocol.collectives import Collectives, HostCollectives
 from ..protocol.description import description_text
-from ..protocol.hierarchy import Collectives
 from . import runtime
 from .memory import free_retired, give_up
 from .runtime import CommunicationStream, wait_on_host
 from .setup import DeviceLane, DeviceSetup, HostSide
+from .staged import set_up_staging
 
 logger = logging.getLogger(__name__)
 
@@ -29,23 +31,43 @@ _SHUTDOWN_S = 5.0
 
 
 class DeviceSide:
-    """Device memory of one group.
+    """What a group does with tensors on an accelerator.
 
     Args:
-        host: The group so far.
+        collectives: Collectives of the group's CPU tensors.
+        names: How messages call each rank.
         timeout: Default timeout of the group's collectives.
+        shared: What the ranks need to share memory of a device; or why all tensors are staged.
 
     Attributes:
-        gloo_reason: Why Gloo carries CUDA tensors of this group; None while nothing speaks against device memory.
+        staged_reason: Why the tensors are staged, as far as that is known; None while nothing speaks against device memory.
     """
 
-    def __init__(self, host: HostSide, timeout: timedelta) -> None:
-        self.gloo_reason: str | None = None
-        self._host = host
+    def __init__(
+        self, collectives: HostCollectives, names: Sequence[str], timeout: timedelta, shared: HostSide | str
+    ) -> None:
+        self.staged_reason = shared if isinstance(shared, str) else None
+        self._host = collectives
+        self._names = names
         self._timeout = timeout
+        self._shared = None if isinstance(shared, str) else shared
         self._device: torch.device | None = None
         self._lane: DeviceLane | None = None
+        self._collectives: Collectives | None = None
         self._streams: dict[torch.device, CommunicationStream] = {}
+
+    @property
+    def path(self) -> str | None:
+        """How the tensors travel, and why so; None where none has come yet."""
+        if self._collectives is None:
+            return None
+        if self._lane is not None:
+            return "shared device memory"
+        return f"staged through host memory ({self.staged_reason})"
+
+    @property
+    def _kind(self) -> type[runtime.AcceleratorRuntime]:
+        return runtime.AcceleratorRuntime if self._shared is None else runtime.CudaRuntime
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default timeout of later collectives, the only one that NCCL knows."""
@@ -54,13 +76,13 @@ class DeviceSide:
             set_timeout(group, timeout)
 
     def device_of(self, tensors: Sequence[torch.Tensor]) -> torch.device | None:
-        """Return the first CUDA device among those of the tensors, or None."""
-        return next((tensor.device for tensor in tensors if runtime.CudaRuntime.owns(tensor)), None)
+        """Return the first device with streams among those of the tensors, or None."""
+        return next((tensor.device for tensor in tensors if self._kind.owns(tensor)), None)
 
     def carries(self, tensors: Sequence[torch.Tensor]) -> torch.device | None:
-        """Return the device of these tensors if device memory may carry them: all there, dense, not quantized."""
+        """Return the device of these tensors if the group's may carry them: all there, dense, not quantized."""
         device = self.device_of(tensors)
-        if device is None or self.gloo_reason is not None or self._device not in (None, device):
+        if device is None or self._device not in (None, device):
             return None
         for tensor in tensors:
             if tensor.device != device or tensor.layout is not torch.strided or tensor.is_quantized:
@@ -71,30 +93,38 @@ class DeviceSide:
         """Return the group's stream on a device."""
         stream = self._streams.get(device)
         # Of several threads that make one, all use the first.
-        return stream or self._streams.setdefault(device, CommunicationStream(runtime.CudaRuntime(device)))
+        return stream or self._streams.setdefault(device, CommunicationStream(self._kind(device)))
 
     def prepare(self, device: torch.device, description: bytes, timeout_s: float) -> None:
-        """Set device memory up if this is the group's first call with CUDA tensors; in its turn.
+        """Set up what carries the tensors if this is the group's first call with one on an accelerator; in its turn.
 
         Raises:
             IpcError: The group is broken.
         """
-        # The other page knows of failures that this one does not.
-        self._host.local.engine.raise_if_unusable(description_text(description))
+        # The device's memory has a page of its own, which does not know of all failures.
+        self._host.raise_if_unusable(description_text(description))
         if self._device is not None:
             return
         self._device = device
-        try:
-            self._lane = DeviceSetup(self._host, self.stream_of(device), self._timeout).run(description, timeout_s)
-        except IpcUnavailableError as error:
-            self.gloo_reason = str(error)
-            self.stream_of(device).renew()
-            if self._host.membership.rank == 0:
-                logger.warning("CUDA tensors of this ipc group go through Gloo: %s", self.gloo_reason)
+        if self._shared is not None:
+            try:
+                self._lane = DeviceSetup(self._shared, self.stream_of(device), self._timeout).run(
+                    description, timeout_s
+                )
+                self._collectives = self._lane.collectives
+                return
+            except IpcUnavailableError as error:
+                self.staged_reason = str(error)
+                self.stream_of(device).renew()
+                if self._host.rank == 0:
+                    logger.warning(
+                        "CUDA tensors of this ipc group are staged through host memory: %s", self.staged_reason
+                    )
+        self._collectives = set_up_staging(self._host, self._names, self.stream_of(device), description, timeout_s)
 
     def collectives(self, device: torch.device) -> Collectives | None:
-        """Return the collectives for tensors on `device`, None where Gloo has to carry them; after `prepare`."""
-        return self._lane.collectives if self._lane is not None and device == self._device else None
+        """Return the collectives for tensors on `device`, None where the group uses another one; after `prepare`."""
+        return self._collectives if device == self._device else None
 
     def abort(self, reason: str) -> None:
         """Break the device's part of the group; touches no device. May be called again."""
@@ -108,8 +138,6 @@ class DeviceSide:
         lane, self._lane = self._lane, None
         if lane is None:
             return
-        # Without a lane no later call may be taken for one that Gloo should carry.
-        self.gloo_reason = "the process group was shut down"
         engine = lane.local.engine
         if not (idle and not engine.waiter.is_poisoned() and self._is_through()):
             # What the device still does with the memory cannot be known; the end of the process frees it.

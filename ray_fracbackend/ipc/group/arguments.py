@@ -274,6 +274,22 @@ def split_parts(operation: str, tensor: torch.Tensor, splits: Sequence[int], cou
     return list(tensor.view(-1).split_with_sizes([rows_of * row_numel for rows_of in splits]))
 
 
+def on_host(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Return tensors, or lists of lists of them, with those of a device as copies on the host; blocks until they are there.
+
+    Args:
+        value: A tensor, a list, or what has none.
+        copies: Receives each copy by the id of its tensor; a tensor that is listed twice has one copy.
+    """
+    if isinstance(value, (list, tuple)):
+        return [on_host(item, copies) for item in value]
+    if not isinstance(value, torch.Tensor) or value.is_cpu:
+        return value
+    if id(value) not in copies:
+        copies[id(value)] = value.detach().cpu()
+    return copies[id(value)]
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of `tensor` in row-major order, 1-D: a view where its memory is laid out so, else a copy."""
     view = flat_view(tensor)

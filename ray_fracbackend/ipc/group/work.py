@@ -122,3 +122,56 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
         future: torch.futures.Future[list[torch.Tensor]] = started.then(outcome)
         task.when_done(complete)
         return future
+
+
+class ReceiveWork(Work):  # type: ignore[misc]  # torch gives it no type
+    """A tensor of an accelerator that is received on the host first.
+
+    Args:
+        work: Gloo's, of the tensor on the host.
+        host: That tensor.
+        tensor: Where the data belongs.
+    """
+
+    def __init__(self, work: Any, host: torch.Tensor, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._work = work
+        self._host: torch.Tensor | None = host
+        self._tensor = tensor
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the data has come, then copy it on the caller's stream. May be called again.
+
+        Args:
+            timeout: Bound on this wait alone; None, zero and negative mean the group's own.
+
+        Raises:
+            RuntimeError: The sender has gone, or the time is over.
+        """
+        self._work.wait(timeout) if timeout is not None and timeout > timedelta(0) else self._work.wait()
+        host, self._host = self._host, None
+        if host is not None:
+            self._tensor.data.copy_(host)
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the data is in the tensor: a receive ends in ``wait()``."""
+        return self._host is None
+
+    def is_success(self) -> bool:
+        """Return the same: a receive that failed does not complete."""
+        return self._host is None
+
+    def synchronize(self) -> None:
+        """Do the same as ``wait()``."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Return the rank that sent."""
+        return int(self._work._source_rank())
+
+    _source_rank = source_rank
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensor that receives the data."""
+        return [self._tensor]

@@ -15,18 +15,13 @@ from typing import Any
 
 import torch
 
-from .._torch import PrefixStore, ProcessGroupGloo, c10d, stop
-from .._torch import RedOpType as Op
-from ..errors import CollectiveMismatchError, CollectiveTimeoutError, IpcError
-from .description import KEY_BYTES, Terms, description_text
+from .._torch import PrefixStore, ProcessGroupGloo, stop
+from ..errors import CollectiveTimeoutError, IpcError
+from .description import Terms, description_text
+from .gloo import TorchGroup
 from .local import LocalCollectives, Parts, SomeParts, as_bytes
 from .reductions import Reduction
 from .setup import Membership
-
-# What Gloo and NCCL reduce exactly as we do; other types travel as bytes and are reduced by each leader.
-_LEADER_DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-# Not MIN and MAX: Gloo's lose a NaN or keep it, depending on the order.
-_LEADER_OPS = {Op.SUM: Op.SUM, Op.AVG: Op.SUM, Op.PREMUL_SUM: Op.SUM, Op.PRODUCT: Op.PRODUCT}
 
 
 class HierarchicalCollectives:
@@ -53,17 +48,17 @@ class HierarchicalCollectives:
         self._local = local
         self._hosts = membership.hosts
         self._host = membership.host_index
-        self._names = membership.names
-        self._leaders = leaders
-        self._everyone = everyone
-        self._agreement = leaders if agreement is None else agreement
+        names = [membership.names[members[0]] for members in membership.hosts]
+        self._leaders = None if leaders is None else TorchGroup(leaders, membership.host_index, names)
+        self._everyone = TorchGroup(everyone, membership.rank, membership.names)
+        self._agreement = self._leaders if agreement is None else TorchGroup(agreement, membership.host_index, names)
         if leaders is not None:
             local.engine.on_failure.append(self._hang_up)
 
     def _hang_up(self, reason: str) -> None:
         """End the connections to other leaders, so that a failure on this host reaches their hosts at once."""
         # Where this torch's Gloo has no abort, the other leaders notice at their timeout.
-        stop((self._agreement, self._leaders), "abort")
+        stop([link.group for link in (self._agreement, self._leaders) if link is not None], "abort")
 
     @contextmanager
     def _poisoning(self, terms: Terms) -> Iterator[None]:
@@ -79,42 +74,38 @@ class HierarchicalCollectives:
             # Gloo has one type for all that goes wrong.
             raise (CollectiveTimeoutError if terms.is_late() else IpcError)(reason) from error
 
-    def _between_hosts(self, function: Callable[[Any], None], terms: Terms) -> Terms:
+    def raise_if_unusable(self, what: str) -> None:
+        """See `LocalCollectives.raise_if_unusable`."""
+        self._local.raise_if_unusable(what)
+
+    def fail(self, reason: str) -> None:
+        """See `LocalCollectives.fail`; reaches the other hosts as well."""
+        self._local.fail(reason)
+
+    def abort(self, reason: str) -> None:
+        """See `LocalCollectives.abort`."""
+        self._local.abort(reason)
+
+    def close(self, idle: bool) -> None:
+        """See `LocalCollectives.close`."""
+        self._local.close(idle)
+
+    def _between_hosts(self, function: Callable[[TorchGroup], None], terms: Terms) -> Terms:
         """Run `function` on the leader, after the leaders have compared descriptions; return terms for what comes after.
 
         The others wait for the leader longer than it waits, so that they raise what it raises and not that it is late.
         """
-        if self._leaders is None:
+        if self._leaders is None or self._agreement is None:
             return terms.later()
         with self._poisoning(terms):
-            self._agree(terms)
+            self._agreement.agree(terms)
             function(self._leaders)
         return terms
-
-    def _gather_parts(self, leaders: Any, part: torch.Tensor, terms: Terms) -> list[torch.Tensor]:
-        """Return the `part` of every leader, by host."""
-        options = c10d.AllgatherOptions()
-        options.timeout = terms.left()
-        parts = [torch.empty_like(part) for _ in self._hosts]
-        leaders.allgather([parts], [part], options).wait()
-        return parts
-
-    def _agree(self, terms: Terms) -> None:
-        own = torch.frombuffer(bytearray(terms.description), dtype=torch.uint8)
-        all_of_them = self._gather_parts(self._agreement, own, terms)
-        for host, tensor in enumerate(all_of_them):
-            theirs = bytes(tensor.tolist())
-            if theirs[:KEY_BYTES] != terms.description[:KEY_BYTES]:
-                raise CollectiveMismatchError(
-                    f"{self._names[self.rank]} called {description_text(terms.description)} while "
-                    f"{self._names[self._hosts[host][0]]} called {description_text(theirs)} as the same collective "
-                    f"of the group; every rank must make the same calls in the same order."
-                )
 
     def barrier(self, terms: Terms) -> None:
         """See `LocalCollectives.barrier`."""
         self._local.barrier(terms)
-        # _agree alone already waits for every leader.
+        # To agree is to wait for every leader.
         self._local.barrier(self._between_hosts(lambda leaders: None, terms))
 
     def reduce(self, tensor: torch.Tensor, root: int | None, reduction: Reduction, terms: Terms) -> None:
@@ -124,20 +115,8 @@ class HierarchicalCollectives:
         partial = torch.empty(numel, dtype=reduction.accumulate_dtype, device=tensor.device)
         self._local.reduce(tensor, 0, reduction, terms, partial)
 
-        def reduce_partials(leaders: Any) -> None:
-            if partial.dtype in _LEADER_DTYPES and reduction.op in _LEADER_OPS:
-                options = c10d.AllreduceOptions()
-                options.reduceOp = _LEADER_OPS[reduction.op]
-                options.timeout = terms.left()
-                if partial.numel():
-                    leaders.allreduce([partial], options).wait()
-                reduction.finish(partial)
-                result.copy_(partial)
-                return
-            parts = [p.view(partial.dtype) for p in self._gather_parts(leaders, as_bytes(partial), terms)]
-            merged = torch.empty_like(partial)
-            reduction.of_partials().reduce(merged, parts)
-            result.copy_(merged)
+        def reduce_partials(leaders: TorchGroup) -> None:
+            leaders.reduce(partial, result, reduction, terms)
 
         self._local.broadcast(result, 0, self._between_hosts(reduce_partials, terms))
 
@@ -146,17 +125,9 @@ class HierarchicalCollectives:
         home = next(i for i, members in enumerate(self._hosts) if root in members)
         if self._host == home:
             self._local.broadcast(tensor, self._hosts[home].index(root), terms)
-        later = self._between_hosts(lambda leaders: self._send(leaders, as_bytes(tensor), home, terms), terms)
+        later = self._between_hosts(lambda leaders: leaders.broadcast(as_bytes(tensor), home, terms), terms)
         if self._host != home:
             self._local.broadcast(tensor, 0, later)
-
-    @staticmethod
-    def _send(leaders: Any, data: torch.Tensor, host: int, terms: Terms) -> None:
-        options = c10d.BroadcastOptions()
-        options.rootRank = host
-        options.timeout = terms.left()
-        if data.numel():
-            leaders.broadcast([data], options).wait()
 
     def gather(self, tensor: torch.Tensor, outputs: Parts | None, root: int | None, terms: Terms) -> None:
         """See `LocalCollectives.gather`; to one root it goes through Gloo between all ranks."""
@@ -174,9 +145,9 @@ class HierarchicalCollectives:
         own = list(blocks[self._host].view(len(self._hosts[self._host]), data.numel()))
         self._local.gather(data, own, 0, terms)
 
-        def exchange(leaders: Any) -> None:
+        def exchange(leaders: TorchGroup) -> None:
             for host, block in enumerate(blocks):
-                self._send(leaders, block, host, terms)
+                leaders.broadcast(block, host, terms)
 
         self._local.broadcast(everything, 0, self._between_hosts(exchange, terms))
         order = [rank for members in self._hosts for rank in members]
@@ -193,21 +164,8 @@ class HierarchicalCollectives:
     def exchange(self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, terms: Terms) -> None:
         """See `LocalCollectives.exchange`; goes through Gloo between all ranks."""
         self.barrier(terms)
-        device = next(t.device for t in (*inputs, *outputs) if t is not None)
-        empty = torch.empty(0, dtype=torch.uint8, device=device)
-        sources = [empty if t is None else as_bytes(t) for t in inputs]
-        targets = [empty if t is None else as_bytes(t) for t in outputs]
-        received = torch.empty(sum(t.numel() for t in targets), dtype=torch.uint8, device=device)
-        options = c10d.AllToAllOptions()
-        options.timeout = terms.left()
-        out_sizes, in_sizes = [t.numel() for t in targets], [t.numel() for t in sources]
         with self._poisoning(terms):
-            self._everyone.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options).wait()
-        for target, part in zip(targets, received.split_with_sizes(out_sizes), strict=True):
-            target.copy_(part)
-
-
-Collectives = LocalCollectives | HierarchicalCollectives
+            self._everyone.exchange(inputs, outputs, terms)
 
 
 def leads(membership: Membership) -> bool:

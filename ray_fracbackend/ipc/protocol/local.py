@@ -63,6 +63,24 @@ class LocalCollectives:
             per_chunk = self._memory.chunk_bytes // parts // _LINE_BYTES * _LINE_BYTES // itemsize
         return per_chunk, max(1, -(-numel // per_chunk))
 
+    def raise_if_unusable(self, what: str) -> None:
+        """See `Engine.raise_if_unusable`."""
+        self.engine.raise_if_unusable(what)
+
+    def fail(self, reason: str) -> None:
+        """See `Engine.fail`."""
+        self.engine.fail(reason)
+
+    def abort(self, reason: str) -> None:
+        """See `Engine.abort`."""
+        self.engine.abort(reason)
+
+    def close(self, idle: bool) -> None:
+        """Leave the group, and let go of the memory if no call is in progress. May be called again."""
+        self.engine.close()
+        if idle:
+            self._memory.close()
+
     def barrier(self, terms: Terms) -> None:
         """Return once every rank has called this."""
         self.engine.run(Call(terms, 1, None, None))

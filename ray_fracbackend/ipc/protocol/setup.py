@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,9 +22,14 @@ from ..host.arena import Arena, ArenaName, attach_arena, create_arena
 from ..host.liveness import Peer, start_time
 from ..host.memory import SlotMemory, block_bytes
 from ..host.support import host_id, host_memory_support
+from .collectives import Collectives
 from .control import control_bytes
+from .description import Terms
 from .engine import Engine
 from .local import LocalCollectives, ReductionPlan
+
+_MESSAGE_BYTES = 4096
+_MAX_ERROR = 1000
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,9 @@ class Membership:
         return self.hosts[self.host_index]
 
 
-def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Membership, LocalCollectives]:
+def join(
+    store: Any, rank: int, size: int, names: tuple[str, ...], obstacle: str | None = None
+) -> tuple[Membership, LocalCollectives]:
     """Set up the shared memory of a group; every rank of the group must call it.
 
     Args:
@@ -59,6 +67,7 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
         rank: This process's rank in the group.
         size: Ranks of the group.
         names: How messages call each group rank.
+        obstacle: Why this rank cannot take part; None to find out.
 
     Returns:
         The hosts, and the collectives of this rank's own host.
@@ -67,7 +76,7 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
         IpcUnavailableError: Some rank cannot take part; the message says which and why.
     """
     store = PrefixStore("ipc", store)
-    hello = {"host": host_id(), "pid": os.getpid(), "started": 0, "error": host_memory_support()}
+    hello = {"host": host_id(), "pid": os.getpid(), "started": 0, "error": obstacle or host_memory_support()}
     if hello["error"] is None:
         hello["started"] = start_time(os.getpid())
     infos = _exchange(store, "hello", rank, size, hello)
@@ -92,6 +101,43 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...]) -> tuple[Memb
     assert engine is not None
     plan = ReductionPlan(knobs.ONE_PASS_BYTES, knobs.TWO_PASS_RANKS, False)
     return membership, LocalCollectives(engine, plan)
+
+
+def share(
+    collectives: Collectives, names: Sequence[str], step: Callable[[], dict[str, Any]], terms: Terms
+) -> list[dict[str, Any]]:
+    """Run a step of a later set-up on this rank and exchange its result with all ranks, through memory that they share already.
+
+    Args:
+        collectives: Of CPU tensors.
+        names: How messages call each rank.
+        step: Returns this rank's message.
+        terms: Of the exchange.
+
+    Returns:
+        The messages by rank.
+
+    Raises:
+        IpcUnavailableError: The step failed on some rank; every rank raises the first rank's reason.
+    """
+    try:
+        message = step()
+    except Exception as error:
+        message = {"error": str(error) or repr(error)}
+    if message.get("error"):
+        message = {"error": message["error"][:_MAX_ERROR]}
+        # JSON takes six bytes for some characters.
+        while len(json.dumps(message)) > _MESSAGE_BYTES:
+            message["error"] = message["error"][:-100]
+    data = json.dumps(message).encode().ljust(_MESSAGE_BYTES, b"\0")
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    table = torch.empty((len(names), _MESSAGE_BYTES), dtype=torch.uint8, device="cpu")
+    collectives.gather(own, list(table), None, terms)
+    answers = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in table]
+    for name, answer in zip(names, answers, strict=True):
+        if answer.get("error"):
+            raise IpcUnavailableError(f"{name}: {answer['error']}")
+    return answers
 
 
 def _exchange(store: Any, key: str, rank: int, size: int, value: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,803 @@
+"""A c10d process group in Python: its lifecycle, how it runs a call, and every collective. Imports torch.
+
+What carries a call is decided once, from its tensors: dense CPU tensors go through the collectives of the group's hosts, those
+on its accelerator through what `device.side` has set up there. All others (sparse, quantized, on two devices) are copied to the
+host whole and go through a Gloo group inside, which is also registered as torch's backend and so carries what is not overridden
+(group names, object lookups from C++). Calls on the host are run by `executor` alone; calls on a device are issued by it to the
+group's stream on that device.
+
+Each collective follows the one of `torch.distributed` of the same name, under all names that torch 2.7 to 2.15 call. With
+``asyncOp`` the call returns at once and the tensors belong to the backend until the Work is waited for; otherwise it blocks
+until this rank's part is done, on a device until it has been issued and the caller's stream waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._torch import (
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    c10d,
+    profiler_enabled,
+    set_timeout,
+    stop,
+)
+from ..device.runtime import AcceleratorRuntime, DeviceCall
+from ..device.side import DeviceSide
+from ..errors import CollectiveMismatchError, IpcError
+from ..protocol.collectives import Collectives, HostCollectives
+from ..protocol.description import Terms, describe_call, description_text, operation_of, through_gloo
+from ..protocol.reductions import Reduction, check_reduces, plain_op, premul_factor, scaled
+from .arguments import (
+    check_class,
+    check_disjoint,
+    check_one_type,
+    check_pairs,
+    check_same,
+    check_writable,
+    equal_parts,
+    flat,
+    flat_view,
+    is_wrapper,
+    lists,
+    on_host,
+    root_of,
+    single,
+    split_parts,
+    takes,
+    timeout_of,
+    wants_async,
+)
+from .executor import DONE, Executor
+from .observers import PLAIN, hidden, hide_package, is_without_data, recorded
+from .work import IpcWork, ReceiveWork, keep_work_of_reducers
+
+logger = logging.getLogger(__name__)
+
+Tensors = Sequence[torch.Tensor]
+# Does the work of a call with the collectives of the memory that carries it, on the flat memory of the call's results.
+Run = Callable[[Collectives, list[torch.Tensor], Terms], None]
+# An operation of the inner Gloo group, by its name in torch 2.13, and its arguments but the options.
+GlooCall = tuple[Any, ...]
+# Makes a call that has been checked, and returns its Work.
+Start = Callable[[], Any]
+
+HOST = torch.device("cpu")
+# Of tensors that have a shape alone.
+NOWHERE = torch.device("meta")
+# Names that Gloo's operations on single tensors have before torch 2.13.
+_OLD_GLOO_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+_GLOO_NAME = ProcessGroup.BackendType.CUSTOM
+# How long shutdown waits for calls in progress; their own timeouts may be half an hour.
+_SHUTDOWN_S = 5.0
+
+_groups: weakref.WeakSet[CollectiveGroup] = weakref.WeakSet()
+
+
+def _keep_groups() -> None:
+    """Keep all groups of a forked child: a destructor would wait for ever for the parent's threads of the inner Gloo groups."""
+    for group in list(_groups):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+if hasattr(os, "register_at_fork"):  # Windows cannot fork
+    os.register_at_fork(after_in_child=_keep_groups)
+
+
+class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no type
+    """What the process groups of this package have in common; a kind of group decides what carries tensors.
+
+    Args:
+        name: Of the backend.
+        store: The group's store.
+        rank: This process's rank in the group.
+        size: Ranks of the group.
+        timeout: Default timeout of a collective.
+        global_ranks: Global rank of each group rank, for messages; empty means the same numbers.
+        devices: Device types that the group is for.
+    """
+
+    # Collectives of CPU tensors, and what carries those of an accelerator. Each kind of group makes its own.
+    _host: HostCollectives
+    _device_side: DeviceSide
+    # Names of backends by which torch is asked for it, alone or in a pair.
+    _asked_as: frozenset[str]
+
+    def __init__(
+        self,
+        name: str,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        global_ranks: Sequence[int],
+        devices: Sequence[str],
+    ) -> None:
+        super().__init__(rank, size)
+        _groups.add(self)
+        hide_package()
+        keep_work_of_reducers()
+        self._name = name
+        self._store = _unused(store, size)
+        self._num_ranks = size
+        self._own_rank = rank
+        self._num_calls = 0
+        self._timeout = timeout
+        self._names = tuple(f"rank {global_ranks[r] if global_ranks else r}" for r in range(size))
+        self._gloo = ProcessGroupGloo(PrefixStore("gloo", self._store), rank, size, timeout)
+        for device in devices:
+            self._register_backend(torch.device(device), _GLOO_NAME, self._gloo)
+        self._set_default_backend(_GLOO_NAME)
+        # Further groups of torch's, which begin and end with this one.
+        self._inner: list[Any] = []
+        self._executor = Executor(f"{name} rank {rank}")
+        self._reductions: dict[tuple[torch.dtype, Any], Reduction] = {}
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return self._name
+
+    @property
+    def staged_reason(self) -> str | None:
+        """Why tensors of an accelerator are staged through host memory; None where they are not, or none has come yet."""
+        return self._device_side.staged_reason
+
+    @property
+    def device_path(self) -> str | None:
+        """How tensors of an accelerator travel, for reports; None where none has come yet."""
+        return self._device_side.path
+
+    @property
+    def _timeout_s(self) -> float:
+        """Default timeout in seconds: that of the inner Gloo group, which is all that torch's ``_set_pg_timeout`` sets."""
+        timeout: timedelta = self._gloo.options._timeout
+        if timeout != self._timeout:
+            self.set_timeout(timeout)
+        return timeout.total_seconds()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the numbers begin at 0 on every rank."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collectives this rank has called. torch's ``_get_sequence_number_for_group`` asks for it."""
+        return self._num_calls
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the default timeout of later collectives."""
+        self._timeout = timeout
+        self._device_side.set_timeout(timeout)
+        for gloo in (self._gloo, *self._inner):
+            set_timeout(gloo, timeout)
+
+    def abort(self) -> None:
+        """Break the group: calls in progress and later ones raise on every rank. May be called again.
+
+        In a forked child, as `shutdown` there, it does nothing: the group is the parent's.
+        """
+        if not self._executor.is_own():
+            return
+        reason = f"{self._names[self._own_rank]} aborted the process group"
+        self._device_side.abort(reason)
+        self._host.abort(reason)
+        self._executor.close(_SHUTDOWN_S)
+        stop((*self._inner, self._gloo), "abort")
+
+    def shutdown(self) -> None:
+        """Leave the group after the calls in progress; later calls here raise. May be called again."""
+        if not self._executor.is_own():
+            return
+        idle = self._executor.close(_SHUTDOWN_S)
+        self._device_side.shutdown(idle)
+        self._host.close(idle)
+        stop((*self._inner, self._gloo), "shutdown")
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: torch's own would end the process, because it clones a store that a group made in Python does not have.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"A process group of backend {self._name} cannot be split; make the part with "
+            "torch.distributed.new_group(ranks)."
+        )
+
+    # How a call is run.
+
+    def _launch(
+        self,
+        device: torch.device | None,
+        opts: Any,
+        description: bytes,
+        run: Run,
+        gloo: GlooCall,
+        tensors: Tensors,
+        results: list[torch.Tensor],
+        written: Tensors | None = None,
+    ) -> Start:
+        """Return what runs a call through the memory that can carry its tensors. Tensors without data are left as they are.
+
+        Args:
+            device: From `_carrier_of`; None for a copy on the host and Gloo.
+            opts: torch's options.
+            description: Of the call.
+            run: Does the work.
+            gloo: Does the same in the inner Gloo group.
+            tensors: All tensors of the call.
+            results: The value of the future.
+            written: The tensors that this rank writes to: `results`, which is the default, or none.
+
+        Raises:
+            ValueError: One of `written` has several elements at one address.
+        """
+        timeout_s, written = timeout_of(opts, self._timeout_s), results if written is None else written
+
+        def run_on(collectives: Collectives) -> None:
+            flats, copies = [], []
+            for tensor in results:
+                view = flat_view(tensor)
+                if view is None:
+                    # What is in a result is read only where there are no other tensors.
+                    if len(tensors) == len(results):
+                        view = flat(tensor)
+                    else:
+                        view = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+                    copies.append((tensor, view))
+                flats.append(view)
+            run(collectives, flats, Terms(description, time.monotonic() + timeout_s))
+            if written:
+                for tensor, copy in copies:
+                    tensor.data.copy_(copy.view(tensor.shape))  # as in `flat_view`
+
+        if device is HOST:
+            check_writable(description, written)
+            in_turn = self._guarded(run_on, self._host)
+            return partial(self._execute, None, opts, description, in_turn, tensors, results)
+        if device is None:
+            first = self._device_side.device_of(tensors)
+            to_gloo = partial(self._run_gloo, gloo, opts, description, timeout_s, first, tensors, written)
+            return partial(self._execute, first, opts, description, to_gloo, tensors, results)
+        check_writable(description, written)
+        if device is NOWHERE:
+            return partial(IpcWork, DONE, self._executor, results)
+
+        def on_device() -> None:
+            collectives = self._device_side.collectives(device)
+            if collectives is None:  # another device came first, in a call that had not begun when this one was made
+                self._run_gloo(gloo, opts, description, timeout_s, device, tensors, written)
+            else:
+                self._guarded(run_on, collectives)()
+
+        prepare = self._guarded(self._device_side.prepare, device, description, timeout_s)
+        return partial(self._execute, device, opts, description, on_device, tensors, results, prepare)
+
+    def _carrier_of(self, *tensors: torch.Tensor) -> torch.device | None:
+        """Return whose memory can carry these tensors: the host's, a CUDA device's, or None for Gloo.
+
+        Raises:
+            TypeError: One is a wrapper of other tensors.
+            ValueError: Some have no data, and others have.
+        """
+        if in_host_memory(*tensors):
+            return HOST
+        for tensor in tensors:
+            check_class(tensor)
+        if any(map(is_without_data, tensors)):
+            if not all(map(is_without_data, tensors)):
+                raise ValueError(
+                    "A collective got meta or fake tensors beside real ones; pass either all with data or none."
+                )
+            return NOWHERE
+        return self._device_side.carries(tensors)
+
+    def _begun(self, description: bytes, tensors: Tensors, function: Callable[[], None]) -> Callable[[], None]:
+        """Count a call, and record it where a profile is being taken."""
+        self._num_calls += 1
+        if self._num_calls == 1:
+            self._warn_of_pair()
+        return recorded(operation_of(description), tensors, function) if profiler_enabled() else function
+
+    def _warn_of_pair(self) -> None:
+        """Warn of a pair with a third backend: torch makes a group made in Python the group for all devices."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a group that is not registered with torch
+            asked = dist.get_backend_config(self)
+            if self._own_rank == 0 and not {part.partition(":")[2] for part in asked.split(",")} <= self._asked_as:
+                logger.warning(
+                    "This process group was asked for as %s, but torch.distributed makes a group with %s in it %s for all "
+                    "devices. For another backend make a second group, such as new_group(backend='nccl').",
+                    asked,
+                    self._name,
+                    self._name,
+                )
+
+    def _run_gloo(
+        self,
+        call: GlooCall,
+        opts: Any,
+        description: bytes,
+        timeout_s: float,
+        first: torch.device | None,
+        tensors: Tensors,
+        written: Tensors,
+    ) -> None:
+        """Run a Gloo operation on the host after the ranks have compared descriptions; never on tensors of a device.
+
+        Args:
+            call: The operation and its arguments.
+            opts: Its options.
+            description: Of the call.
+            timeout_s: Bound on waiting for the other ranks.
+            first: The device whose stream is the calling thread's and waits for the caller's.
+            tensors: All tensors of the call.
+            written: Those that this rank writes to.
+        """
+        self._host.barrier(Terms.within(through_gloo(description), timeout_s))
+        for device in {tensor.device for tensor in tensors if AcceleratorRuntime.owns(tensor)} - {first}:
+            AcceleratorRuntime(device).synchronize()
+        # Gloo reports to the other ranks itself, and what it merely cannot do must not break the group.
+        operation, *args = call
+        copies: dict[int, torch.Tensor] = {}
+        self._gloo_method(operation)(*(on_host(arg, copies) for arg in args), opts).wait()
+        for tensor in written:
+            if id(tensor) in copies:
+                tensor.data.copy_(copies[id(tensor)])  # as in `flat_view`
+
+    def _gloo_method(self, operation: str) -> Callable[..., Any]:
+        """Return an operation of Gloo, under the name that this torch has for it."""
+        if operation == "all_to_all":
+            return self._gloo_all_to_all
+        name = _OLD_GLOO_NAMES.get(operation, operation)
+        method: Callable[..., Any] = getattr(self._gloo, name if hasattr(self._gloo, name) else operation)
+        return method
+
+    def _gloo_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
+        """All-to-all of lists, which Gloo itself has only for one tensor."""
+        source = torch.cat([t.reshape(-1) for t in inputs])
+        target = torch.empty(sum(t.numel() for t in outputs), dtype=source.dtype, device=source.device)
+        sizes = [t.numel() for t in outputs]
+        work = self._gloo_method("all_to_all_single")(target, source, sizes, [t.numel() for t in inputs], opts)
+        work.wait()
+        for output, part in zip(outputs, target.split_with_sizes(sizes), strict=True):
+            output.data.copy_(part.view(output.shape))  # as in `flat_view`
+        return work
+
+    def _guarded(self, function: Callable[..., None], *args: Any) -> Callable[[], None]:
+        """Pass a failure that the engine has not seen on to the other ranks."""
+
+        def guarded() -> None:
+            try:
+                function(*args)
+            except (IpcError, ValueError):
+                # Wrong arguments are found before anything is published, and are as wrong on the other ranks.
+                raise
+            except BaseException as error:
+                self._host.fail(f"{type(error).__name__}: {error}")
+                raise
+
+        return guarded
+
+    def _execute(
+        self,
+        device: torch.device | None,
+        opts: Any,
+        description: bytes | None,
+        function: Callable[[], None],
+        tensors: Tensors,
+        results: list[torch.Tensor],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Run `function` now or, if the caller does not wait, queue it.
+
+        Args:
+            device: Where it issues work; None for the host.
+            opts: torch's options.
+            description: Of the call; None for what is not to be counted as one.
+            function: Does the work.
+            tensors: All tensors of the call.
+            results: The value of the future.
+            prepare: On a device, runs before the work, off the stream.
+        """
+        if description is not None:
+            function = self._begun(description, tensors, function)
+        for result in results:
+            if result.is_inference():
+                function = _in_inference_mode(function)
+                break
+        is_async, call = wants_async(opts), None
+        if device is not None:
+            there = [tensor for tensor in tensors if tensor.device == device]
+            function = call = DeviceCall(self._device_side.stream_of(device), prepare, function, there, is_async)
+        if is_async:
+            return IpcWork(self._executor.submit(hidden(function)), self._executor, results, call)
+        self._executor.run(hidden(function))
+        if call is not None:
+            call.join()
+        return IpcWork(DONE, self._executor, results, call)
+
+    def _all_of(self, name: str, calls: Iterable[tuple[Any, ...]], opts: Any, results: list[torch.Tensor]) -> Start:
+        """Return what makes several calls, all of which have been checked. They have one Work.
+
+        Args:
+            name: Method of each call.
+            calls: Its arguments but the options.
+            opts: torch's options.
+            results: The value of the future.
+
+        Raises:
+            ValueError: There is no call, or one is wrong.
+        """
+        starts = [getattr(CollectiveGroup, name).__wrapped__(self, *call, opts) for call in calls]
+        if not starts:
+            raise ValueError("A coalesced collective got no tensors; pass at least one.")
+
+        def start_all() -> Any:
+            works = [start() for start in starts]
+            call = next((work.call for work in works if work.call is not None), None)
+            if not wants_async(opts):
+                return IpcWork(DONE, self._executor, results, call)
+
+            def first_error() -> None:
+                for work in works:
+                    if work.exception() is not None:
+                        raise work.exception()
+
+            # The queue is in order, so an empty last entry ends when all have.
+            device = None if call is None else call.stream.runtime.device
+            return self._execute(device, opts, None, first_error, (), results)
+
+        return start_all
+
+    # Collectives that reduce.
+
+    def _reduction_of(self, device: torch.device | None, operation: str, dtype: torch.dtype, op: Any, kind: Any) -> Any:
+        """Return the `Reduction` of a call and its factor; None twice if Gloo carries it, which has other types and operations.
+
+        Raises:
+            ValueError: The element type has no such operation.
+        """
+        if device is None:
+            return None, None
+        reduction = self._reductions.get((dtype, kind))
+        if reduction is None:
+            check_reduces(operation, dtype, kind)
+            reduction = self._reductions[dtype, kind] = Reduction(dtype, kind, self._num_ranks)
+        return reduction, premul_factor(op, kind)
+
+    @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"))
+    def allreduce(self, tensors: Tensors, opts: Any) -> Any:
+        """All-reduce in place; results are bitwise equal on all ranks."""
+        return self._reduce("all_reduce", "allreduce", single(tensors, "all_reduce"), None, opts)
+
+    def _reduce(self, operation: str, gloo: str, tensor: torch.Tensor, root: int | None, opts: Any) -> Any:
+        """Reduce into the root's tensor, or into all where root is None."""
+        kind, is_root = plain_op(opts.reduceOp), root in (None, self._own_rank)
+        description = describe_call(operation, tensor.dtype, tensor.shape, kind, root)
+        device = self._carrier_of(tensor)
+        reduction, factor = self._reduction_of(device, operation, tensor.dtype, opts.reduceOp, kind)
+
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
+            result = results[0] if factor is None else scaled(results[0], factor)
+            collectives.reduce(result, root, reduction, terms)
+            if result is not results[0] and is_root:
+                results[0].copy_(result)
+
+        written = [tensor] if is_root else []
+        return self._launch(device, opts, description, run, (gloo, [tensor]), [tensor], [tensor], written)
+
+    @takes("AllreduceCoalescedOptions", "tensors")
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
+        """All-reduce several tensors, one after the other."""
+        check_disjoint("all_reduce_coalesced", tensors)
+        opts, seen = _of_one(opts), set()
+        parts = []
+        for tensor in tensors:
+            # A tensor that is listed twice is reduced once; a copy takes part the second time.
+            parts.append(tensor.clone() if id(tensor) in seen else tensor)
+            seen.add(id(tensor))
+        return self._all_of("allreduce", [([part],) for part in parts], opts, list(tensors))
+
+    @takes("ReduceOptions", "tensors/tensor", also=("root", "op", "timeout"))
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+        """Reduce into the root's tensor; the others keep theirs."""
+        root = root_of("reduce", opts, self._num_ranks)
+        return self._reduce("reduce", "reduce", single(tensors, "reduce"), root, opts)
+
+    @takes(
+        "ReduceScatterOptions",
+        "output_tensors/output",
+        "input_tensors/input_tensor/input",
+        also=("op", "timeout"),
+    )
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Reduce ``inputs[r]`` of all ranks into rank r's output."""
+        output, parts = single(outputs, "reduce_scatter"), lists(inputs)
+        return self._reduce_scatter("reduce_scatter", output, parts, opts, ("reduce_scatter", [output], [parts]))
+
+    @takes("ReduceScatterOptions", "outputTensor", "inputTensor")
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        """Reduce a tensor and leave its r-th part with rank r."""
+        gloo = ("reduce_scatter_single", output, tensor)
+        return self._reduce_scatter("reduce_scatter_tensor", output, [tensor], opts, gloo)
+
+    def _reduce_scatter(
+        self, operation: str, output: torch.Tensor, sources: list[torch.Tensor], opts: Any, gloo: GlooCall
+    ) -> Any:
+        """Reduce the parts of all ranks: `sources`, or for the operation on one tensor the equal parts of it."""
+        in_one, kind = operation == "reduce_scatter_tensor", plain_op(opts.reduceOp)
+        device = self._carrier_of(output, *sources)
+        if device is not None:
+            num_sources, num_parts = (1, self._num_ranks) if in_one else (self._num_ranks, 1)
+            check_same(operation, sources, num_sources, output.dtype, output.numel() * num_parts)
+        description = describe_call(operation, output.dtype, output.shape, kind)
+        reduction, factor = self._reduction_of(device, "reduce_scatter", output.dtype, opts.reduceOp, kind)
+
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
+            parts = [flat(source) for source in sources]
+            if factor is not None:
+                parts = [scaled(part, factor) for part in parts]
+            if in_one:
+                parts = equal_parts(parts[0], self._num_ranks)
+            collectives.reduce_scatter(parts, results[0], reduction, terms)
+
+        return self._launch(device, opts, description, run, gloo, [output, *sources], [output])
+
+    @takes("ReduceScatterOptions", "outputs/outputTensors", "inputs/inputTensors")
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        """Reduce-scatter several tensors, each from one tensor."""
+        check_pairs("reduce_scatter_tensor_coalesced", outputs, inputs)
+        return self._all_of("reduce_scatter_single", zip(outputs, inputs, strict=True), opts, list(outputs))
+
+    @takes("BarrierOptions", also=("timeout",))
+    def barrier(self, opts: Any) -> Any:
+        """Return once every rank has called this."""
+        description = describe_call("barrier")
+        return self._launch(HOST, opts, description, lambda group, _, terms: group.barrier(terms), (), [], [])
+
+    # Collectives that only move data.
+
+    @takes("BroadcastOptions", "tensors/tensor", also=("root", "timeout"))
+    def broadcast(self, tensors: Tensors, opts: Any) -> Any:
+        """Broadcast the root's tensor."""
+        tensor, root = single(tensors, "broadcast"), root_of("broadcast", opts, self._num_ranks)
+        is_root = root == self._own_rank
+        description = describe_call("broadcast", tensor.dtype, tensor.shape, root=root)
+        device = self._carrier_of(tensor)
+
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
+            collectives.broadcast(results[0], root, terms)
+
+        gloo = ("broadcast", [tensor])
+        return self._launch(device, opts, description, run, gloo, [tensor], [tensor], [] if is_root else [tensor])
+
+    @takes("AllgatherOptions", "output_tensors", "input_tensors/input_tensor", also=("timeout",))
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Gather every rank's tensor into a list on every rank."""
+        tensor, targets = single(inputs, "all_gather"), lists(outputs)
+        return self._gather("all_gather", targets, tensor, None, opts, ("allgather", [targets], [tensor]))
+
+    def _gather(
+        self, operation: str, outputs: Tensors, tensor: torch.Tensor, root: int | None, opts: Any, gloo: GlooCall
+    ) -> Any:
+        """Gather to the root, or to all where root is None; into a list or, for the operation on one tensor, its parts."""
+        in_one, count, is_root = operation == "all_gather_into_tensor", self._num_ranks, root in (None, self._own_rank)
+        device = self._carrier_of(tensor, *outputs)
+        if is_root and device is not None:
+            num_outputs, num_parts = (1, count) if in_one else (count, 1)
+            check_same(operation, outputs, num_outputs, tensor.dtype, tensor.numel() * num_parts)
+        description = describe_call(operation, tensor.dtype, tensor.shape, root=root)
+
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
+            parts = equal_parts(results[0], count) if in_one else results
+            collectives.gather(flat(tensor), parts if is_root else None, root, terms)
+
+        results, written = list(outputs) or [tensor], outputs if is_root else []
+        return self._launch(device, opts, description, run, gloo, [*outputs, tensor], results, written)
+
+    @takes("AllgatherOptions", "output_lists", "input_list")
+    def allgather_coalesced(self, output_lists: Any, inputs: Tensors, opts: Any) -> Any:
+        """All-gather several tensors; ``output_lists[r][i]`` receives rank r's ``inputs[i]``."""
+        wrong = len(output_lists) != self._num_ranks or any(len(outs) != len(inputs) for outs in output_lists)
+        if wrong:
+            raise ValueError(
+                f"all_gather_coalesced got lists of {[len(outs) for outs in output_lists]} outputs for {len(inputs)} inputs; "
+                f"pass one list for each of the {self._num_ranks} ranks, with one output for each input."
+            )
+        calls = [([outs], [tensor]) for *outs, tensor in zip(*output_lists, inputs, strict=True)]
+        return self._all_of("allgather", calls, opts, [tensor for outs in output_lists for tensor in outs])
+
+    @takes("AllgatherOptions", "output", "input")
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        """Gather every rank's tensor into one tensor, by rank."""
+        gloo = ("all_gather_single", output, tensor)
+        return self._gather("all_gather_into_tensor", [output], tensor, None, opts, gloo)
+
+    @takes("AllgatherOptions", "outputs/output_lists", "inputs/input_list")
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        """All-gather several tensors, each into one tensor."""
+        check_pairs("all_gather_into_tensor_coalesced", outputs, inputs)
+        return self._all_of("all_gather_single", zip(outputs, inputs, strict=True), opts, list(outputs))
+
+    @takes("GatherOptions", "output_tensors", "input_tensors/input_tensor", also=("root", "timeout"))
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Gather every rank's tensor into a list on the root."""
+        tensor, root = single(inputs, "gather"), root_of("gather", opts, self._num_ranks)
+        targets = lists(outputs) if outputs else []
+        gloo = ("gather", [targets] if root == self._own_rank else [], [tensor])
+        return self._gather("gather", targets, tensor, root, opts, gloo)
+
+    @takes("ScatterOptions", "output_tensors/output_tensor", "input_tensors", also=("root", "timeout"))
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Give each rank its tensor of the root's list."""
+        output, root = single(outputs, "scatter"), root_of("scatter", opts, self._num_ranks)
+        parts = lists(inputs) if inputs else []
+        is_root = root == self._own_rank
+        device = self._carrier_of(output, *parts)
+        if is_root and device is not None:
+            check_same("scatter", parts, self._num_ranks, output.dtype, output.numel())
+        description = describe_call("scatter", output.dtype, output.shape, root=root)
+
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
+            sources = [flat(part) for part in parts] if is_root else [None] * self._num_ranks
+            targets = [results[0] if r == root else None for r in range(self._num_ranks)]
+            collectives.exchange(sources, targets, results[0].nbytes, terms)
+
+        gloo = ("scatter", [output], [parts] if is_root else [])
+        return self._launch(device, opts, description, run, gloo, [output, *parts], [output])
+
+    @takes(
+        "AllToAllOptions", "output_tensors/output_tensor/output", "input_tensors/input_tensor/input", also=("timeout",)
+    )
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it; sizes may differ by pair."""
+        outputs, inputs = list(outputs), list(inputs)
+        check_one_type("all_to_all", [*outputs, *inputs])
+        device = self._carrier_of(*outputs, *inputs)
+        for name, tensors in (("outputs", outputs), ("inputs", inputs)):
+            if len(tensors) != self._num_ranks and device is not None:
+                raise ValueError(f"all_to_all got {len(tensors)} {name} for {self._num_ranks} ranks; pass one each.")
+        description = describe_call("all_to_all", inputs[0].dtype if inputs else None)
+
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
+            self._exchange(collectives, [flat(t) for t in inputs], results, terms)
+
+        gloo = ("all_to_all", outputs, inputs)
+        return self._launch(device, opts, description, run, gloo, [*outputs, *inputs], outputs)
+
+    @takes(
+        "AllToAllOptions",
+        "output/output_tensor",
+        "input/input_tensor",
+        "output_split_sizes",
+        "input_split_sizes",
+        also=("timeout",),
+    )
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any,
+    ) -> Any:
+        """Send rows of `tensor` to each rank and receive rows of `output`; empty splits mean equal parts."""
+        operation = "all_to_all_single"
+        check_one_type(operation, [output, tensor])
+        device = self._carrier_of(output, tensor)
+        description = describe_call(operation, tensor.dtype)
+
+        def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
+            sources = split_parts(operation, flat(tensor).view(tensor.shape), input_splits, self._num_ranks)
+            targets = split_parts(operation, results[0].view(output.shape), output_splits, self._num_ranks)
+            self._exchange(collectives, sources, targets, terms)
+
+        gloo = ("all_to_all_single", output, tensor, list(output_splits), list(input_splits))
+        return self._launch(device, opts, description, run, gloo, [output, tensor], [output])
+
+    def _exchange(self, collectives: Collectives, inputs: Tensors, outputs: Tensors, terms: Terms) -> None:
+        """All-to-all of parts of any size: first the sizes, on the host, then the data."""
+        collectives.exchange(inputs, outputs, self._exchange_sizes(inputs, outputs, terms), terms)
+
+    def _exchange_sizes(self, inputs: Tensors, outputs: Tensors, terms: Terms) -> int:
+        """Return the bytes of the largest part of all ranks, after all have seen that the parts fit."""
+        size = self._num_ranks
+        own = torch.tensor([t.numel() * t.element_size() for t in (*inputs, *outputs)], dtype=torch.int64, device=HOST)
+        table = torch.empty((size, 2 * size), dtype=torch.int64, device=HOST)
+        self._host.gather(own, list(table), None, terms)
+        sent, expected = table[:, :size], table[:, size:].t()
+        wrong = (sent != expected).nonzero()
+        if wrong.numel():
+            # Every rank has the same table, so every rank raises the same here.
+            source, target = wrong[0].tolist()
+            names = self._names
+            reason = (
+                f"{description_text(terms.description)}: {names[source]} sends {int(sent[source, target])} bytes to "
+                f"{names[target]}, which expects {int(expected[source, target])}; make both sides' splits agree."
+            )
+            self._host.fail(reason)
+            raise CollectiveMismatchError(reason)
+        return int(sent.max())
+
+    # Point to point. Gloo matches these by rank and tag, in no order with the collectives.
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+        """Send to one rank. Of a tensor on an accelerator blocks until a copy is on the host."""
+        tensor = single(tensors, "send")
+        check_class(tensor)
+        return self._gloo.send([tensor if tensor.is_cpu else tensor.detach().contiguous().cpu()], dstRank, tag)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+        """Receive from one rank. A tensor on an accelerator has the data once the Work has been waited for."""
+        return self._receive(single(tensors, "recv"), lambda targets: self._gloo.recv(targets, srcRank, tag))
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Receive from whichever rank sends first; else as `recv`."""
+        return self._receive(single(tensors, "recv"), lambda targets: self._gloo.recv_anysource(targets, tag))
+
+    def _receive(self, tensor: torch.Tensor, receive: Callable[[list[torch.Tensor]], Any]) -> Any:
+        check_class(tensor)
+        if tensor.is_cpu:
+            return receive([tensor])
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST)
+        return ReceiveWork(receive([host]), host, tensor)
+
+    # Names of torch before 2.13; its C++ looks for either set.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def in_host_memory(*tensors: torch.Tensor) -> bool:
+    """Return whether shared host memory can carry these tensors: on the CPU, dense, not quantized, of a plain class."""
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
+            return False
+        if type(tensor) not in PLAIN and (is_without_data(tensor) or is_wrapper(tensor)):
+            return False
+    return True
+
+
+def _in_inference_mode(function: Callable[[], None]) -> Callable[[], None]:
+    """Wrap a function that changes tensors made under inference_mode: allowed only under it, in whichever thread."""
+
+    def guarded() -> None:
+        with torch.inference_mode():
+            function()
+
+    return guarded
+
+
+def _of_one(opts: Any) -> Any:
+    """Return the options of a coalesced all_reduce for one of its tensors."""
+    made = c10d.AllreduceOptions()
+    made.reduceOp, made.timeout = opts.reduceOp, opts.timeout
+    if hasattr(made, "asyncOp"):  # since torch 2.8
+        made.asyncOp = opts.asyncOp
+    return made
+
+
+def _unused(store: Any, size: int) -> Any:
+    """Return a part of a group's store without the keys of an earlier group that had the same store, as under torchrun.
+
+    All ranks of a group come before any rank comes for the next: none leaves set-up before all have come.
+    """
+    return PrefixStore(f"ipc/{(store.add('ipc/arrivals', 1) - 1) // size}", store)

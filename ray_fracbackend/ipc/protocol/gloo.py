@@ -1,0 +1,295 @@
+"""Collectives over a process group of torch: Gloo between all ranks, Gloo or NCCL between leaders. Imports torch.
+
+Gloo has few element types, no AVG, no reduce_scatter of every kind, and its MIN and MAX lose a NaN or keep it depending on the
+order. What it does not reduce as `Reduction` does, travels as bytes and is reduced by each rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from .._torch import PrefixStore, ProcessGroupGloo, c10d
+from .._torch import RedOpType as Op
+from ..errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupClosedError,
+    GroupPoisonedError,
+    IpcError,
+    PeerLostError,
+)
+from .description import KEY_BYTES, Terms, description_text
+from .local import Parts, SomeParts, as_bytes
+from .reductions import Reduction
+
+# What Gloo and NCCL reduce exactly as we do.
+_DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+_OPS = {Op.SUM: Op.SUM, Op.AVG: Op.SUM, Op.PREMUL_SUM: Op.SUM, Op.PRODUCT: Op.PRODUCT}
+# How long a rank waits for Gloo before it looks whether another has failed; the first and the longest time.
+_FIRST_SLICE_S, _LAST_SLICE_S = 0.1, 2.0
+
+
+class TorchGroup:
+    """Flat, contiguous tensors between the ranks of a torch process group. Errors are torch's.
+
+    Args:
+        group: Gloo, or NCCL between devices.
+        rank: This process's rank in it.
+        names: How messages call each of its ranks.
+        wait: Waits for a Work of the group under the terms of its call; by default as long as the Work does.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        names: Sequence[str],
+        wait: Callable[[Any, Terms], None] = lambda work, terms: work.wait(),
+    ) -> None:
+        self.group = group
+        self.rank = rank
+        self._names = names
+        self._wait = wait
+
+    def agree(self, terms: Terms) -> None:
+        """Compare the descriptions of a call; return once all ranks have come.
+
+        Raises:
+            CollectiveMismatchError: Ranks have called different collectives; each of them raises.
+        """
+        own = torch.frombuffer(bytearray(terms.description), dtype=torch.uint8)
+        for rank, tensor in enumerate(self.gathered(own, terms)):
+            theirs = bytes(tensor.tolist())
+            if theirs[:KEY_BYTES] != terms.description[:KEY_BYTES]:
+                raise CollectiveMismatchError(
+                    f"{self._names[self.rank]} called {description_text(terms.description)} while "
+                    f"{self._names[rank]} called {description_text(theirs)} as the same collective "
+                    f"of the group; every rank must make the same calls in the same order."
+                )
+
+    def gathered(self, tensor: torch.Tensor, terms: Terms) -> list[torch.Tensor]:
+        """Return the `tensor` of every rank, by rank; sizes are equal."""
+        parts = [torch.empty_like(tensor) for _ in self._names]
+        self.gather(tensor, parts, None, terms)
+        return parts
+
+    def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root: int | None, terms: Terms) -> None:
+        """Gather ``tensor`` into the root's `outputs`, or into those of all where root is None."""
+        if not tensor.numel():
+            return
+        if root is None:
+            options = _options("Allgather", terms)
+            self._wait(self.group.allgather([list(outputs)], [tensor], options), terms)
+        else:
+            options = _options("Gather", terms, rootRank=root)
+            targets = [list(outputs)] if self.rank == root else []
+            self._wait(self.group.gather(targets, [tensor], options), terms)
+
+    def reduce(self, partial: torch.Tensor, out: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
+        """Combine the `partial` results of all ranks into every rank's `out`; all get the same bytes.
+
+        Args:
+            partial: Of the reduction's accumulation type; overwritten.
+            out: Of its element type.
+            reduction: Of the whole group's results, so that AVG is divided by its number of ranks.
+            terms: Of the call.
+        """
+        if partial.dtype in _DTYPES and reduction.op in _OPS:
+            if partial.numel():
+                options = _options("Allreduce", terms, reduceOp=_OPS[reduction.op])
+                self._wait(self.group.allreduce([partial], options), terms)
+            reduction.finish(partial)
+            merged = partial
+        else:
+            parts = [part.view(partial.dtype) for part in self.gathered(as_bytes(partial), terms)]
+            merged = torch.empty_like(partial)
+            reduction.of_partials().reduce(merged, parts)
+        if merged is not out:
+            out.copy_(merged)
+
+    def broadcast(self, data: torch.Tensor, root: int, terms: Terms) -> None:
+        """Copy the root's `data` into that of every rank."""
+        if data.numel():
+            self._wait(self.group.broadcast([data], _options("Broadcast", terms, rootRank=root)), terms)
+
+    def exchange(self, inputs: SomeParts, outputs: SomeParts, terms: Terms) -> None:
+        """Send the bytes of ``inputs[r]`` to rank r and receive those of ``outputs[r]`` from it, None for nothing."""
+        device = next(t.device for t in (*inputs, *outputs) if t is not None)
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        sources = [empty if t is None else as_bytes(t) for t in inputs]
+        targets = [empty if t is None else as_bytes(t) for t in outputs]
+        received = torch.empty(sum(t.numel() for t in targets), dtype=torch.uint8, device=device)
+        out_sizes, in_sizes = [t.numel() for t in targets], [t.numel() for t in sources]
+        options = _options("AllToAll", terms)
+        self._wait(self.group.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options), terms)
+        for target, part in zip(targets, received.split_with_sizes(out_sizes), strict=True):
+            target.copy_(part)
+
+
+def _options(kind: str, terms: Terms, **fields: Any) -> Any:
+    made = getattr(c10d, f"{kind}Options")()
+    made.timeout = terms.left()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+class GlooCollectives:
+    """Collectives of CPU tensors where ranks have no memory in common; the arguments are those of `LocalCollectives`.
+
+    Gloo's own abort and shutdown leave the other ranks waiting. So a rank that fails puts its reason into the store, where those
+    that wait look for one from time to time, and drops its Gloo group, which ends the connections.
+
+    Args:
+        store: The group's store; every rank makes the object in the same call.
+        rank: This process's rank in the group.
+        names: How messages call each rank.
+        timeout: Bound on connecting.
+
+    Raises:
+        IpcError: The ranks cannot connect.
+    """
+
+    def __init__(self, store: Any, rank: int, names: Sequence[str], timeout: timedelta) -> None:
+        self.rank = rank
+        self.num_ranks = len(names)
+        self._names = names
+        self._store = PrefixStore("gloo-collectives", store)
+        try:
+            gloo = ProcessGroupGloo(PrefixStore("group", self._store), rank, len(names), timeout)
+            # A rank whose connections stand may leave at once; to one that still connects that is a broken network.
+            gloo.barrier().wait()
+        except RuntimeError as error:
+            raise IpcError(f"{len(names)} ranks cannot connect through Gloo: {error}") from error
+        self._group = TorchGroup(gloo, rank, names, self._wait)
+        self._reason: str | None = None
+        self._closed = False
+
+    def _wait(self, work: Any, terms: Terms) -> None:
+        """Wait for Gloo in slices, and between them look whether another rank has failed."""
+        slice_s = _FIRST_SLICE_S
+        while True:
+            try:
+                work.wait(timedelta(seconds=slice_s))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            # By another thread of this process, or by another rank.
+            self.raise_if_unusable(description_text(terms.description))
+            if (theirs := self._reason_of_others()) is not None:
+                raise GroupPoisonedError(f"{description_text(terms.description)}: {theirs}")
+            slice_s = min(2 * slice_s, _LAST_SLICE_S)
+
+    def _reason_of_others(self) -> str | None:
+        """Return what the first rank that failed has put into the store."""
+        with suppress(RuntimeError):  # the store's own host may be gone
+            if self._store.check(["failed"]):
+                return str(self._store.get("failed").decode("utf-8", "replace"))
+        return None
+
+    def fail(self, reason: str) -> None:
+        """Break the group: the other ranks raise with the first rank's reason."""
+        if self._reason is not None:
+            return
+        self._reason = reason
+        with suppress(RuntimeError):
+            text = (
+                f"{self._names[self.rank]} failed and the process group cannot be used any more. Its reason: {reason}"
+            )
+            self._store.compare_set("failed", "", text)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop Gloo's group, in a thread: its end waits for an operation that another thread has begun."""
+        dropped, self._group.group = [self._group.group], None
+        threading.Thread(target=dropped.clear, name="drop a Gloo group", daemon=True).start()
+
+    def raise_if_unusable(self, what: str) -> None:
+        """Raise what a call would raise if this rank began it now.
+
+        Raises:
+            IpcError: The group was closed, or is broken.
+        """
+        if self._closed:
+            raise GroupClosedError(f"{what}: the process group was shut down or aborted; make a new one.")
+        if self._reason is not None:
+            raise GroupPoisonedError(
+                f"{what}: the process group cannot be used any more. The reason was: {self._reason}"
+            )
+
+    def abort(self, reason: str) -> None:
+        """Break the group, then close it. May be called again, from any thread."""
+        if not self._closed:
+            self.fail(reason)
+        self._closed = True
+
+    def close(self, idle: bool) -> None:
+        """Leave the group: ranks that wait for this one raise. May be called again."""
+        if not self._closed and self._reason is None:
+            self._drop()
+        self._closed = True
+
+    @contextmanager
+    def _agreed(self, terms: Terms) -> Iterator[TorchGroup]:
+        """Compare descriptions, then run the block; break the group if either fails."""
+        what = description_text(terms.description)
+        self.raise_if_unusable(what)
+        try:
+            self._group.agree(terms)
+            yield self._group
+        except BaseException as error:
+            reason, late = str(error), terms.is_late()
+            if not isinstance(error, IpcError):
+                self.raise_if_unusable(what)  # another thread has aborted the group
+                theirs = self._reason_of_others()
+                reason = f"{what}: {theirs}" if theirs else f"{what} over Gloo: {error}"
+            self.fail(reason)
+            if isinstance(error, IpcError) or not isinstance(error, Exception):
+                raise
+            # Gloo has one type for all that goes wrong.
+            kind = GroupPoisonedError if theirs else CollectiveTimeoutError if late else PeerLostError
+            raise kind(reason) from error
+
+    def barrier(self, terms: Terms) -> None:
+        """See `LocalCollectives.barrier`."""
+        with self._agreed(terms):
+            pass  # all have come
+
+    def reduce(self, tensor: torch.Tensor, root: int | None, reduction: Reduction, terms: Terms) -> None:
+        """See `LocalCollectives.reduce`; all ranks get the result, and those that are no root drop it."""
+        with self._agreed(terms) as group:
+            wide = reduction.accumulate_dtype != tensor.dtype
+            keeps = root not in (None, self.rank)
+            partial = tensor.to(reduction.accumulate_dtype, copy=wide or keeps)
+            group.reduce(partial, torch.empty_like(tensor) if keeps else tensor, reduction, terms)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> None:
+        """See `LocalCollectives.broadcast`."""
+        with self._agreed(terms) as group:
+            group.broadcast(as_bytes(tensor), root, terms)
+
+    def gather(self, tensor: torch.Tensor, outputs: Parts | None, root: int | None, terms: Terms) -> None:
+        """See `LocalCollectives.gather`; an output may be `tensor` itself, and share no other memory with it."""
+        with self._agreed(terms) as group:
+            group.gather(as_bytes(tensor), [as_bytes(output) for output in outputs or ()], root, terms)
+
+    def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
+        """See `LocalCollectives.reduce_scatter`; each rank receives the parts that it reduces."""
+        with self._agreed(terms) as group:
+            received = torch.empty((self.num_ranks, output.numel()), dtype=output.dtype, device=output.device)
+            if output.numel():
+                group.exchange(inputs, list(received), terms)
+            reduction.reduce(output, list(received))
+
+    def exchange(self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, terms: Terms) -> None:
+        """See `LocalCollectives.exchange`."""
+        with self._agreed(terms) as group:
+            if max_bytes:
+                group.exchange(inputs, outputs, terms)

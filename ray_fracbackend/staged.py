@@ -1,0 +1,119 @@
+"""The c10d backend ``staged``: tensors of an accelerator by way of pinned host memory. Needs torch alone, no Ray.
+
+Importing this module registers the backend, on Linux, Windows and macOS::
+
+    import torch.distributed as dist
+    import ray_fracbackend.staged
+
+    dist.init_process_group("cpu:gloo,cuda:staged")  # under torchrun
+
+A CUDA tensor is copied to pinned memory, the ranks run the collective there, and the result is copied back: through shared host
+memory where all ranks are on one Linux machine, else through Gloo. It has the collectives that Gloo lacks (AVG, reduce_scatter,
+all_gather_into_tensor, element types), so FSDP works, and it never hands a CUDA tensor to Gloo, which ends the process on
+Windows (pytorch#186535). torch makes a group with a backend in Python that backend for all devices, so CPU tensors take the same
+way, without the copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ray_fracbackend.ipc import knobs
+from ray_fracbackend.ipc._torch import (
+    HAS_PYTHON_GROUPS,
+    STAGED_DEVICES,
+    Backend,
+    is_registered,
+)
+from ray_fracbackend.ipc.device.side import DeviceSide
+from ray_fracbackend.ipc.errors import IpcUnavailableError
+from ray_fracbackend.ipc.group.collective_group import CollectiveGroup
+from ray_fracbackend.ipc.protocol.gloo import GlooCollectives
+from ray_fracbackend.ipc.protocol.setup import join
+
+BACKEND_NAME = "staged"
+logger = logging.getLogger(__name__)
+
+
+def staged_support() -> str | None:
+    """Return whether the backend can work in this process.
+
+    Returns:
+        None if it can, else the reason in one sentence.
+    """
+    if not dist.is_available() or not dist.is_gloo_available():
+        return "this torch was built without torch.distributed or without Gloo, which the staged backend stands on"
+    if not HAS_PYTHON_GROUPS:
+        return f"torch {torch.__version__} cannot hold process groups that are made in Python; the staged backend needs torch 2.7"
+    return None
+
+
+class StagedProcessGroup(CollectiveGroup):
+    """Process group of backend ``staged``.
+
+    Args:
+        store: The group's store.
+        rank: This process's rank in the group.
+        size: Ranks of the group.
+        timeout: Default timeout of a collective.
+        global_ranks: Global rank of each group rank, for messages; empty means the same numbers.
+
+    Attributes:
+        over: What carries tensors between the ranks: ``ipc`` (shared host memory) or ``gloo``.
+
+    Raises:
+        IpcUnavailableError: This torch cannot have such a group.
+    """
+
+    _asked_as = frozenset({"staged", "gloo"})
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()) -> None:
+        if (missing := staged_support()) is not None:
+            raise IpcUnavailableError(f"The staged backend cannot be used: {missing}.")
+        super().__init__(BACKEND_NAME, store, rank, size, timeout, global_ranks, STAGED_DEVICES)
+        self.over, reason = "ipc", self._join_host_memory(rank, size)
+        if reason is not None:
+            self.over = "gloo"
+            self._host = GlooCollectives(self._store, rank, self._names, timeout)
+        over = "shared host memory" if reason is None else f"Gloo: {reason}"
+        self._device_side = DeviceSide(self._host, self._names, timeout, f"over {over}")
+        logger.log(
+            logging.INFO if rank == 0 else logging.DEBUG,
+            "staged process group of %d ranks over %s",
+            size,
+            over,
+        )
+
+    def _join_host_memory(self, rank: int, size: int) -> str | None:
+        """Share host memory with all ranks, or return why not, which is equal on all."""
+        chosen = None if knobs.staged_takes_host_memory() else f"{knobs.STAGED_INNER_ENV_VAR}=gloo is set"
+        try:
+            membership, local = join(self._store, rank, size, self._names, chosen)
+        except IpcUnavailableError as error:
+            return str(error)
+        if len(membership.hosts) == 1:
+            self._host = local
+            return None
+        local.close(idle=True)
+        return f"the ranks are on {len(membership.hosts)} hosts"
+
+
+def _create(opts: Any, _backend_options: Any = None) -> StagedProcessGroup:
+    return StagedProcessGroup(
+        opts.store, opts.group_rank, opts.group_size, opts.timeout, tuple(opts.global_ranks_in_group or ())
+    )
+
+
+def register() -> None:
+    """Register the backend ``staged`` with torch.distributed; importing this module does it. May be called again."""
+    if not is_registered(BACKEND_NAME):
+        Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=list(STAGED_DEVICES))
+
+
+register()

@@ -1,0 +1,471 @@
+"""Backend ``staged``, and ipc where device memory cannot be had, over a fake device whose streams lag."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ipc_calls import bare_group, options, shared_names
+from ipc_conformance_calls import aliased
+from ipc_device_calls import CALLS, NUMEL
+from ipc_fault_runs import error_of, strike
+from ipc_harness import Job, rank_device, run_ranks, values
+from ipc_random_faults import check_random
+from ipc_staged_calls import Point, points, staged_group, strike_at
+from ipc_table import SMALL_CHUNKS, whole_table
+from ipc_workloads import busy
+from test_ipc_torch import compiled, ddp_cases, fsdp, meshes_and_objects, odd_uses, zero_optimizer
+
+from ray_fracbackend.ipc.device import staged
+
+FAKE = {**SMALL_CHUNKS, "RAY_FRACBACKEND_STAGED_CHUNK_BYTES": "65536", "FAKE_CUDA_SEED": "1"}
+STAGED = {**FAKE, "IPC_TEST_BACKEND": "staged", "IPC_TEST_STAGED": "over shared host memory"}
+OVER_GLOO = {**STAGED, "RAY_FRACBACKEND_STAGED_INNER": "gloo", "IPC_TEST_STAGED": "over Gloo: "}
+# ipc whose device memory cannot be had.
+IN_IPC = {**FAKE, "FAKE_CUDA_BROKEN": "missing", "IPC_TEST_STAGED": "rank 0: the fake device is missing"}
+WAYS = {"over ipc": STAGED, "over Gloo": OVER_GLOO, "in ipc": IN_IPC}
+# A device type of its own, whose default stream lags too, through torch's own functions for streams and events.
+TYPED = {
+    way: {name: value for name, value in env.items() if not name.startswith("FAKE")}
+    | {"IPC_TEST_DEVICE": "fake:0", "IPC_TEST_BACKEND": "cpu:gloo,fake:staged"}
+    for way, env in (("over ipc", STAGED), ("over Gloo", OVER_GLOO))
+}
+# Callers have a stream as well, so that nothing blocks on a device whose peer is dead.
+ASYNC = {"FAKE_CUDA_ASYNC": "1"}
+DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
+SURVIVORS = 2
+LOST = {"PeerLostError", "GroupPoisonedError"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
+def test_every_collective_matches_the_reference(size: int, way: str, full: bool) -> None:
+    """The table of the host's tests, each chunk by way of pinned memory."""
+    for failures in values(run_ranks(whole_table, size, DTYPES, full, limit_s=200, env=WAYS[way])):
+        assert failures == []
+
+
+@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+def test_every_collective_of_cpu_tensors_matches_the_reference(way: str, full: bool) -> None:
+    """They take the same way without the copies."""
+    env = {name: value for name, value in WAYS[way].items() if not name.startswith("FAKE")}
+    dtypes = [*DTYPES, torch.float16, torch.int64, torch.complex64]
+    for failures in values(run_ranks(whole_table, 3, dtypes, full, limit_s=200, env=env)):
+        assert failures == []
+
+
+@pytest.mark.parametrize("way", TYPED)
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective_on_an_accelerator_of_its_own_type(size: int, way: str, full: bool) -> None:
+    """torch itself refuses what mixes its tensors with those of the host."""
+    for failures in values(run_ranks(whole_table, size, DTYPES, full, limit_s=200, env=TYPED[way])):
+        assert failures == []
+
+
+def ddp_on(job: Job) -> list[torch.Tensor]:
+    """Some steps of DDP on the rank's device."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    job.init()
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(8, 33), torch.nn.ReLU(), torch.nn.Linear(33, 4)
+    model = DistributedDataParallel(torch.nn.Sequential(*layers).to(rank_device()), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + job.rank))
+        model(inputs.to(rank_device())).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("way", TYPED)
+def test_ddp_on_an_accelerator_of_its_own_type(way: str) -> None:
+    """torch's reducer in C++ ends with the weights that it has over Gloo on the host."""
+    ours = values(run_ranks(ddp_on, 2, limit_s=120, env=TYPED[way]))
+    theirs = values(run_ranks(ddp_on, 2, limit_s=120, env={"IPC_TEST_BACKEND": "gloo"}))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, mine, other))
+
+
+def messages(job: Job) -> list[Any]:
+    """Tensors of the device from rank to rank, in each form of torch's; and what a receive that nobody answers raises."""
+    job.init()
+    device, after, before = rank_device(), (job.rank + 1) % job.size, (job.rank - 1) % job.size
+    received = [torch.zeros(2, 3, device=device).t() for _ in range(3)]
+    own = torch.arange(6.0).to(device).view(2, 3).t() + 10 * job.rank
+    ops = [dist.P2POp(dist.isend, own, after), dist.P2POp(dist.irecv, received[0], before)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    if job.rank == 0:
+        dist.send(own, 1, tag=5)
+        sender = dist.recv(received[1])
+        dist.recv(received[2], 2, tag=7)
+    else:
+        if job.rank == 1:
+            dist.recv(received[1], 0, tag=5)
+            dist.send(own, 0)
+        else:
+            dist.send(own, 0, tag=7)
+        sender = None
+    pending = dist.irecv(received[0].clone(), before, tag=99)
+    failed = error_of(lambda: pending.wait(timedelta(seconds=0.2)))
+    return [[tensor.cpu().tolist() for tensor in received], sender, failed[0], pending.is_completed()]
+
+
+@pytest.mark.parametrize("way", TYPED)
+def test_point_to_point(way: str) -> None:
+    """By way of the host, where plain Gloo has none for CUDA tensors."""
+
+    def data(rank: int) -> list[list[float]]:
+        return (torch.arange(6.0).view(2, 3).t() + 10 * rank).tolist()
+
+    zero = torch.zeros(3, 2).tolist()
+    found = values(run_ranks(messages, 3, limit_s=60, env=TYPED[way]))
+    expected = [[data(2), data(1), data(2)], [data(0), data(0), zero], [data(1), zero, zero]]
+    assert [one[0] for one in found] == expected
+    assert found[0][1] == 1
+    assert [one[2:] for one in found] == [["RuntimeError", False]] * 3
+
+
+# What each leaves out: the host's wait for a copy; the second buffer; the stream's wait for a buffer's last user; the copy of
+# an input that lies across the outputs' chunks.
+def _no_wait() -> None:
+    staged._wait_for = lambda event, terms: None
+
+
+def _one_buffer() -> None:
+    take = staged.PinnedPool._take
+    staged.PinnedPool.borrow = contextlib.contextmanager(
+        lambda self, count, num_bytes, stream: iter([[take(self, max(num_bytes, 1), stream)] * count])
+    )
+
+
+def _no_order_between_groups() -> None:
+    class Nothing:
+        def wait_event(self, event: Any) -> None:
+            pass
+
+    take = staged.PinnedPool._take
+    staged.PinnedPool._take = lambda self, num_bytes, stream: take(self, num_bytes, Nothing())
+
+
+def _host_of_device() -> None:
+    """The host's collectives get the tensor of the device."""
+
+    def reduce(self: Any, tensor: torch.Tensor, root: int | None, reduction: Any, terms: Any) -> None:
+        self._host.reduce(tensor, root, reduction, terms)
+
+    staged.StagedCollectives.reduce = reduce
+
+
+def _no_clone() -> None:
+    staged.overlaps_shifted = lambda tensor, others: False
+
+
+MUTANTS: dict[str, tuple[Callable[[], None], Callable[[Job], Any]]] = {
+    "no wait": (_no_wait, lambda job: whole_table(job, [torch.float32], False)),
+    "one buffer": (_one_buffer, lambda job: whole_table(job, [torch.float32], False)),
+    "no order between groups": (_no_order_between_groups, lambda job: busy(job, 600)),
+    "host's collectives on the device": (_host_of_device, lambda job: whole_table(job, [torch.float32], False)),
+    "no clone": (_no_clone, lambda job: aliased(job, 120_000)),
+}
+
+
+# They make tensors of the CPU.
+FAKE_CUDA_ALONE = ("no clone",)
+
+
+def mutated(job: Job, name: str, changed: bool) -> str:
+    """What is wrong where a step is left out."""
+    mutate, run = MUTANTS[name]
+    if changed:
+        mutate()
+    try:
+        return str(run(job) or "")
+    except (RuntimeError, AssertionError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_step_that_is_left_out_is_a_wrong_result(name: str) -> None:
+    """The fake device finds each missing wait, and nothing without it."""
+    envs = [STAGED] if name in FAKE_CUDA_ALONE else [STAGED, TYPED["over ipc"]]
+    for env in envs:
+        assert any(values(run_ranks(mutated, 2, name, True, limit_s=120, env=env)))
+        assert values(run_ranks(mutated, 2, name, False, limit_s=120, env=env)) == [""] * 2
+
+
+@pytest.mark.parametrize("numel", [12, 120_000])
+@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+def test_input_and_output_may_share_memory(way: str, numel: int) -> None:
+    """Whichever part of one the other is, in one chunk and in many."""
+    assert values(run_ranks(aliased, 3, numel, env=WAYS[way])) == [[]] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ddp_and_its_hooks_end_with_the_weights_that_gloo_gives(way: str) -> None:
+    """Buckets go through futures that are complete only once the device has come that far; bf16 among them."""
+    for different in values(run_ranks(ddp_cases, 2, limit_s=120, env=WAYS[way])):
+        assert different == []
+
+
+@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("function", [zero_optimizer, fsdp, pytest.param(compiled, marks=pytest.mark.full)])
+def test_same_results_as_on_gloo(function: Callable[..., Any], way: str) -> None:
+    """ZeroRedundancyOptimizer, FSDP2, functional collectives and a compiled DDP give exactly what they give on Gloo."""
+    ours = values(run_ranks(function, 2, "cpu:gloo,cuda:staged", limit_s=120, env=WAYS[way]))
+    theirs = values(run_ranks(function, 2, "gloo", limit_s=120))
+    for mine, other in zip(ours, theirs, strict=True):
+        mine, other = (list(x.values()) if isinstance(x, dict) else x for x in (mine, other))
+        for one, two in zip(mine, other, strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_meshes_objects_and_odd_tensors(way: str) -> None:
+    """Sub-groups, and what is not dense, which goes through Gloo as a copy on the host."""
+    for result in values(run_ranks(meshes_and_objects, 4, limit_s=120, env=WAYS[way])):
+        assert result["coalesced"] == [[6.0] * 2, [6.0] * 3]
+        assert result["objects"] == [0, 1, 2, 3]
+        assert result["backend"] == result["sub-backend"]
+    for bad in values(run_ranks(odd_uses, 2, limit_s=120, env=WAYS[way])):
+        assert bad == []
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+def test_some_hundred_overlapping_calls_on_two_groups_are_exact(way: str, size: int) -> None:
+    """Asynchronous calls of groups that share pinned buffers, on streams that lag by random times."""
+    assert values(run_ranks(busy, size, 300, limit_s=120, env=WAYS[way])) == [0] * size
+
+
+# Failures.
+
+
+def call_then_barrier(pg: Any, name: str) -> None:
+    """A rank struck after its last part lets the others finish; the next call must report it."""
+    CALLS[name](pg)
+    pg.barrier(options("Barrier"))
+
+
+def struck_by_signal(job: Job, name: str, where: Sequence[Point], kind: str, timeout_s: float) -> Any:
+    """Ranks 0 and 1 survive one group per point with a victim of its own, and report each error."""
+    torch.set_num_threads(1)
+    errors = []
+    for number, point in enumerate(where):
+        victim = SURVIVORS + number
+        if job.rank not in (0, 1, victim):
+            continue
+        rank = min(job.rank, SURVIVORS)
+        pg = staged_group(job, f"{name}{number}", rank, SURVIVORS + 1, 60.0, (0, 1, victim))
+        pg.set_timeout(timedelta(seconds=timeout_s))
+        if job.rank == victim:
+            strike_at(pg, point, lambda: strike(kind))
+        errors.append((point, *error_of(lambda pg=pg: call_then_barrier(pg, name))))
+        again = error_of(lambda pg=pg: pg.barrier(options("Barrier")))
+        if again[0] != "GroupPoisonedError" or again[2] > 5:
+            errors.append((point, *again))
+        pg.shutdown()
+    return errors
+
+
+@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize(
+    "name",
+    ["all_reduce", *(pytest.param(n, marks=pytest.mark.full) for n in CALLS if n not in ("all_reduce", "barrier"))],
+)
+def test_a_killed_rank_is_reported_at_every_step(name: str, way: str, full: bool) -> None:
+    """Both survivors raise at once."""
+    before, where = shared_names(), points(name) if full else points(name)[::3]
+    env = {**WAYS[way], **ASYNC}
+    outcomes = run_ranks(
+        struck_by_signal, SURVIVORS + len(where), name, where, "kill", 20.0, limit_s=200, env=env, needed=SURVIVORS
+    )
+    for reports in values(outcomes[:SURVIVORS]):
+        assert [report[0] for report in reports] == list(where)
+        for point, error_type, text, seconds in reports:
+            assert error_type in LOST, (point, error_type, text)
+            assert seconds < 15, (point, text)
+    assert shared_names() <= before
+
+
+@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+def test_a_stopped_rank_is_reported(way: str) -> None:
+    """Both survivors raise when the deadline has passed, or when the other has."""
+    where, allowed = points("all_reduce")[1:9:5], {"CollectiveTimeoutError", "GroupPoisonedError"}
+    env = {**WAYS[way], **ASYNC}
+    outcomes = run_ranks(
+        struck_by_signal,
+        SURVIVORS + len(where),
+        "all_reduce",
+        where,
+        "stop",
+        2.0,
+        limit_s=200,
+        env=env,
+        needed=SURVIVORS,
+    )
+    for reports in values(outcomes[:SURVIVORS]):
+        assert [report[0] for report in reports] == list(where)
+        for point, error_type, text, seconds in reports:
+            assert error_type in allowed, (point, error_type, text)
+            assert seconds < 12, (point, text)
+
+
+def struck_by_exception(job: Job, name: str) -> list[Any]:
+    """A collective in whose every step the last rank raises, each in a fresh group."""
+    torch.set_num_threads(1)
+    reports = []
+    wait_for = staged._wait_for
+    for point in points(name):
+        pg = staged_group(job, f"{name}{point}", job.rank, job.size, 60.0)
+        if job.rank == job.size - 1:
+            strike_at(pg, point, lambda: strike("raise"))
+        reports.append((point, *error_of(lambda pg=pg: call_then_barrier(pg, name))))
+        staged._wait_for = wait_for
+        pg.shutdown()
+    return reports
+
+
+@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+def test_an_exception_at_any_step_reaches_every_rank(way: str) -> None:
+    """The rank that failed raises its own error; the others raise soon, with its text."""
+    env = {**WAYS[way], **ASYNC}
+    for rank, reports in enumerate(values(run_ranks(struck_by_exception, 3, "all_reduce", limit_s=120, env=env))):
+        for point, error_type, text, seconds in reports:
+            if rank == 2:
+                assert (error_type, "injected" in text) == ("RuntimeError", True), (point, text)
+            else:
+                assert (error_type, "injected" in text) == ("GroupPoisonedError", True), (point, text)
+            assert seconds < 15
+
+
+@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.full) for n in range(3, 20))])
+def test_random_faults_in_random_schedules(seed: int, way: str) -> None:
+    """Whatever breaks whenever, every surviving rank raises soon."""
+    check_random(seed, "staged", {**WAYS[way], **ASYNC})
+
+
+def never_through(job: Job) -> tuple[str, str, float]:
+    """A call on a device that never comes to it."""
+    import fake_cuda
+
+    pg = staged_group(job, "stuck", job.rank, job.size, 20.0)
+    pg.set_timeout(timedelta(seconds=1.5 if job.rank == 0 else 15))
+    if job.rank == 0:
+        stream = next(iter(pg._device_side._streams.values())).stream
+        stream.wait_event(fake_cuda.FakeEvent(fake_cuda.FakeCuda.gpu, [1, 0]))
+    return error_of(lambda: CALLS["all_reduce"](pg))
+
+
+@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+def test_a_device_that_hangs_ends_the_call_on_every_rank(way: str) -> None:
+    """Its own rank at its deadline, with what to look for; the others with it and not at theirs."""
+    first, second = values(run_ranks(never_through, 2, limit_s=60, env={**WAYS[way], **ASYNC}))
+    assert first[0] == "CollectiveTimeoutError"
+    assert "The device of this rank did not come to all_reduce(float32[66000], SUM) in time" in first[1]
+    assert second[0] in LOST
+    assert max(first[2], second[2]) < 10
+
+
+def different_calls(job: Job) -> tuple[str, str, float]:
+    """Rank 0 reduces where rank 1 gathers."""
+    pg = staged_group(job, "different", job.rank, job.size, 20.0)
+    return error_of(lambda: CALLS["all_reduce" if job.rank == 0 else "all_gather"](pg))
+
+
+@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+def test_ranks_that_call_different_collectives_get_an_error_with_both(way: str) -> None:
+    """And no garbage."""
+    for error_type, text, _ in values(run_ranks(different_calls, 2, limit_s=60, env={**WAYS[way], **ASYNC})):
+        assert error_type in ("CollectiveMismatchError", "GroupPoisonedError"), text
+        assert "all_reduce(float32[66000], SUM)" in text
+        assert "all_gather(float32[66000])" in text
+
+
+def wrong_setting(job: Job) -> tuple[str, str, float]:
+    """The first call where one rank's chunk size cannot be read."""
+    pg = bare_group(job, "wrong", job.rank, job.size, 20.0)
+    return error_of(lambda: CALLS["all_reduce"](pg))
+
+
+@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+def test_a_wrong_chunk_size_is_every_rank_s_error(way: str) -> None:
+    """With rank, value, rule and fix."""
+    env = lambda rank: {**WAYS[way], **({"RAY_FRACBACKEND_STAGED_CHUNK_BYTES": "1k"} if rank else {})}  # noqa: E731
+    for error_type, text, _ in values(run_ranks(wrong_setting, 2, limit_s=60, env=env)):
+        assert error_type == "IpcUnavailableError"
+        assert text == (
+            "rank 1: RAY_FRACBACKEND_STAGED_CHUNK_BYTES='1k' must be an integer from 65536 to 268435456; unset it for 4194304."
+        )
+
+
+def sums_with_chunks(job: Job) -> list[float]:
+    """A sum over several chunks where ranks were given different sizes of a chunk."""
+    pg = bare_group(job, "chunks", job.rank, job.size, 20.0)
+    tensor = torch.arange(NUMEL * 4, dtype=torch.float64) + job.rank
+    pg.allreduce([tensor], options("Allreduce")).wait()
+    return [float((tensor - 2 * torch.arange(NUMEL * 4, dtype=torch.float64)).min()), float(tensor[-1])]
+
+
+def test_ranks_agree_on_the_size_of_a_chunk() -> None:
+    """The smallest."""
+    env = lambda rank: {**STAGED, "RAY_FRACBACKEND_STAGED_CHUNK_BYTES": str(65536 << (3 * rank))}  # noqa: E731
+    assert values(run_ranks(sums_with_chunks, 2, limit_s=60, env=env)) == [[1.0, 2.0 * (NUMEL * 4 - 1) + 1]] * 2
+
+
+def kept(job: Job) -> tuple[int, int]:
+    """Pinned bytes that a process keeps after calls of many sizes on several groups, and the largest buffer."""
+    logging.disable(logging.CRITICAL)
+    job.init()
+    groups = [dist.new_group() for _ in range(3)]
+    for numel in (1, 3_000, 20_000, 70_000):
+        works = [dist.all_reduce(torch.ones(numel), group=group, async_op=True) for group in groups]
+        for work in works:
+            work.wait()
+    time.sleep(0.1)
+    (pool,) = staged._pools.values()
+    sizes = [buffer.numel() for buffer, _ in pool._idle]
+    return sum(sizes), max(sizes)
+
+
+def test_the_pool_of_pinned_buffers_is_shared_and_bounded() -> None:
+    """Three groups keep no more than the buffers that were in use at once."""
+    for total, largest in values(run_ranks(kept, 2, limit_s=60, env=STAGED)):
+        assert largest == 65536
+        assert total <= 3 * 2 * 65536
+
+
+def test_a_buffer_above_the_bound_is_not_kept() -> None:
+    """The one that was used longest ago goes."""
+
+    class Runtime:
+        def pinned(self, num_bytes: int) -> torch.Tensor:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+        def new_event(self) -> Any:
+            return self
+
+        def record(self, stream: Any) -> None:
+            pass
+
+        wait_event = record
+
+    runtime: Any = Runtime()
+    pool = staged.PinnedPool(runtime, 300_000)
+    for num_bytes in (1, 70_000, 200_000):
+        with pool.borrow(1, num_bytes, runtime):
+            pass
+    assert [buffer.numel() for buffer, _ in pool._idle] == [262_144]
+    with pytest.raises(ZeroDivisionError), pool.borrow(1, 200_000, runtime):
+        raise ZeroDivisionError  # what the stream does with it then is not known
+    assert pool._idle == []
