@@ -64,14 +64,20 @@ class StartReport:
         return (*self.plan.warnings, *self.rendezvous.warnings)
 
     @property
+    def path(self) -> str | None:
+        """How tensors of the devices travel where the backend has several ways, as its verification found; else None."""
+        return self.verification.path if self.verification else None
+
+    @property
     def reason(self) -> str:
         """Reason for the backend, in one line."""
         return self.plan.reason
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reason for the backend, reason for the rendezvous, then every warning and hint."""
-        return (self.plan.reason, self.rendezvous.reason, *self.warnings, *self.plan.hints)
+        """Reason for the backend, reason for the rendezvous, path of the tensors, then every warning and hint."""
+        path = (self.path,) if self.path else ()
+        return (self.plan.reason, self.rendezvous.reason, *path, *self.warnings, *self.plan.hints)
 
     def log_line(self) -> str:
         """Return the line for the log: decision, world size, verification."""
@@ -82,6 +88,7 @@ class StartReport:
                 f"verified in {figures.total_s * 1e3:.0f} ms: all_reduce {figures.latency_s * 1e3:.2f} ms at 1 KiB, "
                 f"{figures.bandwidth_bytes_per_s / 1e6:.0f} MB/s at 1 MiB"
             )
+            checked += f", {figures.path}" if figures.path else ""
         return f"{self.reason} [{size}, {self.rendezvous.reason}, {checked}]"
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,6 +52,7 @@ class VerificationResult:
         bandwidth_bytes_per_s: 1 MiB over the seconds of its all_reduce, measured in the same way.
         rank_seconds: The two times of each rank added up, by rank in the group.
         total_s: Seconds of the whole verification on this rank.
+        path: How the group carries tensors of the device, and why so, where its backend has several ways; else None.
     """
 
     backend: str
@@ -60,6 +62,7 @@ class VerificationResult:
     bandwidth_bytes_per_s: float
     rank_seconds: tuple[float, ...]
     total_s: float
+    path: str | None = None
 
 
 def verify_process_group(
@@ -71,8 +74,10 @@ def verify_process_group(
 
     Args:
         group: The group to verify, the default group if None.
-        device: Device of the tensors. By default the current CUDA device for an NCCL group, else the CPU; a group with one
-            backend for each, such as ``cpu:gloo,cuda:nccl``, is then verified on both, and the result is that of CUDA.
+        device: Device of the tensors. By default the current CUDA device for a group whose CUDA tensors go through NCCL or the
+            staged backend, and for any group with CUDA tensors where this process has used CUDA, else the CPU; a group with one
+            backend for each, such as ``cpu:gloo,cuda:nccl``, is then verified on both, and the result is that of CUDA. On
+            Windows the CPU for Gloo, whose all_reduce of a CUDA tensor ends the process there (pytorch#186535).
         timeout_s: Bound on the whole verification, in seconds. A call that exceeds it keeps running in a thread of its own:
             abort the group then.
 
@@ -131,7 +136,10 @@ def other_devices(device: torch.device | str, group: dist.ProcessGroup | None = 
 
 def _default_devices(group: dist.ProcessGroup) -> list[torch.device]:
     """Return one device for each backend of the group; the result is that of the last."""
-    last = "cuda" if "nccl" in backends_by_device(group).values() and torch.cuda.is_available() else "cpu"
+    backend = backends_by_device(group).get("cuda")
+    dies = backend == "gloo" and sys.platform == "win32"
+    used = torch.cuda.is_initialized() and not dies  # type: ignore[no-untyped-call]
+    last = "cuda" if torch.cuda.is_available() and backend and (used or backend in ("nccl", "staged")) else "cpu"
     return [*other_devices(last, group), torch.device(last)]
 
 
@@ -189,6 +197,7 @@ class _Verification:
             bandwidth_bytes_per_s=LARGE_BYTES / max(statistics.median(row[1] for row in times), 1e-9),
             rank_seconds=tuple(row[0] + row[1] for row in times),
             total_s=time.perf_counter() - self._started,
+            path=getattr(self._group, "device_path", None) if self._device.type != "cpu" else None,
         )
 
     def _wait(self, work: dist.Work | None) -> None:

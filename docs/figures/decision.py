@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[1] / "how-it-decides.md"
 _TABLE = re.compile(r"(<!-- the rows of decide/table.py -->\n).*?(<!-- end of the rows -->)", re.DOTALL)
 
 # By what the result names.
-_COLORS = {"Error": "#b3392f", "gloo": "#2f6db3", "ipc": "#6a4fa3", "nccl": "#2e7d4f"}
+_COLORS = {"Error": "#b3392f", "gloo": "#2f6db3", "staged": "#1f7a8c", "ipc": "#6a4fa3", "nccl": "#2e7d4f"}
 _INK, _LINE, _GRAY = "#24292f", "#b8bec5", "#8a8a8a"
 _WIDTH, _LEFT, _LEFT_WIDTH, _RIGHT, _HEIGHT, _GAP, _LINE_HEIGHT = 960, 16, 560, 640, 30, 10, 17
 # Characters of a case in one line of its box.

@@ -300,7 +300,7 @@ def _size(num_bytes: int) -> str:
 def _check_devices(machine: MachineInfo) -> tuple[Check, ...]:
     """Check devices and their compute modes, Ray's num_gpus, NCCL, MPS and the ipc backend."""
     worker = machine.worker
-    return (*_devices(worker), _ray_gpus(machine), _nccl(worker), _mps(worker), *_ipc(worker))
+    return (*_devices(worker), _ray_gpus(machine), _nccl(worker), _mps(worker), *_ipc(worker), *_staged(worker))
 
 
 def _devices(worker: WorkerInfo) -> list[Check]:
@@ -388,4 +388,14 @@ def _ipc(worker: WorkerInfo) -> list[Check]:
     if worker.ipc_device_memory_missing is None:
         return [host, Check("ipc", "ok", "ranks on one device can share its memory")]
     text = f"ranks cannot share device memory: {worker.ipc_device_memory_missing}"
-    return [host, Check("ipc", "warning", text, "nothing to do: ranks that share a device use gloo")]
+    return [
+        host,
+        Check("ipc", "warning", text, "nothing to do: ranks that share a device use gloo, and ipc stages tensors"),
+    ]
+
+
+def _staged(worker: WorkerInfo) -> list[Check]:
+    if worker.staged_missing:
+        needed = "on Windows it carries CUDA tensors" if worker.platform == "win32" else "it is optional"
+        return [Check("staged", "warning", worker.staged_missing, f"install torch 2.7, or 2.11 or newer; {needed}")]
+    return [Check("staged", "ok", "CUDA tensors can be staged through host memory")]

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Names that this package decides about; any other is left to Ray Train.
-_OURS = {"auto", "nccl", "gloo", "ipc"}
+_OURS = {"auto", "nccl", "gloo", "ipc", "staged"}
+# What torch calls a group whose CUDA tensors are staged through host memory. As the group is made in Python, all its tensors go
+# through the staged backend, those of the CPU too.
+STAGED = "cpu:gloo,cuda:staged"
 _RULE = (
-    "must be 'auto', 'nccl', 'gloo', 'ipc', a pair such as 'cpu:gloo,cuda:nccl', or the name of a backend that is "
+    "must be 'auto', 'nccl', 'gloo', 'ipc', 'staged', a pair such as 'cpu:gloo,cuda:nccl', or the name of a backend that is "
     "registered with torch.distributed, without spaces; leave it out to let the start decide"
 )
+_STAGED_PAIR = "must be 'staged' or 'cpu:gloo,cuda:staged' where it has staged, which is for all devices of its group"
 _IPC_ALONE = "must be 'ipc' where it has ipc, which is for tensors of all devices and cannot be one of a pair"
 
 
@@ -33,10 +37,10 @@ class Backends:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this package starts it: pairs of cpu and cuda with gloo and nccl too. Any other is Ray Train's own."""
+        """Whether this package starts it: pairs of cpu and cuda with gloo, nccl and staged too. Any other is Ray's own."""
         if self.name in _OURS:
             return True
-        return set(self.by_device) <= {"cpu", "cuda"} and set(self.by_device.values()) <= {"gloo", "nccl"}
+        return set(self.by_device) <= {"cpu", "cuda"} and set(self.by_device.values()) <= {"gloo", "nccl", "staged"}
 
     @property
     def has_nccl(self) -> bool:
@@ -49,9 +53,14 @@ class Backends:
         return "ipc" in self.by_device.values()
 
     @property
+    def has_staged(self) -> bool:
+        """Whether CUDA tensors go through the staged backend."""
+        return "staged" in self.by_device.values()
+
+    @property
     def connects_with_gloo(self) -> bool:
-        """Whether Gloo connects the ranks when the group is made; the ipc backend has a Gloo group inside."""
-        return bool({"gloo", "ipc"} & set(self.by_device.values()))
+        """Whether Gloo connects the ranks when the group is made; ipc and staged have a Gloo group inside."""
+        return bool({"gloo", "ipc", "staged"} & set(self.by_device.values()))
 
 
 def parse_backend(name: str | None) -> Backends:
@@ -84,6 +93,8 @@ def parse_backend(name: str | None) -> Backends:
     by_device = dict(parts)
     if len(by_device) < len(parts):
         raise ValueError(f"{_RULE}; each device has one backend")
+    if "staged" in by_device.values() and by_device != {"cpu": "gloo", "cuda": "staged"}:
+        raise ValueError(_STAGED_PAIR)
     if by_device.get("cpu") == "nccl":
         raise ValueError(
             "must be another than nccl for cpu, as NCCL takes CUDA tensors alone; such as 'cpu:gloo,cuda:nccl'"

@@ -60,12 +60,12 @@ class Settings:
     """
 
     backend: str | None = _setting(
-        "auto", {}, "auto, nccl, gloo, ipc, or a pair such as cpu:gloo,cuda:nccl", kw_only=False
+        "auto", {}, "auto, nccl, gloo, ipc, staged, or a pair such as cpu:gloo,cuda:nccl", kw_only=False
     )
     init_method: str = _setting("env", _is_choice("env", "tcp"), "", kw_only=False)
     timeout_s: float = _setting(1800, _SECONDS, "", kw_only=False)
     on_shared_device: str = _setting(
-        "auto", _is_choice("auto", "ipc", "gloo", "nccl", "error"), "what to do where ranks share a device"
+        "auto", _is_choice("auto", "ipc", "staged", "gloo", "nccl", "error"), "what to do where ranks share a device"
     )
     on_missing_cuda: str = _setting(
         "error", _is_choice("error", "cpu"), "what to do where Ray gave GPUs that torch cannot use"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ray_fracbackend.decide.backends import parse_backend
+from ray_fracbackend.decide.backends import STAGED, parse_backend
 from ray_fracbackend.decide.device_sharing import ShareGroup, share_text, shared_devices, sharing_ranks
 from ray_fracbackend.decide.hints import add_hints
 from ray_fracbackend.decide.nccl import (
@@ -38,6 +38,10 @@ from ray_fracbackend.errors import (
 # Whether "auto" takes ipc for device memory. To be turned once a recorded run on a GPU has proven it; on_shared_device="ipc"
 # does not depend on it.
 AUTO_TAKES_DEVICE_IPC = False
+# The same for staged instead of Gloo, where Gloo has CUDA tensors at all; on_shared_device="staged" does not depend on it.
+AUTO_TAKES_STAGED = False
+# Why Gloo never gets a CUDA tensor on Windows, unless the user names it.
+_NO_GLOO_ON_WINDOWS = "on Windows an all_reduce of CUDA tensors through Gloo ends the process (pytorch#186535)"
 # Ray resources of accelerators that Ray starts itself.
 _FOREIGN_ACCELERATORS = ("TPU", "HPU", "NPU", "neuron_cores")
 
@@ -122,7 +126,12 @@ class Job:
         return None
 
     @cached_property
-    def ipc_obstacle(self) -> str | None:
+    def without_staged(self) -> list[WorkerInfo]:
+        """Workers that cannot use the staged backend."""
+        return [worker for worker in self.workers if worker.staged_missing]
+
+    @cached_property
+    def device_memory_obstacle(self) -> str | None:
         """Why the ipc backend cannot use device memory for these workers, None where it can."""
         for group in self.conflicts:
             if not group.same_device:
@@ -205,9 +214,10 @@ def left_to_ray(backend: str | None, resources_per_worker: Mapping[str, float]) 
 
 
 def asks_for_ipc(settings: Settings) -> bool:
-    """Whether a start with these settings may choose the ipc backend, so that its probe is worth its cost."""
-    policy = settings.on_shared_device
-    return settings.backends.has_ipc or policy == "ipc" or (policy == "auto" and AUTO_TAKES_DEVICE_IPC)
+    """Whether a start with these settings may choose the backends ipc or staged, so that their probe is worth its cost."""
+    policy, backends = settings.on_shared_device, settings.backends
+    by_auto = policy == "auto" and (AUTO_TAKES_DEVICE_IPC or AUTO_TAKES_STAGED)
+    return backends.has_ipc or backends.has_staged or policy in ("ipc", "staged") or by_auto
 
 
 def plan_start(
@@ -260,8 +270,38 @@ def _gloo(
     return StartPlan(backend=backend, device_type=device_type, reason=reason, share_groups=groups)
 
 
-def _ipc_on_host(job: Job, asked: str) -> StartPlan:
-    """The ipc backend on host memory, or an error that names the first worker that cannot."""
+def _gloo_on_devices(job: Job, why: str, groups: tuple[ShareGroup, ...] = ()) -> StartPlan:
+    """Gloo on workers that train on CUDA devices, as nobody named it; on Windows the staged backend in its place."""
+    prefix = f"{share_text(groups)}: " if groups else ""
+    if job.on_windows:
+        return _staged(job, f"{prefix}using staged ({why}; {_NO_GLOO_ON_WINDOWS})", groups)
+    return _gloo(job, f"{prefix}using gloo ({why})", groups)
+
+
+def _staged(
+    job: Job, reason: str, groups: tuple[ShareGroup, ...] = (), device_type: str = "cuda", backend: str = STAGED
+) -> StartPlan:
+    """The staged backend, or an error that names the first worker that cannot."""
+    if job.without_staged:
+        first = job.without_staged[0]
+        instead = "install such a torch (2.8 to 2.10 have no Gloo on Windows)" if job.on_windows else "fix this"
+        raise BackendUnavailableError(
+            f"{reason}, but the staged backend cannot be used: {first.where}: {first.staged_missing}. To go on, "
+            f"{instead}, or use backend='gloo'.",
+            ranks=[worker.rank for worker in job.without_staged],
+        )
+    return _gloo(job, reason, groups, device_type, backend)
+
+
+def _fallback(job: Job) -> str | None:
+    """What takes the place of a choice that fails its verification: Gloo, or on Windows staged, if it can."""
+    if job.on_windows:
+        return None if job.without_staged else STAGED
+    return "gloo"
+
+
+def _ipc(job: Job, asked: str, device_type: str) -> StartPlan:
+    """The ipc backend, or an error that names the first worker that cannot share host memory."""
     for worker in job.workers:
         if worker.ipc_host_memory_missing:
             raise BackendUnavailableError(
@@ -269,19 +309,18 @@ def _ipc_on_host(job: Job, asked: str) -> StartPlan:
                 "Fix this, or use backend='gloo'.",
                 ranks=(worker.rank,),
             )
-    return StartPlan(backend="ipc", device_type="cpu", reason=f"{asked}: using ipc on host memory")
-
-
-def _ipc_on_device(job: Job, asked: str) -> StartPlan:
-    """The ipc backend on device memory, or an error that says why it cannot be used."""
-    if job.ipc_obstacle:
-        raise BackendUnavailableError(
-            f"{asked}, but the ipc backend cannot be used: {job.ipc_obstacle}. Fix this, or use on_shared_device='gloo'."
-        )
+    if device_type == "cpu":
+        return StartPlan(backend="ipc", device_type="cpu", reason=f"{asked}: using ipc on host memory")
     groups = job.conflicts
     prefix = f"{share_text(groups)}: " if groups else ""
     why = _why_not_nccl(job) if groups else "as asked for"
-    return StartPlan(backend="ipc", device_type="cuda", reason=f"{prefix}using ipc ({why})", share_groups=groups)
+    plan = StartPlan(backend="ipc", device_type="cuda", reason=f"{prefix}using ipc ({why})", share_groups=groups)
+    if job.device_memory_obstacle is None:
+        return plan
+    staged = (
+        f"ipc stages CUDA tensors through host memory, as it cannot share device memory ({job.device_memory_obstacle})"
+    )
+    return replace(plan, warnings=(staged,))
 
 
 def _multi_rank(job: Job, asked: str) -> StartPlan:
@@ -334,12 +373,12 @@ def _why_not_nccl(job: Job) -> str:
     return f"NCCL {version} refuses shared devices"
 
 
-def _gloo_warning(job: Job, why: str) -> str:
-    """What it costs that Gloo takes the place of NCCL, and what to do."""
+def _gloo_warning(job: Job, why: str, backend: str) -> str:
+    """What it costs that Gloo, or staged on Windows, takes the place of NCCL, and what to do."""
     groups, ranks = job.conflicts, sharing_ranks(job.conflicts)
     found = (
-        f"{len(ranks)} of {len(job.workers)} ranks share a GPU ({share_text(groups)}), so all ranks use gloo instead of nccl "
-        f"({why}): {GLOO_COST}."
+        f"{len(ranks)} of {len(job.workers)} ranks share a GPU ({share_text(groups)}), so all ranks use {backend} instead of "
+        f"nccl ({why}): {GLOO_COST}."
     )
     accept = "on_shared_device='gloo' accepts this without a warning, 'error' refuses such a start"
     if not any(group.same_device for group in groups):
@@ -394,7 +433,7 @@ def _mixed_systems(job: Job) -> StartPlan:
 @_row('no GPU asked for, `backend="ipc"`', lambda job: not job.asks_for_gpus and job.settings.backends.has_ipc)
 def _ipc_without_gpus(job: Job) -> StartPlan:
     """ipc on host memory. Or `BackendUnavailableError` where a rank cannot use it."""
-    return _ipc_on_host(job, "backend='ipc'")
+    return _ipc(job, "backend='ipc'", "cpu")
 
 
 @_row(
@@ -416,11 +455,12 @@ def _nccl_without_gpus(job: Job) -> StartPlan:
 
 @_row("no GPU asked for", lambda job: not job.asks_for_gpus)
 def _gloo_without_gpus(job: Job) -> StartPlan:
-    """gloo. Or a pair without NCCL as asked for."""
+    """gloo. Or staged, or a pair without NCCL, as asked for."""
     if job.settings.backends.is_auto:
         return _gloo(job, "using gloo (no GPUs were asked for)", device_type="cpu")
     backend = job.settings.backends.name
-    return _gloo(job, f"using {backend} (as asked for)", device_type="cpu", backend=backend)
+    make = _staged if job.settings.backends.has_staged else _gloo
+    return make(job, f"using {backend} (as asked for)", device_type="cpu", backend=backend)
 
 
 @_row(
@@ -428,7 +468,7 @@ def _gloo_without_gpus(job: Job) -> StartPlan:
     lambda job: (
         bool(job.without_cuda)
         and job.settings.on_missing_cuda == "error"
-        and not (job.wants_nccl or job.settings.backends.has_ipc)
+        and not (job.wants_nccl or job.settings.backends.has_ipc or job.settings.backends.has_staged)
     ),
 )
 def _asked_without_cuda(job: Job) -> StartPlan:
@@ -463,15 +503,15 @@ def _cpu_with_ipc(job: Job) -> StartPlan:
     """ipc on host memory, training on the CPU. Or `BackendUnavailableError`. `on_missing_cuda="cpu"` from here on: the
     whole job trains on the CPU, and `get_device()` says cpu.
     """
-    return replace(_ipc_on_host(job, f"{job.found_without_cuda}: training on the CPU"), train_on_cpu=True)
+    return replace(_ipc(job, f"{job.found_without_cuda}: training on the CPU", "cpu"), train_on_cpu=True)
 
 
 @_row("torch of a worker has no CUDA", lambda job: bool(job.without_cuda))
 def _cpu_with_gloo(job: Job) -> StartPlan:
-    """gloo, training on the CPU. With `backend="nccl"` or a pair with it, a warning."""
+    """gloo, training on the CPU. With nccl or staged in `backend`, a warning."""
     plan = _gloo(job, f"{job.found_without_cuda}: training on the CPU with gloo", device_type="cpu")
     plan = replace(plan, train_on_cpu=True)
-    if job.settings.backends.has_nccl:
+    if job.settings.backends.has_nccl or job.settings.backends.has_staged:
         plan = replace(plan, warnings=(f"backend={job.settings.backend!r} needs CUDA devices: using gloo",))
     return plan
 
@@ -515,19 +555,31 @@ def _shared_error(job: Job) -> StartPlan:
 
 @_row('`backend="ipc"`', lambda job: job.settings.backends.has_ipc)
 def _ipc_asked(job: Job) -> StartPlan:
-    """ipc on device memory. Or `BackendUnavailableError` with the reason; slices of one GPU cannot use it. What only
-    several processes can show, the group itself finds at its first call with CUDA tensors: those then go through
-    Gloo, with a warning.
+    """ipc on device memory. Or `BackendUnavailableError` with the reason. Where device memory cannot be shared (slices of one
+    GPU, for one), CUDA tensors are [staged](#how-cuda-tensors-travel) through host memory, with a warning; what only several
+    processes can show, the group itself finds at its first call with CUDA tensors.
     """
-    return _ipc_on_device(job, "backend='ipc'")
+    return _ipc(job, "backend='ipc'", "cuda")
+
+
+@_row('`backend="staged"` or `"cpu:gloo,cuda:staged"`', lambda job: job.settings.backends.has_staged)
+def _staged_asked(job: Job) -> StartPlan:
+    """staged. Or `BackendUnavailableError` with the reason."""
+    prefix = f"{share_text(job.shared)}: " if job.shared else ""
+    backend = job.settings.backends.name
+    return _staged(job, f"{prefix}using {backend} as asked for", job.shared, backend=backend)
 
 
 @_row('`backend="gloo"`, or a pair without NCCL', lambda job: not job.wants_nccl)
 def _asked_on_devices(job: Job) -> StartPlan:
-    """as asked for. On shared devices too."""
+    """as asked for. On shared devices too. On Windows with a warning, and after a trial in a process that may end."""
     prefix = f"{share_text(job.shared)}: " if job.shared else ""
     backend = job.settings.backends.name
-    return _gloo(job, f"{prefix}using {backend} as asked for", job.shared, backend=backend)
+    plan = _gloo(job, f"{prefix}using {backend} as asked for", job.shared, backend=backend)
+    if job.on_windows and job.settings.backends.by_device.get("cuda") == "gloo":
+        warning = f"{_NO_GLOO_ON_WINDOWS}: backend={backend!r} is kept as asked for, 'auto' would use {STAGED}"
+        return replace(plan, warnings=(warning,))
+    return plan
 
 
 @_row('devices shared, `on_shared_device="nccl"`', lambda job: _policy(job, "nccl"))
@@ -548,7 +600,7 @@ def _shared_nccl_by_user(job: Job) -> StartPlan:
     """
     plan, policy = _multi_rank(job, f"{MULTI_RANK_ENV}=1 is set"), job.settings.on_shared_device
     if policy in ("auto", "gloo"):
-        plan = replace(plan, fallback="gloo")
+        plan = replace(plan, fallback=_fallback(job))
     if policy != "auto":
         override = f"on_shared_device={policy!r} does not count: the user's {MULTI_RANK_ENV}=1 asks for nccl"
         plan = replace(plan, warnings=(*plan.warnings, override))
@@ -560,49 +612,68 @@ def _shared_ipc(job: Job) -> StartPlan:
     """ipc on device memory. Or `BackendUnavailableError`, as with `backend="ipc"`. With `backend="nccl"` or a pair with
     it, a warning names the override.
     """
-    return _override(job, _ipc_on_device(job, "on_shared_device='ipc'"))
+    return _override(job, _ipc(job, "on_shared_device='ipc'", "cuda"))
 
 
 @_row(
     'devices shared, `"auto"`, and ipc proven on GPUs',
-    lambda job: _policy(job, "auto") and AUTO_TAKES_DEVICE_IPC and job.ipc_obstacle is None,
+    lambda job: _policy(job, "auto") and AUTO_TAKES_DEVICE_IPC and job.device_memory_obstacle is None,
 )
 def _shared_ipc_by_auto(job: Job) -> StartPlan:
     """ipc on device memory. Off (`AUTO_TAKES_DEVICE_IPC`) until a recorded run on a GPU has proven it. Gloo as
     fallback. With `backend="nccl"` or a pair with it, a warning names the override.
     """
-    return _override(job, replace(_ipc_on_device(job, "on_shared_device='auto'"), fallback="gloo"))
+    return _override(job, replace(_ipc(job, "on_shared_device='auto'", "cuda"), fallback=_fallback(job)))
+
+
+@_row('devices shared, `on_shared_device="staged"`', lambda job: _policy(job, "staged"))
+def _shared_staged(job: Job) -> StartPlan:
+    """staged. Or `BackendUnavailableError` with the reason. With `backend="nccl"` or a pair with it, a warning names the
+    override.
+    """
+    found = f"{share_text(job.conflicts)}: using staged (as on_shared_device says)"
+    return _override(job, _staged(job, found, job.conflicts))
+
+
+@_row(
+    'devices shared, `"auto"`, and staged proven on GPUs',
+    lambda job: _policy(job, "auto") and AUTO_TAKES_STAGED and not (job.without_staged or job.on_windows),
+)
+def _shared_staged_by_auto(job: Job) -> StartPlan:
+    """staged. Off (`AUTO_TAKES_STAGED`) until a recorded run on a GPU has shown it right and faster than Gloo, which is its
+    fallback. With `backend="nccl"` or a pair with it, a warning names the override.
+    """
+    plan = _staged(job, f"{share_text(job.conflicts)}: using staged ({_why_not_nccl(job)})", job.conflicts)
+    return _override(job, replace(plan, fallback=_fallback(job)))
 
 
 @_row('devices shared, `"gloo"`', lambda job: _policy(job, "gloo"))
 def _shared_gloo(job: Job) -> StartPlan:
-    """gloo. With `backend="nccl"` or a pair with it, a warning names the override."""
-    return _override(
-        job, _gloo(job, f"{share_text(job.conflicts)}: using gloo (as on_shared_device says)", job.conflicts)
-    )
+    """gloo; on Windows staged. With `backend="nccl"` or a pair with it, a warning names the override."""
+    return _override(job, _gloo_on_devices(job, "as on_shared_device says", job.conflicts))
 
 
 @_row('devices shared, `"auto"`', lambda job: bool(job.conflicts))
 def _shared_auto(job: Job) -> StartPlan:
-    """gloo, with a warning. The warning says [what it costs](#what-gloo-costs). With `backend="nccl"` or a pair with
-    it, a warning names the override.
+    """gloo, with a warning; on Windows staged. The warning says [what it costs](#what-gloo-costs). With `backend="nccl"` or
+    a pair with it, a warning names the override.
     """
     why = _why_not_nccl(job)
-    plan = _gloo(job, f"{share_text(job.conflicts)}: using gloo ({why})", job.conflicts)
+    plan = _gloo_on_devices(job, why, job.conflicts)
     if len(job.without_nccl) < len(job.workers):
-        plan = replace(plan, warnings=(_gloo_warning(job, why),))
+        plan = replace(plan, warnings=(_gloo_warning(job, why, plan.backend),))
     return _override(job, plan)
 
 
 @_row("own devices, torch of a worker has no NCCL", lambda job: bool(job.without_nccl))
 def _own_without_nccl(job: Job) -> StartPlan:
-    """gloo. A warning where other ranks have it, and where `backend="nccl"` is overridden."""
-    plan = _gloo(job, f"using gloo ({ranks_text(job.without_nccl)}: torch has no NCCL)")
+    """gloo; on Windows staged. A warning where other ranks have it, and where `backend="nccl"` is overridden."""
+    plan = _gloo_on_devices(job, f"{ranks_text(job.without_nccl)}: torch has no NCCL")
     if not job.settings.backends.is_auto:
-        return replace(plan, warnings=(f"backend={job.settings.backend!r} is not available: using gloo",))
+        return replace(plan, warnings=(f"backend={job.settings.backend!r} is not available: using {plan.backend}",))
     if len(job.without_nccl) < len(job.workers):
         warning = (
-            f"torch of {ranks_text(job.without_nccl)} has no NCCL, so all {len(job.workers)} ranks use gloo: {GLOO_COST}; "
+            f"torch of {ranks_text(job.without_nccl)} has no NCCL, so all {len(job.workers)} ranks use {plan.backend}: {GLOO_COST}; "
             "install the same torch with NCCL on every node"
         )
         return replace(plan, warnings=(warning,))
@@ -620,7 +691,7 @@ def _own_slices(job: Job) -> StartPlan:
     """nccl, with a warning. Gloo as fallback. See [MIG and containers](#mig-and-containers)."""
     # NCCL's source allows these, users saw it refuse them (nccl#1716): let the verification decide.
     doubt = f"{job.siblings[0].text}: NCCL {versions_text(job.workers)} may refuse them"
-    return replace(_own_nccl(job), fallback="gloo", warnings=(doubt,))
+    return replace(_own_nccl(job), fallback=_fallback(job), warnings=(doubt,))
 
 
 @_row("own devices", lambda job: True)

@@ -92,7 +92,7 @@ def probe_machine(node_id: str = "", node_ip: str = "127.0.0.1") -> WorkerInfo:
         node_ip: Ray's address of the node.
 
     Returns:
-        Devices, network and versions, with what the ipc backend can use.
+        Devices, network and versions, with what the backends ipc and staged can use.
     """
     found = torch.cuda.is_available()
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if found else []
@@ -115,6 +115,8 @@ def _info(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **
         num_node_devices = nvml_answer(nvml, nvml.nvmlDeviceGetCount) if nvml else None
     own |= {"cuda_missing": unreadable} if unreadable else {}
     own |= _ipc_support(described) if ask_ipc else {}
+    # On Windows it takes the place of Gloo wherever there are devices.
+    own |= {"staged_missing": _staged_support()} if ask_ipc or (sys.platform == "win32" and described) else {}
     return WorkerInfo(
         **own,
         hostname=socket.gethostname(),
@@ -146,6 +148,13 @@ def _ipc_support(devices: tuple[DeviceInfo, ...]) -> dict[str, str | None]:
         "ipc_host_memory_missing": host_memory_support(),
         "ipc_device_memory_missing": device_memory_support(devices[0].index) if devices else no_device,
     }
+
+
+def _staged_support() -> str | None:
+    """Check whether the staged backend can be used; importing it registers it with torch.distributed."""
+    from ray_fracbackend.staged import staged_support
+
+    return staged_support()
 
 
 def boot_id() -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,11 @@ from ray_fracbackend.errors import (
     FracBackendError,
     GroupFormationError,
     RendezvousError,
-    VerificationError,
 )
 from ray_fracbackend.timeouts import Deadline, bounded
 from ray_fracbackend.verify import VerificationResult, backends_by_device, other_devices, verify_process_group
 from ray_fracbackend.worker import environment, memory_cap, store
+from ray_fracbackend.worker.gloo_trial import try_gloo_on_cuda
 from ray_fracbackend.worker.network import check_gloo_device, route_interface
 from ray_fracbackend.worker.state import STATE
 
@@ -55,7 +55,7 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
 
     Raises:
         RendezvousError: The group did not form within ``budget_s``.
-        VerificationError: The group formed and does not work, or does not use the device memory that it was chosen for.
+        VerificationError: The group formed and does not work.
     """
     deadline = Deadline(plan.budget_s)
     before = environment.snapshot()
@@ -95,28 +95,16 @@ def _release_frames(error: BaseException | None) -> None:
 
 
 def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
-    """Verify what the group has for the device that the worker trains on, and both halves of ``cpu:gloo,cuda:nccl``.
+    """Verify the group with tensors of the device that the worker trains on, and both halves of ``cpu:gloo,cuda:nccl``.
 
     Of a group that is for CUDA alone, on a worker without CUDA, nothing can be verified.
     """
     device = torch.device(plan.device)
     own = [device] if device.type in backends_by_device() else []
+    if device.type == "cuda" and sys.platform == "win32" and plan.backends.by_device.get("cuda") == "gloo":
+        try_gloo_on_cuda(plan.device, deadline.left_s)
     results = [verify_process_group(device=each, timeout_s=deadline.left_s) for each in (*other_devices(device), *own)]
-    _check_memory(plan)
     return results[-1] if results else None
-
-
-def _check_memory(plan: WorkerPlan) -> None:
-    """Raise for an ipc group whose ranks cannot map each other's device memory: it would work over Gloo, against the plan."""
-    if not plan.backends.has_ipc or plan.device == "cpu":
-        return
-    group: Any = distributed_c10d._get_default_group()
-    reason = group.gloo_reason
-    if reason is not None:
-        raise VerificationError(
-            f"the ipc backend cannot use the memory of {plan.device}: {reason}. Fix this, or use "
-            "on_shared_device='gloo'."
-        )
 
 
 def stop_worker(*, failed: bool = False) -> None:
@@ -177,7 +165,9 @@ def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
 def _init_process_group(plan: WorkerPlan, deadline: Deadline) -> None:
     """Create the group on rank 0's store, in threads: torch's store client waits without a limit for a silent store."""
     if plan.backends.has_ipc:
-        import ray_fracbackend.ipc  # noqa: F401  registers the backend
+        import ray_fracbackend.ipc
+    if plan.backends.has_staged:
+        import ray_fracbackend.staged  # noqa: F401  registers the backend
     address, port = plan.rendezvous.master_addr, plan.rendezvous.master_port
     with _named("rendezvous", plan, RendezvousError):
         left_s = deadline.left_s
@@ -209,11 +199,12 @@ def _create(plan: WorkerPlan, common: TCPStore, abandoned: threading.Event) -> N
 
 
 def _set_group_timeout(plan: WorkerPlan, timeout_s: float) -> None:
-    """Set the timeout of Gloo's and ipc's collectives: a group could not be destroyed while one of them waits for a peer.
+    """Set the timeout of the collectives of Gloo, ipc and staged: a group could not be destroyed while one of them waits for a peer.
 
     Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps Gloo and NCCL in a group whose timeout cannot be changed.
     """
-    if plan.backends.has_ipc or (plan.backends.connects_with_gloo and get_debug_level() != DebugLevel.DETAIL):
+    in_python = plan.backends.has_ipc or plan.backends.has_staged
+    if in_python or (plan.backends.connects_with_gloo and get_debug_level() != DebugLevel.DETAIL):
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
 
 

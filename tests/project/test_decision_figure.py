@@ -25,7 +25,10 @@ figure = load_figure()
 _SHARED, _OWN, _NEW = job(gpu(), gpu()), job(gpu("a"), gpu("b")), (2, 30, 7)
 _MULTI_RANK = job(gpu(), gpu(), nccl_version=_NEW)
 _SWITCHED = job(gpu(), gpu(), nccl_version=_NEW, env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
-_IPC = job(gpu(), gpu(), ipc_device_memory_missing=None)
+_IPC = job(gpu(), gpu(), ipc_device_memory_missing=None, ipc_host_memory_missing=None)
+_STAGED = "cpu:gloo,cuda:staged"
+_WINDOWS = job(gpu(), gpu(), platform="win32", nccl_available=False, nccl_version=None)
+_OWN_ON_WINDOWS = job(gpu("a"), gpu("b"), platform="win32", nccl_available=False, nccl_version=None)
 _CPU, _MISSING = job(None, None), job(gpu(), gpu(), cuda_missing="no driver")
 _CPU_IPC = job(None, None, ipc_host_memory_missing=None)
 _MISSING_IPC = job(gpu(), gpu(), cuda_missing="no driver", ipc_host_memory_missing=None)
@@ -40,9 +43,9 @@ _EXAMPLES = {
         (job(None, nccl_available=True, num_visible_devices=1), {"backend": "nccl"}, "nccl"),
         (_CPU, {"backend": "nccl"}, "error"),
     ],
-    "_gloo_without_gpus": [(_CPU, {}, "gloo")],
+    "_gloo_without_gpus": [(_CPU, {}, "gloo"), (_CPU, {"backend": "staged"}, "staged")],
     "_asked_without_cuda": [(_MISSING, {"backend": "gloo"}, "gloo")],
-    "_error_without_cuda": [(_MISSING, {}, "error"), (_MISSING, {"backend": "ipc"}, "error")],
+    "_error_without_cuda": [(_MISSING, asked, "error") for asked in ({}, {"backend": "ipc"}, {"backend": "staged"})],
     "_cpu_with_ipc": [
         (_MISSING_IPC, {"backend": "ipc", **_ON_CPU}, "ipc"),
         (_MISSING, {"on_shared_device": "ipc", **_ON_CPU}, "error"),
@@ -55,7 +58,16 @@ _EXAMPLES = {
         (_SHARED, {"on_shared_device": "error", "backend": "gloo"}, "error"),
     ],
     "_ipc_asked": [(_IPC, {"backend": "ipc"}, "ipc"), (_SHARED, {"backend": "ipc"}, "error")],
-    "_asked_on_devices": [(_SHARED, {"backend": "gloo"}, "gloo"), (_OWN, {"backend": "gloo"}, "gloo")],
+    "_staged_asked": [
+        (_SHARED, {"backend": "staged"}, "staged"),
+        (_OWN, {"backend": _STAGED}, _STAGED),
+        (job(gpu(), gpu(), staged_missing="no"), {"backend": "staged"}, "error"),
+    ],
+    "_asked_on_devices": [
+        (_WINDOWS, {"backend": "gloo"}, "gloo"),
+        (_SHARED, {"backend": "gloo"}, "gloo"),
+        (_OWN, {"backend": "gloo"}, "gloo"),
+    ],
     "_shared_nccl": [
         (_MULTI_RANK, {"on_shared_device": "nccl"}, "nccl"),
         (_SHARED, {"on_shared_device": "nccl", "backend": "nccl"}, "error"),
@@ -66,10 +78,18 @@ _EXAMPLES = {
         (_SHARED, {"on_shared_device": "ipc"}, "error"),
     ],
     "_shared_ipc_by_auto": [(_IPC, {}, "ipc")],
-    "_shared_gloo": [(_SHARED, {"on_shared_device": "gloo"}, "gloo")],
+    "_shared_staged": [(_SHARED, {"on_shared_device": "staged"}, _STAGED)],
+    "_shared_staged_by_auto": [(_SHARED, {}, _STAGED)],
+    "_shared_gloo": [
+        (_SHARED, {"on_shared_device": "gloo"}, "gloo"),
+        (_WINDOWS, {"on_shared_device": "gloo"}, _STAGED),
+    ],
     "_shared_auto": [(workers, {}, "gloo") for workers in (_SHARED, _MULTI_RANK, _IPC)]
-    + [(_SHARED, {"backend": "nccl"}, "gloo")],
-    "_own_without_nccl": [([_OWN[0], worker(1, gpu("b"), nccl_available=False, nccl_version=None)], {}, "gloo")],
+    + [(_SHARED, {"backend": "nccl"}, "gloo"), (_WINDOWS, {}, _STAGED)],
+    "_own_without_nccl": [
+        ([_OWN[0], worker(1, gpu("b"), nccl_available=False, nccl_version=None)], {}, "gloo"),
+        (_OWN_ON_WINDOWS, {}, _STAGED),
+    ],
     "_mixed_nccl": [([_OWN[0], worker(1, gpu("b"), nccl_version=_NEW)], {}, "error")],
     "_own_slices": [(job(mig("1"), mig("2"), nccl_version=_NEW), {}, "nccl")],
     "_own_nccl": [(_OWN, {}, "nccl"), (_OWN, {"backend": "nccl"}, "nccl")],
@@ -95,10 +115,12 @@ def test_every_row_has_an_example():
 def test_row(row, name, monkeypatch):
     """The row is the first whose condition holds for its examples, and comes to what they say, which its result names."""
     monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", name == "_shared_ipc_by_auto")
+    monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_STAGED", name == "_shared_staged_by_auto")
     for workers, settings, expected in _EXAMPLES[name]:
         assert deciding_row(Job(workers, Settings(**settings))) is row
         assert outcome(row, workers, settings) == expected
-        assert expected in row.result.casefold() or "as asked for" in row.result
+        named = "staged" if expected == _STAGED else expected
+        assert named in row.result.casefold() or "as asked for" in row.result
 
 
 def test_the_docs_have_the_code_s_table_and_picture():

@@ -54,6 +54,7 @@ def worker(rank: int, device: DeviceInfo | None = None, node: str = "1", **facts
         "nccl_version": (2, 28, 9) if device else None,
         "ipc_device_memory_missing": "no ipc here",
         "ipc_host_memory_missing": "no ipc here",
+        "staged_missing": None,
     }
     return WorkerInfo(**{**defaults, **facts})
 

@@ -42,7 +42,7 @@ _BAD = [
     ("timeout_s", True, "number of seconds"),
     ("timeout_s", 1e10, "up to 1e9"),
     ("timeout_s", 10**400, "up to 1e9"),
-    ("on_shared_device", "share", "must be one of 'auto', 'ipc', 'gloo', 'nccl', 'error'"),
+    ("on_shared_device", "share", "must be one of 'auto', 'ipc', 'staged', 'gloo', 'nccl', 'error'"),
     ("on_shared_device", None, "must be one of"),
     ("on_missing_cuda", "gpu", "must be one of 'error', 'cpu'"),
     ("verify", "yes", "must be True or False"),

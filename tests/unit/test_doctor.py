@@ -162,6 +162,7 @@ CASES = {
     ),
     "no host memory": (machine(ipc_host_memory_missing="no memfd"), "ipc", "warning", "no memfd", "optional"),
     "no device memory": (machine(gpu(), ipc_device_memory_missing="no"), "ipc", "warning", "device memory", "gloo"),
+    "no staging": (machine(staged_missing="torch 2.6 cannot"), "staged", "warning", "torch 2.6 cannot", "torch 2.7"),
     "not Linux": (machine(platform="darwin", ipc_host_memory_missing="x"), "ipc", "ok", "needs Linux", ""),
 }
 

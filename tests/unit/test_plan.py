@@ -19,6 +19,10 @@ def plan(workers, node_gpus=None, **options):
     return plan_start(workers, Settings(**options), node_gpus)
 
 
+_IPC = {"ipc_host_memory_missing": None, "ipc_device_memory_missing": None}
+_NO_NCCL = {"nccl_available": False, "nccl_version": None}
+
+
 class TestWithoutGpus:
     """No GPU asked for."""
 
@@ -162,12 +166,14 @@ class TestOwnDevices:
         """A pair that names NCCL for CUDA stays as the user wrote it."""
         assert plan(job(gpu("a"), gpu("b")), backend="cpu:gloo,cuda:nccl").backend == "cpu:gloo,cuda:nccl"
 
+    @pytest.mark.parametrize(("platform", "expected"), [("linux", "gloo"), ("win32", "cpu:gloo,cuda:staged")])
     @pytest.mark.parametrize(("backend", "num_warnings"), [("auto", 0), ("nccl", 1), ("cpu:gloo,cuda:nccl", 1)])
-    def test_gloo_without_nccl(self, backend, num_warnings):
-        """torch without NCCL, as on Windows, uses Gloo on the devices, with a warning where NCCL was asked for."""
-        workers = job(gpu("a"), gpu("b"), platform="win32", nccl_available=False, nccl_version=None)
+    def test_gloo_without_nccl(self, backend, num_warnings, platform, expected):
+        """torch without NCCL uses Gloo on the devices, on Windows staged, with a warning where NCCL was asked for."""
+        workers = job(gpu("a"), gpu("b"), platform=platform, nccl_available=False, nccl_version=None)
         found = plan(workers, backend=backend)
-        assert (found.backend, found.device_type, len(found.warnings)) == ("gloo", "cuda", num_warnings)
+        assert (found.backend, found.device_type, len(found.warnings)) == (expected, "cuda", num_warnings)
+        assert ("pytorch#186535" in found.reason) == (platform == "win32")
 
     def test_gloo_where_one_rank_lacks_nccl(self):
         """One torch without NCCL takes NCCL from the whole job: a warning, with the rank."""
@@ -210,7 +216,7 @@ class TestShared:
     def test_auto_uses_ipc_where_every_worker_can(self, monkeypatch):
         """With the rule turned, auto takes ipc where all workers can use it, and keeps Gloo as fallback."""
         monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
-        found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None))
+        found = plan(job(gpu(), gpu(), **_IPC))
         assert (found.backend, found.fallback) == ("ipc", "gloo")
 
     def test_one_worker_without_ipc_is_enough_for_gloo(self, monkeypatch):
@@ -243,8 +249,62 @@ class TestShared:
 
     def test_ipc_policy_has_no_way_back(self):
         """An explicit choice of ipc is taken, and not silently replaced when it fails."""
-        found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None), on_shared_device="ipc")
-        assert (found.backend, found.fallback) == ("ipc", None)
+        found = plan(job(gpu(), gpu(), **_IPC), on_shared_device="ipc")
+        assert (found.backend, found.fallback, found.warnings) == ("ipc", None, ())
+
+    def test_ipc_policy_without_device_memory(self):
+        """Where ranks cannot map each other's device memory, ipc stages CUDA tensors, and the warning says why."""
+        found = plan(job(gpu(), gpu(), ipc_host_memory_missing=None), on_shared_device="ipc")
+        assert found.backend == "ipc"
+        (warning,) = found.warnings
+        assert re.search(r"stages CUDA tensors through host memory.*\(rank 0 \(.*\): no ipc here\)", warning)
+
+    @pytest.mark.parametrize(
+        ("platform", "options", "backend"),
+        [
+            ("linux", {"on_shared_device": "staged"}, "cpu:gloo,cuda:staged"),
+            ("linux", {"backend": "staged"}, "staged"),
+            ("linux", {"backend": "cpu:gloo,cuda:staged"}, "cpu:gloo,cuda:staged"),
+            ("linux", {"backend": "gloo"}, "gloo"),
+            ("linux", {"backend": "nccl", "on_shared_device": "staged"}, "cpu:gloo,cuda:staged"),
+            ("win32", {}, "cpu:gloo,cuda:staged"),
+            ("win32", {"on_shared_device": "gloo"}, "cpu:gloo,cuda:staged"),
+            ("win32", {"backend": "gloo"}, "gloo"),
+            ("win32", {"backend": "cpu:gloo,cuda:gloo"}, "cpu:gloo,cuda:gloo"),
+        ],
+    )
+    def test_staged(self, platform, options, backend):
+        """By policy or by name; and on Windows wherever a policy ends in Gloo, which there is kept only by its name."""
+        found = plan(job(gpu(), gpu(), platform=platform, **_NO_NCCL), **options)
+        assert (found.backend, found.device_type, found.fallback) == (backend, "cuda", None)
+        by_name = platform == "win32" and "gloo" in options.get("backend", "")
+        assert ["pytorch#186535" in warning for warning in found.warnings] == [by_name] * len(found.warnings)
+        assert len(found.warnings) == (by_name or options.get("backend") == "nccl")
+
+    @pytest.mark.parametrize(
+        ("platform", "options"),
+        [
+            ("linux", {"on_shared_device": "staged"}),
+            ("linux", {"backend": "staged"}),
+            ("win32", {}),
+            ("win32", {"on_shared_device": "gloo"}),
+        ],
+    )
+    def test_staged_that_cannot_be_used(self, platform, options):
+        """It is no plain Gloo then, but an error with the ranks and what to do."""
+        workers = job(gpu(), gpu(), platform=platform, staged_missing="torch 2.6.0 cannot", **_NO_NCCL)
+        with pytest.raises(
+            BackendUnavailableError, match=r"rank 0 .*: torch 2\.6\.0 cannot\. To go on, .*backend='gloo'"
+        ) as caught:
+            plan(workers, **options)
+        assert caught.value.ranks == (0, 1)
+
+    def test_auto_uses_staged_once_it_is_proven(self, monkeypatch):
+        """With the rule turned, auto takes it on Linux where every worker can, with Gloo as fallback."""
+        monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_STAGED", True)
+        found = plan(self.workers)
+        assert (found.backend, found.fallback) == ("cpu:gloo,cuda:staged", "gloo")
+        assert plan([self.workers[0], worker(1, gpu("ab12cd34-56"), staged_missing="no")]).backend == "gloo"
 
     @pytest.mark.parametrize(("ranks", "ctas"), [(2, "4"), (3, "2"), (8, "1"), (16, "1")])
     def test_nccl_policy_sets_the_flags(self, ranks, ctas):
@@ -382,10 +442,11 @@ class TestMig:
         found = plan(job(mig("1"), mig("2"), nccl_version=(2, 30, 7)), on_shared_device="nccl")
         assert (found.backend, found.env_defaults["NCCL_MULTI_RANK_GPU_ENABLE"]) == ("nccl", "1")
 
-    def test_slices_cannot_use_ipc(self):
-        """Slices cannot map each other's memory, whatever the workers could do within one."""
-        with pytest.raises(BackendUnavailableError, match="cannot map each other's memory"):
-            plan(job(mig("1"), mig("2"), ipc_device_memory_missing=None), on_shared_device="ipc")
+    def test_ipc_stages_between_slices(self):
+        """Slices cannot map each other's memory, whatever the workers could do within one: a warning says so."""
+        found = plan(job(mig("1"), mig("2"), **_IPC), on_shared_device="ipc")
+        assert found.backend == "ipc"
+        assert re.search(r"stages CUDA tensors .*cannot map each other's memory", found.warnings[0])
 
     def test_one_slice_shared(self):
         """Two ranks on one slice share it like a device."""
@@ -470,9 +531,7 @@ class TestFallback:
     def test_one_step_down(self, monkeypatch):
         """A failed ipc becomes Gloo with a warning that has the cause, and no further step."""
         monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
-        found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None)).after_failure(
-            "wrong sum. Do not train with this group."
-        )
+        found = plan(job(gpu(), gpu(), **_IPC)).after_failure("wrong sum. Do not train with this group.")
         assert (found.backend, found.fallback) == ("gloo", None)
         assert found.reason == (
             "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: using gloo (ipc failed its verification)"

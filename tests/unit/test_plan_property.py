@@ -166,7 +166,7 @@ def oracle_switch(workers: list[WorkerInfo], sharing: set[int]) -> bool:
 
 
 _BACKENDS = st.sampled_from(["auto", "nccl", "cpu:gloo,cuda:nccl"])
-_POLICIES = st.sampled_from(["auto", "gloo", "nccl", "error"])
+_POLICIES = st.sampled_from(["auto", "gloo", "nccl", "staged", "error"])
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
@@ -202,6 +202,10 @@ def test_nccl_exactly_where_it_works(workers, backend, policy):
         assert not uses_nccl
     if plan.env_defaults:
         assert plan.fallback == (None if policy == "nccl" else "gloo")
+    # Never plain Gloo for CUDA tensors on Windows (pytorch#186535), and staged elsewhere by its policy alone.
+    if not uses_nccl:
+        staged = workers[0].platform == "win32" or (policy == "staged" and bool(conflict))
+        assert plan.backend == ("cpu:gloo,cuda:staged" if staged else "gloo")
     if not uses_nccl and plan.share_groups and policy == "auto" and any(w.nccl_available for w in workers):
         ranks = {rank for group in plan.share_groups for rank in group.ranks}
         assert len([w for w in plan.warnings if f"{len(ranks)} of {len(workers)} ranks share a GPU" in w]) == 1
@@ -217,7 +221,7 @@ def oracle_refuses_any_version(workers: list[WorkerInfo]) -> bool:
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
-@given(st.data(), jobs(), _BACKENDS, st.sampled_from(["auto", "gloo", "nccl", "error", "ipc"]))
+@given(st.data(), jobs(), _BACKENDS, st.sampled_from(["auto", "gloo", "nccl", "error", "ipc", "staged"]))
 def test_the_order_of_ranks_decides_nothing(data, workers, backend, policy):
     """The same workers under other ranks: the same backend, flags and fallback, the same groups, or the same class of error."""
     if data.draw(st.integers(0, 3)) == 0:  # a worker that does not know its device's compute mode, and one that does
@@ -260,6 +264,29 @@ def test_one_rank_without_nccl_decides_whichever_it_is(without, policy):
     workers = [worker(rank, mig(f"s{rank}"), nccl_version=(2, 30, 7)) for rank in range(2)]
     workers[without] = replace(workers[without], nccl_available=False, nccl_version=None)
     assert outcome(workers, Settings(on_shared_device=policy)) == "gloo"
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(
+    jobs(),
+    st.sampled_from(["auto", "nccl", "gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl", "staged"]),
+    st.sampled_from(["auto", "gloo", "nccl", "staged", "ipc", "error"]),
+    st.sampled_from(["error", "cpu"]),
+    st.booleans(),
+)
+def test_gloo_gets_cuda_tensors_on_windows_by_its_name_alone(workers, backend, policy, on_missing_cuda, can_stage):
+    """Whatever else was asked for, and also where staged cannot be used; and then a warning has the number of the issue."""
+    workers = [replace(w, platform="win32", staged_missing=None if can_stage else "no") for w in workers]
+    try:
+        plan = plan_start(workers, Settings(backend=backend, on_shared_device=policy, on_missing_cuda=on_missing_cuda))
+    except FracBackendError:
+        return
+    named = backend in ("gloo", "cpu:gloo,cuda:gloo")
+    if plan.backends.by_device.get("cuda") == "gloo" and plan.device_type == "cuda":
+        assert named
+        assert any("pytorch#186535" in warning for warning in plan.warnings)
+    assert not named or plan.backend == backend
+    assert plan.fallback != "gloo"
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])

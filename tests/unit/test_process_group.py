@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ from torch.distributed import DebugLevel, set_debug_level
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.errors import GroupFormationError, RendezvousError, VerificationError
-from ray_fracbackend.worker import process_group
+from ray_fracbackend.timeouts import Deadline
+from ray_fracbackend.worker import gloo_trial, process_group
 from ray_fracbackend.worker.process_group import start_worker
 from ray_fracbackend.worker.store import connect_store, hold_store
 from tests.processes import free_port, run_processes, wait_for_port
@@ -42,26 +42,44 @@ def plan_of(backend: str, device: str) -> WorkerPlan:
     )
 
 
-@pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    found = SimpleNamespace(gloo_reason=None)
-    monkeypatch.setattr(process_group.distributed_c10d, "_get_default_group", lambda: found)
-    return found
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("", None), ("import os; os._exit(0xC5)", "ended with 0xc5"), ("while True: pass", "not end within 2 s")],
+)
+def test_gloo_on_cuda_is_tried_in_a_process_that_may_end(
+    code: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Windows, where the user names Gloo: an error says how the trial ended and what to use."""
+    monkeypatch.setattr(gloo_trial, "_TRIAL", code + gloo_trial._TRIAL)
+    if expected is None:
+        gloo_trial.try_gloo_on_cuda("cpu", 120)
+    else:
+        with pytest.raises(VerificationError, match=f"{expected}.*pytorch#186535.*backend='auto'"):
+            gloo_trial.try_gloo_on_cuda("cpu", 4)
 
 
-def test_ipc_that_carries_cuda_tensors_over_gloo_is_a_failure(group: SimpleNamespace) -> None:
-    """It is ipc or an error with the reason, also where only the group itself could find it."""
-    group.gloo_reason = "rank 1: cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT"
-    with pytest.raises(VerificationError, match=r"memory of cuda:0: rank 1: cuIpcOpen.*on_shared_device='gloo'"):
-        process_group._check_memory(plan_of("ipc", "cuda:0"))
-
-
-def test_ipc_that_uses_the_memory_it_was_chosen_for_passes(group: SimpleNamespace) -> None:
-    """Device memory that works, and CPU tensors, which Gloo never carries unasked."""
-    process_group._check_memory(plan_of("ipc", "cuda:0"))
-    group.gloo_reason = "there is no CUDA here"
-    process_group._check_memory(plan_of("ipc", "cpu"))
-    process_group._check_memory(plan_of("gloo", "cuda:0"))
+@pytest.mark.parametrize(
+    ("platform", "backend", "device", "is_tried"),
+    [
+        ("win32", "gloo", "cuda:0", True),
+        ("win32", "cpu:gloo,cuda:gloo", "cuda:0", True),
+        ("win32", "gloo", "cpu", False),
+        ("win32", "cpu:gloo,cuda:staged", "cuda:0", False),
+        ("linux", "gloo", "cuda:0", False),
+    ],
+)
+def test_gloo_on_cuda_is_tried_on_windows_alone(
+    platform: str, backend: str, device: str, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the group's own tensors, which would end the worker."""
+    steps: list[str] = []
+    monkeypatch.setattr(process_group.sys, "platform", platform)
+    monkeypatch.setattr(process_group, "try_gloo_on_cuda", lambda tried, _: steps.append(tried))
+    monkeypatch.setattr(process_group, "backends_by_device", lambda: plan_of(backend, device).backends.by_device)
+    monkeypatch.setattr(process_group, "other_devices", lambda _: [])
+    monkeypatch.setattr(process_group, "verify_process_group", lambda **_: steps.append("verified"))
+    process_group._verify(plan_of(backend, device), Deadline(60))
+    assert steps == [*([device] if is_tried else []), "verified"]
 
 
 def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: int) -> int:

@@ -224,17 +224,23 @@ class TestWindows:
         with pytest.raises(IncompatibleWorkersError, match="Gloo cannot connect Windows"):
             plan_start([windows(0), worker(1)], Settings())
 
-    def test_gpus_without_nccl_get_gloo_whatever_was_asked(self) -> None:
-        """Where torch has no NCCL, as on Windows, asking for it gives Gloo and a warning instead of a crash."""
+    def test_gpus_without_nccl_are_staged_whatever_was_asked(self) -> None:
+        """Where torch has no NCCL, as on Windows, asking for it gives staged and a warning instead of a crash."""
         from ray_fracbackend.decide.worker_info import DeviceInfo
 
         gpus = [
-            windows(r, resources={"GPU": 1.0}, devices=(DeviceInfo(uuid=f"GPU-{r}"),), num_visible_devices=2)
+            windows(
+                r,
+                resources={"GPU": 1.0},
+                devices=(DeviceInfo(uuid=f"GPU-{r}"),),
+                num_visible_devices=2,
+                staged_missing=None,
+            )
             for r in (0, 1)
         ]
-        assert plan_start(gpus, Settings()).backend == "gloo"
+        assert plan_start(gpus, Settings()).backend == "cpu:gloo,cuda:staged"
         forced = plan_start(gpus, Settings(backend="nccl"))
-        assert forced.backend == "gloo"
+        assert forced.backend == "cpu:gloo,cuda:staged"
         assert forced.warnings
 
     def test_a_wheel_without_a_transport_is_refused_with_the_good_versions(self) -> None:

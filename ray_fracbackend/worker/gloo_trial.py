@@ -1,0 +1,55 @@
+"""Try Gloo on a CUDA tensor in a process of its own, which may end by it. Runs on the worker, on Windows.
+
+torch's Gloo has no all_reduce of CUDA tensors there: the process ends with an access violation and without an error in Python
+(pytorch#186535). A group of one rank is enough, as the operation is looked up before any rank is asked.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+
+from ray_fracbackend.errors import VerificationError
+
+# Where a driver hangs the trial must leave time for the error.
+_MAX_S = 120.0
+_TRIAL = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(2, device=sys.argv[1])
+dist.all_reduce(tensor)
+sys.exit(tensor.tolist() != [1.0, 1.0])
+"""
+
+
+def try_gloo_on_cuda(device: str, timeout_s: float) -> None:
+    """Run an all_reduce of a CUDA tensor over Gloo in a process of its own.
+
+    Args:
+        device: Of the tensor, such as ``cuda:0``.
+        timeout_s: Bound on it; a trial that takes longer counts as failed.
+
+    Raises:
+        VerificationError: That process did not come to the right answer.
+    """
+    try:
+        code = subprocess.run(
+            [sys.executable, "-c", _TRIAL, device],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=min(timeout_s / 2, _MAX_S),
+            check=False,
+        ).returncode
+    except subprocess.TimeoutExpired as error:
+        how = f"did not end within {error.timeout:.0f} s"
+    else:
+        if code == 0:
+            return
+        # Windows gives the code of an exception, such as 0xC0000005.
+        how = f"ended with {code & 0xFFFFFFFF:#x}"
+    raise VerificationError(
+        f"Gloo of torch {torch.__version__} cannot all_reduce a tensor on {device}: a trial process {how} (pytorch#186535). Use "
+        "backend='auto', which stages CUDA tensors through host memory."
+    )
