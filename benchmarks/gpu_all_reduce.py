@@ -2,7 +2,8 @@
 
 usage: python benchmarks/gpu_all_reduce.py [--ranks 2 4 8] [--backends ...] [--budget-s 270] [--dry] [--out FOLDER]
 
-Backends: ``ipc``, ``gloo``, ``nccl`` (2.30 or newer, with its multi-rank flags), ``nccl_hostid`` (every rank says it is on
+Backends: ``ipc`` (device memory), ``staged`` (pinned host memory over shared host memory), ``staged_gloo`` (the same over Gloo),
+``gloo``, ``nccl`` (2.30 or newer, with its multi-rank flags), ``nccl_hostid`` (every rank says it is on
 a host of its own; for the record), and ``copy``, a device-to-device copy of the tensor by every rank at one time. With MPS
 as well where its daemon can be started. Medians of calls that begin after a barrier and end when the last rank is through.
 """
@@ -17,7 +18,7 @@ from common import parser, save
 from gpu_ranks import Cases, Rank, add_options, in_rank, mps
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20, 256 << 20)
-BACKENDS = ("copy", "ipc", "gloo", "nccl", "nccl_hostid")
+BACKENDS = ("copy", "ipc", "staged", "staged_gloo", "gloo", "nccl", "nccl_hostid")
 _CALLS_S = 0.3
 
 

@@ -48,10 +48,12 @@ def add_options(parser: ArgumentParser, budget_s: float) -> None:
 
 
 def env_of(spec: dict[str, Any], rank: int) -> dict[str, str]:
-    """Variables of one rank: NCCL's flags for several ranks a GPU and its library, or a host identity for each rank."""
+    """Variables of one rank: NCCL's flags for several ranks a GPU and its library, a host identity for each rank, Gloo for staged."""
     if spec["backend"] == "nccl":
         preload = {"LD_PRELOAD": spec["nccl_library"]} if spec["nccl_library"] else {}
         return {**multi_rank_env(spec["num_ranks"]), **preload}
+    if spec["backend"] == "staged_gloo":
+        return {"RAY_FRACBACKEND_STAGED_INNER": "gloo"}
     return {"NCCL_HOSTID": f"rank{rank}"} if spec["backend"] == "nccl_hostid" else {}
 
 
@@ -203,9 +205,11 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.store = TCPStore("127.0.0.1", spec["port"], is_master=False, timeout=_COLLECTIVE)
-        backend = {"nccl_hostid": "nccl", "copy": "gloo", "none": "gloo"}.get(spec["backend"], spec["backend"])
-        if backend == "ipc":
-            import ray_fracbackend.ipc  # noqa: F401  registers the backend
+        backend = {"nccl_hostid": "nccl", "copy": "gloo", "none": "gloo", "staged_gloo": "staged"}.get(
+            spec["backend"], spec["backend"]
+        )
+        if backend in ("ipc", "staged"):
+            import ray_fracbackend.staged  # noqa: F401  registers both backends
         dist.init_process_group(
             backend, store=self.store, rank=self.rank, world_size=self.num_ranks, timeout=_COLLECTIVE
         )
@@ -214,11 +218,11 @@ class Rank:
         self.control = dist.new_group(backend="gloo", timeout=_COLLECTIVE)
 
     def _check_ipc(self) -> None:
-        """The ipc backend carries what it cannot accelerate by Gloo; such a row would be Gloo's."""
+        """The ipc backend stages tensors where it has no device memory; such a row would be that of staged."""
         if self.device.type == "cpu":
             return
         dist.all_reduce(torch.zeros(1, device=self.device))  # sets device memory up
-        reason = dist.distributed_c10d._get_default_group().gloo_reason  # type: ignore[attr-defined]
+        reason = dist.distributed_c10d._get_default_group().staged_reason  # type: ignore[attr-defined]
         if reason is not None:
             raise RuntimeError(f"Error: no ipc on {self.device.type}: {reason}")
 

@@ -23,7 +23,8 @@ PARTS = ("tests", "benchmarks")
 PART_S = 540.0
 BENCHMARKS_S = {"gpu_handoff": 60.0, "gpu_all_reduce": 230.0, "gpu_ddp": 160.0}
 _SLACK_S = 15.0
-_IPC_TESTS = "tests/gpu/test_gpu_ipc.py"
+# Without Ray.
+_IPC_TESTS = ("tests/gpu/test_gpu_ipc.py", "tests/gpu/test_gpu_staged.py")
 
 # The host's packages as the package itself imports them, so that what is missing has a name before anything runs.
 _CHECK = """
@@ -101,15 +102,14 @@ class Suite:
 
     def _tests(self) -> list[list[Step]]:
         """All side by side: they prove answers, not times. The newer NCCL is for those that need it alone."""
-        steps = [
-            self._pytest("tests", ["tests/gpu", "--ignore", _IPC_TESTS, "-k", "not nccl"], 420),
-            self._pytest(
-                "tests_nccl", ["tests/gpu", "--ignore", _IPC_TESTS, "-k", "nccl or stock"], 420, self._preload()
-            ),
+        with_ray = ["tests/gpu", *(f"--ignore={path}" for path in _IPC_TESTS)]
+        return [
+            [
+                self._pytest("tests", [*with_ray, "-k", "not nccl"], 420),
+                self._pytest("tests_nccl", [*with_ray, "-k", "nccl or stock"], 420, self._preload()),
+                self._pytest("tests_ipc", [*_IPC_TESTS], 420),
+            ]
         ]
-        if (ROOT / _IPC_TESTS).is_file():
-            steps.append(self._pytest("tests_ipc", [_IPC_TESTS], 420))
-        return [steps]
 
     def _pytest(self, name: str, arguments: list[str], limit_s: float, env: dict[str, str] | None = None) -> Step:
         junit = self._work / f"{name}.xml"

@@ -1,0 +1,184 @@
+"""The staged backend on a real device: exact results, order behind long kernels, faults, DDP and FSDP2.
+
+Needs a CUDA device, torch and pytest; nothing else. All ranks share device 0.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
+
+from ipc_calls import bare_group, options
+from ipc_device_calls import CALLS
+from ipc_fault_runs import error_of, strike
+from ipc_harness import DEVICE_ENV_VAR, Job, run_ranks, values
+from ipc_reference import ALL_DTYPES
+from ipc_staged_calls import strike_at
+from ipc_table import SMALL_CHUNKS, whole_table
+from ipc_workloads import busy
+
+from ray_fracbackend import verify_process_group
+from ray_fracbackend.ipc.device import staged
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ON_DEVICE = {DEVICE_ENV_VAR: "cuda:0", "IPC_TEST_BACKEND": "staged"}
+SMALL = {**SMALL_CHUNKS, "RAY_FRACBACKEND_STAGED_CHUNK_BYTES": "65536"}
+WAYS = {
+    "over ipc": {**ON_DEVICE, "IPC_TEST_STAGED": "over shared host memory"},
+    "over Gloo": {**ON_DEVICE, "IPC_TEST_STAGED": "over Gloo: ", "RAY_FRACBACKEND_STAGED_INNER": "gloo"},
+}
+# About half a second on a GPU of 2 GHz.
+LONG_KERNEL_CYCLES = 1_000_000_000
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_collective_matches_the_reference(size: int, way: str) -> None:
+    """Collectives, element types, operations and shapes, in several chunks; bitwise, AVG too: the host divides."""
+    dtypes = ALL_DTYPES if size < 3 else [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+    for failures in values(run_ranks(whole_table, size, dtypes, limit_s=280, env={**WAYS[way], **SMALL})):
+        assert failures == []
+
+
+def long_kernel(job: Job, skip_waits: bool) -> list[bool]:
+    """Each rank's data comes after a long kernel on a stream of the caller; which results are right."""
+    pg = bare_group(job, "order", job.rank, job.size, 60.0)
+    CALLS["all_reduce_small"](pg)
+    if skip_waits:
+        staged._wait_for = lambda event, terms: None
+    tensors = [torch.zeros(200_000, device="cuda:0") for _ in range(4)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(LONG_KERNEL_CYCLES)
+        for number, tensor in enumerate(tensors):
+            tensor.fill_(job.rank + 1.0 + number)
+            pg.allreduce([tensor], options("Allreduce", asyncOp=number % 2 == 1)).wait()
+            tensor.mul_(2)
+    torch.cuda.synchronize()
+    size = job.size
+    expected = [size * (size + 1) + 2 * size * number for number in range(4)]
+    return [bool((tensor == value).all()) for tensor, value in zip(tensors, expected, strict=True)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_behind_a_long_kernel_waits_for_it(way: str) -> None:
+    """And what the caller does next waits for the copy back."""
+    assert values(run_ranks(long_kernel, 2, False, limit_s=120, env=WAYS[way])) == [[True] * 4] * 2
+
+
+def test_without_the_wait_the_same_gives_wrong_results() -> None:
+    """So it is the wait, and not chance."""
+    assert not all(map(all, values(run_ranks(long_kernel, 2, True, limit_s=120, env=WAYS["over ipc"]))))
+
+
+def pinned(job: Job) -> list[bool]:
+    """Whether the buffers that the pool keeps are pinned."""
+    CALLS["all_reduce"](bare_group(job, "pinned", job.rank, job.size, 60.0))
+    (pool,) = staged._pools.values()
+    return [buffer.is_pinned() for buffer, _ in pool._idle]
+
+
+def test_buffers_are_pinned() -> None:
+    """Copies to others would block the host."""
+    for found in values(run_ranks(pinned, 2, limit_s=60, env=WAYS["over ipc"])):
+        assert found
+        assert all(found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_groups_at_once(way: str) -> None:
+    """Overlapping asynchronous calls on two groups with one pool of buffers."""
+    assert values(run_ranks(busy, 2, 1000, limit_s=200, env={**WAYS[way], **SMALL})) == [0] * 2
+
+
+def train(job: Job, backend: str, how: str) -> list[torch.Tensor]:
+    """Some steps under DDP or FSDP2 on the device; weights and losses."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    job.init(backend)
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
+    net: Any = torch.nn.Sequential(*layers).cuda(0)
+    if how == "ddp":
+        net = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.3)
+    elif how == "fsdp2":
+        mesh = init_device_mesh("cuda", (job.size,))
+        for layer in net:
+            if isinstance(layer, torch.nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    losses = []
+    for step in range(12):
+        ranks = range(job.size) if how == "alone" else [job.rank]
+        inputs = [torch.randn(64, 256, generator=torch.Generator().manual_seed(100 * r + step)) for r in ranks]
+        x = torch.cat(inputs).cuda(0)
+        loss = (net(x) - x.sin()).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    weights = [getattr(p, "full_tensor", lambda p=p: p)().detach().cpu() for p in net.parameters()]
+    return [*weights, torch.stack(losses)]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("way", WAYS)
+def test_training_ends_with_the_weights_of_one_process(way: str, how: str) -> None:
+    """Two ranks with half of the batch each, against every rank with the whole batch by itself."""
+    ours = values(run_ranks(train, 2, "cpu:gloo,cuda:staged", how, limit_s=120, env=WAYS[way]))
+    alone = values(run_ranks(train, 2, "gloo", "alone", limit_s=120, env=ON_DEVICE))
+    for mine, other in zip(ours, alone, strict=True):
+        for a, b in zip(mine[:-1], other[:-1], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def killed(job: Job) -> tuple[str, str, float]:
+    """An all_reduce in which the last rank is killed."""
+    pg = bare_group(job, "killed", job.rank, job.size, 20.0)
+    CALLS["all_reduce_small"](pg)
+    if job.rank == job.size - 1:
+        strike_at(pg, ("begin", 1), lambda: strike("kill"))
+    error = error_of(lambda: (CALLS["all_reduce"](pg), pg.barrier(options("Barrier"))))
+    torch.cuda.synchronize()  # nothing of this rank's stream waits for another process
+    return error
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_rank_is_reported_and_leaves_no_stream_stuck(way: str) -> None:
+    """Survivors raise at once, and their device is free."""
+    outcomes = run_ranks(killed, 3, limit_s=60, env={**WAYS[way], **SMALL}, needed=2)
+    for error_type, text, seconds in values(outcomes[:2]):
+        assert error_type in ("PeerLostError", "GroupPoisonedError"), text
+        assert seconds < 15
+
+
+def verified(job: Job) -> tuple[str, str | None]:
+    """Device and path of a verification that is told neither."""
+    job.init("cpu:gloo,cuda:staged")
+    torch.cuda.set_device(0)
+    time.sleep(0.1 * job.rank)
+    result = verify_process_group(timeout_s=60)
+    dist.destroy_process_group()
+    return result.device, result.path
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_verification_takes_tensors_of_the_device(way: str) -> None:
+    """And says how they travelled."""
+    for device, path in values(run_ranks(verified, 2, limit_s=60, env=WAYS[way])):
+        assert device == "cuda:0"
+        assert str(path).startswith(f"staged through host memory ({WAYS[way]['IPC_TEST_STAGED']}")
