@@ -23,13 +23,13 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
     A drop-in for ``ray.train.torch.TorchConfig``, with the same result where every worker has a device of its own.
 
     Args:
-        backend: ``auto`` decides from the devices of the workers; ``nccl``, ``gloo``, ``ipc`` or a pair such as
+        backend: ``auto`` decides from the devices of the workers; ``nccl``, ``gloo``, ``ipc``, ``staged`` or a pair such as
             ``cpu:gloo,cuda:nccl`` asks for one; any other name is left to Ray Train. None and an empty string mean ``auto``;
             upper case is lowered, as torch does.
         init_method: ``env`` or ``tcp``, as in TorchConfig.
         timeout_s: Seconds for collectives to time out once training runs, as in TorchConfig.
-        on_shared_device: What to do when ranks share a device: ``auto``, ``ipc``, ``gloo``, ``nccl`` (NCCL's own
-            multi-rank flags, 2.30 or newer) or ``error``.
+        on_shared_device: What to do when ranks share a device: ``auto``, ``ipc``, ``staged`` (CUDA tensors through host
+            memory), ``gloo``, ``nccl`` (NCCL's own multi-rank flags, 2.30 or newer) or ``error``.
         on_missing_cuda: What to do when Ray gave GPUs that torch cannot use: ``error``, or ``cpu`` to train there.
         verify: Verify the group with collectives of known results before training starts.
         start_timeout_s: Bound on rendezvous and verification together, in seconds, from the time at which all workers have

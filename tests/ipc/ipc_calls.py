@@ -28,7 +28,7 @@ def bare_group(
     job: Job, name: str, rank: int, size: int, timeout_s: float, ranks: tuple[int, ...] = ()
 ) -> IpcProcessGroup:
     """A process group without ``init_process_group``, over the run's store."""
-    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
+    store = job.store()
     kind: Any = {"ipc": IpcProcessGroup, "staged": StagedProcessGroup}[rank_backend()]
     return kind(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout_s), ranks)
 
@@ -162,6 +162,8 @@ def at_point(pg: IpcProcessGroup, point: Point, function: Callable[[], None]) ->
 
 def shared_names() -> set[str]:
     """Files of torch or of this project in /dev/shm; other programs have theirs there."""
+    if not os.path.isdir("/dev/shm"):
+        return set()
     return {name for name in os.listdir("/dev/shm") if "torch" in name or "frac" in name}
 
 

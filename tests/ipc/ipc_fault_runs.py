@@ -10,6 +10,7 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -74,6 +75,8 @@ def strike(fault: str) -> None:
     """Kill or stop this process, or fail."""
     if fault == "raise":
         raise InjectedError("injected")
+    if sys.platform == "win32":
+        os.kill(os.getpid(), signal.SIGTERM)  # TerminateProcess there
     os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     # Another thread may have taken the signal, and this one must not go on until it stops too.
     time.sleep(3600)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -25,11 +26,15 @@ DEVICE_ENV_VAR = "IPC_TEST_DEVICE"
 # The backend of the group that a rank makes: ipc or staged.
 BACKEND_ENV_VAR = "IPC_TEST_BACKEND"
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-# Children are forked from a process that has imported what the tests need but started no threads: seconds saved per launch.
-_CONTEXT.set_forkserver_preload(
-    ["torch.distributed.optim", "torch.distributed.checkpoint", "torch._dynamo", "pytest", "ray_fracbackend.staged"]
-)
+_WINDOWS = sys.platform == "win32"
+_CONTEXT: Any = multiprocessing.get_context("spawn" if _WINDOWS else "forkserver")
+if not _WINDOWS:
+    # Children are forked from a process that has imported what the tests need but started no threads: seconds saved per launch.
+    _CONTEXT.set_forkserver_preload(
+        ["torch.distributed.optim", "torch.distributed.checkpoint", "torch._dynamo", "pytest", "ray_fracbackend.staged"]
+    )
+# Exit code of a process that was killed.
+_KILLED = -getattr(signal, "SIGKILL", signal.SIGTERM)
 
 
 def open_local_store() -> dist.TCPStore:
@@ -73,11 +78,17 @@ class Job:
     port: int
     timeout_s: float
 
+    def store(self) -> dist.TCPStore:
+        """A client of the run's store."""
+        return dist.TCPStore(
+            "127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=60), use_libuv=not _WINDOWS
+        )
+
     def init(self, backend: str | None = None) -> None:
         """Call ``init_process_group`` with a store that outlives every rank; by default for the backend of the run."""
         torch.set_num_threads(1)
         backend = backend or rank_backend()
-        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=60))
+        store = self.store()
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=self.timeout_s)
         )
@@ -87,7 +98,7 @@ def _child(
     function: Callable[..., Any], job: Job, args: tuple[Any, ...], env: dict[str, str], pipe: Connection
 ) -> None:
     faulthandler.enable()
-    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **env})
+    os.environ.update({**({} if _WINDOWS else {"GLOO_SOCKET_IFNAME": "lo"}), **env})
     if (seed := os.environ.get("FAKE_CUDA_SEED")) is not None:
         import fake_cuda
 
@@ -152,7 +163,6 @@ def run_ranks(
         and (left := deadline - time.monotonic()) > 0
     ):
         for pipe in wait(list(pipes), timeout=left):
-            assert isinstance(pipe, Connection)
             _collect(pipe, outcomes[pipes.pop(pipe)])
     for rank in pipes.values():
         outcomes[rank].error = TimeoutError(f"rank {rank} was still running after {limit_s} s")
@@ -171,7 +181,7 @@ def _collect(pipe: Connection, outcome: Outcome) -> None:
     try:
         message = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        outcome.exitcode = -signal.SIGKILL
+        outcome.exitcode = _KILLED
         return
     if message[0] == "value":
         outcome.value, outcome.seconds = message[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,6 +32,10 @@ OVER_GLOO = {**STAGED, "RAY_FRACBACKEND_STAGED_INNER": "gloo", "IPC_TEST_STAGED"
 # ipc whose device memory cannot be had.
 IN_IPC = {**FAKE, "FAKE_CUDA_BROKEN": "missing", "IPC_TEST_STAGED": "rank 0: the fake device is missing"}
 WAYS = {"over ipc": STAGED, "over Gloo": OVER_GLOO, "in ipc": IN_IPC}
+# On Windows there is no shared host memory.
+_linux = pytest.mark.skipif(sys.platform != "linux", reason="shared host memory needs Linux")
+ALL_WAYS = [pytest.param("over ipc", marks=_linux), "over Gloo", pytest.param("in ipc", marks=_linux)]
+BOTH_WAYS = ALL_WAYS[:2]
 # A device type of its own, whose default stream lags too, through torch's own functions for streams and events.
 TYPED = {
     way: {name: value for name, value in env.items() if not name.startswith("FAKE")}
@@ -44,7 +49,7 @@ SURVIVORS = 2
 LOST = {"PeerLostError", "GroupPoisonedError"}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_every_collective_matches_the_reference(size: int, way: str, full: bool) -> None:
     """The table of the host's tests, each chunk by way of pinned memory."""
@@ -52,7 +57,7 @@ def test_every_collective_matches_the_reference(size: int, way: str, full: bool)
         assert failures == []
 
 
-@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("way", BOTH_WAYS)
 def test_every_collective_of_cpu_tensors_matches_the_reference(way: str, full: bool) -> None:
     """They take the same way without the copies."""
     env = {name: value for name, value in WAYS[way].items() if not name.startswith("FAKE")}
@@ -61,7 +66,7 @@ def test_every_collective_of_cpu_tensors_matches_the_reference(way: str, full: b
         assert failures == []
 
 
-@pytest.mark.parametrize("way", TYPED)
+@pytest.mark.parametrize("way", BOTH_WAYS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective_on_an_accelerator_of_its_own_type(size: int, way: str, full: bool) -> None:
     """torch itself refuses what mixes its tensors with those of the host."""
@@ -86,7 +91,7 @@ def ddp_on(job: Job) -> list[torch.Tensor]:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("way", TYPED)
+@pytest.mark.parametrize("way", BOTH_WAYS)
 def test_ddp_on_an_accelerator_of_its_own_type(way: str) -> None:
     """torch's reducer in C++ ends with the weights that it has over Gloo on the host."""
     ours = values(run_ranks(ddp_on, 2, limit_s=120, env=TYPED[way]))
@@ -120,7 +125,7 @@ def messages(job: Job) -> list[Any]:
     return [[tensor.cpu().tolist() for tensor in received], sender, failed[0], pending.is_completed()]
 
 
-@pytest.mark.parametrize("way", TYPED)
+@pytest.mark.parametrize("way", BOTH_WAYS)
 def test_point_to_point(way: str) -> None:
     """By way of the host, where plain Gloo has none for CUDA tensors."""
 
@@ -197,27 +202,28 @@ def mutated(job: Job, name: str, changed: bool) -> str:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_step_that_is_left_out_is_a_wrong_result(name: str) -> None:
     """The fake device finds each missing wait, and nothing without it."""
-    envs = [STAGED] if name in FAKE_CUDA_ALONE else [STAGED, TYPED["over ipc"]]
+    over = "over ipc" if sys.platform == "linux" else "over Gloo"
+    envs = [WAYS[over]] if name in FAKE_CUDA_ALONE else [WAYS[over], TYPED[over]]
     for env in envs:
         assert any(values(run_ranks(mutated, 2, name, True, limit_s=120, env=env)))
         assert values(run_ranks(mutated, 2, name, False, limit_s=120, env=env)) == [""] * 2
 
 
 @pytest.mark.parametrize("numel", [12, 120_000])
-@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("way", BOTH_WAYS)
 def test_input_and_output_may_share_memory(way: str, numel: int) -> None:
     """Whichever part of one the other is, in one chunk and in many."""
     assert values(run_ranks(aliased, 3, numel, env=WAYS[way])) == [[]] * 3
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 def test_ddp_and_its_hooks_end_with_the_weights_that_gloo_gives(way: str) -> None:
     """Buckets go through futures that are complete only once the device has come that far; bf16 among them."""
     for different in values(run_ranks(ddp_cases, 2, limit_s=120, env=WAYS[way])):
         assert different == []
 
 
-@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("way", BOTH_WAYS)
 @pytest.mark.parametrize("function", [zero_optimizer, fsdp, pytest.param(compiled, marks=pytest.mark.full)])
 def test_same_results_as_on_gloo(function: Callable[..., Any], way: str) -> None:
     """ZeroRedundancyOptimizer, FSDP2, functional collectives and a compiled DDP give exactly what they give on Gloo."""
@@ -229,7 +235,7 @@ def test_same_results_as_on_gloo(function: Callable[..., Any], way: str) -> None
             torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 def test_meshes_objects_and_odd_tensors(way: str) -> None:
     """Sub-groups, and what is not dense, which goes through Gloo as a copy on the host."""
     for result in values(run_ranks(meshes_and_objects, 4, limit_s=120, env=WAYS[way])):
@@ -241,7 +247,7 @@ def test_meshes_objects_and_odd_tensors(way: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
-@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("way", BOTH_WAYS)
 def test_some_hundred_overlapping_calls_on_two_groups_are_exact(way: str, size: int) -> None:
     """Asynchronous calls of groups that share pinned buffers, on streams that lag by random times."""
     assert values(run_ranks(busy, size, 300, limit_s=120, env=WAYS[way])) == [0] * size
@@ -277,7 +283,7 @@ def struck_by_signal(job: Job, name: str, where: Sequence[Point], kind: str, tim
     return errors
 
 
-@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("way", BOTH_WAYS)
 @pytest.mark.parametrize(
     "name",
     ["all_reduce", *(pytest.param(n, marks=pytest.mark.full) for n in CALLS if n not in ("all_reduce", "barrier"))],
@@ -297,7 +303,8 @@ def test_a_killed_rank_is_reported_at_every_step(name: str, way: str, full: bool
     assert shared_names() <= before
 
 
-@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGSTOP")
+@pytest.mark.parametrize("way", BOTH_WAYS)
 def test_a_stopped_rank_is_reported(way: str) -> None:
     """Both survivors raise when the deadline has passed, or when the other has."""
     where, allowed = points("all_reduce")[1:9:5], {"CollectiveTimeoutError", "GroupPoisonedError"}
@@ -335,7 +342,7 @@ def struck_by_exception(job: Job, name: str) -> list[Any]:
     return reports
 
 
-@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("way", BOTH_WAYS)
 def test_an_exception_at_any_step_reaches_every_rank(way: str) -> None:
     """The rank that failed raises its own error; the others raise soon, with its text."""
     env = {**WAYS[way], **ASYNC}
@@ -348,7 +355,7 @@ def test_an_exception_at_any_step_reaches_every_rank(way: str) -> None:
             assert seconds < 15
 
 
-@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("way", BOTH_WAYS)
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.full) for n in range(3, 20))])
 def test_random_faults_in_random_schedules(seed: int, way: str) -> None:
     """Whatever breaks whenever, every surviving rank raises soon."""
@@ -367,7 +374,7 @@ def never_through(job: Job) -> tuple[str, str, float]:
     return error_of(lambda: CALLS["all_reduce"](pg))
 
 
-@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("way", BOTH_WAYS)
 def test_a_device_that_hangs_ends_the_call_on_every_rank(way: str) -> None:
     """Its own rank at its deadline, with what to look for; the others with it and not at theirs."""
     first, second = values(run_ranks(never_through, 2, limit_s=60, env={**WAYS[way], **ASYNC}))
@@ -383,7 +390,7 @@ def different_calls(job: Job) -> tuple[str, str, float]:
     return error_of(lambda: CALLS["all_reduce" if job.rank == 0 else "all_gather"](pg))
 
 
-@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("way", BOTH_WAYS)
 def test_ranks_that_call_different_collectives_get_an_error_with_both(way: str) -> None:
     """And no garbage."""
     for error_type, text, _ in values(run_ranks(different_calls, 2, limit_s=60, env={**WAYS[way], **ASYNC})):
@@ -398,7 +405,7 @@ def wrong_setting(job: Job) -> tuple[str, str, float]:
     return error_of(lambda: CALLS["all_reduce"](pg))
 
 
-@pytest.mark.parametrize("way", ["over ipc", "over Gloo"])
+@pytest.mark.parametrize("way", BOTH_WAYS)
 def test_a_wrong_chunk_size_is_every_rank_s_error(way: str) -> None:
     """With rank, value, rule and fix."""
     env = lambda rank: {**WAYS[way], **({"RAY_FRACBACKEND_STAGED_CHUNK_BYTES": "1k"} if rank else {})}  # noqa: E731
@@ -419,7 +426,7 @@ def sums_with_chunks(job: Job) -> list[float]:
 
 def test_ranks_agree_on_the_size_of_a_chunk() -> None:
     """The smallest."""
-    env = lambda rank: {**STAGED, "RAY_FRACBACKEND_STAGED_CHUNK_BYTES": str(65536 << (3 * rank))}  # noqa: E731
+    env = lambda rank: {**OVER_GLOO, "RAY_FRACBACKEND_STAGED_CHUNK_BYTES": str(65536 << (3 * rank))}  # noqa: E731
     assert values(run_ranks(sums_with_chunks, 2, limit_s=60, env=env)) == [[1.0, 2.0 * (NUMEL * 4 - 1) + 1]] * 2
 
 
@@ -440,7 +447,7 @@ def kept(job: Job) -> tuple[int, int]:
 
 def test_the_pool_of_pinned_buffers_is_shared_and_bounded() -> None:
     """Three groups keep no more than the buffers that were in use at once."""
-    for total, largest in values(run_ranks(kept, 2, limit_s=60, env=STAGED)):
+    for total, largest in values(run_ranks(kept, 2, limit_s=60, env=OVER_GLOO)):
         assert largest == 65536
         assert total <= 3 * 2 * 65536
 
