@@ -89,7 +89,7 @@ class WorkerInfo:
         mps_reachable: A CUDA MPS control daemon answers on this node.
         ipc_host_memory_missing: Why the ipc backend cannot use host memory here, None where it can; probed where it may be used.
         ipc_device_memory_missing: Why the ipc backend cannot use device memory here, None where it can; probed as above.
-        staged_missing: Why the staged backend cannot be used here, None where it can; probed as above, and on Windows with a device.
+        staged_missing: Why the staged backend cannot be used here, None where it can; probed as above, and on Windows.
         env: The worker's environment variables for NCCL, Gloo, MPS and the rendezvous, as the user set them.
         network: The node's network.
     """

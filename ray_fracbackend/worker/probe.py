@@ -115,8 +115,8 @@ def _info(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **
         num_node_devices = nvml_answer(nvml, nvml.nvmlDeviceGetCount) if nvml else None
     own |= {"cuda_missing": unreadable} if unreadable else {}
     own |= _ipc_support(described) if ask_ipc else {}
-    # On Windows it takes the place of Gloo wherever there are devices.
-    own |= {"staged_missing": _staged_support()} if ask_ipc or (sys.platform == "win32" and described) else {}
+    # On Windows it takes the place of Gloo wherever the job has devices.
+    own |= {"staged_missing": _staged_support()} if ask_ipc or sys.platform == "win32" else {}
     return WorkerInfo(
         **own,
         hostname=socket.gethostname(),

@@ -25,6 +25,7 @@ from ipc_workloads import busy
 from test_ipc_torch import compiled, ddp_cases, fsdp, meshes_and_objects, odd_uses, zero_optimizer
 
 from ray_fracbackend.ipc.device import staged
+from ray_fracbackend.ipc.device.runtime import AcceleratorRuntime
 
 FAKE = {**SMALL_CHUNKS, "RAY_FRACBACKEND_STAGED_CHUNK_BYTES": "65536", "FAKE_CUDA_SEED": "1"}
 STAGED = {**FAKE, "IPC_TEST_BACKEND": "staged", "IPC_TEST_STAGED": "over shared host memory"}
@@ -57,6 +58,17 @@ def test_every_collective_matches_the_reference(size: int, way: str, full: bool)
         assert failures == []
 
 
+# One letter a rank: its host.
+@pytest.mark.parametrize(("way", "hosts"), [("in ipc", "aab"), ("over ipc", "aba")])
+@_linux
+def test_every_collective_is_right_between_hosts(way: str, hosts: str, full: bool) -> None:
+    """ipc stages over its leaders; staged goes through Gloo, and says so."""
+    how = {} if way == "in ipc" else {"IPC_TEST_STAGED": "over Gloo: the ranks are on 2 hosts"}
+    env = lambda rank: {**WAYS[way], **how, "RAY_FRACBACKEND_IPC_HOST": hosts[rank]}  # noqa: E731
+    for failures in values(run_ranks(whole_table, 3, [torch.float32, torch.bool], full, limit_s=200, env=env)):
+        assert failures == []
+
+
 @pytest.mark.parametrize("way", BOTH_WAYS)
 def test_every_collective_of_cpu_tensors_matches_the_reference(way: str, full: bool) -> None:
     """They take the same way without the copies."""
@@ -74,28 +86,29 @@ def test_every_collective_on_an_accelerator_of_its_own_type(size: int, way: str,
         assert failures == []
 
 
-def ddp_on(job: Job) -> list[torch.Tensor]:
-    """Some steps of DDP on the rank's device."""
+def ddp_on(job: Job, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Some steps of DDP on the rank's device, with parameters of a type."""
     from torch.nn.parallel import DistributedDataParallel
 
     job.init()
     torch.manual_seed(0)
     layers = torch.nn.Linear(8, 33), torch.nn.ReLU(), torch.nn.Linear(33, 4)
-    model = DistributedDataParallel(torch.nn.Sequential(*layers).to(rank_device()), bucket_cap_mb=0.001)
+    model = DistributedDataParallel(torch.nn.Sequential(*layers).to(rank_device(), dtype), bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + job.rank))
-        model(inputs.to(rank_device())).pow(2).mean().backward()
+        model(inputs.to(rank_device(), dtype)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", BOTH_WAYS)
-def test_ddp_on_an_accelerator_of_its_own_type(way: str) -> None:
-    """torch's reducer in C++ ends with the weights that it has over Gloo on the host."""
-    ours = values(run_ranks(ddp_on, 2, limit_s=120, env=TYPED[way]))
-    theirs = values(run_ranks(ddp_on, 2, limit_s=120, env={"IPC_TEST_BACKEND": "gloo"}))
+def test_ddp_on_an_accelerator_of_its_own_type(way: str, dtype: torch.dtype) -> None:
+    """torch's reducer in C++ ends with the weights that it has over Gloo on the host. With two ranks a sum has one order."""
+    ours = values(run_ranks(ddp_on, 2, dtype, limit_s=120, env=TYPED[way]))
+    theirs = values(run_ranks(ddp_on, 2, dtype, limit_s=120, env={"IPC_TEST_BACKEND": "gloo"}))
     for mine, other in zip(ours, theirs, strict=True):
         assert all(map(torch.equal, mine, other))
 
@@ -251,6 +264,23 @@ def test_meshes_objects_and_odd_tensors(way: str) -> None:
 def test_some_hundred_overlapping_calls_on_two_groups_are_exact(way: str, size: int) -> None:
     """Asynchronous calls of groups that share pinned buffers, on streams that lag by random times."""
     assert values(run_ranks(busy, size, 300, limit_s=120, env=WAYS[way])) == [0] * size
+
+
+def under_inference_mode(job: Job) -> list[float]:
+    """A first call in inference mode, whose buffers serve the next one outside of it."""
+    job.init()
+    with torch.inference_mode():
+        first = torch.full((3,), job.rank + 1.0)
+        dist.all_reduce(first)
+    second = torch.full((3,), job.rank + 2.0)
+    dist.all_reduce(second)
+    return [*first.tolist(), *second.tolist()]
+
+
+@pytest.mark.parametrize("way", BOTH_WAYS)
+def test_buffers_made_in_inference_mode_serve_other_calls(way: str) -> None:
+    """torch lets nobody write to a tensor of inference mode outside of it."""
+    assert values(run_ranks(under_inference_mode, 2, limit_s=60, env=WAYS[way])) == [[3.0] * 3 + [5.0] * 3] * 2
 
 
 # Failures.
@@ -476,3 +506,10 @@ def test_a_buffer_above_the_bound_is_not_kept() -> None:
     with pytest.raises(ZeroDivisionError), pool.borrow(1, 200_000, runtime):
         raise ZeroDivisionError  # what the stream does with it then is not known
     assert pool._idle == []
+
+
+def test_a_device_without_streams_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Apple's, whose module in torch has none."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device: torch.mps)
+    with pytest.raises(ValueError, match="torch has no streams for mps; pass a copy on the CPU"):
+        AcceleratorRuntime(torch.device("mps:0"))

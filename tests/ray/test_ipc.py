@@ -1,4 +1,4 @@
-"""The ipc backend under Ray Train: chosen explicitly, started, verified, and as right as Gloo."""
+"""The backends ipc and staged under Ray Train: chosen explicitly, started, verified, and as right as Gloo."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def train(config):
     fashion_mnist_like.train_func()
 
 
-def weights(tmp_path, expected_backend, **settings):
+def weights(tmp_path, expected_backend, scaling=None, **settings):
     result = TorchTrainer(
         train,
         train_loop_config={"backend": expected_backend},
         torch_config=FracTorchConfig(on_missing_cuda="cpu", **settings),
-        scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU),
-        run_config=RunConfig(name=expected_backend, storage_path=str(tmp_path)),
+        scaling_config=scaling or ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU),
+        run_config=RunConfig(name=expected_backend.partition(":")[0], storage_path=str(tmp_path)),
     ).fit()
     with result.checkpoint.as_directory() as folder:
         return torch.load(f"{folder}/model.pt")
@@ -47,10 +47,12 @@ def weights(tmp_path, expected_backend, **settings):
 
 @pytest.mark.full
 def test_same_weights_as_gloo(tmp_path):
-    """Two ranks train under ipc, by backend and by on_shared_device, to the weights that they have under Gloo."""
+    """Two ranks train under ipc, by backend and by on_shared_device, and under staged to the weights that they have under Gloo."""
     expected = weights(tmp_path / "gloo", "gloo")
-    for settings in ({"backend": "ipc"}, {"on_shared_device": "ipc"}):
-        found = weights(tmp_path / next(iter(settings)), "ipc", **settings)
+    # Where there is no CUDA, a start with GPUs trains with Gloo in place of staged.
+    staged = {"backend": "cpu:gloo,cuda:staged", "scaling": ScalingConfig(num_workers=2)}
+    for number, settings in enumerate(({"backend": "ipc"}, {"on_shared_device": "ipc"}, staged)):
+        found = weights(tmp_path / str(number), settings.get("backend", "ipc"), **settings)
         assert found.keys() == expected.keys()
         # Both ranks write this script's one file, and batch norm's running statistics are each rank's own.
         for name in (name for name in expected if "running" not in name):

@@ -220,3 +220,11 @@ def test_ipc_by_name(pair):
     """backend='ipc' starts the shared-memory group, verified, with the user's own timeout once it runs."""
     start(pair, backend="ipc", timeout_s=77)
     assert pair.execute(ipc_state) == [("ipc", 77.0)] * 2
+
+
+@pytest.mark.parametrize("backend", ["staged", "cpu:gloo,cuda:staged"])
+def test_staged_by_name(pair, backend):
+    """Alone or as torch's pair; verified, with the user's own timeout once it runs, and started again."""
+    for timeout_s in (77, 78):
+        start(pair, backend=backend, timeout_s=timeout_s)
+        assert pair.execute(ipc_state) == [(backend, float(timeout_s))] * 2

@@ -38,6 +38,16 @@ def test_log_line(start_report):
     )
 
 
+def test_path_of_the_tensors(start_report):
+    """Where the backend has several ways for CUDA tensors, line, reasons and JSON say which and why."""
+    path = "staged through host memory (rank 1: cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT)"
+    report = replace(start_report, verification=replace(FIGURES, path=path))
+    assert report.log_line().endswith(f"500 MB/s at 1 MiB, {path}]")
+    assert report.path in report.reasons
+    assert json.loads(report.to_json())["verification"]["path"] == path
+    assert (start_report.path, replace(start_report, verification=None).path) == (None, None)
+
+
 def test_text_table(start_report):
     """A row a rank with device, neighbours and time, then the warnings."""
     text = start_report.to_text()

@@ -312,3 +312,27 @@ def both_halves(rank, world_size, port):
 def test_a_pair_of_backends_is_verified_in_both_halves():
     """Each backend of a group is verified, the one whose figures count last; a device by name means that one alone."""
     assert run_processes(both_halves, 1) == [(["cuda", "cpu", "cpu"], ["cuda"])]
+
+
+@pytest.mark.parametrize(
+    ("backends", "used", "platform", "expected"),
+    [
+        ({"cpu": "gloo", "cuda": "nccl"}, False, "linux", ["cpu", "cuda"]),
+        ({"cpu": "gloo", "cuda": "staged"}, False, "win32", ["cpu", "cuda"]),
+        ({"cpu": "staged", "cuda": "staged"}, False, "linux", ["cuda"]),
+        ({"cpu": "gloo", "cuda": "gloo"}, False, "linux", ["cpu"]),
+        ({"cpu": "gloo", "cuda": "gloo"}, True, "linux", ["cuda"]),
+        ({"cpu": "gloo", "cuda": "gloo"}, True, "win32", ["cpu"]),
+        ({"cpu": "ipc", "cuda": "ipc"}, True, "linux", ["cuda"]),
+        ({"cpu": "gloo"}, True, "linux", ["cpu"]),
+    ],
+)
+def test_the_tensors_are_those_that_training_will_use(
+    backends: dict[str, str], used: bool, platform: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's where the backend is for them or the process has used CUDA, but never Gloo's on Windows, which would end it."""
+    monkeypatch.setattr(verify, "backends_by_device", lambda group=None: backends)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(verify.sys, "platform", platform)
+    assert list(map(str, verify._default_devices(None))) == expected

@@ -38,12 +38,19 @@ class AcceleratorRuntime:
 
     Args:
         device: With an index.
+
+    Raises:
+        ValueError: torch has no streams for such a device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._index: int = device.index
         self._module: Any = torch.get_device_module(device)
+        if not hasattr(self._module, "Stream"):
+            raise ValueError(
+                f"A collective got a tensor on {device}, and torch has no streams for {device.type}; pass a copy on the CPU."
+            )
 
     @staticmethod
     def owns(tensor: torch.Tensor) -> bool:

@@ -78,7 +78,8 @@ class PinnedPool:
                     buffer, last = self._idle.pop(index)
                     break
             else:
-                return self._runtime.pinned(num_bytes)
+                with torch.inference_mode(False):
+                    return self._runtime.pinned(num_bytes)
         stream.wait_event(last)
         return buffer
 

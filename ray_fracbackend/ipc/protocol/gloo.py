@@ -6,7 +6,9 @@ order. What it does not reduce as `Reduction` does, travels as bytes and is redu
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -33,6 +35,18 @@ _DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, t
 _OPS = {Op.SUM: Op.SUM, Op.AVG: Op.SUM, Op.PREMUL_SUM: Op.SUM, Op.PRODUCT: Op.PRODUCT}
 # How long a rank waits for Gloo before it looks whether another has failed; the first and the longest time.
 _FIRST_SLICE_S, _LAST_SLICE_S = 0.1, 2.0
+# How long the interpreter's exit waits for groups that are being dropped.
+_EXIT_S = 1.0
+
+_drops: list[threading.Thread] = []
+
+
+@atexit.register
+def _settle() -> None:
+    # A daemon thread that comes out of torch's C++ after this would end the process with SIGABRT.
+    deadline = time.monotonic() + _EXIT_S
+    for thread in _drops:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class TorchGroup:
@@ -206,10 +220,13 @@ class GlooCollectives:
             self._store.compare_set("failed", "", text)
         self._drop()
 
-    def _drop(self) -> None:
-        """Drop Gloo's group, in a thread: its end waits for an operation that another thread has begun."""
+    def _drop(self, idle: bool = False) -> None:
+        """Drop Gloo's group: where it may not be idle in a thread, as its end waits for the operations that it has begun."""
         dropped, self._group.group = [self._group.group], None
-        threading.Thread(target=dropped.clear, name="drop a Gloo group", daemon=True).start()
+        if not idle:
+            thread = threading.Thread(target=dropped.clear, name="drop a Gloo group", daemon=True)
+            thread.start()
+            _drops.append(thread)
 
     def raise_if_unusable(self, what: str) -> None:
         """Raise what a call would raise if this rank began it now.
@@ -233,7 +250,7 @@ class GlooCollectives:
     def close(self, idle: bool) -> None:
         """Leave the group: ranks that wait for this one raise. May be called again."""
         if not self._closed and self._reason is None:
-            self._drop()
+            self._drop(idle)
         self._closed = True
 
     @contextmanager
