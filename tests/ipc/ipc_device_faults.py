@@ -1,4 +1,4 @@
-"""Faults that strike a rank in a collective on a device, and what the others must report.
+"""Faults that strike a rank in a collective on a device, in whichever memory it is, and what the others must report.
 
 Every victim is a process of its own, because a process that has used CUDA cannot be forked.
 """
@@ -14,8 +14,7 @@ from ipc_calls import options, shared_names
 from ipc_device_calls import CALLS, device_group, phases, strike_at
 from ipc_fault_runs import error_of, strike
 from ipc_harness import Job, run_ranks, values
-
-from ray_fracbackend.ipc.protocol.schedule import Action
+from ipc_random_faults import MEMORIES
 
 SURVIVORS = 2
 
@@ -26,24 +25,24 @@ def call_then_barrier(pg: Any, name: str) -> None:
     pg.barrier(options("Barrier"))
 
 
-def struck_by_signal(job: Job, name: str, actions: list[Action], kind: str, timeout_s: float) -> Any:
-    """Ranks 0 and 1 survive one group per phase with a victim of its own, and report each error."""
+def struck_by_signal(job: Job, memory: str, name: str, points: list[Any], kind: str, timeout_s: float) -> Any:
+    """Ranks 0 and 1 survive one group per point with a victim of its own, and report each error."""
     torch.set_num_threads(1)
     errors = []
-    for number, action in enumerate(actions):
+    for number, point in enumerate(points):
         victim = SURVIVORS + number
         if job.rank not in (0, 1, victim):
             continue
         rank = min(job.rank, SURVIVORS)
-        pg = device_group(job, f"{name}{number}", rank, SURVIVORS + 1, 60.0, (0, 1, victim))
+        pg = MEMORIES[memory].group(job, f"{name}{number}", rank, SURVIVORS + 1, 60.0, (0, 1, victim))
         pg.set_timeout(timedelta(seconds=timeout_s))
         if job.rank == victim:
-            strike_at(pg, action, lambda: strike(kind))
+            MEMORIES[memory].strike_at(pg, point, lambda: strike(kind))
         error = error_of(lambda pg=pg: call_then_barrier(pg, name))
-        errors.append((action.name, *error))
+        errors.append((point, *error))
         again = error_of(lambda pg=pg: pg.barrier(options("Barrier")))
         if again[0] != "GroupPoisonedError" or again[2] > 5:
-            errors.append((action.name, *again))
+            errors.append((point, *again))
         pg.shutdown()
     return errors
 
@@ -54,23 +53,24 @@ def check_signal(
     timeout_s: float,
     allowed: set[str],
     env: Mapping[str, str],
-    actions: list[Action] | None = None,
+    points: list[Any] | None = None,
+    memory: str = "device",
     limit_s: float = 200,
 ) -> None:
-    """Run a collective with a victim at each phase, or at `actions`, and check what the survivors report.
+    """Run a collective with a victim at each point of its memory, or at `points`, and check what the survivors report.
 
     After the first, the survivors' device may be stuck in what the dead rank left; a real one is not used again.
     """
     before = shared_names()
-    actions = actions or phases(name)
-    args = name, actions, kind, timeout_s
-    outcomes = run_ranks(struck_by_signal, SURVIVORS + len(actions), *args, limit_s=limit_s, env=env, needed=SURVIVORS)
+    points = points or list(MEMORIES[memory].points(name, SURVIVORS + 1))
+    args = memory, name, points, kind, timeout_s
+    outcomes = run_ranks(struck_by_signal, SURVIVORS + len(points), *args, limit_s=limit_s, env=env, needed=SURVIVORS)
     for reports in values(outcomes[:SURVIVORS]):
-        assert [report[0] for report in reports] == [action.name for action in actions]
-        for phase, error_type, text, seconds in reports:
-            assert error_type in allowed, (phase, error_type, text)
-            assert seconds < timeout_s + 10, (phase, text)
-            assert "rank" in text
+        assert [report[0] for report in reports] == points
+        for point, error_type, text, seconds in reports:
+            assert error_type in allowed, (point, error_type, text)
+            assert seconds < timeout_s + 10, (point, text)
+            assert "rank" in text or "Gloo" in text
     assert shared_names() <= before
 
 

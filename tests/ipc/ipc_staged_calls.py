@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ipc_calls import bare_group
@@ -25,7 +25,7 @@ def staged_group(job: Job, name: str, rank: int, size: int, timeout_s: float, ra
     return pg
 
 
-def points(name: str, num_ranks: int = 0) -> Sequence[Point]:
+def points(name: str, num_ranks: int = 0) -> list[Point]:
     """Steps at which a fault can strike: a copy to the host is waited for, the host's part begins, and has ended."""
     if name == "barrier":
         return [("begin", 0), ("end", 0)]

@@ -6,20 +6,21 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ipc_calls import bare_group, options, shared_names
+from ipc_calls import bare_group, options
 from ipc_conformance_calls import aliased
 from ipc_device_calls import CALLS, NUMEL
+from ipc_device_faults import call_then_barrier, check_signal
 from ipc_fault_runs import error_of, strike
 from ipc_harness import Job, rank_device, run_ranks, values
 from ipc_random_faults import check_random
-from ipc_staged_calls import Point, points, staged_group, strike_at
+from ipc_staged_calls import points, staged_group, strike_at
 from ipc_table import SMALL_CHUNKS, whole_table
 from ipc_workloads import busy
 from test_ipc_torch import compiled, ddp_cases, fsdp, meshes_and_objects, odd_uses, zero_optimizer
@@ -46,7 +47,6 @@ TYPED = {
 # Callers have a stream as well, so that nothing blocks on a device whose peer is dead.
 ASYNC = {"FAKE_CUDA_ASYNC": "1"}
 DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
-SURVIVORS = 2
 LOST = {"PeerLostError", "GroupPoisonedError"}
 
 
@@ -286,33 +286,6 @@ def test_buffers_made_in_inference_mode_serve_other_calls(way: str) -> None:
 # Failures.
 
 
-def call_then_barrier(pg: Any, name: str) -> None:
-    """A rank struck after its last part lets the others finish; the next call must report it."""
-    CALLS[name](pg)
-    pg.barrier(options("Barrier"))
-
-
-def struck_by_signal(job: Job, name: str, where: Sequence[Point], kind: str, timeout_s: float) -> Any:
-    """Ranks 0 and 1 survive one group per point with a victim of its own, and report each error."""
-    torch.set_num_threads(1)
-    errors = []
-    for number, point in enumerate(where):
-        victim = SURVIVORS + number
-        if job.rank not in (0, 1, victim):
-            continue
-        rank = min(job.rank, SURVIVORS)
-        pg = staged_group(job, f"{name}{number}", rank, SURVIVORS + 1, 60.0, (0, 1, victim))
-        pg.set_timeout(timedelta(seconds=timeout_s))
-        if job.rank == victim:
-            strike_at(pg, point, lambda: strike(kind))
-        errors.append((point, *error_of(lambda pg=pg: call_then_barrier(pg, name))))
-        again = error_of(lambda pg=pg: pg.barrier(options("Barrier")))
-        if again[0] != "GroupPoisonedError" or again[2] > 5:
-            errors.append((point, *again))
-        pg.shutdown()
-    return errors
-
-
 @pytest.mark.parametrize("way", BOTH_WAYS)
 @pytest.mark.parametrize(
     "name",
@@ -320,41 +293,16 @@ def struck_by_signal(job: Job, name: str, where: Sequence[Point], kind: str, tim
 )
 def test_a_killed_rank_is_reported_at_every_step(name: str, way: str, full: bool) -> None:
     """Both survivors raise at once."""
-    before, where = shared_names(), points(name) if full else points(name)[::3]
-    env = {**WAYS[way], **ASYNC}
-    outcomes = run_ranks(
-        struck_by_signal, SURVIVORS + len(where), name, where, "kill", 20.0, limit_s=200, env=env, needed=SURVIVORS
-    )
-    for reports in values(outcomes[:SURVIVORS]):
-        assert [report[0] for report in reports] == list(where)
-        for point, error_type, text, seconds in reports:
-            assert error_type in LOST, (point, error_type, text)
-            assert seconds < 15, (point, text)
-    assert shared_names() <= before
+    where = points(name) if full else points(name)[::3]
+    check_signal(name, "kill", 20.0, LOST, {**WAYS[way], **ASYNC}, where, "staged")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGSTOP")
 @pytest.mark.parametrize("way", BOTH_WAYS)
 def test_a_stopped_rank_is_reported(way: str) -> None:
     """Both survivors raise when the deadline has passed, or when the other has."""
-    where, allowed = points("all_reduce")[1:9:5], {"CollectiveTimeoutError", "GroupPoisonedError"}
-    env = {**WAYS[way], **ASYNC}
-    outcomes = run_ranks(
-        struck_by_signal,
-        SURVIVORS + len(where),
-        "all_reduce",
-        where,
-        "stop",
-        2.0,
-        limit_s=200,
-        env=env,
-        needed=SURVIVORS,
-    )
-    for reports in values(outcomes[:SURVIVORS]):
-        assert [report[0] for report in reports] == list(where)
-        for point, error_type, text, seconds in reports:
-            assert error_type in allowed, (point, error_type, text)
-            assert seconds < 12, (point, text)
+    allowed = {"CollectiveTimeoutError", "GroupPoisonedError"}
+    check_signal("all_reduce", "stop", 2.0, allowed, {**WAYS[way], **ASYNC}, points("all_reduce")[1:9:5], "staged")
 
 
 def struck_by_exception(job: Job, name: str) -> list[Any]:

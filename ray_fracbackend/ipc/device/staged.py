@@ -174,6 +174,17 @@ class StagedCollectives:
 
         self._run(inputs, outputs, max_bytes, terms, work)
 
+    @contextmanager
+    def _breaking(self, terms: Terms) -> Iterator[None]:
+        """Break the group if the block fails: the other ranks must not wait for this one."""
+        try:
+            yield
+        except BaseException as error:
+            # A failure that came from them has its mark already.
+            what = description_text(terms.description)
+            self._host.fail(str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}")
+            raise
+
     def _per_part(self, num_parts: int, num_bytes: int) -> int:
         """Return the bytes of a part in a buffer for `num_parts` of up to `num_bytes`; a multiple of every element's size."""
         largest = max(_LINE_BYTES, self.chunk_bytes // num_parts // _LINE_BYTES * _LINE_BYTES)
@@ -198,23 +209,6 @@ class StagedCollectives:
             work: Does the host's part, with the number of the chunk and the bytes of `sources` and `targets` on the host.
             in_place: Whether sources and targets have the same place there.
         """
-        try:
-            self._run_chunks(sources, targets, num_bytes, terms, work, in_place)
-        except BaseException as error:
-            # The other ranks must not wait for this one; a failure that came from them has its mark already.
-            what = description_text(terms.description)
-            self._host.fail(str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}")
-            raise
-
-    def _run_chunks(
-        self,
-        sources: SomeParts,
-        targets: SomeParts,
-        num_bytes: int,
-        terms: Terms,
-        work: Callable[[int, SomeParts, SomeParts], None],
-        in_place: bool,
-    ) -> None:
         written = [as_bytes(target) for target in targets if target is not None]
         inputs = [None if source is None else as_bytes(source) for source in sources]
         outputs = [None if target is None else as_bytes(target) for target in targets]
@@ -225,7 +219,8 @@ class StagedCollectives:
         per_part = self._per_part(num_parts, num_bytes)
         num_chunks = max(1, -(-num_bytes // per_part))
         stream, new_event = self._stream.stream, self._stream.runtime.new_event
-        with self._pool.borrow(min(2, num_chunks), per_part * num_parts, stream) as buffers:
+        num_buffers = min(2, num_chunks)
+        with self._breaking(terms), self._pool.borrow(num_buffers, per_part * num_parts, stream) as buffers:
 
             def pieces(parts: SomeParts, first: int, chunk: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
                 """Return each part's bytes of a chunk on the device, and their place on the host."""
