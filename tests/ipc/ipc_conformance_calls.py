@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from ipc_harness import Job
 
+import ray_fracbackend.staged  # noqa: F401 (registers both backends)
+
 
 def aliased(job: Job, numel: int) -> list[str]:
     """Calls whose input lies inside the output, or is it; returns those whose result differs from a call on copies."""

@@ -1,8 +1,11 @@
-"""Is a peer process still there? Runs in every rank; imports the standard library only."""
+"""Is a peer process still there? Runs in every rank; imports the standard library, and psutil where there is no /proc."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+_HAS_PROC = sys.platform.startswith("linux")
 
 
 def _stat_fields(pid: int) -> list[str] | None:
@@ -14,12 +17,19 @@ def _stat_fields(pid: int) -> list[str] | None:
     return text[text.rindex(")") + 2 :].split()
 
 
-def start_time(pid: int) -> int:
-    """Return the start of process `pid` in clock ticks since boot, which distinguishes processes of the same number.
+def start_time(pid: int) -> float:
+    """Return the start of process `pid`, which distinguishes processes of the same number; in what unit is the system's affair.
 
     Raises:
         ProcessLookupError: There is no such process.
     """
+    if not _HAS_PROC:
+        import psutil
+
+        try:
+            return float(psutil.Process(pid).create_time())
+        except psutil.Error as error:
+            raise ProcessLookupError(f"no process {pid}") from error
     fields = _stat_fields(pid)
     if fields is None:
         raise ProcessLookupError(f"no process {pid}")
@@ -34,7 +44,7 @@ class Peer:
         started: Its `start_time`.
     """
 
-    def __init__(self, pid: int, started: int) -> None:
+    def __init__(self, pid: int, started: float) -> None:
         self.pid = pid
         self.started = started
 
@@ -43,7 +53,12 @@ class Peer:
         return self.state() != "gone"
 
     def state(self) -> str:
-        """Return the state for messages: "running", "stopped" or "gone"."""
+        """Return the state for messages: "running", "stopped" or "gone"; without /proc a stopped process counts as running."""
+        if not _HAS_PROC:
+            try:
+                return "running" if start_time(self.pid) == self.started else "gone"
+            except ProcessLookupError:
+                return "gone"
         fields = _stat_fields(self.pid)
         if fields is None or int(fields[19]) != self.started or fields[0] in ("Z", "X"):
             return "gone"

@@ -7,6 +7,7 @@ order. What it does not reduce as `Reduction` does, travels as bytes and is redu
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,15 +27,20 @@ from ..errors import (
     IpcError,
     PeerLostError,
 )
+from ..host.liveness import Peer, start_time
+from ..host.support import host_id
 from .description import KEY_BYTES, Terms, description_text
 from .local import Parts, SomeParts, as_bytes
 from .reductions import Reduction
+from .setup import exchange
 
 # What Gloo and NCCL reduce exactly as we do.
 _DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _OPS = {Op.SUM: Op.SUM, Op.AVG: Op.SUM, Op.PREMUL_SUM: Op.SUM, Op.PRODUCT: Op.PRODUCT}
 # How long a rank waits for Gloo before it looks whether another has failed; the first and the longest time.
 _FIRST_SLICE_S, _LAST_SLICE_S = 0.1, 2.0
+# How long a rank waits for what one that has left or died may have sent.
+_GRACE_S = 2.0
 # How long the interpreter's exit waits for groups that are being dropped.
 _EXIT_S = 1.0
 
@@ -157,8 +163,9 @@ def _options(kind: str, terms: Terms, **fields: Any) -> Any:
 class GlooCollectives:
     """Collectives of CPU tensors where ranks have no memory in common; the arguments are those of `LocalCollectives`.
 
-    Gloo's own abort and shutdown leave the other ranks waiting. So a rank that fails puts its reason into the store, where those
-    that wait look for one from time to time, and drops its Gloo group, which ends the connections.
+    Gloo's own abort and shutdown leave the other ranks waiting, and on Windows it does not always notice that a connection has ended.
+    So a rank that fails or leaves says so in the store and drops its Gloo group, which ends the connections; and ranks that wait
+    look from time to time into the store and at the processes of their host.
 
     Args:
         store: The group's store; every rank makes the object in the same call.
@@ -182,12 +189,19 @@ class GlooCollectives:
         except RuntimeError as error:
             raise IpcError(f"{len(names)} ranks cannot connect through Gloo: {error}") from error
         self._group = TorchGroup(gloo, rank, names, self._wait)
+        own = {"host": host_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
+        infos = exchange(self._store, "process", rank, len(names), own)
+        self._peers = {
+            r: Peer(info["pid"], info["started"])
+            for r, info in enumerate(infos)
+            if r != rank and info["host"] == own["host"]
+        }
         self._reason: str | None = None
         self._closed = False
 
     def _wait(self, work: Any, terms: Terms) -> None:
-        """Wait for Gloo in slices, and between them look whether another rank has failed."""
-        slice_s = _FIRST_SLICE_S
+        """Wait for Gloo in slices, and between them look whether another rank has failed, left or died."""
+        slice_s, lost_since, what = _FIRST_SLICE_S, None, description_text(terms.description)
         while True:
             try:
                 work.wait(timedelta(seconds=slice_s))
@@ -196,17 +210,35 @@ class GlooCollectives:
                 if work.is_completed():
                     raise
             # By another thread of this process, or by another rank.
-            self.raise_if_unusable(description_text(terms.description))
-            if (theirs := self._reason_of_others()) is not None:
-                raise GroupPoisonedError(f"{description_text(terms.description)}: {theirs}")
-            slice_s = min(2 * slice_s, _LAST_SLICE_S)
+            self.raise_if_unusable(what)
+            if (theirs := self._said("failed")) is not None:
+                raise GroupPoisonedError(f"{what}: {theirs}")
+            lost = self._lost()
+            if lost is None:
+                slice_s = min(2 * slice_s, _LAST_SLICE_S)
+            elif lost_since is None:
+                # It may have done its part, which is on its way.
+                lost_since, slice_s = time.monotonic(), _FIRST_SLICE_S
+            elif time.monotonic() > lost_since + _GRACE_S:
+                raise PeerLostError(f"{lost} before it reached {what}.")
 
-    def _reason_of_others(self) -> str | None:
-        """Return what the first rank that failed has put into the store."""
+    def _lost(self) -> str | None:
+        """Return which rank has left the group or died, as far as this rank can see; None for no rank."""
+        for rank, peer in self._peers.items():
+            if not peer.is_alive():
+                return f"{self._names[rank]} (pid {peer.pid}) died"
+        return self._said("left")
+
+    def _said(self, key: str) -> str | None:
+        """Return what the first rank that failed or left has put into the store."""
         with suppress(RuntimeError):  # the store's own host may be gone
-            if self._store.check(["failed"]):
-                return str(self._store.get("failed").decode("utf-8", "replace"))
+            if self._store.check([key]):
+                return str(self._store.get(key).decode("utf-8", "replace"))
         return None
+
+    def _say(self, key: str, text: str) -> None:
+        with suppress(RuntimeError):
+            self._store.compare_set(key, "", text)
 
     def fail(self, reason: str) -> None:
         """Break the group: the other ranks raise with the first rank's reason."""
@@ -250,6 +282,7 @@ class GlooCollectives:
     def close(self, idle: bool) -> None:
         """Leave the group: ranks that wait for this one raise. May be called again."""
         if not self._closed and self._reason is None:
+            self._say("left", f"{self._names[self.rank]} shut its process group down")
             self._drop(idle)
         self._closed = True
 
@@ -265,8 +298,8 @@ class GlooCollectives:
             reason, late = str(error), terms.is_late()
             if not isinstance(error, IpcError):
                 self.raise_if_unusable(what)  # another thread has aborted the group
-                theirs = self._reason_of_others()
-                reason = f"{what}: {theirs}" if theirs else f"{what} over Gloo: {error}"
+                theirs, lost = self._said("failed"), self._lost()
+                reason = f"{what}: {theirs}" if theirs else f"{what} over Gloo: {f'{lost}. ' if lost else ''}{error}"
             self.fail(reason)
             if isinstance(error, IpcError) or not isinstance(error, Exception):
                 raise
