@@ -23,8 +23,8 @@ PARTS = ("tests", "benchmarks")
 PART_S = 540.0
 BENCHMARKS_S = {"gpu_handoff": 60.0, "gpu_all_reduce": 230.0, "gpu_ddp": 160.0}
 _SLACK_S = 15.0
-# Without Ray.
-_IPC_TESTS = ("tests/gpu/test_gpu_ipc.py", "tests/gpu/test_gpu_staged.py")
+# Of the backends alone, without Ray.
+_BACKEND_TESTS = {"tests_ipc": "tests/gpu/test_gpu_ipc.py", "tests_staged": "tests/gpu/test_gpu_staged.py"}
 
 # The host's packages as the package itself imports them, so that what is missing has a name before anything runs.
 _CHECK = """
@@ -102,12 +102,12 @@ class Suite:
 
     def _tests(self) -> list[list[Step]]:
         """All side by side: they prove answers, not times. The newer NCCL is for those that need it alone."""
-        with_ray = ["tests/gpu", *(f"--ignore={path}" for path in _IPC_TESTS)]
+        with_ray = ["tests/gpu", *(f"--ignore={path}" for path in _BACKEND_TESTS.values())]
         return [
             [
                 self._pytest("tests", [*with_ray, "-k", "not nccl"], 420),
                 self._pytest("tests_nccl", [*with_ray, "-k", "nccl or stock"], 420, self._preload()),
-                self._pytest("tests_ipc", [*_IPC_TESTS], 420),
+                *(self._pytest(name, [path], 420) for name, path in _BACKEND_TESTS.items()),
             ]
         ]
 

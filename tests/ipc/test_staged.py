@@ -340,7 +340,7 @@ def gone_unnoticed(job: Job, how: str) -> tuple[str, str, float]:
     pg = staged_group(job, how, job.rank, job.size, 60.0)
     if job.rank == 1 and how == "killed":
         if os.fork() == 0:  # as a DataLoader's worker does, it holds the parent's sockets
-            time.sleep(30)
+            time.sleep(12)
             os._exit(0)
         strike("kill")
     if job.rank == 1:

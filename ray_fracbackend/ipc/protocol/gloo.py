@@ -29,14 +29,15 @@ from ..errors import (
 )
 from ..host.liveness import Peer, start_time
 from ..host.support import host_id
-from .description import KEY_BYTES, Terms, description_text
+from .description import KEY_BYTES, Terms, describe_call, description_text
 from .local import Parts, SomeParts, as_bytes
 from .reductions import Reduction
-from .setup import exchange
+from .setup import share
 
 # What Gloo and NCCL reduce exactly as we do.
 _DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _OPS = {Op.SUM: Op.SUM, Op.AVG: Op.SUM, Op.PREMUL_SUM: Op.SUM, Op.PRODUCT: Op.PRODUCT}
+_MEET = describe_call("process of each rank")
 # How long a rank waits for Gloo before it looks whether another has failed; the first and the longest time.
 _FIRST_SLICE_S, _LAST_SLICE_S = 0.1, 2.0
 # How long a rank waits for what one that has left or died may have sent.
@@ -182,22 +183,20 @@ class GlooCollectives:
         self.num_ranks = len(names)
         self._names = names
         self._store = PrefixStore("gloo-collectives", store)
+        self._peers: dict[int, Peer] = {}
+        self._reason: str | None = None
+        self._closed = False
         try:
             gloo = ProcessGroupGloo(PrefixStore("group", self._store), rank, len(names), timeout)
-            # A rank whose connections stand may leave at once; to one that still connects that is a broken network.
-            gloo.barrier().wait()
         except RuntimeError as error:
             raise IpcError(f"{len(names)} ranks cannot connect through Gloo: {error}") from error
         self._group = TorchGroup(gloo, rank, names, self._wait)
         own = {"host": host_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
-        infos = exchange(self._store, "process", rank, len(names), own)
-        self._peers = {
-            r: Peer(info["pid"], info["started"])
-            for r, info in enumerate(infos)
-            if r != rank and info["host"] == own["host"]
-        }
-        self._reason: str | None = None
-        self._closed = False
+        # All ranks wait here for all: one whose connections stand may leave, which to one that still connects is a broken network.
+        infos = share(self, names, lambda: own, Terms.within(_MEET, timeout.total_seconds()))
+        for other, info in enumerate(infos):
+            if other != rank and info["host"] == own["host"]:
+                self._peers[other] = Peer(info["pid"], info["started"])
 
     def _wait(self, work: Any, terms: Terms) -> None:
         """Wait for Gloo in slices, and between them look whether another rank has failed, left or died."""
@@ -208,7 +207,8 @@ class GlooCollectives:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    raise
+                    work.wait()  # what came first may have been the end of the slice
+                    return
             # By another thread of this process, or by another rank.
             self.raise_if_unusable(what)
             if (theirs := self._said("failed")) is not None:
@@ -245,11 +245,8 @@ class GlooCollectives:
         if self._reason is not None:
             return
         self._reason = reason
-        with suppress(RuntimeError):
-            text = (
-                f"{self._names[self.rank]} failed and the process group cannot be used any more. Its reason: {reason}"
-            )
-            self._store.compare_set("failed", "", text)
+        name = self._names[self.rank]
+        self._say("failed", f"{name} failed and the process group cannot be used any more. Its reason: {reason}")
         self._drop()
 
     def _drop(self, idle: bool = False) -> None:

@@ -79,7 +79,7 @@ def join(
     hello = {"host": host_id(), "pid": os.getpid(), "started": 0, "error": obstacle or host_memory_support()}
     if hello["error"] is None:
         hello["started"] = start_time(os.getpid())
-    infos = exchange(store, "hello", rank, size, hello)
+    infos = _exchange(store, "hello", rank, size, hello)
     _raise_first_error(infos, names)
     membership = Membership(rank, group_by_host([info["host"] for info in infos]), names)
     members = membership.local_ranks
@@ -94,7 +94,7 @@ def join(
     except (IpcUnavailableError, OSError, ValueError) as failure:
         error = str(failure)
     try:
-        _raise_first_error(exchange(store, "attached", rank, size, {"error": error}), names)
+        _raise_first_error(_exchange(store, "attached", rank, size, {"error": error}), names)
     finally:
         if keep_fd >= 0:
             os.close(keep_fd)
@@ -140,8 +140,7 @@ def share(
     return answers
 
 
-def exchange(store: Any, key: str, rank: int, size: int, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the values of all ranks, by rank; the store is the group's, and each key is used once."""
+def _exchange(store: Any, key: str, rank: int, size: int, value: dict[str, Any]) -> list[dict[str, Any]]:
     store.set(f"{key}/{rank}", json.dumps(value))
     return [value if r == rank else json.loads(store.get(f"{key}/{r}")) for r in range(size)]
 
