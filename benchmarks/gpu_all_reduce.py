@@ -18,7 +18,7 @@ from common import parser, save
 from gpu_ranks import Cases, Rank, add_options, in_rank, mps
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20, 256 << 20)
-BACKENDS = ("copy", "ipc", "staged", "staged_gloo", "gloo", "nccl", "nccl_hostid")
+BACKENDS = ("copy", "ipc", "staged", "gloo", "staged_gloo", "nccl", "nccl_hostid")
 _CALLS_S = 0.3
 
 

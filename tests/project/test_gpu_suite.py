@@ -232,14 +232,18 @@ def test_dry_run(tmp_path):
     collected = {step["name"]: step["counts"]["collected"] for step in reports["gpu_tests"]["steps"] if step["counts"]}
     assert collected["tests"] > 10
     assert collected["tests_nccl"] > 5
+    assert collected["tests_staged"] > 10
     results = reports["gpu_benchmarks"]["benchmarks"]
     assert set(results) == {"gpu_handoff", "gpu_all_reduce", "gpu_ddp"}
     all_reduce = results["gpu_all_reduce"]["rows"]
     assert {(row["backend"], row["num_ranks"]) for row in all_reduce if "median_ms" in row} >= {
         ("copy", 1),
         ("gloo", 2),
+        ("staged", 2),
+        ("staged_gloo", 2),
     }
     # A backend that cannot run here is a row with its reason.
     assert {row["backend"] for row in all_reduce if "failed" in row} >= {"nccl", "nccl_hostid"}
     assert {row["model"] for row in results["gpu_ddp"]["rows"] if "samples_per_s" in row} == {"resnet", "transformer"}
+    assert {row["how"] for row in results["gpu_ddp"]["rows"] if row["backend"] == "staged"} == {"ddp", "fsdp2"}
     assert [row["way"] for row in results["gpu_handoff"]["rows"]] == ["number"]
