@@ -34,10 +34,12 @@ from ray_fracbackend.ipc._torch import (
 from ray_fracbackend.ipc.device.side import DeviceSide
 from ray_fracbackend.ipc.errors import IpcUnavailableError
 from ray_fracbackend.ipc.group.collective_group import CollectiveGroup
+from ray_fracbackend.ipc.protocol.description import Terms, describe_call
 from ray_fracbackend.ipc.protocol.gloo import GlooCollectives
-from ray_fracbackend.ipc.protocol.setup import join
+from ray_fracbackend.ipc.protocol.setup import join, share
 
 BACKEND_NAME = "staged"
+_SET_UP = describe_call("set-up of staged")
 logger = logging.getLogger(__name__)
 
 
@@ -68,7 +70,9 @@ class StagedProcessGroup(CollectiveGroup):
         over: What carries tensors between the ranks: ``ipc`` (shared host memory) or ``gloo``.
 
     Raises:
-        IpcUnavailableError: This torch cannot have such a group.
+        IpcUnavailableError: This torch cannot have such a group, or an environment variable of some rank is wrong; then every
+            rank raises.
+        IpcError: The ranks cannot connect.
     """
 
     _asked_as = frozenset({"staged", "gloo"})
@@ -81,6 +85,7 @@ class StagedProcessGroup(CollectiveGroup):
         if reason is not None:
             self.over = "gloo"
             self._host = GlooCollectives(self._store, rank, self._names, timeout)
+        share(self._host, self._names, _check_settings, Terms.within(_SET_UP, timeout.total_seconds()))
         over = "shared host memory" if reason is None else f"Gloo: {reason}"
         self._device_side = DeviceSide(self._host, self._names, timeout, f"over {over}")
         logger.log(
@@ -92,7 +97,10 @@ class StagedProcessGroup(CollectiveGroup):
 
     def _join_host_memory(self, rank: int, size: int) -> str | None:
         """Share host memory with all ranks, or return why not, which is equal on all."""
-        chosen = None if knobs.staged_takes_host_memory() else f"{knobs.STAGED_INNER_ENV_VAR}=gloo is set"
+        try:
+            chosen = None if knobs.staged_takes_host_memory() else f"{knobs.STAGED_INNER_ENV_VAR}=gloo is set"
+        except ValueError as error:  # which all ranks raise once they are connected
+            chosen = str(error)
         try:
             membership, local = join(self._store, rank, size, self._names, chosen)
         except IpcUnavailableError as error:
@@ -102,6 +110,12 @@ class StagedProcessGroup(CollectiveGroup):
             return None
         local.close(idle=True)
         return f"the ranks are on {len(membership.hosts)} hosts"
+
+
+def _check_settings() -> dict[str, Any]:
+    knobs.staged_takes_host_memory()
+    knobs.staged_chunk_bytes()
+    return {}
 
 
 def _create(opts: Any, _backend_options: Any = None) -> StagedProcessGroup:

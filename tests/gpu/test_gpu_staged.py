@@ -167,7 +167,7 @@ def test_a_killed_rank_is_reported_and_leaves_no_stream_stuck(way: str) -> None:
 
 
 def verified(job: Job) -> tuple[str, str | None]:
-    """Device and path of a verification that is told neither."""
+    """Device and path of a verification that is given neither."""
     job.init("cpu:gloo,cuda:staged")
     torch.cuda.set_device(0)
     time.sleep(0.1 * job.rank)
