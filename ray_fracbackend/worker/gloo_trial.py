@@ -11,12 +11,16 @@ import sys
 
 import torch
 
-from ray_fracbackend.errors import VerificationError
+from ray_fracbackend.errors import BackendUnavailableError
 
 # Where a driver hangs the trial must leave time for the error.
 _MAX_S = 120.0
 _TRIAL = """
-import sys, torch, torch.distributed as dist
+import sys
+if sys.platform == "win32":
+    import ctypes
+    ctypes.windll.kernel32.SetErrorMode(0x0003)  # end at once, without a window that waits for somebody
+import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 tensor = torch.ones(2, device=sys.argv[1])
 dist.all_reduce(tensor)
@@ -32,7 +36,7 @@ def try_gloo_on_cuda(device: str, timeout_s: float) -> None:
         timeout_s: Bound on it; a trial that takes longer counts as failed.
 
     Raises:
-        VerificationError: That process did not come to the right answer.
+        BackendUnavailableError: That process did not come to the right answer.
     """
     try:
         code = subprocess.run(
@@ -49,7 +53,7 @@ def try_gloo_on_cuda(device: str, timeout_s: float) -> None:
             return
         # Windows gives the code of an exception, such as 0xC0000005.
         how = f"ended with {code & 0xFFFFFFFF:#x}"
-    raise VerificationError(
+    raise BackendUnavailableError(
         f"Gloo of torch {torch.__version__} cannot all_reduce a tensor on {device}: a trial process {how} (pytorch#186535). Use "
         "backend='auto', which stages CUDA tensors through host memory."
     )

@@ -56,6 +56,7 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
     Raises:
         RendezvousError: The group did not form within ``budget_s``.
         VerificationError: The group formed and does not work.
+        BackendUnavailableError: Gloo cannot carry CUDA tensors here.
     """
     deadline = Deadline(plan.budget_s)
     before = environment.snapshot()
@@ -165,7 +166,7 @@ def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
 def _init_process_group(plan: WorkerPlan, deadline: Deadline) -> None:
     """Create the group on rank 0's store, in threads: torch's store client waits without a limit for a silent store."""
     if plan.backends.has_ipc:
-        import ray_fracbackend.ipc
+        import ray_fracbackend.ipc  # registers the backend
     if plan.backends.has_staged:
         import ray_fracbackend.staged  # noqa: F401  registers the backend
     address, port = plan.rendezvous.master_addr, plan.rendezvous.master_port

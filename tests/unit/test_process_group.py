@@ -17,7 +17,7 @@ from torch.distributed import DebugLevel, set_debug_level
 
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import WorkerRendezvous
-from ray_fracbackend.errors import GroupFormationError, RendezvousError, VerificationError
+from ray_fracbackend.errors import BackendUnavailableError, GroupFormationError, RendezvousError
 from ray_fracbackend.timeouts import Deadline
 from ray_fracbackend.worker import gloo_trial, process_group
 from ray_fracbackend.worker.process_group import start_worker
@@ -54,7 +54,7 @@ def test_gloo_on_cuda_is_tried_in_a_process_that_may_end(
     if expected is None:
         gloo_trial.try_gloo_on_cuda("cpu", 120)
     else:
-        with pytest.raises(VerificationError, match=f"{expected}.*pytorch#186535.*backend='auto'"):
+        with pytest.raises(BackendUnavailableError, match=f"{expected}.*pytorch#186535.*backend='auto'"):
             gloo_trial.try_gloo_on_cuda("cpu", 4)
 
 
