@@ -201,10 +201,11 @@ def test_nccl_exactly_where_it_works(workers, backend, policy):
     else:
         assert not uses_nccl
     if plan.env_defaults:
-        assert plan.fallback == (None if policy == "nccl" else "gloo")
+        assert plan.fallback == (None if policy in ("nccl", "staged") else "gloo")
     # Never plain Gloo for CUDA tensors on Windows (pytorch#186535), and staged elsewhere by its policy alone.
     if not uses_nccl:
-        staged = workers[0].platform == "win32" or (policy == "staged" and bool(conflict))
+        assert plan.share_groups or not conflict
+        staged = workers[0].platform == "win32" or (policy == "staged" and bool(plan.share_groups))
         assert plan.backend == ("cpu:gloo,cuda:staged" if staged else "gloo")
     if not uses_nccl and plan.share_groups and policy == "auto" and any(w.nccl_available for w in workers):
         ranks = {rank for group in plan.share_groups for rank in group.ranks}
