@@ -135,6 +135,7 @@ input()
 @_forks
 def test_a_store_that_falls_silent_ends_the_start() -> None:
     """torch's own client would wait without a limit: its process is stopped, and its kernel goes on accepting."""
+    before = set(threading.enumerate())
     with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         try:
@@ -146,6 +147,10 @@ def test_a_store_that_falls_silent_ends_the_start() -> None:
                 start_worker(cpu_plan(1, port, budget_s=1))
         finally:
             server.kill()
+    # The client that was left wakes up now. A process that is forked meanwhile, as by the next test, would inherit torch's locks.
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive()
     assert caught.value.ranks == (1,)
 
 
