@@ -8,8 +8,8 @@ Importing this module registers the backend, on Linux, Windows and macOS::
     dist.init_process_group("cpu:gloo,cuda:staged")  # under torchrun
 
 A CUDA tensor is copied to pinned memory, the ranks run the collective there, and the result is copied back: through shared host
-memory where all ranks are on one Linux machine, else through Gloo. It has the collectives that Gloo lacks (AVG, reduce_scatter,
-all_gather_into_tensor, element types), so FSDP works, and it never hands a CUDA tensor to Gloo, which ends the process on
+memory where all ranks are on one Linux machine, else through Gloo. It has the collectives that Gloo lacks and FSDP calls (AVG,
+reduce_scatter, all_gather_into_tensor, element types), and it never hands a CUDA tensor to Gloo, which ends the process on
 Windows (pytorch#186535). torch makes a group with a backend in Python that backend for all devices, so CPU tensors take the same
 way, without the copies.
 """

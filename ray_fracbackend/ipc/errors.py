@@ -1,4 +1,4 @@
-"""Errors of the ipc backend. Runs in every rank; imports torch.distributed only for its error base class."""
+"""Errors of the backends ipc and staged. Runs in every rank; imports torch.distributed only for its error base class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 class IpcError(dist.DistBackendError):
-    """Base of every error that the ipc backend raises; also a ``torch.distributed.DistBackendError``."""
+    """Base of every error that the backends ipc and staged raise; also a ``torch.distributed.DistBackendError``."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

@@ -145,7 +145,7 @@ def single(tensors: torch.Tensor | Sequence[torch.Tensor], operation: str) -> to
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
-        raise ValueError(f"{operation} got {len(tensors)} tensors; the ipc backend takes one per rank and call.")
+        raise ValueError(f"{operation} got {len(tensors)} tensors; this backend takes one per rank and call.")
     return tensors[0]
 
 

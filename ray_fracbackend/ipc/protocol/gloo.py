@@ -255,7 +255,7 @@ class GlooCollectives:
         if not idle:
             thread = threading.Thread(target=dropped.clear, name="drop a Gloo group", daemon=True)
             thread.start()
-            _drops.append(thread)
+            _drops[:] = [thread, *(other for other in _drops if other.is_alive())]
 
     def raise_if_unusable(self, what: str) -> None:
         """Raise what a call would raise if this rank began it now.
