@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -27,7 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests marked full out of the default suite."""
+    """Skip the tests of other systems, and leave those marked full out of the default suite."""
+    for item in items:
+        _skip_elsewhere(item)
     if config.getoption("full"):
         return
     from ray_fracbackend._ray import v2_enabled
@@ -37,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not _is_full(item, engine)]
+
+
+def _skip_elsewhere(item: pytest.Item) -> None:
+    for mark in [mark for name in ("linux", "windows") for mark in item.iter_markers(name)]:
+        if not sys.platform.startswith({"linux": "linux", "windows": "win32"}[mark.name]):
+            item.add_marker(pytest.mark.skip(reason=f"{mark.name}: {mark.kwargs['reason']}"))
 
 
 def _is_full(item: pytest.Item, engine: str) -> bool:

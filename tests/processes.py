@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import queue
 import socket
+import sys
+import threading
 import time
 import traceback
 import uuid
@@ -19,6 +22,23 @@ import torch  # imported once here, so that forked children need not
 
 # In the environment of all that a program of the tests starts.
 _RUN = "RAY_FRACBACKEND_TEST_RUN"
+# Windows has no fork: a child there imports torch and the test's module anew, before the time limit of a run begins.
+_SPAWNS = sys.platform == "win32"
+_IMPORTS_S = 120.0
+
+
+def under_wine() -> bool:
+    """Whether the Windows API is Wine's, which deviates from Windows in places."""
+    return sys.platform == "win32" and hasattr(ctypes.windll.ntdll, "wine_get_version")
+
+
+def loopback_name() -> str:
+    """Name of the loopback interface: lo on Linux, which Gloo knows by this name too."""
+    return next(
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(each.address == "127.0.0.1" for each in addresses)
+    )
 
 
 def free_port() -> int:
@@ -45,13 +65,25 @@ def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
 
 def train_worker_processes(above: psutil.Process | None = None) -> list[psutil.Process]:
     """Processes of Ray Train workers below a process, by default of this one's own Ray, oldest first."""
-    found = []
+    return actor_processes("RayTrainWorker", above)
+
+
+def actor_processes(name: str, above: psutil.Process | None = None) -> list[psutil.Process]:
+    """Processes of actors of a class below a process, by default of this one's own Ray, oldest first."""
+    found, pids = [], _pids_of_actors(name) if sys.platform == "win32" and above is None else set()
     for process in (above or psutil.Process()).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # one may end meanwhile
-            named = "RayTrainWorker" in process.name() + " ".join(process.cmdline())
+            named = process.pid in pids or name in process.name() + " ".join(process.cmdline())
             if named and process.status() != psutil.STATUS_ZOMBIE:
                 found.append((process.create_time(), process.pid, process))
     return [process for *_, process in sorted(found, key=lambda each: each[:2])]
+
+
+def _pids_of_actors(name: str) -> set[int]:
+    # Windows shows no titles of processes, but Ray has a table of its actors, those that have ended included.
+    from ray._private import state
+
+    return {actor["Pid"] for actor in state.actors().values() if name in actor["ActorClassName"]}
 
 
 def mark_processes() -> None:
@@ -84,27 +116,30 @@ def left_files(before: set[str]) -> set[str]:
 def run_processes(
     function: Any, num_processes: int, *args: Any, timeout_s: float = 60.0, needed: Sequence[int] | None = None
 ) -> list[Any]:
-    """Calls ``function(rank, num_processes, port, *args)`` in forked processes.
+    """Calls ``function(rank, num_processes, port, *args)`` in forked processes, on Windows in spawned ones.
 
     Args:
-        function: What each process calls.
+        function: What each process calls, at module level, so that it pickles.
         num_processes: How many there are.
         args: Further arguments, equal for all.
-        timeout_s: How long to wait for their answers, in seconds.
+        timeout_s: How long to wait for their answers once all have been started, in seconds.
         needed: Ranks to wait for, by default all; the others are killed then.
 
     Returns:
         What each rank returned, its exception where it raised one, or None where it ended or hung without an answer.
     """
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
+    context: Any = multiprocessing.get_context("spawn" if _SPAWNS else "fork")
+    answers, imported = context.Queue(), context.Barrier(num_processes + 1) if _SPAWNS else None
     port = free_port()
     processes = [
-        context.Process(target=_call, args=(answers, function, rank, num_processes, port, args), daemon=True)
+        context.Process(target=_call, args=(answers, imported, function, rank, num_processes, port, args), daemon=True)
         for rank in range(num_processes)
     ]
     for process in processes:
         process.start()
+    if imported:
+        with suppress(threading.BrokenBarrierError):  # a child that did not come so far has no answer
+            imported.wait(_IMPORTS_S)
     results: list[Any] = [None] * num_processes
     missing = set(range(num_processes)) if needed is None else set(needed)
     end = time.monotonic() + timeout_s
@@ -122,7 +157,11 @@ def run_processes(
     return results
 
 
-def _call(answers: Any, function: Any, rank: int, num_processes: int, port: int, args: tuple[Any, ...]) -> None:
+def _call(
+    answers: Any, imported: Any, function: Any, rank: int, num_processes: int, port: int, args: tuple[Any, ...]
+) -> None:
+    if imported:
+        imported.wait(_IMPORTS_S)
     # A thread pool that torch made in the parent is not there after the fork: a parallel region would wait for it for ever.
     torch.set_num_threads(1)
     try:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from ipc_calls import SMALL_CHUNKS, Point, at_point, bare_group, memfd_count, open_files, points
@@ -76,7 +77,9 @@ def strike(fault: str) -> None:
     if fault == "raise":
         raise InjectedError("injected")
     if sys.platform == "win32":
-        os.kill(os.getpid(), signal.SIGTERM)  # TerminateProcess there
+        # It has no signals for these.
+        this = psutil.Process()
+        this.kill() if fault == "kill" else this.suspend()
     os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     # Another thread may have taken the signal, and this one must not go on until it stops too.
     time.sleep(3600)

@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import torch.distributed.checkpoint as dcp
 from ipc_harness import Job, run_ranks, values
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ray_fracbackend.staged  # noqa: F401 (registers both backends)
@@ -103,6 +101,8 @@ def test_ddp_ends_with_the_same_weights_as_on_gloo() -> None:
 
 def ddp_join(job: Job) -> dict[str, Any]:
     """Ranks with different numbers of batches under DDP's join."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # late, as it imports all of FSDP
+
     job.init()
     torch.manual_seed(0)
     model = DDP(torch.nn.Linear(8, 4))
@@ -145,6 +145,8 @@ def test_ddp_join_divides_by_the_ranks_that_remain() -> None:
 
 def zero_optimizer(job: Job, backend: str) -> dict[str, Any]:
     """Some steps of a sharded Adam."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # late, as it imports all of FSDP
+
     job.init(backend)
     torch.manual_seed(0)
     model = DDP(Net())
@@ -292,6 +294,7 @@ def test_meshes_sub_groups_objects_and_point_to_point() -> None:
 
 def checkpoint(job: Job, path: str) -> bool:
     """Save a sharded model with torch.distributed.checkpoint and load it into another."""
+    import torch.distributed.checkpoint as dcp  # late, as it imports all of FSDP
     from torch.distributed.fsdp import fully_shard
 
     job.init()

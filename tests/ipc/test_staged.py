@@ -39,8 +39,7 @@ OVER_GLOO = {**STAGED, "RAY_FRACBACKEND_STAGED_INNER": "gloo", "IPC_TEST_STAGED"
 # ipc whose device memory cannot be had.
 IN_IPC = {**FAKE, "FAKE_CUDA_BROKEN": "missing", "IPC_TEST_STAGED": "rank 0: the fake device is missing"}
 WAYS = {"over ipc": STAGED, "over Gloo": OVER_GLOO, "in ipc": IN_IPC}
-# On Windows there is no shared host memory.
-_linux = pytest.mark.skipif(sys.platform != "linux", reason="shared host memory needs Linux")
+_linux = pytest.mark.linux(reason="needs shared host memory")
 ALL_WAYS = [pytest.param("over ipc", marks=_linux), "over Gloo", pytest.param("in ipc", marks=_linux)]
 BOTH_WAYS = ALL_WAYS[:2]
 # A device type of its own, whose default stream lags too, through torch's own functions for streams and events.
@@ -292,7 +291,6 @@ def test_a_killed_rank_is_reported_at_every_step(name: str, way: str, full: bool
     check_signal(name, "kill", 20.0, LOST, {**WAYS[way], **ASYNC}, where, "staged")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGSTOP")
 @pytest.mark.parametrize("way", BOTH_WAYS)
 def test_a_stopped_rank_is_reported(way: str) -> None:
     """Both survivors raise when the deadline has passed, or when the other has."""
@@ -339,7 +337,8 @@ def gone_unnoticed(job: Job, how: str) -> tuple[str, str, float]:
     """A call that rank 1 does not come to, in a way that keeps its connections open, as on Windows."""
     pg = staged_group(job, how, job.rank, job.size, 60.0)
     if job.rank == 1 and how == "killed":
-        if os.fork() == 0:  # as a DataLoader's worker does, it holds the parent's sockets
+        # As a DataLoader's worker does, it holds the parent's sockets. On Windows none does.
+        if sys.platform != "win32" and os.fork() == 0:
             time.sleep(12)
             os._exit(0)
         strike("kill")
@@ -350,7 +349,6 @@ def gone_unnoticed(job: Job, how: str) -> tuple[str, str, float]:
     return error_of(lambda: CALLS["all_reduce"](pg))
 
 
-@_linux
 @pytest.mark.parametrize(("how", "text"), [("killed", "died before"), ("left", "shut its process group down before")])
 def test_a_rank_whose_end_gloo_does_not_notice_is_reported(how: str, text: str) -> None:
     """By its process and by the store, with its name and long before the call's limit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,13 @@ from net_nodes import Node, address, join, why_not
 _WHY_NOT = why_not()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.net)
-            if _WHY_NOT is not None:
+            item.add_marker(pytest.mark.linux(reason="needs network namespaces"))
+            if _WHY_NOT is not None and sys.platform == "linux":
                 item.add_marker(pytest.mark.skip(reason=_WHY_NOT))
 
 

@@ -44,9 +44,9 @@ def initialized():
 def replace_in_worker(module, name, action, times=1_000_000):
     """Puts an action in place of a function of the package, in the worker that runs this, for so many calls."""
     import importlib
-    import os
-    import signal
     import time
+
+    import psutil
 
     owner = importlib.import_module(module)
     original = getattr(owner, name)
@@ -58,9 +58,9 @@ def replace_in_worker(module, name, action, times=1_000_000):
         if left < 0:
             return original(*args, **kwargs)
         if action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            psutil.Process().kill()
         if action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            psutil.Process().suspend()
         if action == "raise":
             raise OSError("the disk is on fire")
         if action == "sleep":

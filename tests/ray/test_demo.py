@@ -14,6 +14,7 @@ def run(*arguments):
 @pytest.mark.full(but="V2")
 def test_demo():
     """It prints share map, choice, figures and epochs, ends above 0.9, and loads rank 0's checkpoint back."""
+    pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")
     done = run("demo", "--epochs", "4")
     assert done.returncode == 0, done.stderr
     shown = done.stdout + done.stderr

@@ -19,8 +19,8 @@ COMMAND = [sys.executable, "-m", "ray_fracbackend", "doctor", "--json"]
 
 def why_no_namespace():
     """Why this machine cannot mount files in a namespace, None where it can."""
-    if sys.platform != "linux" or shutil.which("unshare") is None:
-        return "needs Linux and the command unshare"
+    if shutil.which("unshare") is None:
+        return "needs the command unshare"
     done = subprocess.run(
         ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True, check=False
     )
@@ -61,6 +61,7 @@ def faulty_machine(tmp_path_factory):
     return doctor(before=["unshare", "--mount", "sh", "-c", mounts, "sh"])
 
 
+@pytest.mark.linux(reason="needs mount namespaces")
 def test_wrong_hosts_file(faulty_machine):
     """The address and the line to write are named; exit code 1."""
     code, found = faulty_machine
@@ -70,6 +71,7 @@ def test_wrong_hosts_file(faulty_machine):
     assert "hosts file" in check["fix"]
 
 
+@pytest.mark.linux(reason="needs mount namespaces")
 def test_tiny_shm(faulty_machine):
     """Its size and Docker's option are named; the other lines are as ever."""
     code, found = faulty_machine
@@ -97,7 +99,7 @@ def test_node_without_the_package(cluster, monkeypatch, tmp_path):
     from ray_fracbackend.cli import doctor
 
     (tmp_path / "only_on_the_driver.py").write_text("def collect(*_):\n    return None\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(doctor, "collect_machine", importlib.import_module("only_on_the_driver").collect)
     nodes = [node for node in ray.nodes() if node["Alive"]]
     (check,) = doctor._ask(nodes, 100)
@@ -154,7 +156,7 @@ main(["doctor"])
 
 
 @pytest.mark.full
-@pytest.mark.skipif(sys.platform == "win32", reason="pseudo terminals are POSIX")
+@pytest.mark.linux(reason="needs pseudo terminals")
 def test_colours_on_a_terminal_only():
     """A terminal gets colours, unless NO_COLOR says otherwise; what is no terminal gets plain text."""
     terminal, rest = on_terminal([sys.executable, "-c", _THREE_TIMES]).split(b"PIPED")

@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 import ray.train
@@ -21,6 +20,8 @@ from ray.train.torch import TorchTrainer
 
 from ray_fracbackend import FracTorchConfig, report_rank0
 from ray_fracbackend._ray import v2_enabled
+from ray_fracbackend.worker.network import interfaces
+from tests.processes import loopback_name
 from tests.ray.checkpoint_script import share_like_windows
 from tests.ray.conftest import HALF_GPU, wait_until
 
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 _MEET_S = 200.0
 _NUM_ROWS = 12
 # Any name of this machine but loopback's, which would be ours too.
-_INTERFACE = next((name for name in psutil.net_if_addrs() if not name.startswith("lo")), None)
+_INTERFACE = next((name for name in interfaces() if name != loopback_name()), None)
 _VARIABLES = {"NCCL_SOCKET_IFNAME": "^docker0", **({"GLOO_SOCKET_IFNAME": _INTERFACE} if _INTERFACE else {})}
 # V1 alone reserves something for the trial that the trainer runs in.
 _TRAINER = {} if v2_enabled() else {"trainer_resources": {"CPU": 1, "licence": 1}}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
 
-import psutil
 import pytest
 import ray
 import torch
@@ -16,6 +14,7 @@ from ray.util.placement_group import placement_group_table
 
 from ray_fracbackend import FracTorchConfig, InsufficientResourcesError, MissingDeviceError
 from ray_fracbackend.cli.plan import plan_workers, rank_order
+from tests.processes import actor_processes
 from tests.ray.conftest import HALF_GPU, wait_until
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "plan"]
@@ -28,13 +27,7 @@ def plan(*arguments):
 
 def nothing_is_left():
     groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    return not groups and not any(map(is_probe_worker, psutil.Process().children(recursive=True)))
-
-
-def is_probe_worker(process):
-    with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile
-        return process.status() != psutil.STATUS_ZOMBIE and "_ProbeWorker" in " ".join(process.cmdline())
-    return False
+    return not groups and not actor_processes("_ProbeWorker")
 
 
 def test_plan(cluster):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import re
-import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass
 
@@ -30,6 +30,8 @@ from ray_fracbackend.isolation.search import find_faults
 from ray_fracbackend.timeouts import Deadline
 from tests.ray.conftest import wait_until
 from tests.ray.starts import START_S, free_port, initialized, replace_in_worker, start
+
+_WINDOWS = sys.platform == "win32"
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def test_rank_that_hangs_during_start(make_group, step, how):
     )
     assert failure.ranks == (1,)
     group.shutdown(patience_s=0)
-    assert wait_until(lambda: not any(alive(pid) for pid in pids))
+    assert wait_until(lambda: not any(map(psutil.pid_exists, pids)))
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
         listener.bind(("", port))
@@ -134,22 +136,33 @@ def test_rank_that_raises(make_group):
         group.execute_single(0, initialized)
 
 
-def test_out_of_memory_is_told_as_that(pair):
+@pytest.fixture
+def breakable(request):
+    """The module's pair. On Windows two workers of the test alone: Gloo does not notice there that a peer has left its group, and
+    the start ends the rank that waits for it."""
+    return request.getfixturevalue("make_group")(2) if _WINDOWS else request.getfixturevalue("pair")
+
+
+def test_out_of_memory_is_told_as_that(breakable):
     """A full device is named with its rank; the rank that waited for it does not hide it, and no fault is sought."""
-    pair.execute_single(
+    breakable.execute_single(
         1, replace_in_worker, "ray_fracbackend.worker.process_group", "verify_process_group", "starve", 1
     )
     failure = failed_start(
-        pair, OutOfMemoryError, r"^rank 1 \(node .*ran out of device memory .*Tried to allocate", start_timeout_s=60
+        breakable,
+        OutOfMemoryError,
+        r"^rank 1 \(node .*ran out of device memory .*Tried to allocate",
+        start_timeout_s=60,
     )
     assert failure.ranks == (1,)
 
 
-def test_wrong_answer(pair):
+def test_wrong_answer(breakable):
     """A collective that computes a wrong sum stops the start, with both numbers."""
-    pair.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
-    failed_start(pair, VerificationError, r"all_reduce .* wrong answer on rank 1: element 3 is 13 and must be 12")
-    assert pair.execute(initialized) == [False, False]
+    breakable.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
+    failed_start(breakable, VerificationError, r"all_reduce .* wrong answer on rank 1: element 3 is 13 and must be 12")
+    for rank in (1,) if _WINDOWS else (0, 1):
+        assert breakable.execute_single(rank, initialized) is False
 
 
 def test_environment_is_restored(pair):
@@ -204,11 +217,3 @@ def test_a_rank_that_takes_no_part_in_the_search_is_named(make_group):
 def helper_processes():
     processes = psutil.Process().children(recursive=True)
     return [process for process in processes if "ray_fracbackend.isolation.helper" in process.cmdline()]
-
-
-def alive(pid):
-    try:
-        os.kill(pid, signal.SIG_DFL)
-    except ProcessLookupError:
-        return False
-    return True

@@ -23,7 +23,7 @@ from tests.soak import cycles, starts, trials
 from tests.soak.belongings import Samples, belongings
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="what a process holds is read from /proc"),
+    pytest.mark.linux(reason="needs /proc, which tells what a process holds"),
     pytest.mark.timeout(900),
 ]
 

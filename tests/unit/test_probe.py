@@ -289,7 +289,7 @@ def test_cpu_worker_has_no_devices():
     assert probe._devices(False) == ([], None)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes of the file system: MPS runs on Linux only")
+@pytest.mark.linux(reason="needs named pipes in the file system")
 def test_mps_needs_a_daemon_that_reads(monkeypatch, tmp_path):
     """The control pipe without a reader is a dead daemon's; with one it is alive."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
@@ -303,13 +303,13 @@ def test_mps_needs_a_daemon_that_reads(monkeypatch, tmp_path):
         os.close(reader)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the boot id of a Linux kernel")
+@pytest.mark.linux(reason="needs the boot id of the kernel")
 def test_boot_id_is_the_kernels():
     """Equal in all containers of a host, so it is read from the kernel."""
     assert uuid.UUID(probe.boot_id())
 
 
-@pytest.mark.skipif(sys.platform == "linux", reason="needs a system without Linux's boot id")
+@pytest.mark.windows(reason="needs a system without Linux's boot id")
 def test_no_boot_id():
     """Other systems than Linux have no boot id."""
     assert probe.boot_id() == ""
@@ -363,7 +363,7 @@ def test_ipc_of_a_worker_without_a_device():
     assert ipc_missing(facts_on(ask_ipc=True))[1] == _NO_DEVICE
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which the ipc backend asks for first")
+@pytest.mark.linux(reason="needs Linux, which the ipc backend asks for first")
 def test_device_memory_of_a_torch_without_cuda(monkeypatch, cuda):
     """The reason comes from the ipc backend itself."""
     cuda()

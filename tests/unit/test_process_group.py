@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,10 +22,7 @@ from ray_fracbackend.timeouts import Deadline
 from ray_fracbackend.worker import gloo_trial, process_group
 from ray_fracbackend.worker.process_group import start_worker
 from ray_fracbackend.worker.store import connect_store, hold_store
-from tests.processes import free_port, run_processes, wait_for_port
-
-# On Windows processes are spawned, and loopback has another name.
-_forks = pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork and a loopback interface named lo")
+from tests.processes import free_port, loopback_name, run_processes, wait_for_port
 
 
 def plan_of(backend: str, device: str) -> WorkerPlan:
@@ -99,11 +96,12 @@ def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: 
 def cpu_plan(rank: int, port: int, budget_s: float) -> WorkerPlan:
     if rank == 0:
         hold_store(port, one_node=True)
-    rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=port, env={"GLOO_SOCKET_IFNAME": "lo"})
+    rendezvous = WorkerRendezvous(
+        master_addr="127.0.0.1", master_port=port, env={"GLOO_SOCKET_IFNAME": loopback_name()}
+    )
     return replace(plan_of("gloo", "cpu"), rank=rank, rendezvous=rendezvous, budget_s=budget_s)
 
 
-@_forks
 @pytest.mark.full
 def test_a_rank_whose_last_start_failed_meets_one_that_is_new() -> None:
     """What torch counts in a process is the same on all ranks again after a group that did not form."""
@@ -125,14 +123,14 @@ def test_the_advice_after_a_rendezvous_that_failed() -> None:
 
 
 _SERVER = """
+import sys
 from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=sys.platform != "win32")
 print(store.port, flush=True)
 input()
 """
 
 
-@_forks
 def test_a_store_that_falls_silent_ends_the_start() -> None:
     """torch's own client would wait without a limit: its process is stopped, and its kernel goes on accepting."""
     before = set(threading.enumerate())
@@ -140,7 +138,7 @@ def test_a_store_that_falls_silent_ends_the_start() -> None:
         assert server.stdout is not None
         try:
             port = int(server.stdout.readline())
-            os.kill(server.pid, signal.SIGSTOP)
+            psutil.Process(server.pid).suspend()
             with pytest.raises(
                 RendezvousError, match=rf"127.0.0.1:{port} failed \(no answer within .* Rank 0 hangs"
             ) as caught:
@@ -163,7 +161,6 @@ def time_limits(rank: int, num_processes: int, port: int, detail: bool) -> float
     return (backend.wrapped_pg if detail else backend).options._timeout.total_seconds()
 
 
-@_forks
 @pytest.mark.parametrize("detail", [False, True])
 def test_the_users_time_limit_holds_once_the_group_runs(detail: bool) -> None:
     """Also under TORCH_DISTRIBUTED_DEBUG=DETAIL, where torch's wrapper takes no other limit later."""
@@ -183,14 +180,14 @@ def late_message(rank: int, num_processes: int, port: int, backend: str) -> floa
     return value[0].item()
 
 
-@_forks
-@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+@pytest.mark.parametrize(
+    "backend", ["gloo", pytest.param("ipc", marks=pytest.mark.linux(reason="needs the ipc backend"))]
+)
 def test_send_and_recv_have_the_users_time_limit(backend: str) -> None:
     """Gloo's keep the limit with which the group was made, whatever is set later."""
     assert run_processes(late_message, 2, backend, timeout_s=120) == [1.0, 1.0]
 
 
-@_forks
 def test_a_group_that_is_made_too_late_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that the start has left, because a store did not answer, may still succeed: the process has no group then."""
     original, go_on, over = dist.init_process_group, threading.Event(), threading.Event()
@@ -219,7 +216,6 @@ def pair_half(rank: int, num_processes: int, port: int, backend: str) -> tuple[s
     return (result.device, result.world_size) if result else None
 
 
-@_forks
 @pytest.mark.parametrize(("backend", "verified"), [("cpu:gloo", ("cpu", 2)), ("cuda:gloo", None)])
 def test_a_group_is_verified_on_what_it_has(backend: str, verified: tuple[str, int] | None) -> None:
     """A group without a backend for the CPU starts on a worker without CUDA, as with stock, and is not verified."""
@@ -241,7 +237,6 @@ def start_and_look(rank: int, num_processes: int, port: int) -> tuple[bool, bool
     return seen[0], "GLOO_SOCKET_IFNAME" in os.environ
 
 
-@_forks
 def test_what_is_for_the_start_alone_is_gone_in_training() -> None:
     """Processes that the train function starts do not inherit the loopback interface."""
     assert run_processes(start_and_look, 2, timeout_s=120) == [(True, False)] * 2

@@ -13,7 +13,7 @@ import pytest
 from tests.processes import left_files, mark_processes, shared_files
 from tests.ray.conftest import wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /dev/shm")
+pytestmark = pytest.mark.linux(reason="needs /dev/shm")
 
 _HOLD = "import mmap, os; file = open(input(), 'w+b'); file.truncate(9); held = mmap.mmap(file.fileno(), 9); print(1); input()"
 # Its parent ends at once, so that it is not below this process.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,7 +181,7 @@ def missing_rank(rank, world_size, port, how):
     init(rank, world_size, port)
     if rank == 1:
         if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            psutil.Process().kill()
         time.sleep(3600)
     store = dist.distributed_c10d._get_default_store()
     try:
