@@ -27,7 +27,7 @@ IFNAME = "GLOO_SOCKET_IFNAME"
 _LINK_LOCAL_FIRST = ("win32", "darwin")
 # c10d tries IPv6 first, and a Windows IPv6 socket does not take the IPv4 address in it; then it connects over IPv4.
 NOTE_10049 = (
-    "on Windows c10d logs 'The client socket has failed to connect to [...] (system error: 10049 ...)', at times with a "
+    "on Windows c10d logs 'The client socket has failed to connect to [...] (system error: 10049 ...)', or 10051, at times with a "
     "foreign host name, before it connects over IPv4: this line is expected and harmless"
 )
 

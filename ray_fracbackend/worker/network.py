@@ -107,6 +107,9 @@ def check_gloo_device(interface: str | None) -> None:
             dist.ProcessGroupGloo.create_default_device()
             return
         for name in interface.split(","):
+            # Gloo's own start takes the name from the environment, which C has in the ANSI code page on Windows.
+            if sys.platform == "win32" and not name.isascii() and name.encode("mbcs", "replace") != name.encode():
+                raise RuntimeError(f"{name!r} is not ASCII, and Windows passes variables to Gloo in another code page")
             dist.ProcessGroupGloo.create_device(interface=name)
     except RuntimeError as error:
         cause = str(error).strip().splitlines()[0]

@@ -124,7 +124,8 @@ def uses_libuv() -> bool:
 
 def is_address_in_use(error: BaseException) -> bool:
     """Return True for the errors that c10d and the system raise when a port is taken."""
-    if isinstance(error, OSError) and error.errno in _IN_USE_ERRNOS:
+    # Python turns Windows' 10013 into an errno of its own, and keeps the code beside it.
+    if isinstance(error, OSError) and {error.errno, getattr(error, "winerror", None)} & _IN_USE_ERRNOS:
         return True
     return _IN_USE_TEXT.search(str(error)) is not None
 
@@ -146,10 +147,12 @@ def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None
         try:
             socket.create_connection((address, port), timeout=left_s).close()
             return
+        except TimeoutError as error:
+            # Windows takes two seconds for a refusal, and the limit cuts the last attempt: those before it have told the cause.
+            cause = cause or error
+            break
         except OSError as error:
             cause = error
-            if isinstance(error, TimeoutError):
-                break
         time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
     where = f"{bracketed(address)}:{port}"
     raise UnreachableMasterError(
@@ -183,9 +186,15 @@ def open_store(port: int = 0, host: str | None = None) -> TCPStore:
         OSError: The port is taken, or ``host`` is no address of this machine.
     """
     listener = None if sys.platform == "win32" else _listen(port, host)
+    if listener is not None:
+        port = listener.getsockname()[1]
+    elif port == 0:
+        # Where torch chooses the port, and an ended store of this process had it, later groups do not find the store by it.
+        with _listen(0, None) as free:
+            port = free.getsockname()[1]
     return TCPStore(
         host or "127.0.0.1",
-        port if listener is None else listener.getsockname()[1],
+        port,
         None,
         True,
         timedelta(seconds=_OPEN_S),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 import socket
 import sys
 import time
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from ray_fracbackend.errors import RendezvousError
 from ray_fracbackend.worker import network
+from tests.processes import loopback_name
 
 Address = namedtuple("Address", "family address")
 Stats = namedtuple("Stats", "isup")
@@ -58,7 +61,9 @@ def test_this_machines_loopback_is_found() -> None:
 
 def test_a_missing_interface_is_named_with_those_there_are() -> None:
     """Gloo's 'Unable to find address' becomes the setting and the names that exist."""
-    with pytest.raises(RendezvousError, match=r"GLOO_SOCKET_IFNAME=nope\d.*This node has .*lo"):
+    with pytest.raises(
+        RendezvousError, match=rf"GLOO_SOCKET_IFNAME=nope\d.*This node has .*{re.escape(loopback_name())}"
+    ):
         network.check_gloo_device("nope9")
 
 
@@ -109,6 +114,23 @@ def test_facts_carry_why_a_name_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     assert "Name or service not known" in str(network.network_info("", "head").master_addr_missing)
     assert network.network_info("", "10.0.0.1").master_addr_missing is None
+
+
+def test_a_name_with_other_letters_is_refused_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo would take it by argument, and not find it by the variable that its start reads."""
+    made = []
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", lambda interface: made.append(interface))
+    try:
+        codecs.lookup("mbcs")
+    except LookupError:  # the ANSI code page of Windows; here that of Western Europe
+        codecs.register(lambda name: codecs.lookup("cp1252") if name == "mbcs" else None)
+    with pytest.raises(
+        RendezvousError, match="'Büro' is not ASCII, and Windows passes variables to Gloo in another code page"
+    ):
+        network.check_gloo_device("Büro")
+    network.check_gloo_device("Ethernet 2")
+    assert made == ["Ethernet 2"]
 
 
 def test_windows_asks_for_the_host_name_before_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:

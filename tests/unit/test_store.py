@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -15,6 +15,12 @@ from torch.distributed.rendezvous import rendezvous
 from ray_fracbackend.errors import PortInUseError, UnreachableMasterError
 from ray_fracbackend.worker import store
 from ray_fracbackend.worker.state import STATE
+
+
+class WindowsError(PermissionError):
+    """10013 as Python raises it on Windows: with the errno of Permission denied."""
+
+    winerror = 10013
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +81,7 @@ def test_the_store_outlives_its_release_while_a_group_uses_it() -> None:
     assert shared.get("key") == b"value"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a torch that takes an open socket, as on Linux and macOS")
+@pytest.mark.linux(reason="needs a torch that takes an open socket")
 def test_the_store_of_one_node_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other machines cannot reach it; torch's rendezvous of this process and of others on the node can."""
     port = store.hold_store(None, one_node=True)
@@ -154,6 +160,8 @@ def test_a_port_that_c10d_finds_taken_is_skipped_too(monkeypatch: pytest.MonkeyP
         (OSError(48, "x"), True),
         (OSError(10048, "x"), True),
         (OSError(10013, "x"), True),
+        (WindowsError(13, "An attempt was made to access a socket"), True),
+        (PermissionError(13, "a port below 1024 on Linux"), False),
         (OSError(111, "refused"), False),
         (RuntimeError("failed to bind to [::]:1 (errno: 98 - Address already in use)"), True),
         (RuntimeError("listen ... code: -98, name: EADDRINUSE"), True),
@@ -187,6 +195,19 @@ def test_a_refused_connection_is_named_within_its_bound() -> None:
     assert "master_addr" in str(info.value)
 
 
+def test_a_slow_refusal_is_told_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, which tries a closed port for two seconds: the limit cuts the last attempt, and those before tell the cause."""
+
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        time.sleep(min(timeout, 0.2))
+        raise ConnectionRefusedError(10061, "refused") if timeout > 0.2 else TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(store, "_PAUSE_S", 0.1)
+    with pytest.raises(UnreachableMasterError, match=r"within 0\.7 s \(refused: "):
+        store.check_reachable("127.0.0.1", 1, 0.7)
+
+
 def test_windows_never_uses_libuv(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store made directly ignores USE_LIBUV, so use_libuv is passed: never on Windows, elsewhere as the variable says."""
     monkeypatch.setenv("USE_LIBUV", "1")
@@ -207,7 +228,7 @@ def test_a_store_without_libuv_works_as_well(monkeypatch: pytest.MonkeyPatch) ->
     assert not shared.libuvBackend
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a torch with libuv, which no Windows wheel has")
+@pytest.mark.linux(reason="needs a torch with libuv")
 def test_a_torch_whose_libuv_takes_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch 2.8 the store on loopback is one without libuv; torch's rendezvous and clients with libuv use it."""
     monkeypatch.setenv("USE_LIBUV", "1")
