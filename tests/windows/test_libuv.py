@@ -1,0 +1,90 @@
+"""No Windows build of torch has a libuv store, and several ways lead to one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.rendezvous import rendezvous
+from torch.torch_version import TorchVersion
+
+from ray_fracbackend.worker.network import gloo_missing
+from ray_fracbackend.worker.process_group import start_worker
+from tests.processes import free_port, run_processes
+from tests.unit.test_process_group import cpu_plan
+
+pytestmark = pytest.mark.windows(reason="the store of torch's Windows builds")
+
+WITHOUT_LIBUV = "use_libuv was requested but PyTorch was built without libuv support"
+A_MINUTE = timedelta(seconds=60)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("USE_LIBUV", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+
+@pytest.mark.parametrize("options", [{"use_libuv": True}, {}], ids=["use_libuv=True", "default"])
+def test_a_direct_store_asks_for_libuv_by_default(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TCPStore without use_libuv=False fails, whatever USE_LIBUV says."""
+    monkeypatch.setenv("USE_LIBUV", "0")
+    with pytest.raises(RuntimeError, match=WITHOUT_LIBUV):
+        TCPStore("127.0.0.1", 0, 1, True, A_MINUTE, **options)
+    assert not TCPStore("127.0.0.1", 0, 1, True, A_MINUTE, use_libuv=False).libuvBackend
+
+
+@pytest.mark.parametrize(
+    ("use_libuv", "url"),
+    [("1", "env://"), ("1", "tcp://127.0.0.1:{port}"), (None, "env://?use_libuv=1"), ("0", "env://?use_libuv=1")],
+)
+def test_stock_start_fails_where_libuv_is_asked_for(
+    use_libuv: str | None, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """USE_LIBUV=1 and ?use_libuv=1 end init_process_group, and the address wins over the variable."""
+    if use_libuv is not None:
+        monkeypatch.setenv("USE_LIBUV", use_libuv)
+    with pytest.raises(RuntimeError, match=WITHOUT_LIBUV):
+        dist.init_process_group("gloo", init_method=url.format(port=free_port()), rank=0, world_size=1)
+    assert not dist.is_initialized()
+
+
+def test_stock_start_without_a_setting() -> None:
+    """torch 2.4 to 2.6 ask for libuv by default and fail; 2.7 and later do not on Windows."""
+    if TorchVersion(torch.__version__) < "2.7":
+        with pytest.raises(RuntimeError, match=WITHOUT_LIBUV):
+            next(iter(rendezvous("env://", 0, 1, timeout=A_MINUTE)))
+    else:
+        store, _, _ = next(iter(rendezvous("env://", 0, 1, timeout=A_MINUTE)))
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+
+
+def test_the_address_can_switch_libuv_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """?use_libuv=0 wins over an inherited USE_LIBUV=1."""
+    monkeypatch.setenv("USE_LIBUV", "1")
+    store, _, _ = next(iter(rendezvous("env://?use_libuv=0", 0, 1, timeout=A_MINUTE)))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def start_with_libuv_inherited(rank: int, num_processes: int, port: int) -> float:
+    os.environ["USE_LIBUV"] = "1"
+    start_worker(replace(cpu_plan(rank, port, budget_s=60), world_size=num_processes))
+    total = torch.full((), float(rank + 1))
+    dist.all_reduce(total)
+    dist.barrier()
+    dist.destroy_process_group()
+    return total.item()
+
+
+@pytest.mark.skipif(gloo_missing() is not None, reason="torch without a Gloo transport")
+def test_our_start_with_libuv_inherited() -> None:
+    """Two workers with USE_LIBUV=1 in their environment start, verify the group and add up."""
+    assert run_processes(start_with_libuv_inherited, 2, timeout_s=120) == [3.0, 3.0]

@@ -1,0 +1,243 @@
+"""Scripts with a Ray of their own on Windows: what trains, and what is left after a script that was interrupted."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import string
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ray_fracbackend.worker.network import gloo_missing
+from tests.processes import under_wine
+
+pytestmark = [
+    pytest.mark.windows(reason="Ray's processes on Windows"),
+    pytest.mark.timeout(600),
+]
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# As in the name of a user, and so in the paths of all that is theirs.
+FOLDER = "my résults ü"
+RUN_S = 400
+GONE_S = 30
+_MARK = "RAY_FRACBACKEND_TEST_RUN"
+
+needs_gloo = pytest.mark.skipif(gloo_missing() is not None, reason="torch without a Gloo transport")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a script ended.
+
+    Attributes:
+        code: Its exit code.
+        output: What it and its workers wrote.
+        folder: Where it stored its results.
+        left: Processes that it started, directly or not, and that were still there after GONE_S.
+        start_s: Seconds of the script.
+    """
+
+    code: int
+    output: str
+    folder: Path
+    left: list[str]
+
+    @property
+    def found(self) -> dict[str, object]:
+        result: dict[str, object] = json.loads((self.folder / "result.json").read_text(encoding="utf-8"))
+        return result
+
+
+def run(command: list[str | Path], folder: Path, cwd: Path | None = None, **variables: str) -> Ended:
+    """Run a script in a hidden console of its own, with all processes below it known by a variable."""
+    mark = uuid.uuid4().hex
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "disabled",
+        "PYTHONIOENCODING": "utf-8",
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
+        _MARK: mark,
+        **variables,
+    }
+    with tempfile.TemporaryFile() as output:
+        try:
+            code = subprocess.run(
+                [sys.executable, *map(str, command)],
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                creationflags=subprocess.CREATE_NO_WINDOW,
+                timeout=RUN_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+        left = _left(mark)
+        output.seek(0)
+        return Ended(code, output.read().decode(errors="replace"), folder, left)
+
+
+def _left(mark: str) -> list[str]:
+    """Wait until all processes of a script have ended; end those that have not, and return their command lines."""
+    end = time.monotonic() + GONE_S
+    while (found := _marked(mark)) and time.monotonic() < end:
+        time.sleep(0.5)
+    lines = []
+    for process in found:
+        with suppress(psutil.Error):
+            lines.append(" ".join(process.cmdline()))
+            process.kill()
+    return lines
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # of the system, or ended meanwhile
+            if process.pid != os.getpid() and process.environ().get(_MARK) == mark:
+                found.append(process)
+    return found
+
+
+@contextmanager
+def results_folder(drive: str | None = None) -> Iterator[Path]:
+    """A new folder with blanks and letters that are not ASCII, in the temporary folder or on a drive."""
+    root = Path(tempfile.mkdtemp(dir=f"{drive}\\" if drive else None))
+    made = root / FOLDER
+    made.mkdir()
+    try:
+        yield made
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def other_drive() -> str | None:
+    """A drive with room for results that is not that of the temporary folder."""
+    own = Path(tempfile.gettempdir()).drive.upper()
+    mask = ctypes.WinDLL("kernel32").GetLogicalDrives()
+    for number, letter in enumerate(string.ascii_uppercase):
+        drive = f"{letter}:"
+        if drive == own or not mask >> number & 1:
+            continue
+        with suppress(OSError):
+            os.rmdir(tempfile.mkdtemp(dir=f"{drive}\\"))
+            return drive
+    return None
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[tuple[Ended, str | None]]:
+    """One run for several facts: a copy of the script in such a folder, results on another drive, USE_LIBUV=1 inherited."""
+    drive = other_drive()
+    with results_folder() as own, results_folder(drive) as results:
+        script = Path(shutil.copy(HERE / "train_script.py", own / "train script ü.py"))
+        yield run([script, results], results, cwd=own, USE_LIBUV="1"), drive
+
+
+@needs_gloo
+def test_trains_with_libuv_inherited(trained: tuple[Ended, str | None]) -> None:
+    """Two workers on half a logical GPU each train on the CPU and add up, with USE_LIBUV=1 in the script's environment."""
+    ended, _ = trained
+    assert ended.code == 0, ended.output
+    assert ended.found["metrics"]["total"] == 3.0  # type: ignore[index]
+
+
+@needs_gloo
+def test_environment_of_a_worker(trained: tuple[Ended, str | None]) -> None:
+    """Rule 1 of docs/windows.md: MASTER_ADDR is 127.0.0.1, USE_LIBUV is 0, GLOO_SOCKET_IFNAME is not set."""
+    metrics = trained[0].found["metrics"]
+    expected = {"MASTER_ADDR": "127.0.0.1", "USE_LIBUV": "0", "GLOO_SOCKET_IFNAME": None}
+    assert {name: metrics[name] for name in expected} == expected  # type: ignore[index]
+
+
+@needs_gloo
+def test_warnings_and_notes_of_the_start(trained: tuple[Ended, str | None]) -> None:
+    """The log says that libuv was asked for and is off, and that c10d's line is harmless."""
+    output = trained[0].output
+    assert "USE_LIBUV=1 on ranks 0,1 is not kept: no torch for Windows has a libuv store" in output
+    assert "libuv off" in output
+    assert "this line is expected and harmless" in output
+
+
+@needs_gloo
+def test_checkpoint_and_report_in_a_folder_with_other_letters(trained: tuple[Ended, str | None]) -> None:
+    """Script, working directory and results may have blanks and letters that are not ASCII."""
+    ended, _ = trained
+    assert "model.pt" in ended.found["files"]  # type: ignore[operator]
+    assert ended.found["keys"] == ["bias", "weight"]
+    assert ended.folder.name == FOLDER
+    report = json.loads((ended.folder / "run" / "start_report.json").read_text(encoding="utf-8"))
+    assert report["backend"] == "gloo" or "staged" in report["backend"]
+    assert report["master_addr"] == "127.0.0.1"
+    assert report["verification"]["latency_s"] > 0
+
+
+@needs_gloo
+def test_results_on_another_drive(trained: tuple[Ended, str | None]) -> None:
+    """The results are stored on another drive than the script and the temporary folder."""
+    ended, drive = trained
+    if drive is None:
+        pytest.skip("this machine has one drive")
+    assert ended.folder.drive != Path(tempfile.gettempdir()).drive
+    assert list((ended.folder / "run").glob("checkpoint_*/model.pt"))
+
+
+@needs_gloo
+def test_nothing_is_left_of_a_run(trained: tuple[Ended, str | None]) -> None:
+    """All processes of Ray end with the script."""
+    assert trained[0].left == []
+
+
+@needs_gloo
+def test_a_worker_killed_in_the_start(tmp_path: Path) -> None:
+    """Its rank is named; its peer ends, too, and the workers that V2 starts in their place train."""
+    ended = run([HERE / "train_script.py", tmp_path, "--kill-in-start"], tmp_path)
+    killed = int((tmp_path / "started.1").read_text())
+    told = (tmp_path / "error").read_text()
+    assert re.search(rf"rank 1 \(node [^)]*, pid {killed}\) died during start-up", told), ended.output
+    assert "error" in ended.found or ended.found["metrics"]["total"] == 3.0, ended.output  # type: ignore[index]
+    assert ended.left == []
+
+
+@needs_gloo
+@pytest.mark.parametrize(
+    "how",
+    [
+        "C",
+        pytest.param("BREAK", marks=pytest.mark.skipif(under_wine(), reason="Wine: calls no handler of Ctrl-Break")),
+        "KILL",
+    ],
+)
+def test_a_script_that_is_ended(tmp_path: Path, how: str) -> None:
+    """Ctrl-C, Ctrl-Break or Task Manager in the midst of training end the script, and no process is left."""
+    script = [HERE / "train_script.py", tmp_path, "--steps", "100000"]
+    ended = run([HERE / "console.py", how, tmp_path, *script], tmp_path)
+    assert re.search(r"^ended (?!None)\S+ ", ended.output, re.MULTILINE), ended.output
+    assert ended.left == []
+    assert not (tmp_path / "result.json").exists()
+
+
+@pytest.mark.skipif(gloo_missing() is None, reason="this torch has a Gloo transport")
+def test_our_start_without_a_transport(tmp_path: Path) -> None:
+    """The start is refused before any rank waits, with the versions to install."""
+    ended = run([HERE / "train_script.py", tmp_path], tmp_path)
+    assert "2.7.1 or older, or 2.11.0 or newer" in str(ended.found["error"]), ended.output
+    assert not (tmp_path / "training.0").exists()
+    assert ended.left == []
