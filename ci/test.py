@@ -3,8 +3,8 @@
 usage: python3 ci/test.py [--full] [PYTEST ARGUMENT ...]
 
 The default suite takes minutes: a start whole, other ways to it (run, callback, RLlib, torchrun) in part. --full runs everything that can run on this machine: all
-parameters, long runs, both engines of Ray Train, the lowest supported Ray and the patches for Ray. Tests that lack a GPU, root or
-a package skip themselves and say so.
+parameters, long runs, both engines of Ray Train, the lowest supported Ray, the patches for Ray, and with no further argument what
+ci/wine.py runs of Windows, where it can. Tests that lack a GPU, root or a package skip themselves and say so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from common import ROOT, call, install, make_venv, run
 from matrix import RAYS, SMOKE
+from wine_setup import why_not
 
 V1_TESTS = (
     *(
@@ -62,9 +63,19 @@ def main() -> None:
     )
     with ThreadPoolExecutor(len(side_by_side)) as pool:
         failed |= any(list(pool.map(call_quietly, side_by_side)))
+    if sys.argv[1:] == ["--full"]:
+        failed |= windows_failed()
     print(f"tests: {time.perf_counter() - started:.0f} s", flush=True)
     if failed:
         sys.exit("tests failed, see above")
+
+
+def windows_failed() -> bool:
+    """Run what runs on Windows under Wine, with nothing beside it; False where this machine cannot, which is said."""
+    if reason := why_not():
+        print(f"ci/wine.py: not run: {reason}", flush=True)
+        return False
+    return call(sys.executable, "ci/wine.py") != 0
 
 
 def spread(num_processes: int) -> list[str]:

@@ -1,0 +1,211 @@
+"""What the project runs on Windows: one list for the Windows jobs of CI, for a person's machine, and for ci/wine.py.
+
+usage: python ci/windows.py [--results FILE] [STEP ...]     in an environment with the project and its extra `test`
+
+Steps run one after the other, each bounded in time; one that fails does not stop the next. With a torch without a Gloo transport (2.8.0
+to 2.10.0) only those run that need no process group, and the start must fail with the error that says what to install. Ends with a
+table of the tests by folder, and with 1 if a step failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psutil
+from common import ROOT
+
+# Tests that start Ray: a start in each way, one that fails, checkpoints, the command line.
+RAY_TESTS = (
+    "tests/ray/test_trainer.py",
+    "tests/ray/test_checkpoint.py",
+)
+_NO_GLOO = re.compile(r"2\.(8|9|10)\.")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    Attributes:
+        name: Word for the command line.
+        command: Arguments of Python.
+        limit_s: Seconds after which it has failed.
+        without_gloo: It also runs where torch has no Gloo transport.
+        is_pytest: It is a run of pytest, whose tests are counted.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    without_gloo: bool = False
+    is_pytest: bool = False
+
+
+def _tests(name: str, *paths: str, limit_s: float, without_gloo: bool = False) -> Step:
+    return Step(name, ("-m", "pytest", "-q", *paths), limit_s, without_gloo, is_pytest=True)
+
+
+STEPS = (
+    Step("imports", ("ci/windows.py", "--import-modules"), 300, without_gloo=True),
+    _tests("unit", "tests/unit", limit_s=900),
+    _tests("verify", "tests/verify", limit_s=900),
+    _tests("facts", "tests/windows", limit_s=1800, without_gloo=True),
+    _tests("net", "tests/net", limit_s=300),
+    _tests("staged", "tests/ipc/test_staged.py", limit_s=1800),
+    _tests("ray", *RAY_TESTS, limit_s=1800),
+    Step("smoke", ("ci/start_smoke.py", "--hosts-alias"), 1200),
+    Step("smoke-without-gloo", ("ci/start_smoke.py", "--expect-no-gloo"), 400, without_gloo=True),
+    Step("doctor", ("-m", "ray_fracbackend", "doctor"), 300),
+    Step("demo", ("-m", "ray_fracbackend", "demo"), 600),
+    Step("example", ("examples/windows_laptop.py",), 600),
+)
+
+
+@dataclass
+class Counts:
+    """Tests of a folder: those that ran, and those that were left out, marked ``linux`` or for another reason."""
+
+    passed: int = 0
+    failed: int = 0
+    linux: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    reasons: list[str] = field(default_factory=list)
+
+
+def count(report: Path) -> Iterator[tuple[str, Counts]]:
+    """Read a JUnit report of pytest: folder and counts of each test."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        folder = "/".join(case.get("classname", "").split(".")[:2])
+        found = Counts(seconds=float(case.get("time", 0)))
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            found.failed = 1
+        elif skipped is None:
+            found.passed = 1
+        elif (reason := skipped.get("message", "")).startswith("linux: "):
+            found.linux = 1
+        else:
+            found.skipped, found.reasons = 1, [reason]
+        yield folder, found
+
+
+def added(counts: dict[str, Counts], folder: str, more: Counts) -> None:
+    """Add the counts of one test to those of its folder."""
+    total = counts.setdefault(folder, Counts())
+    for name, value in vars(more).items():
+        setattr(total, name, getattr(total, name) + value)
+
+
+def table(counts: dict[str, Counts]) -> str:
+    """Format the counts as a Markdown table."""
+    lines = ["| tests | passed | failed | marked `linux` | skipped | seconds |", "|---|---|---|---|---|---|"]
+    for folder, found in counts.items():
+        numbers = (found.passed, found.failed, found.linux, found.skipped, round(found.seconds))
+        lines.append(f"| `{folder}` | {' | '.join(map(str, numbers))} |")
+    return "\n".join(lines)
+
+
+def import_modules() -> None:
+    """Import every module of the package."""
+    names = []
+    for path in sorted((ROOT / "ray_fracbackend").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names += [".".join(parts).removesuffix(".__init__")] if parts[-1] != "__main__" else []
+    for name in names:
+        importlib.import_module(name)
+    print(f"{len(names)} modules imported")
+
+
+@contextmanager
+def report_file(step: Step) -> Iterator[tuple[list[str], Callable[[], list[tuple[str, Counts]]]]]:
+    """Options for pytest, and what reads its report afterwards; nothing for other steps."""
+    if not step.is_pytest:
+        yield [], list
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.xml")
+        yield [f"--junitxml={path}"], lambda: list(count(path)) if path.exists() else []
+
+
+def run_step(step: Step) -> tuple[str, list[tuple[str, Counts]]]:
+    """Run one step; returns ``passed``, or what went wrong, and its tests."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])}
+    with report_file(step) as (options, read):
+        command = [sys.executable, *step.command, *options]
+        print(f"=== {step.name}: python {' '.join(command[1:])}", flush=True)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment)
+        try:
+            code = process.wait(step.limit_s)
+        except subprocess.TimeoutExpired:
+            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait()
+            return f"failed: no end within {step.limit_s:g} s", read()
+        # pytest's 5: all tests of a folder are of other systems.
+        good = code in ((0, 5) if step.is_pytest else (0,))
+        return "passed" if good else f"failed: exit code {code}", read()
+
+
+def chosen(names: list[str], torch: str) -> list[Step]:
+    """Return the steps to run: those that are named, or all that this torch can run.
+
+    Raises:
+        SystemExit: A name is none of a step.
+    """
+    if unknown := set(names) - {step.name for step in STEPS}:
+        raise SystemExit(f"no step {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in STEPS)}")
+    if names:
+        return [step for step in STEPS if step.name in names]
+    if _NO_GLOO.match(torch):
+        return [step for step in STEPS if step.without_gloo]
+    return [step for step in STEPS if step.name != "smoke-without-gloo"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("steps", nargs="*", metavar="STEP", help="default: all that the installed torch can run")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="also write the results there, as JSON")
+    parser.add_argument("--import-modules", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.import_modules:
+        import_modules()
+        return
+    versions = {"python": sys.version.split()[0], "torch": version("torch"), "ray": version("ray")}
+    print(f"Windows {sys.getwindowsversion()[:3]}" if sys.platform == "win32" else sys.platform, versions, flush=True)
+    counts: dict[str, Counts] = {}
+    steps = {}
+    for step in chosen(options.steps, versions["torch"]):
+        started = time.monotonic()
+        result, tests = run_step(step)
+        steps[step.name] = {"result": result, "seconds": round(time.monotonic() - started)}
+        for folder, found in tests:
+            added(counts, folder, found)
+        print(f"=== {step.name}: {result} in {steps[step.name]['seconds']} s", flush=True)
+    print(f"\n{table(counts)}\n")
+    for name, found in steps.items():
+        print(f"{name}: {found['result']}, {found['seconds']} s")
+    if options.results:
+        tests = {folder: asdict(found) for folder, found in counts.items()}
+        options.results.write_text(json.dumps({**versions, "steps": steps, "tests": tests}, indent=1))
+    if any(found["result"] != "passed" for found in steps.values()):
+        raise SystemExit("a step failed, see above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Run the Windows builds of CPython, torch and Ray under Wine, with what ci/windows.py runs on Windows. Needs Debian 12 on x86-64, and root.
+
+usage: python3 ci/wine.py [--record]                              set up what is missing, then run all of ci/windows.py with each of CELLS
+       python3 ci/wine.py --versions TORCH RAY [STEP ...]         the same with one pair of versions, or some steps
+       python3 ci/wine.py [--versions TORCH RAY] --python -- ARGUMENT ...      set up, then Windows' python.exe with these arguments
+
+Uses the package sources that apt and pip are set up with. What it sets up is kept in --folder, 5 GB outside of the project, and used
+again. --record writes what was seen to ci/wine_results.json and the tables of docs/windows.md.
+
+Wine is not Windows: what fails under it may be Wine's, and what passes is evidence for the Windows builds of Python, torch, Ray and
+this package, not for Windows' own network stack, resolver and files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+from wine_setup import Wine, why_not
+
+RESULTS = ROOT / "ci" / "wine_results.json"
+PAGE = ROOT / "docs" / "windows.md"
+_BEGIN, _END = "<!-- tables: ci/wine.py --record -->\n", "<!-- end of the tables -->"
+# A torch below and one above those without a Gloo transport, and one of these; two Rays.
+CELLS = (("2.13.0", "2.60.0"), ("2.7.1", "2.51.1"), ("2.9.1", "2.60.0"))
+_WORDS = {"passed": "passed", "failed": "failed", "linux": "marked `linux`", "skipped": "skipped"}
+_VARIABLES = {
+    # The engine and the waits of a machine that is slower than Windows.
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_worker_niceness": "0",
+    # Wine has no performance counters of memory that Ray's monitor reads.
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "PYTHONUTF8": "1",
+}
+
+
+def copy_project(folder: Path) -> None:
+    """Copy the work tree, without what git ignores, in place of an earlier copy."""
+    shutil.rmtree(folder, ignore_errors=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
+    for name in os.fsdecode(listed).split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+
+
+def run_cell(wine: Wine, torch: str, ray: str, steps: list[str]) -> dict[str, Any]:
+    """Run the steps with one torch and one Ray; returns what ci/windows.py found."""
+    print(f"\n##### torch {torch}, Ray {ray}, Wine {wine.version()} ({datetime.datetime.now():%F %T})", flush=True)
+    results = wine.folder / "results.json"
+    results.unlink(missing_ok=True)
+    command = [r"W:\project\ci\windows.py", "--results", r"W:\results.json", *steps]
+    code = wine.python(command, torch, ray, _VARIABLES)
+    found = json.loads(results.read_text()) if results.exists() else {}
+    return {"exit_code": code, **found}
+
+
+def tables(results: dict[str, Any]) -> str:
+    """The tests by folder and the other steps, with a column for each pair of versions."""
+    cells = results["cells"]
+    names = [f"torch {cell['torch']}, Ray {cell['ray']}" for cell in cells]
+    lines = [_row("", names), "|" + "---|" * (len(cells) + 1)]
+    folders = dict.fromkeys(folder for cell in cells for folder in cell["tests"])
+    lines += [_row(f"`{folder}`", [_counts(cell["tests"].get(folder)) for cell in cells]) for folder in folders]
+    steps = dict.fromkeys(step for cell in cells for step in cell["steps"])
+    lines += [_row(f"step `{step}`", [_step(cell["steps"].get(step)) for cell in cells]) for step in steps]
+    set_up = f"set up in {results['set_up_s']} s, {results['disk_gb']} GB on disk"
+    place = f"Wine {results['wine']}, CPython {cells[0]['python']}, {results['machine']}"
+    lines += ["", f"{results['date']}, {place}: {set_up}, all in {results['total_s'] / 60:.0f} minutes."]
+    return "\n".join(lines)
+
+
+def _row(first: str, others: list[str]) -> str:
+    return f"| {first} | {' | '.join(others)} |"
+
+
+def _counts(tests: dict[str, int] | None) -> str:
+    if tests is None:
+        return "-"
+    shown = [f"{tests[name]} {word}" for name, word in _WORDS.items() if tests[name]]
+    return ", ".join(shown)
+
+
+def _step(found: dict[str, Any] | None) -> str:
+    return "-" if found is None else f"{found['result']}, {found['seconds']} s"
+
+
+def write_tables(results: dict[str, Any]) -> None:
+    """Put the tables of these results into the page."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    PAGE.write_text(f"{before}{_BEGIN}{tables(results)}\n{_END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    parser.add_argument("--folder", type=Path, default=cache / "ray_fracbackend-wine", help="default: %(default)s")
+    parser.add_argument("--versions", nargs=2, metavar=("TORCH", "RAY"), help="instead of each pair of CELLS")
+    parser.add_argument("--record", action="store_true", help="write the results; for a run of all cells and steps")
+    parser.add_argument("--python", action="store_true", help="run Windows' python.exe with the rest of the line")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help="of ci/windows.py; default: all")
+    options = parser.parse_args()
+    if options.record and (options.versions or options.steps):
+        parser.error("--record is for a run of all cells and steps")
+    if reason := why_not():
+        print(f"ci/wine.py: not run: {reason}", file=sys.stderr)
+        raise SystemExit(2)
+    cells = [tuple(options.versions)] if options.versions else list(CELLS)
+    started = time.monotonic()
+    wine = Wine(options.folder.absolute())
+    wine.set_up({torch for torch, _ in cells}, {ray for _, ray in cells})
+    copy_project(wine.folder / "project")
+    set_up_s = round(time.monotonic() - started)
+    print(f"set up in {set_up_s} s, {wine.disk_gb():.1f} GB", flush=True)
+    if options.python:
+        raise SystemExit(wine.python(options.steps, *cells[0], _VARIABLES))
+    try:
+        found = [run_cell(wine, *cell, options.steps) for cell in cells]
+    finally:
+        wine.end()
+    total_s = round(time.monotonic() - started)
+    if options.record:
+        facts = {
+            "date": datetime.date.today().isoformat(),
+            "wine": wine.version(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "set_up_s": set_up_s,
+            "disk_gb": round(wine.disk_gb(), 1),
+            "total_s": total_s,
+        }
+        results = {**facts, "cells": found}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        write_tables(results)
+    print(f"\nall in {total_s} s", flush=True)
+    if any(cell["exit_code"] for cell in found):
+        raise SystemExit("a step failed under Wine, see above")
+
+
+if __name__ == "__main__":
+    main()
