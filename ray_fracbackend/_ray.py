@@ -8,6 +8,8 @@ an ImportError that says so, and not ``import ray_fracbackend``. Checked against
 ``ray.train.torch.config``                      ``_set_torch_distributed_env_vars``, 2.40 to 2.60; run before
                                                 ``init_process_group`` by V2 only
 ``ray.train._internal.session``                 ``get_session`` (V1), 2.40 to 2.60, and its ``storage``
+``ray.train._internal.storage``                 ``_pyarrow_fs_copy_files`` (V1), 2.40 to 2.60
+``ray.train.v2._internal.execution.storage``    ``_pyarrow_fs_copy_files``, 2.48 to 2.60
 ``ray.air._internal.torch_utils``               ``get_devices``, 2.40 to 2.60
 ``ray.air._internal.device_manager``            ``CPUTorchDeviceManager``, ``_torch_device_manager``,
                                                 ``_torch_device_manager_lock``, 2.40 to 2.60
@@ -30,12 +32,13 @@ workers of both                                 ``.metadata``, ``.actor``
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -211,6 +214,33 @@ def train_on_cpu() -> None:
     )
     with manager._torch_device_manager_lock:
         manager._torch_device_manager = manager.CPUTorchDeviceManager()
+
+
+def wrap_checkpoint_copies(around: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Run each copy of files to a local folder that Ray Train makes in this process inside a context. A second call does nothing.
+
+    Args:
+        around: Makes the context for the folder that is copied to.
+    """
+    if v2_enabled():
+        storage = _private("ray.train.v2._internal.execution.storage", "_pyarrow_fs_copy_files", since="2.48")
+    else:
+        storage = _private("ray.train._internal.storage", "_pyarrow_fs_copy_files")
+    copy_files = storage._pyarrow_fs_copy_files
+    if not hasattr(copy_files, "__wrapped__"):
+        storage._pyarrow_fs_copy_files = _copying_inside(around, copy_files)
+
+
+def _copying_inside(around: Callable[[str], AbstractContextManager[None]], copy_files: Callable[..., Any]) -> Any:
+    @functools.wraps(copy_files)
+    def copy(
+        source: str, destination: str, source_filesystem: Any = None, destination_filesystem: Any = None, **options: Any
+    ) -> Any:
+        is_local = getattr(destination_filesystem, "type_name", None) == "local"
+        with around(destination) if is_local else nullcontext():
+            return copy_files(source, destination, source_filesystem, destination_filesystem, **options)
+
+    return copy
 
 
 def keep_torch_config(trainer: Any, config: Any) -> None:

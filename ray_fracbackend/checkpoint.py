@@ -1,7 +1,8 @@
-"""Report a checkpoint that is equal on all ranks, safely on Windows. Runs in the train function.
+"""Report a checkpoint that is equal on all ranks, once. Runs in the train function.
 
 Ray Train merges the checkpoints of all ranks into one directory. Where two of them copy a file of one name at a time,
-Linux keeps the last one in silence, and Windows ends the second with ``PermissionError [WinError 32]``.
+Linux keeps the last one in silence, and Windows ends the second with ``PermissionError [WinError 32]``, unless FracTorchConfig
+started the workers: then they copy in turn there (worker/checkpoint_copies.py).
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from ray_fracbackend.errors import (
 from ray_fracbackend.timeouts import Deadline, bounded
 from ray_fracbackend.verify import VerificationResult, backends_by_device, other_devices, verify_process_group
 from ray_fracbackend.worker import environment, memory_cap, store
+from ray_fracbackend.worker.checkpoint_copies import copy_checkpoints_in_turn
 from ray_fracbackend.worker.gloo_trial import try_gloo_on_cuda
 from ray_fracbackend.worker.network import check_gloo_device, route_interface
 from ray_fracbackend.worker.state import STATE
@@ -146,6 +147,8 @@ def _prepare(plan: WorkerPlan) -> None:
         environment.set_default({IFNAME: interface} if interface else {})
     if plan.train_on_cpu:
         _ray.train_on_cpu()
+    if sys.platform == "win32":
+        copy_checkpoints_in_turn()
     if plan.set_distributed_env:
         _ray.set_torch_distributed_env()
     if plan.backends.has_nccl and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:

@@ -1,7 +1,7 @@
 """Two ranks report a checkpoint of one file name at one time, where copying shares files as Windows does.
 
-``checkpoint_script.py STORAGE HOW`` does it with ray.train.report (HOW is ``stock``) and prints the error, or with report_rank0
-(``rank0``) and prints the files of the stored checkpoint.
+``checkpoint_script.py STORAGE HOW`` does it with Ray's own config (HOW is ``stock``) and prints the error; or with FracTorchConfig
+and ray.train.report (``in_turn``) or report_rank0 (``rank0``), and prints the files of the stored checkpoint.
 """
 
 from __future__ import annotations
@@ -13,26 +13,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs
 import ray
 import ray.train
 import torch
 from ray.train import Checkpoint, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import FracTorchConfig, report_rank0
+from ray_fracbackend.worker.checkpoint_copies import copy_checkpoints_in_turn
 
 # Longer than the ranks are apart after a barrier.
 COPY_S = 1.5
 
 
 def share_like_windows() -> None:
-    """Make Ray's copy function refuse a file that another rank is copying, as CopyFileW does (ERROR_SHARING_VIOLATION)."""
-    for name in ("ray.train._internal.storage", "ray.train.v2._internal.execution.storage"):
-        try:
-            storage = __import__(name, fromlist=["storage"])
-        except ImportError:
-            continue
-        storage._pyarrow_fs_copy_files = sharing(storage._pyarrow_fs_copy_files)
+    """Make pyarrow's copy refuse a file that another rank is copying, as CopyFileW does (ERROR_SHARING_VIOLATION)."""
+    pyarrow.fs.copy_files = sharing(pyarrow.fs.copy_files)
 
 
 def sharing(copy: Any) -> Any:
@@ -60,6 +57,8 @@ def sharing(copy: Any) -> Any:
 
 def train(config: dict[str, str]) -> None:
     share_like_windows()
+    if config["how"] == "in_turn":
+        copy_checkpoints_in_turn()  # as a start does on Windows
     report = report_rank0 if config["how"] == "rank0" else ray.train.report
     with tempfile.TemporaryDirectory() as folder:
         torch.save({"weight": torch.ones(1)}, os.path.join(folder, "model.pt"))
@@ -72,7 +71,7 @@ def fit(how: str, storage: str) -> ray.train.Result:
         train,
         train_loop_config={"how": how},
         scaling_config=ScalingConfig(num_workers=2),
-        torch_config=FracTorchConfig(),
+        torch_config=TorchConfig() if how == "stock" else FracTorchConfig(),
         run_config=RunConfig(name=how, storage_path=storage),
     ).fit()
 

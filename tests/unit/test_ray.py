@@ -4,7 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -40,7 +40,21 @@ def learners():
         pass
 
 
+def copies():
+    """With the storage of each engine."""
+    for is_v2 in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_ray, "v2_enabled", lambda is_v2=is_v2: is_v2)
+            with suppress(ModuleNotFoundError):  # Ray 2.40 has no V2
+                for name in ("ray.train._internal.storage", "ray.train.v2._internal.execution.storage"):
+                    copy_files = getattr(importlib.import_module(name), "_pyarrow_fs_copy_files", None)
+                    if copy_files is not None:  # put back with the patch
+                        patch.setattr(sys.modules[name], "_pyarrow_fs_copy_files", copy_files)
+            _ray.wrap_checkpoint_copies(nullcontext)
+
+
 _CALLS = {
+    "wrap_checkpoint_copies": copies,
     "set_torch_distributed_env": _ray.set_torch_distributed_env,
     "worker_devices": _ray.worker_devices,
     "train_on_cpu": _ray.train_on_cpu,

@@ -1,0 +1,52 @@
+"""Copy checkpoints of one file name from several ranks one after the other, on Windows. Runs on the worker.
+
+Ray Train merges the checkpoints of all ranks into one directory. A file that one rank is copying there cannot be opened by another
+on Windows, whose copy ends with ``PermissionError [WinError 32]``; elsewhere the last copy stays. In turn, it does on Windows too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from filelock import FileLock
+
+from ray_fracbackend import _ray
+
+# Longer than all copies before this rank's take. A rank whose turn does not come copies all the same, as with stock Ray.
+_TURN_S = 600.0
+
+
+def copy_checkpoints_in_turn() -> None:
+    """Make this worker's ``ray.train.report`` wait for other workers of its machine that copy to the same folder."""
+    try:
+        _ray.wrap_checkpoint_copies(in_turn)
+    except ImportError as error:
+        _ray.logger.warning(
+            "checkpoints with one file name from several ranks may end with PermissionError [WinError 32]: give each rank's file "
+            "a name of its own, or use ray_fracbackend.report_rank0 (%s)",
+            error,
+        )
+
+
+@contextmanager
+def in_turn(folder: str, turn_s: float | None = None) -> Iterator[None]:
+    """Hold the machine's lock for a folder; the system takes it from a process that dies.
+
+    Args:
+        folder: Destination of the copy, spelled the same by all processes.
+        turn_s: Bound on the wait in seconds, after which the body runs without the lock; by default ten minutes.
+    """
+    name = hashlib.sha256(folder.encode()).hexdigest()[:32]
+    lock = FileLock(os.path.join(tempfile.gettempdir(), f"ray_fracbackend-{name}.lock"))
+    try:
+        lock.acquire(timeout=_TURN_S if turn_s is None else turn_s)
+    except OSError as error:  # filelock.Timeout is one
+        _ray.logger.warning("copying a checkpoint to %s without waiting for other workers: %s", folder, error)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,156 @@
+"""Copies of checkpoints that wait for each other."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing
+import sys
+import tempfile
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.fs
+import pytest
+
+from ray_fracbackend import _ray
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.worker import checkpoint_copies, process_group
+from ray_fracbackend.worker.checkpoint_copies import copy_checkpoints_in_turn, in_turn
+from tests.unit.test_process_group import plan_of
+
+_STORAGES = {False: "ray.train._internal.storage", True: "ray.train.v2._internal.execution.storage"}
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Locks in a folder of the test's own."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture(params=[False, True], ids=["V1", "V2"])
+def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ray's module that copies, as it is without us, for each engine."""
+    try:
+        module = importlib.import_module(_STORAGES[request.param])
+    except ModuleNotFoundError:
+        pytest.skip("this Ray has no V2 engine")
+    copy_files = module._pyarrow_fs_copy_files
+    monkeypatch.setattr(module, "_pyarrow_fs_copy_files", getattr(copy_files, "__wrapped__", copy_files))
+    monkeypatch.setattr(_ray, "v2_enabled", lambda: request.param)
+    return module
+
+
+def hold(folder: str, temporary_folder: str, has_lock: Any, may_end: Any) -> None:
+    tempfile.tempdir = temporary_folder
+    with in_turn(folder):
+        has_lock.set()
+        may_end.wait(60)
+
+
+def test_processes_take_turns_by_folder(temporary: Path) -> None:
+    """A process waits for another that copies to the same folder, not for one that copies to another, and not for a dead one."""
+    context = multiprocessing.get_context("spawn")
+    has_lock, may_end, done = context.Event(), context.Event(), threading.Event()
+    process = context.Process(target=hold, args=("there", str(temporary), has_lock, may_end))
+    process.start()
+
+    def wait() -> None:
+        with in_turn("there"):
+            done.set()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    try:
+        assert has_lock.wait(60)
+        with in_turn("elsewhere"):
+            waiting.start()
+            assert not done.wait(0.5)
+    finally:
+        process.kill()
+        process.join()
+    assert done.wait(60)
+    waiting.join()
+
+
+def test_the_wait_for_a_turn_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that hangs in its copy does not stop the others: they copy, and say so."""
+    with in_turn("there"), caplog.at_level(logging.WARNING, _ray.logger.name), in_turn("there", turn_s=0.1):
+        pass
+    assert "copying a checkpoint to there without waiting for other workers" in caplog.text
+    with in_turn("there", turn_s=0.1):
+        pass  # both are free again
+
+
+def test_a_folder_for_locks_that_is_missing(temporary: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The copy is made all the same."""
+    temporary.rmdir()
+    ran = False
+    with in_turn("there", turn_s=0.1):
+        ran = True
+    assert ran
+
+
+def test_ray_copies_to_a_local_folder_inside(storage: Any, tmp_path: Path) -> None:
+    """The folder is passed, the files arrive, and a second call wraps nothing twice."""
+    for folder in ("source", "destination"):  # Ray makes both before
+        (tmp_path / folder).mkdir()
+    (tmp_path / "source" / "model.pt").write_text("weights")
+    entered = []
+
+    def around(folder: str) -> Any:
+        entered.append(folder)
+        return nullcontext()
+
+    for _ in range(2):
+        _ray.wrap_checkpoint_copies(around)
+    local = pyarrow.fs.LocalFileSystem()
+    source, destination = str(tmp_path / "source"), str(tmp_path / "destination")
+    storage._pyarrow_fs_copy_files(
+        source=source, destination=destination, source_filesystem=local, destination_filesystem=local
+    )
+    assert entered == [destination]
+    assert (tmp_path / "destination" / "model.pt").read_text() == "weights"
+
+
+@pytest.mark.parametrize("destination_filesystem", [None, SimpleNamespace(type_name="s3")])
+def test_other_copies_do_not_wait(storage: Any, destination_filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloads, and uploads to an object store, where nobody holds a file."""
+    copied = []
+    monkeypatch.setattr(storage, "_pyarrow_fs_copy_files", lambda *args, **options: copied.append((args, options)))
+    _ray.wrap_checkpoint_copies(lambda folder: pytest.fail(f"waited for {folder}"))
+    storage._pyarrow_fs_copy_files("a", "b", destination_filesystem=destination_filesystem, use_threads=False)
+    assert copied == [(("a", "b", None, destination_filesystem), {"use_threads": False})]
+
+
+def test_a_ray_without_the_name_is_a_warning(
+    storage: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on as with stock, and the warning says what to do."""
+    monkeypatch.delattr(storage, "_pyarrow_fs_copy_files")
+    with caplog.at_level(logging.WARNING, _ray.logger.name):
+        copy_checkpoints_in_turn()
+    assert "WinError 32" in caplog.text
+    assert "report_rank0" in caplog.text
+
+
+@pytest.mark.parametrize(("platform", "takes_turns"), [("win32", True), ("linux", False), ("darwin", False)])
+def test_a_start_makes_workers_take_turns_on_windows(
+    platform: str, takes_turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere Ray's copy is left as it is."""
+    calls: list[None] = []
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(process_group, "copy_checkpoints_in_turn", lambda: calls.append(None))
+    process_group._prepare(plan_of("gloo", "cpu"))
+    assert bool(calls) is takes_turns
+
+
+def test_the_wait_is_shorter_than_the_default_timeout_of_collectives() -> None:
+    """The other ranks wait in their next collective meanwhile."""
+    assert Settings().timeout_s > checkpoint_copies._TURN_S
