@@ -3,8 +3,8 @@
 usage: python3 ci/test.py [--full] [PYTEST ARGUMENT ...]
 
 The default suite takes minutes: a start whole, other ways to it (run, callback, RLlib, torchrun) in part. --full runs everything that can run on this machine: all
-parameters, long runs, both engines of Ray Train, the lowest supported Ray, the patches for Ray, and with no further argument what
-ci/wine.py runs of Windows, where it can. Tests that lack a GPU, root or a package skip themselves and say so.
+parameters, long runs, both engines of Ray Train, the lowest supported Ray, the patches for Ray, and with no further argument the
+first cell of ci/wine.py, where that can run. Tests that lack a GPU, root or a package skip themselves and say so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from common import ROOT, call, install, make_venv, run
 from matrix import RAYS, SMOKE
+from wine import CELLS
 from wine_setup import why_not
 
 V1_TESTS = (
@@ -75,7 +76,7 @@ def windows_failed() -> bool:
     if reason := why_not():
         print(f"ci/wine.py: not run: {reason}", flush=True)
         return False
-    return call(sys.executable, "ci/wine.py") != 0
+    return call(sys.executable, "ci/wine.py", "--versions", *CELLS[0]) != 0
 
 
 def spread(num_processes: int) -> list[str]:

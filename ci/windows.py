@@ -32,6 +32,11 @@ from common import ROOT
 RAY_TESTS = (
     "tests/ray/test_trainer.py",
     "tests/ray/test_checkpoint.py",
+    "tests/ray/test_start.py",
+    "tests/ray/test_start_failures.py",
+    "tests/ray/test_start_fallback.py",
+    "tests/ray/test_doctor.py",
+    "tests/ray/test_placement.py",
 )
 _NO_GLOO = re.compile(r"2\.(8|9|10)\.")
 

@@ -1,11 +1,12 @@
 """Run the Windows builds of CPython, torch and Ray under Wine, with what ci/windows.py runs on Windows. Needs Debian 12 on x86-64, and root.
 
-usage: python3 ci/wine.py [--record]                              set up what is missing, then run all of ci/windows.py with each of CELLS
-       python3 ci/wine.py --versions TORCH RAY [STEP ...]         the same with one pair of versions, or some steps
+usage: python3 ci/wine.py [--record] [--versions TORCH RAY]       set up what is missing, then run all of ci/windows.py, with each of CELLS
+       python3 ci/wine.py [--versions TORCH RAY] STEP ...         some of its steps
        python3 ci/wine.py [--versions TORCH RAY] --python -- ARGUMENT ...      set up, then Windows' python.exe with these arguments
 
 Uses the package sources that apt and pip are set up with. What it sets up is kept in --folder, 5 GB outside of the project, and used
-again. --record writes what was seen to ci/wine_results.json and the tables of docs/windows.md.
+again. --record writes a line for each pair of versions to ci/wine_results.jsonl, in place of the one that it had, and the table of
+docs/windows.md.
 
 Wine is not Windows: what fails under it may be Wine's, and what passes is evidence for the Windows builds of Python, torch, Ray and
 this package, not for Windows' own network stack, resolver and files.
@@ -17,7 +18,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -28,9 +28,9 @@ from typing import Any
 from common import ROOT
 from wine_setup import Wine, why_not
 
-RESULTS = ROOT / "ci" / "wine_results.json"
+RESULTS = ROOT / "ci" / "wine_results.jsonl"
 PAGE = ROOT / "docs" / "windows.md"
-_BEGIN, _END = "<!-- tables: ci/wine.py --record -->\n", "<!-- end of the tables -->"
+_BEGIN, _END = "<!-- table: ci/wine.py --record -->\n", "<!-- end of the table -->"
 # A torch below and one above those without a Gloo transport, and one of these; two Rays.
 CELLS = (("2.13.0", "2.60.0"), ("2.7.1", "2.51.1"), ("2.9.1", "2.60.0"))
 _WORDS = {"passed": "passed", "failed": "failed", "linux": "marked `linux`", "skipped": "skipped"}
@@ -62,26 +62,50 @@ def copy_project(folder: Path) -> None:
 def run_cell(wine: Wine, torch: str, ray: str, steps: list[str]) -> dict[str, Any]:
     """Run the steps with one torch and one Ray; returns what ci/windows.py found."""
     print(f"\n##### torch {torch}, Ray {ray}, Wine {wine.version()} ({datetime.datetime.now():%F %T})", flush=True)
+    started = time.monotonic()
     results = wine.folder / "results.json"
     results.unlink(missing_ok=True)
     command = [r"W:\project\ci\windows.py", "--results", r"W:\results.json", *steps]
-    code = wine.python(command, torch, ray, _VARIABLES)
+    try:
+        code = wine.python(command, torch, ray, _VARIABLES)
+    finally:
+        wine.end()
     found = json.loads(results.read_text()) if results.exists() else {}
-    return {"exit_code": code, **found}
+    where = {"date": datetime.date.today().isoformat(), "wine": wine.version(), "cores": os.cpu_count()}
+    total_s = round(time.monotonic() - started)
+    return {"torch": torch, "ray": ray, **where, "exit_code": code, **found, "total_s": total_s}
 
 
-def tables(results: dict[str, Any]) -> str:
-    """The tests by folder and the other steps, with a column for each pair of versions."""
-    cells = results["cells"]
-    names = [f"torch {cell['torch']}, Ray {cell['ray']}" for cell in cells]
-    lines = [_row("", names), "|" + "---|" * (len(cells) + 1)]
+def read() -> list[dict[str, Any]]:
+    """What was recorded, in the order of CELLS."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    found = {key_of(cell): cell for cell in map(json.loads, lines)}
+    return [found[key] for key in CELLS if key in found]
+
+
+def key_of(cell: dict[str, Any]) -> tuple[str, str]:
+    """What makes two lines the same cell."""
+    return cell["torch"].partition("+")[0], cell["ray"]
+
+
+def record(cells: list[dict[str, Any]]) -> None:
+    """Write these cells in place of earlier lines of theirs, and the table of the page."""
+    known = {key_of(cell): cell for cell in [*read(), *cells]}
+    RESULTS.write_text("".join(f"{json.dumps(known[key])}\n" for key in CELLS if key in known))
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    PAGE.write_text(f"{before}{_BEGIN}{table(read())}\n{_END}{after}", encoding="utf-8")
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """The tests by folder and the steps, with a column for each pair of versions."""
+    lines = [_row("", [f"torch {cell['torch']}, Ray {cell['ray']}" for cell in cells]), "|" + "---|" * (len(cells) + 1)]
     folders = dict.fromkeys(folder for cell in cells for folder in cell["tests"])
     lines += [_row(f"`{folder}`", [_counts(cell["tests"].get(folder)) for cell in cells]) for folder in folders]
     steps = dict.fromkeys(step for cell in cells for step in cell["steps"])
     lines += [_row(f"step `{step}`", [_step(cell["steps"].get(step)) for cell in cells]) for step in steps]
-    set_up = f"set up in {results['set_up_s']} s, {results['disk_gb']} GB on disk"
-    place = f"Wine {results['wine']}, CPython {cells[0]['python']}, {results['machine']}"
-    lines += ["", f"{results['date']}, {place}: {set_up}, all in {results['total_s'] / 60:.0f} minutes."]
+    lines.append(_row("all", [f"{cell['total_s'] / 60:.0f} minutes" for cell in cells]))
+    lines.append(_row("run on", [f"{cell['date']}, Wine {cell['wine']}, {cell['cores']} cores" for cell in cells]))
     return "\n".join(lines)
 
 
@@ -100,24 +124,17 @@ def _step(found: dict[str, Any] | None) -> str:
     return "-" if found is None else f"{found['result']}, {found['seconds']} s"
 
 
-def write_tables(results: dict[str, Any]) -> None:
-    """Put the tables of these results into the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    PAGE.write_text(f"{before}{_BEGIN}{tables(results)}\n{_END}{after}", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     parser.add_argument("--folder", type=Path, default=cache / "ray_fracbackend-wine", help="default: %(default)s")
     parser.add_argument("--versions", nargs=2, metavar=("TORCH", "RAY"), help="instead of each pair of CELLS")
-    parser.add_argument("--record", action="store_true", help="write the results; for a run of all cells and steps")
+    parser.add_argument("--record", action="store_true", help="write what was seen; for a run of all steps")
     parser.add_argument("--python", action="store_true", help="run Windows' python.exe with the rest of the line")
     parser.add_argument("steps", nargs="*", metavar="STEP", help="of ci/windows.py; default: all")
     options = parser.parse_args()
-    if options.record and (options.versions or options.steps):
-        parser.error("--record is for a run of all cells and steps")
+    if options.record and options.steps:
+        parser.error("--record is for a run of all steps")
     if reason := why_not():
         print(f"ci/wine.py: not run: {reason}", file=sys.stderr)
         raise SystemExit(2)
@@ -126,28 +143,13 @@ def main() -> None:
     wine = Wine(options.folder.absolute())
     wine.set_up({torch for torch, _ in cells}, {ray for _, ray in cells})
     copy_project(wine.folder / "project")
-    set_up_s = round(time.monotonic() - started)
-    print(f"set up in {set_up_s} s, {wine.disk_gb():.1f} GB", flush=True)
+    print(f"set up in {time.monotonic() - started:.0f} s, {wine.disk_gb():.1f} GB", flush=True)
     if options.python:
         raise SystemExit(wine.python(options.steps, *cells[0], _VARIABLES))
-    try:
-        found = [run_cell(wine, *cell, options.steps) for cell in cells]
-    finally:
-        wine.end()
-    total_s = round(time.monotonic() - started)
+    found = [run_cell(wine, *cell, options.steps) for cell in cells]
     if options.record:
-        facts = {
-            "date": datetime.date.today().isoformat(),
-            "wine": wine.version(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "set_up_s": set_up_s,
-            "disk_gb": round(wine.disk_gb(), 1),
-            "total_s": total_s,
-        }
-        results = {**facts, "cells": found}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        write_tables(results)
-    print(f"\nall in {total_s} s", flush=True)
+        record(found)
+    print(f"\nall in {time.monotonic() - started:.0f} s", flush=True)
     if any(cell["exit_code"] for cell in found):
         raise SystemExit("a step failed under Wine, see above")
 
