@@ -37,6 +37,8 @@ RAY_TESTS = (
     "tests/ray/test_start_fallback.py",
     "tests/ray/test_doctor.py",
     "tests/ray/test_placement.py",
+    "tests/ray/test_run.py",
+    "tests/ray/test_demo.py",
 )
 _NO_GLOO = re.compile(r"2\.(8|9|10)\.")
 
