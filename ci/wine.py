@@ -1,12 +1,11 @@
 """Run the Windows builds of CPython, torch and Ray under Wine, with what ci/windows.py runs on Windows. Needs Debian 12 on x86-64, and root.
 
-usage: python3 ci/wine.py [--record] [--versions TORCH RAY]       set up what is missing, then run ci/windows.py with each of CELLS
-       python3 ci/wine.py [--versions TORCH RAY] STEP ...         some of its steps
+usage: python3 ci/wine.py [--record] [--versions TORCH RAY] [STEP ...]     set up what is missing, then run ci/windows.py, or some of its
+                                                                           steps, with each of CELLS or one
        python3 ci/wine.py [--versions TORCH RAY] --python -- ARGUMENT ...      set up, then Windows' python.exe with these arguments
 
 Uses the package sources that apt and pip are set up with. What it sets up is kept in --folder, 5 GB outside of the project, and used
-again. --record writes a line for each pair of versions to ci/wine_results.jsonl, in place of the one that it had, and the table of
-docs/windows.md.
+again. --record writes what each step came to into the line of its versions in ci/wine_results.jsonl, and the table of docs/windows.md.
 
 Wine is not Windows: what fails under it may be Wine's, and what passes is evidence for the Windows builds of Python, torch, Ray and
 this package, not for Windows' own network stack, resolver and files.
@@ -64,7 +63,6 @@ def copy_project(folder: Path) -> None:
 def run_cell(wine: Wine, torch: str, ray: str, steps: list[str]) -> dict[str, Any]:
     """Run the steps with one torch and one Ray; returns what ci/windows.py found."""
     print(f"\n##### torch {torch}, Ray {ray}, Wine {wine.version()} ({datetime.datetime.now():%F %T})", flush=True)
-    started = time.monotonic()
     results = wine.folder / "results.json"
     results.unlink(missing_ok=True)
     command = [r"W:\project\ci\windows.py", "--results", r"W:\results.json", *steps]
@@ -74,8 +72,7 @@ def run_cell(wine: Wine, torch: str, ray: str, steps: list[str]) -> dict[str, An
         wine.end()
     found = json.loads(results.read_text()) if results.exists() else {}
     where = {"date": datetime.date.today().isoformat(), "wine": wine.version(), "cores": os.cpu_count()}
-    total_s = round(time.monotonic() - started)
-    return {"torch": torch, "ray": ray, **where, "exit_code": code, **found, "total_s": total_s}
+    return {"torch": torch, "ray": ray, **where, "exit_code": code, **found}
 
 
 def read() -> list[dict[str, Any]]:
@@ -91,8 +88,12 @@ def key_of(cell: dict[str, Any]) -> tuple[str, str]:
 
 
 def record(cells: list[dict[str, Any]]) -> None:
-    """Write these cells in place of earlier lines of theirs, and the table of the page."""
-    known = {key_of(cell): cell for cell in [*read(), *cells]}
+    """Write these cells over earlier lines of theirs, step by step, and the table of the page."""
+    known = {key_of(cell): cell for cell in read()}
+    for cell in cells:
+        earlier = known.get(key_of(cell), {})
+        both = {name: {**earlier.get(name, {}), **cell.get(name, {})} for name in ("steps", "tests")}
+        known[key_of(cell)] = {**cell, **both}
     RESULTS.write_text("".join(f"{json.dumps(known[key])}\n" for key in CELLS if key in known))
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
     _, _, after = rest.partition(_END)
@@ -106,7 +107,6 @@ def table(cells: list[dict[str, Any]]) -> str:
     lines += [_row(f"`{folder}`", [_counts(cell["tests"].get(folder)) for cell in cells]) for folder in folders]
     steps = dict.fromkeys(step for cell in cells for step in cell["steps"])
     lines += [_row(f"step `{step}`", [_step(cell["steps"].get(step)) for cell in cells]) for step in steps]
-    lines.append(_row("all", [f"{cell['total_s'] / 60:.0f} minutes" for cell in cells]))
     lines.append(_row("run on", [f"{cell['date']}, Wine {cell['wine']}, {cell['cores']} cores" for cell in cells]))
     return "\n".join(lines)
 
@@ -135,8 +135,6 @@ def main() -> None:
     parser.add_argument("--python", action="store_true", help="run Windows' python.exe with the rest of the line")
     parser.add_argument("steps", nargs="*", metavar="STEP", help="of ci/windows.py; default: all")
     options = parser.parse_args()
-    if options.record and options.steps:
-        parser.error("--record is for a run without named steps")
     if reason := why_not():
         print(f"ci/wine.py: not run: {reason}", file=sys.stderr)
         raise SystemExit(2)
