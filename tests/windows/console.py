@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-START_S = 150.0
+START_S = 300.0
 END_S = 60.0
 
 
