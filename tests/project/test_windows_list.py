@@ -25,7 +25,7 @@ _REPORT = """<testsuites><testsuite>
 
 
 def test_tests_are_counted_by_folder(tmp_path: Path) -> None:
-    """What failed is not lost, and what is left out is told apart by its reason."""
+    """What failed is not lost, and tests that are left out are counted by their reason."""
     path = tmp_path / "report.xml"
     path.write_text(_REPORT)
     counts: dict[str, windows.Counts] = {}
