@@ -18,12 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch  # imported once here, so that forked children need not
+import torch
 
 # In the environment of all that a program of the tests starts.
 _RUN = "RAY_FRACBACKEND_TEST_RUN"
-# Windows has no fork: a child there imports torch and the test's module anew, before the time limit of a run begins.
-_SPAWNS = sys.platform == "win32"
+# Children are not forked from the tests' own process, where another thread may hold a lock at that moment (such as libc's while
+# it resolves a name), for which the child would wait for ever. They come from a process that has imported what most of them
+# need and has started no threads. Windows has no fork: a child there imports all anew.
+CONTEXT: Any = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
+if sys.platform != "win32":
+    CONTEXT.set_forkserver_preload(
+        [
+            "torch.distributed.optim",
+            "torch.distributed.checkpoint",
+            "torch._dynamo",
+            "pytest",
+            "ray_fracbackend.staged",
+        ]
+    )
+# A child imports the test's module before the time limit of a run begins.
 _IMPORTS_S = 120.0
 
 
@@ -116,7 +129,7 @@ def left_files(before: set[str]) -> set[str]:
 def run_processes(
     function: Any, num_processes: int, *args: Any, timeout_s: float = 60.0, needed: Sequence[int] | None = None
 ) -> list[Any]:
-    """Calls ``function(rank, num_processes, port, *args)`` in forked processes, on Windows in spawned ones.
+    """Calls ``function(rank, num_processes, port, *args)`` in new processes with the environment of this one.
 
     Args:
         function: What each process calls, at module level, so that it pickles.
@@ -128,18 +141,18 @@ def run_processes(
     Returns:
         What each rank returned, its exception where it raised one, or None where it ended or hung without an answer.
     """
-    context: Any = multiprocessing.get_context("spawn" if _SPAWNS else "fork")
-    answers, imported = context.Queue(), context.Barrier(num_processes + 1) if _SPAWNS else None
-    port = free_port()
+    answers, imported = CONTEXT.Queue(), CONTEXT.Barrier(num_processes + 1)
+    port, environment = free_port(), dict(os.environ)
     processes = [
-        context.Process(target=_call, args=(answers, imported, function, rank, num_processes, port, args), daemon=True)
+        CONTEXT.Process(
+            target=_call, args=(answers, imported, environment, function, rank, num_processes, port, args), daemon=True
+        )
         for rank in range(num_processes)
     ]
     for process in processes:
         process.start()
-    if imported:
-        with suppress(threading.BrokenBarrierError):  # a child that did not come so far has no answer
-            imported.wait(_IMPORTS_S)
+    with suppress(threading.BrokenBarrierError):  # a child that did not come so far has no answer
+        imported.wait(_IMPORTS_S)
     results: list[Any] = [None] * num_processes
     missing = set(range(num_processes)) if needed is None else set(needed)
     end = time.monotonic() + timeout_s
@@ -158,12 +171,19 @@ def run_processes(
 
 
 def _call(
-    answers: Any, imported: Any, function: Any, rank: int, num_processes: int, port: int, args: tuple[Any, ...]
+    answers: Any,
+    imported: Any,
+    environment: dict[str, str],
+    function: Any,
+    rank: int,
+    num_processes: int,
+    port: int,
+    args: tuple[Any, ...],
 ) -> None:
-    if imported:
-        imported.wait(_IMPORTS_S)
-    # A thread pool that torch made in the parent is not there after the fork: a parallel region would wait for it for ever.
-    torch.set_num_threads(1)
+    imported.wait(_IMPORTS_S)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)  # the processes share few cores
     try:
         value = function(rank, num_processes, port, *args)
     except Exception as error:

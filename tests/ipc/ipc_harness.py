@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import signal
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ray_fracbackend.worker.store import open_store
+from tests.processes import CONTEXT
 
 # The device of the tensors that a rank hands to collectives.
 DEVICE_ENV_VAR = "IPC_TEST_DEVICE"
@@ -27,12 +27,6 @@ DEVICE_ENV_VAR = "IPC_TEST_DEVICE"
 BACKEND_ENV_VAR = "IPC_TEST_BACKEND"
 
 _WINDOWS = sys.platform == "win32"
-_CONTEXT: Any = multiprocessing.get_context("spawn" if _WINDOWS else "forkserver")
-if not _WINDOWS:
-    # Children are forked from a process that has imported what the tests need but started no threads: seconds saved per launch.
-    _CONTEXT.set_forkserver_preload(
-        ["torch.distributed.optim", "torch.distributed.checkpoint", "torch._dynamo", "pytest", "ray_fracbackend.staged"]
-    )
 # Exit code of a process that was killed.
 _KILLED = -getattr(signal, "SIGKILL", signal.SIGTERM)
 
@@ -148,10 +142,10 @@ def run_ranks(
     pipes: dict[Connection, int] = {}
     processes = []
     for rank in range(size):
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        receiver, sender = CONTEXT.Pipe(duplex=False)
         variables = dict(env(rank) if callable(env) else env)
         job = Job(rank, size, store.port, timeout_s)
-        process = _CONTEXT.Process(target=_child, args=(function, job, args, variables, sender), daemon=True)
+        process = CONTEXT.Process(target=_child, args=(function, job, args, variables, sender), daemon=True)
         process.start()
         sender.close()
         pipes[receiver] = rank

@@ -145,7 +145,7 @@ def test_a_store_that_falls_silent_ends_the_start() -> None:
                 start_worker(cpu_plan(1, port, budget_s=1))
         finally:
             server.kill()
-    # The client that was left wakes up now. A process that is forked meanwhile, as by the next test, would inherit torch's locks.
+    # The client that was left wakes up now.
     for thread in set(threading.enumerate()) - before:
         thread.join(30)
         assert not thread.is_alive()

@@ -1,20 +1,20 @@
-"""What the long programs count as left behind."""
+"""What the tests' processes inherit, and what the long programs count as left behind."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.processes import left_files, mark_processes, shared_files
+from tests.processes import left_files, mark_processes, run_processes, shared_files
 from tests.ray.conftest import wait_until
 
-pytestmark = pytest.mark.linux(reason="needs /dev/shm")
-
+_LOCK = threading.Lock()
 _HOLD = "import mmap, os; file = open(input(), 'w+b'); file.truncate(9); held = mmap.mmap(file.fileno(), 9); print(1); input()"
 # Its parent ends at once, so that it is not below this process.
 _ORPHAN = f"import subprocess, sys; subprocess.Popen([sys.executable, '-uc', {_HOLD!r}])"
@@ -27,6 +27,20 @@ def path() -> Iterator[Path]:
     found.unlink(missing_ok=True)
 
 
+def inherited(rank: int, num_processes: int, port: int) -> tuple[bool, str | None]:
+    """Whether the lock is free here, and a variable."""
+    return _LOCK.acquire(timeout=1), os.environ.get("RAY_FRACBACKEND_TEST")
+
+
+def test_processes_inherit_the_environment_and_no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread of the parent may hold any, such as libc's while it resolves a name: a forked child waited for ever."""
+    for value in ("a", "b"):
+        monkeypatch.setenv("RAY_FRACBACKEND_TEST", value)
+        with _LOCK:
+            assert run_processes(inherited, 2) == [(True, value)] * 2
+
+
+@pytest.mark.linux(reason="needs /dev/shm")
 @pytest.mark.parametrize("marked", [False, True])
 def test_left_files(path: Path, marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new file is left where no process has it mapped, or a process of this program; not where one of another has."""
