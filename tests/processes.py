@@ -54,6 +54,11 @@ def loopback_name() -> str:
     )
 
 
+def python_path() -> str:
+    """PYTHONPATH for a program of the tests: the project, and what this process has, from which Ray itself may come."""
+    return os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+
+
 def free_port() -> int:
     """A TCP port that was free on loopback."""
     with socket.socket() as listener:

@@ -1,4 +1,4 @@
-"""Two ranks report a checkpoint of one file name at one time, where copying shares files as Windows does.
+"""Two ranks report a checkpoint of one file name at one time, where copying shares files as Windows does; on Windows itself.
 
 ``checkpoint_script.py STORAGE HOW`` does it with Ray's own config (HOW is ``stock``) and prints the error; or with FracTorchConfig
 and ray.train.report (``in_turn``) or report_rank0 (``rank0``), and prints the files of the stored checkpoint.
@@ -56,9 +56,10 @@ def sharing(copy: Any) -> Any:
 
 
 def train(config: dict[str, str]) -> None:
-    share_like_windows()
-    if config["how"] == "in_turn":
-        copy_checkpoints_in_turn()  # as a start does on Windows
+    if sys.platform != "win32":
+        share_like_windows()
+        if config["how"] == "in_turn":
+            copy_checkpoints_in_turn()  # as a start does on Windows
     report = report_rank0 if config["how"] == "rank0" else ray.train.report
     with tempfile.TemporaryDirectory() as folder:
         torch.save({"weight": torch.ones(1)}, os.path.join(folder, "model.pt"))

@@ -12,6 +12,7 @@ import pytest
 import ray
 from ray.train._internal.worker_group import WorkerGroup
 
+from tests.processes import python_path
 from tests.ray.starts import stop
 
 # For this process and all that its tests start: V2's controller looks at its workers every 2 s otherwise, and one process more
@@ -92,7 +93,7 @@ def forget_address():
 def run_example(name, *arguments):
     """Runs a script of examples/ as a user would, in a process and with a Ray of its own."""
     command = [sys.executable, _ROOT / "examples" / name, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
 
 

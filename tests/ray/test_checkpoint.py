@@ -1,4 +1,4 @@
-"""Checkpoints of one file name from every rank, with copying that shares files as Windows does.
+"""Checkpoints of one file name from every rank, with copying that shares files as Windows does; on Windows itself.
 
 With the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import python_path
 from tests.ray.conftest import run_example
 
 SCRIPT = Path(__file__).parent / "checkpoint_script.py"
@@ -31,8 +32,7 @@ _STORED = "files: ['model.pt'] 1.0"
 )
 def test_ranks_that_store_one_file_name(how: str, told: str, tmp_path: Path) -> None:
     """Every rank reporting model.pt ends with WinError 32 under stock Ray, and well where the ranks take turns or rank 0 reports."""
-    root = str(SCRIPT.parent.parent.parent)
-    environment = {**os.environ, "PYTHONPATH": root, "RAY_AUTH_MODE": "disabled"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "RAY_AUTH_MODE": "disabled"}
     environment.pop("RAY_ADDRESS", None)
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path), how],

@@ -15,6 +15,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli.run import replace_torch_config
+from tests.processes import python_path
 from tests.ray.conftest import HALF_GPU
 
 SCRIPT = Path(__file__).with_name("stock_script.py")
@@ -29,7 +30,7 @@ def run(*arguments, cwd=None, command=("-m", "ray_fracbackend", "run"), **env):
         timeout=280,
         check=False,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), **env},
+        env={**os.environ, "PYTHONPATH": python_path(), **env},
     )
 
 

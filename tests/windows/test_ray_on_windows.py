@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from ray_fracbackend.worker.network import gloo_missing
-from tests.processes import under_wine
+from tests.processes import python_path, under_wine
 
 pytestmark = [
     pytest.mark.windows(reason="Ray's processes on Windows"),
@@ -30,7 +30,6 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 # As in the name of a user, and so in the paths of all that is theirs.
 FOLDER = "my résults ü"
 RUN_S = 400
@@ -70,7 +69,7 @@ def run(command: list[str | Path], folder: Path, cwd: Path | None = None, **vari
         **os.environ,
         "RAY_AUTH_MODE": "disabled",
         "PYTHONIOENCODING": "utf-8",
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
+        "PYTHONPATH": python_path(),
         _MARK: mark,
         **variables,
     }
