@@ -131,6 +131,18 @@ def left_files(before: set[str]) -> set[str]:
     return left
 
 
+def new_process(function: Any, *args: Any) -> Any:
+    """A daemon process of `CONTEXT` that is to call a function, with the environment that this process has now."""
+    return CONTEXT.Process(target=_in_environment, args=(dict(os.environ), function, args), daemon=True)
+
+
+def _in_environment(environment: dict[str, str], function: Any, args: tuple[Any, ...]) -> None:
+    # It comes from a process that began with what an earlier test may have set.
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*args)
+
+
 def run_processes(
     function: Any, num_processes: int, *args: Any, timeout_s: float = 60.0, needed: Sequence[int] | None = None
 ) -> list[Any]:
@@ -147,11 +159,9 @@ def run_processes(
         What each rank returned, its exception where it raised one, or None where it ended or hung without an answer.
     """
     answers, imported = CONTEXT.Queue(), CONTEXT.Barrier(num_processes + 1)
-    port, environment = free_port(), dict(os.environ)
+    port = free_port()
     processes = [
-        CONTEXT.Process(
-            target=_call, args=(answers, imported, environment, function, rank, num_processes, port, args), daemon=True
-        )
+        new_process(_call, answers, imported, function, rank, num_processes, port, args)
         for rank in range(num_processes)
     ]
     for process in processes:
@@ -176,18 +186,9 @@ def run_processes(
 
 
 def _call(
-    answers: Any,
-    imported: Any,
-    environment: dict[str, str],
-    function: Any,
-    rank: int,
-    num_processes: int,
-    port: int,
-    args: tuple[Any, ...],
+    answers: Any, imported: Any, function: Any, rank: int, num_processes: int, port: int, args: tuple[Any, ...]
 ) -> None:
     imported.wait(_IMPORTS_S)
-    os.environ.clear()
-    os.environ.update(environment)
     torch.set_num_threads(1)  # the processes share few cores
     try:
         value = function(rank, num_processes, port, *args)

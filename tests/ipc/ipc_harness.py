@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ray_fracbackend.worker.store import open_store
-from tests.processes import CONTEXT
+from tests.processes import CONTEXT, new_process
 
 # The device of the tensors that a rank hands to collectives.
 DEVICE_ENV_VAR = "IPC_TEST_DEVICE"
@@ -145,7 +145,7 @@ def run_ranks(
         receiver, sender = CONTEXT.Pipe(duplex=False)
         variables = dict(env(rank) if callable(env) else env)
         job = Job(rank, size, store.port, timeout_s)
-        process = CONTEXT.Process(target=_child, args=(function, job, args, variables, sender), daemon=True)
+        process = new_process(_child, function, job, args, variables, sender)
         process.start()
         sender.close()
         pipes[receiver] = rank
