@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,7 +209,7 @@ def _described(devices: list[torch.device], nvml: Any) -> tuple[tuple[DeviceInfo
 
 def _describe(index: int, properties: Any, nvml: Any) -> DeviceInfo:
     bus_id, parent, mode = _torch_bus_id(properties), None, "unknown"
-    bare = str(getattr(properties, "uuid", None) or "").removeprefix("GPU-").removeprefix("MIG-")
+    bare = _bare_uuid(index, properties)
     # Old ROCm builds have no UUID, and some drivers give zeros.
     known = bool(bare.strip("0-"))
     uuid = f"GPU-{bare}" if known else f"BUS-{boot_id() or socket.gethostname()}/{bus_id or index}"
@@ -231,6 +231,15 @@ def _describe(index: int, properties: Any, nvml: Any) -> DeviceInfo:
         parent_uuid=parent,
         compute_mode=mode,
     )
+
+
+def _bare_uuid(index: int, properties: Any) -> str:
+    """Return the UUID without prefix: the driver's, which is a MIG slice's own, else that of the runtime's properties."""
+    from ray_fracbackend.ipc.device.driver import DriverError, device_uuid
+
+    with suppress(DriverError):  # on ROCm and Windows, which have no slices
+        return device_uuid(index)
+    return str(getattr(properties, "uuid", None) or "").removeprefix("GPU-").removeprefix("MIG-")
 
 
 def _torch_bus_id(properties: Any) -> str | None:

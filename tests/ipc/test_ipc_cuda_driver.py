@@ -21,15 +21,21 @@ class Driver:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.codes: dict[str, int] = {}
+        self.missing: set[str] = set()
         self.results: dict[str, int] = {"cuMemAlloc_v2": 1 << 40, "cuIpcOpenMemHandle_v2": 1 << 41}
 
     def __getattr__(self, name: str) -> Callable[..., int]:
+        if name in self.missing:
+            raise AttributeError(name)
+
         def function(*args: Any) -> int:
             self.calls.append((name, args))
             if name == "cuGetErrorName":
                 args[1]._obj.value = f"CUDA_ERROR_{args[0]}".encode()
             elif name in self.results:
                 args[0]._obj.value = self.results[name]
+            elif name.startswith("cuDeviceGetUuid"):
+                args[0][:] = range(16)
             elif name == "cuIpcGetMemHandle":
                 ctypes.memmove(ctypes.addressof(args[0]._obj), bytes(range(64)), 64)
             return self.codes.get(name, 0)
@@ -93,6 +99,16 @@ def test_a_full_device_is_a_memory_error_and_others_have_the_drivers_name(driver
     assert names.count("cuCtxPushCurrent_v2") == names.count("cuCtxPopCurrent_v2") == 2
 
 
+@pytest.mark.parametrize("name", ["cuDeviceGetUuid_v2", "cuDeviceGetUuid"])
+def test_the_identity_is_the_slices_own_where_the_driver_knows_slices(driver: Driver, name: str) -> None:
+    """The older function names the parent of a MIG slice: two slices would count as one device."""
+    driver.missing = {"cuDeviceGetUuid_v2"} - {name}
+    assert device(1).uuid() == "00010203-0405-0607-0809-0a0b0c0d0e0f"
+    assert driver.names()[-1] == name
+    assert driver.calls[-1][1][1].value == 0
+    assert "cuDevicePrimaryCtxRetain" not in driver.names()
+
+
 def test_a_driver_that_does_not_know_the_question_shares_events(driver: Driver) -> None:
     """The attribute is newer than the ability; a device that denies it is believed."""
     driver.codes = {"cuDeviceGetAttribute": 1}
@@ -104,16 +120,12 @@ def test_a_driver_that_does_not_know_the_question_shares_events(driver: Driver) 
 
 @pytest.mark.parametrize(
     ("release", "expected"),
-    [
-        ("5.15.153.1-microsoft-standard-WSL2", "Windows Subsystem for Linux"),
-        ("5.10.120-tegra", "Tegra"),
-        ("6.8.0", None),
-    ],
+    [("5.15.153.1-microsoft-standard-WSL2", None), ("5.10.120-tegra", "Tegra"), ("6.8.0", None)],
 )
 def test_support_names_the_platform(
     monkeypatch: pytest.MonkeyPatch, driver: Driver, release: str, expected: str | None
 ) -> None:
-    """Each platform without shared CUDA memory has its own reason; elsewhere the device decides."""
+    """A platform without shared CUDA memory has its own reason; elsewhere, under WSL too, the device and the set-up decide."""
     monkeypatch.setattr(cuda_driver.platform, "release", lambda: release)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

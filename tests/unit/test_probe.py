@@ -131,6 +131,14 @@ def test_mig_slice(cuda):
     assert (facts.uuid, facts.parent_uuid, facts.pci_bus_id) == (f"MIG-{_UUID}", "GPU-parent", "00000000:3b:00.0")
 
 
+def test_a_slice_is_what_the_driver_calls_it(cuda, monkeypatch):
+    """The runtime's properties may name the GPU that was cut up: its slices would count as one device."""
+    own = "ab12cd34-0000-0000-0000-000000000002"
+    monkeypatch.setattr("ray_fracbackend.ipc.device.driver.device_uuid", lambda index: own)
+    cuda(known=(f"MIG-{own}", f"GPU-{_UUID}"))
+    assert describe().uuid == f"MIG-{own}"
+
+
 def test_without_nvml(monkeypatch, cuda):
     """Without NVML the UUID is still CUDA's, the rest is unknown."""
     cuda(known=())

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
+from uuid import UUID
 
 import torch
 
@@ -88,6 +89,19 @@ def shares_events(index: int) -> bool:
     return bool(value.value) or code == _INVALID_VALUE
 
 
+def device_uuid(index: int) -> str:
+    """Return the identity of a visible device, equal in all processes, of a MIG slice its own; makes no context.
+
+    Raises:
+        DriverError: The driver cannot be used.
+    """
+    raw, device = (ctypes.c_ubyte * 16)(), _device(index)
+    # The first one names the parent of a slice; drivers before CUDA 11.4 have no other.
+    has_slices = hasattr(_library(), "cuDeviceGetUuid_v2")
+    call("cuDeviceGetUuid_v2" if has_slices else "cuDeviceGetUuid", raw, device)
+    return str(UUID(bytes=bytes(raw)))
+
+
 def device_memory_support(device_index: int = 0) -> str | None:
     """Return whether the ipc backend can use the memory of a CUDA device between processes of this machine.
 
@@ -105,10 +119,7 @@ def device_memory_support(device_index: int = 0) -> str | None:
     reason = host_memory_support()
     if reason is not None:
         return reason
-    release = platform.release().lower()
-    if "microsoft" in release:
-        return "this is Windows Subsystem for Linux, where CUDA memory cannot be shared between processes"
-    if "tegra" in release:
+    if "tegra" in platform.release().lower():
         return "this is a Tegra, where CUDA memory cannot be shared between processes"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"

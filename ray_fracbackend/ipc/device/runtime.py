@@ -27,6 +27,7 @@ from .driver import (
     call,
     current,
     device_memory_support,
+    device_uuid,
     tensor_at,
 )
 
@@ -121,7 +122,7 @@ class CudaRuntime(AcceleratorRuntime):
 
     def uuid(self) -> str:
         """Return the identity of the device, equal in all processes whatever its index there."""
-        return str(torch.cuda.get_device_properties(self._index).uuid)
+        return device_uuid(self._index)
 
     def allocate(self, num_bytes: int) -> DeviceBlock:
         """Allocate memory that other processes can map, rounded up to 2 MiB.
