@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ipc_calls import bare_group, options
 from ipc_harness import Job, run_ranks, values
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_fracbackend.ipc._torch import RedOpType as Op
 from ray_fracbackend.ipc.protocol import reductions
@@ -29,6 +31,29 @@ def test_a_reduction_stays_on_the_device_of_its_tensors(dtype: torch.dtype, num_
         partial = torch.empty(8, dtype=reduction.accumulate_dtype, device="meta")
         reduction.reduce(partial, inputs, final=False)
         reduction.of_partials().reduce(partial, [torch.empty_like(partial) for _ in range(2)])
+
+
+class Divisors(TorchDispatchMode):
+    """What is divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket is torch.ops.aten.div_:
+            self.found.append(args[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_a_mean_on_a_device_is_divided_by_a_number_of_the_device(dtype: torch.dtype) -> None:
+    """CUDA multiplies with the reciprocal of one of the host, which rounds differently from the division of the CPU."""
+    out = torch.empty(8, dtype=dtype, device="meta")
+    with Divisors() as divisors:
+        Reduction(dtype, Op.AVG, 3).reduce(out, [torch.empty_like(out) for _ in range(3)])
+    (divisor,) = divisors.found
+    assert (divisor.device, divisor.dtype) == (out.device, torch.float32)
 
 
 def test_one_reduction_serves_several_devices() -> None:

@@ -166,8 +166,15 @@ class Reduction:
         """Divide a complete sum for AVG, in place (integers round toward zero); nothing for other operations."""
         if self.op != Op.AVG:
             return
-        if total.is_floating_point() or total.is_complex():
-            total.div_(self._num_ranks)
+        if total.is_complex():
+            total = torch.view_as_real(total)
+        if total.is_floating_point():
+            # By a number CUDA would multiply with its reciprocal, which rounds differently from a division.
+            total.div_(
+                self._num_ranks
+                if total.is_cpu
+                else torch.full((), self._num_ranks, dtype=total.dtype, device=total.device)
+            )
         elif self._signed is not None:
             self._divide_unsigned(total)
         else:
