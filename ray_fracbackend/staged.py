@@ -87,7 +87,7 @@ class StagedProcessGroup(CollectiveGroup):
             self._host = GlooCollectives(self._store, rank, self._names, timeout)
         share(self._host, self._names, _check_settings, Terms.within(_SET_UP, timeout.total_seconds()))
         over = "shared host memory" if reason is None else f"Gloo: {reason}"
-        self._device_side = DeviceSide(self._host, self._names, timeout, f"over {over}")
+        self._device_side = DeviceSide(self._host, self._names, staged_reason=f"over {over}")
         logger.log(
             logging.INFO if rank == 0 else logging.DEBUG,
             "staged process group of %d ranks over %s",

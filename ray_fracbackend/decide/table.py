@@ -136,6 +136,9 @@ class Job:
         for group in self.conflicts:
             if not group.same_device:
                 return f"{group.text}, and slices cannot map each other's memory"
+        num_devices = len({worker.devices[0].uuid for worker in self.workers if worker.devices})
+        if num_devices > 1:
+            return f"the workers are on {num_devices} devices, and device memory serves only a group on one"
         for worker in self.workers:
             if worker.ipc_device_memory_missing:
                 return f"{worker.where}: {worker.ipc_device_memory_missing}"

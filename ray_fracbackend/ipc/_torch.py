@@ -30,8 +30,6 @@ ProcessGroup: Any = dist.ProcessGroup
 HAS_PYTHON_GROUPS: bool = torch.__version__ >= "2.7"
 # None where torch was built without Gloo (Windows on ARM, some custom builds).
 ProcessGroupGloo: Any = getattr(dist, "ProcessGroupGloo", None)
-# None where torch was built without NCCL.
-ProcessGroupNCCL: Any = getattr(dist, "ProcessGroupNCCL", None)
 ReduceOp: Any = dist.ReduceOp
 RedOpType: Any = dist.ReduceOp.RedOpType
 Reducer: Any = _distributed_c10d.Reducer
@@ -70,7 +68,7 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 
 
 def stop(groups: Iterable[Any], verb: str) -> None:
-    """Call ``abort`` or ``shutdown`` of Gloo and NCCL groups; Gloo has neither in every torch release. None is skipped."""
+    """Call ``abort`` or ``shutdown`` of Gloo groups, which have neither in every torch release. None is skipped."""
     for group in groups:
         if group is not None:
             with suppress(RuntimeError, AttributeError):

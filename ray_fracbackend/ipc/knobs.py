@@ -28,6 +28,10 @@ TWO_PASS_RANKS = 3
 # Up to here one pass with its single step is faster than two, whatever the number of ranks.
 ONE_PASS_BYTES = 32 * 1024
 
+# What carries the tensors of a CUDA device: "auto" (memory of the device where the ranks can share it, else staged), "memory" (an
+# error where they cannot) or "staged". For tests and benchmarks.
+DEVICE_PATH_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_PATH"
+
 # The same for device memory. Measurements on a GPU will correct the defaults.
 DEVICE_CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_CHUNK_BYTES"
 DEFAULT_DEVICE_CHUNK_BYTES = 1 << 25
@@ -55,6 +59,14 @@ def _int_in(name: str, default: int, low: int, high: int) -> int:
     if not low <= value <= high:
         raise ValueError(f"{name}={text!r} must be an integer from {low} to {high}; unset it for {default}.")
     return value
+
+
+def _one_of(name: str, default: str, *others: str) -> str:
+    text = os.environ.get(name, default)
+    if text not in (default, *others):
+        allowed = ", ".join(map(repr, (default, *others[:-1])))
+        raise ValueError(f"{name}={text!r} must be {allowed} or {others[-1]!r}; unset it for {default!r}.")
+    return text
 
 
 def chunk_bytes() -> int:
@@ -89,10 +101,28 @@ def device_reduces_by_leader() -> bool:
     Raises:
         ValueError: The variable is neither "leader" nor "split".
     """
-    text = os.environ.get(DEVICE_REDUCE_ENV_VAR, "leader")
-    if text not in ("leader", "split"):
-        raise ValueError(f"{DEVICE_REDUCE_ENV_VAR}={text!r} must be 'leader' or 'split'; unset it for 'leader'.")
-    return text == "leader"
+    return _one_of(DEVICE_REDUCE_ENV_VAR, "leader", "split") == "leader"
+
+
+def device_path() -> str:
+    """Return what is to carry the tensors of a CUDA device: "auto", "memory" or "staged".
+
+    Raises:
+        ValueError: The variable is none of them.
+    """
+    return _one_of(DEVICE_PATH_ENV_VAR, "auto", "memory", "staged")
+
+
+def check_device() -> None:
+    """Check the variables of device memory.
+
+    Raises:
+        ValueError: One is wrong.
+    """
+    device_path()
+    device_reduces_by_leader()
+    device_chunk_bytes()
+    device_one_pass_bytes()
 
 
 def staged_chunk_bytes() -> int:
@@ -107,10 +137,7 @@ def staged_takes_host_memory() -> bool:
     Raises:
         ValueError: The variable is neither "auto" nor "gloo".
     """
-    text = os.environ.get(STAGED_INNER_ENV_VAR, "auto")
-    if text not in ("auto", "gloo"):
-        raise ValueError(f"{STAGED_INNER_ENV_VAR}={text!r} must be 'auto' or 'gloo'; unset it for 'auto'.")
-    return text == "auto"
+    return _one_of(STAGED_INNER_ENV_VAR, "auto", "gloo") == "auto"
 
 
 def host_override() -> str | None:

@@ -3,23 +3,27 @@
 It is torch's PrivateUse1 with kernels in Python. A tensor is known by its device: torch itself refuses to mix it with CPU
 tensors. Every operation is queued to the calling thread's stream, the default one included, and done later by `FakeGpu`; only what
 needs a value (a blocking copy, ``item``) makes the host wait. Unlike in `fake_cuda`, streams, events and devices are those that
-`torch.get_device_module` gives, as on a real accelerator.
+`torch.get_device_module` gives, as on a real accelerator. There are two devices, of which a thread begins on the first, and what
+touches one makes a context there. Memory of a tensor that is gone is overwritten once its stream comes there, as by CUDA's
+allocator, which gives it to the next tensor of the stream.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from fake_cuda import FakeEvent, FakeGpu, FakeStream
+from fake_cuda import FakeDriver, FakeEvent, FakeGpu, FakeStream
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 NAME = "fake"
+NUM_DEVICES = 2
 _EXTENSION, _CPU = 12, 1  # DLDeviceType of dlpack.h
 # They have no work to do on a stream.
 _WITHOUT_VALUE = ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
@@ -30,53 +34,120 @@ ctypes.pythonapi.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_cha
 _local = threading.local()
 
 
-def _as(tensor: torch.Tensor, device_type: int) -> torch.Tensor:
-    """The same memory as a tensor of another device type."""
+def _as(tensor: torch.Tensor, device_type: int, index: int = 0) -> torch.Tensor:
+    """The same memory as a tensor of another device, which keeps it."""
     capsule = torch._C._to_dlpack(tensor)
     # DLTensor begins with the pointer to its data, then the type and the number of its device.
     address = ctypes.pythonapi.PyCapsule_GetPointer(capsule, b"dltensor")
     ctypes.c_int32.from_address(address + 8).value = device_type
-    ctypes.c_int32.from_address(address + 12).value = 0
+    ctypes.c_int32.from_address(address + 12).value = index
     return torch._C._from_dlpack(capsule)
 
 
 def _raw(value: Any) -> Any:
-    return _as(value, _CPU) if value.device.type == NAME else value
+    """A tensor of the device as one of the CPU that does not keep the memory, as little as a kernel that was launched does."""
+    if value.device.type != NAME:
+        return value
+    storage = value.untyped_storage()
+    found = torch.empty(0, dtype=value.dtype)
+    if storage.nbytes():
+        whole = torch.frombuffer(
+            (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8
+        )
+        found.set_(whole.untyped_storage(), value.storage_offset(), value.size(), value.stride())
+    else:
+        found = found.view(value.size())
+    return found.conj() if value.is_conj() else found
 
 
-def current() -> FakeStream:
-    """The calling thread's stream."""
-    return getattr(_local, "stream", None) or FakeModule.default
+class Allocator:
+    """Memory of the devices, which lasts as long as the process: only who may write to it changes.
+
+    What a tensor leaves is written over at the end of its own stream, and of those that were recorded with it.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Any] = []
+        self._users: dict[int, list[FakeStream]] = {}
+
+    def like(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """New memory of a device in the form of a CPU tensor, with its content; the caller's stream owns it."""
+        num_bytes = max(tensor.untyped_storage().nbytes(), 64)
+        block = type("Block", (ctypes.c_ubyte * num_bytes,), {})()
+        address, owner = ctypes.addressof(block), FakeModule.current_stream(torch.device(NAME, index))
+        self._blocks.append(block)
+
+        class View(ctypes.c_ubyte * num_bytes):  # type: ignore[misc]
+            """Lives as long as the tensor."""
+
+        view = View.from_address(address)
+        weakref.finalize(view, self._left, address, num_bytes, owner).atexit = False
+        whole = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+        found = torch.empty(0, dtype=tensor.dtype).set_(whole, tensor.storage_offset(), tensor.size(), tensor.stride())
+        found.copy_(tensor)
+        return _as(found, _EXTENSION, index)
+
+    def record(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        """See ``Tensor.record_stream``."""
+        self._users.setdefault(tensor.untyped_storage().data_ptr(), []).append(stream)
+
+    def _left(self, address: int, num_bytes: int, owner: FakeStream) -> None:
+        events = []
+        for stream in self._users.pop(address, []):
+            events.append(FakeEvent(FakeModule.gpu, [0, 0]))
+            events[-1].record(stream)
+        over = (ctypes.c_ubyte * num_bytes).from_address(address)
+        owner.issue(lambda: ctypes.memset(over, 0xA5, num_bytes), lambda: all(event.query() for event in events))
 
 
 class FakeModule(SimpleNamespace):
-    """What ``torch.cuda`` is for CUDA."""
+    """What ``torch.cuda`` is for CUDA. Attributes are set by `install`."""
 
     gpu: FakeGpu
-    default: FakeStream
+    defaults: list[FakeStream]
+    allocator: Allocator
+    # Devices that this process has touched.
+    contexts: set[int]
 
     def Stream(self, device: torch.device) -> FakeStream:
-        assert device == torch.device(NAME, 0)
-        return FakeStream(self.gpu)
+        self.contexts.add(device.index)
+        stream = FakeStream(self.gpu)
+        stream.index = device.index
+        return stream
 
     def Event(self) -> FakeEvent:
         return FakeEvent(self.gpu, [0, 0])
 
-    def current_stream(self, device: Any = None) -> FakeStream:
-        return current()
+    @classmethod
+    def current_stream(cls, device: Any = None) -> FakeStream:
+        index = cls.current_device() if device is None else device.index
+        return getattr(_local, "streams", {}).get(index) or cls.defaults[index]
+
+    @classmethod
+    def _set_stream(cls, stream: FakeStream) -> None:
+        # As torch.cuda.set_stream, which sets the device too, and with it makes a context there.
+        cls.contexts.add(stream.index)
+        _local.index = stream.index
+        _local.streams = {**getattr(_local, "streams", {}), stream.index: stream}
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, _local.stream = getattr(_local, "stream", None), stream
+        before, there = self.current_stream(), self.current_stream(torch.device(NAME, stream.index))
+        self._set_stream(stream)
         try:
             yield
         finally:
-            _local.stream = before
+            if before.index != stream.index:
+                self._set_stream(there)
+            self._set_stream(before)
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
-        assert device.index == 0
-        yield
+        before, _local.index = self.current_device(), device.index
+        try:
+            yield
+        finally:
+            _local.index = before
 
     def synchronize(self, device: Any = None) -> None:
         for stream in self.gpu.streams:
@@ -87,11 +158,12 @@ class FakeModule(SimpleNamespace):
 
     is_initialized = is_available
 
-    def current_device(self) -> int:
-        return 0
+    @staticmethod
+    def current_device() -> int:
+        return getattr(_local, "index", 0)
 
     def device_count(self) -> int:
-        return 1
+        return NUM_DEVICES
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -112,43 +184,67 @@ def _later(stream: FakeStream, function: Any) -> None:
 
 def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operation on tensors of the device."""
-    name, stream = op._schema.name, current()
+    name = op._schema.name
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    strangers = [leaf for leaf in leaves if leaf.device.type != NAME and leaf.dim() > 0]
-    if strangers and leaves:
-        raise RuntimeError(f"{name}: expected all tensors to be on the device {NAME}, got {strangers[0].device} too")
+    here = [leaf for leaf in leaves if leaf.device.type == NAME]
+    strangers = [leaf for leaf in leaves if leaf.dim() > 0 and leaf.device != (here or leaves)[0].device]
+    if strangers:
+        raise RuntimeError(
+            f"{name}: expected all tensors to be on one device, got {here[0].device} and {strangers[0].device}"
+        )
     raw_args, raw_kwargs = tree_map_only(torch.Tensor, _raw, (args, kwargs))
-    if raw_kwargs.get("device") is not None:
+    # A number in a tensor's place comes without its tensor, and not every operation takes it so.
+    raw_args = tuple(
+        torch.tensor(value) if isinstance(value, int | float | complex) and str(spec.type) == "Tensor" else value
+        for value, spec in zip(raw_args, op._schema.arguments, strict=False)
+    )
+    wanted = raw_kwargs.get("device")
+    index = here[0].device.index if here else FakeModule.current_device() if wanted is None else wanted.index or 0
+    FakeModule.contexts.add(index)
+    stream = FakeModule.current_stream(torch.device(NAME, index))
+    if wanted is not None:
         raw_kwargs["device"] = torch.device("cpu")
     if name in _NEEDS_VALUE:
         stream.synchronize()
-        return tree_map_only(torch.Tensor, lambda t: _as(t, _EXTENSION), op(*raw_args, **raw_kwargs))
+        return tree_map_only(torch.Tensor, lambda t: FakeModule.allocator.like(t, index), op(*raw_args, **raw_kwargs))
     written = [arg.alias_info is not None and arg.alias_info.is_write for arg in op._schema.arguments]
     if any(written):
         _later(stream, lambda: op(*raw_args, **raw_kwargs))
-        index = written.index(True)
-        given = args[index] if index < len(args) else kwargs[op._schema.arguments[index].name]
+        position = written.index(True)
+        given = args[position] if position < len(args) else kwargs[op._schema.arguments[position].name]
         return given if op._schema.returns else None
-    result = op(*raw_args, **raw_kwargs)
-    is_view = any(value.alias_info is not None for value in op._schema.returns)
-    if leaves and not is_view and name not in _WITHOUT_VALUE:
-        for one in [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]:
-            if one.dtype != torch.bool and one.numel() and one.is_contiguous():
-                one.view(-1).view(torch.uint8).fill_(0x5A)
+    if any(value.alias_info is not None for value in op._schema.returns):
+        # A view keeps the memory of what it is of.
+        return tree_map_only(
+            torch.Tensor,
+            lambda t: _as(t, _EXTENSION, index),
+            op(*tree_map_only(torch.Tensor, _owning, args), **tree_map_only(torch.Tensor, _owning, kwargs)),
+        )
+    results = tree_map_only(torch.Tensor, lambda t: FakeModule.allocator.like(t, index), op(*raw_args, **raw_kwargs))
+    if leaves and name not in _WITHOUT_VALUE:
+        places = [_raw(leaf) for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        for place in places:
+            if place.dtype != torch.bool and place.numel() and place.is_contiguous():
+                place.view(-1).view(torch.uint8).fill_(0x5A)
 
         def fill() -> None:
-            again = op(*raw_args, **raw_kwargs)
-            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor):
-                    old.copy_(new)
+            again = [leaf for leaf in tree_leaves(op(*raw_args, **raw_kwargs)) if isinstance(leaf, torch.Tensor)]
+            for place, value in zip(places, again, strict=True):
+                place.copy_(value)
 
         _later(stream, fill)
-    return tree_map_only(torch.Tensor, lambda t: _as(t, _EXTENSION), result)
+    return results
+
+
+def _owning(value: torch.Tensor) -> torch.Tensor:
+    return _as(value, _CPU) if value.device.type == NAME else value
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Between the device and the host, or on the device."""
-    stream, raw_source, raw_target = current(), _raw(source), _raw(target)
+    device = source.device if source.device.type == NAME else target.device
+    stream, raw_source, raw_target = FakeModule.current_stream(device), _raw(source), _raw(target)
+    FakeModule.contexts.add(device.index)
     _later(stream, lambda: raw_target.copy_(raw_source))
     if not non_blocking and source.device != target.device:
         stream.synchronize()
@@ -166,8 +262,11 @@ def install(seed: int) -> None:
     from ray_fracbackend.ipc.device import side as device_side
     from ray_fracbackend.ipc.group import collective_group
 
-    FakeModule.gpu = FakeGpu(seed)
-    FakeModule.default = FakeStream(FakeModule.gpu)
+    FakeModule.gpu = FakeDriver.gpu = FakeGpu(seed)
+    FakeModule.defaults = [FakeStream(FakeModule.gpu) for _ in range(NUM_DEVICES)]
+    for index, stream in enumerate(FakeModule.defaults):
+        stream.index = index
+    FakeModule.allocator, FakeModule.contexts = Allocator(), set()
     backend_registration._setup_privateuseone_for_python_backend(NAME, FakeModule())
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(_kernel, "PrivateUse1")
@@ -182,7 +281,7 @@ def install(seed: int) -> None:
             return torch.full((num_bytes,), 0x5A, dtype=torch.uint8)
 
         def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-            pass
+            FakeModule.allocator.record(tensor, stream)
 
         def new_future(self) -> torch.futures.Future[Any]:
             return torch.futures.Future()
@@ -197,6 +296,17 @@ def install(seed: int) -> None:
 
             threading.Thread(target=finish, daemon=True).start()
 
+    class Cuda(FakeDriver, Runtime):
+        """The parts that CUDA has beyond."""
+
+        @staticmethod
+        def owns(tensor: torch.Tensor) -> bool:
+            return tensor.device.type == NAME
+
+        def tensor_over(self, memory: torch.Tensor) -> torch.Tensor:
+            return _as(memory, _EXTENSION, self.device.index)
+
     device_runtime.AcceleratorRuntime = Runtime  # type: ignore[misc]
+    device_runtime.CudaRuntime = Cuda  # type: ignore[misc]
     collective_group.AcceleratorRuntime = Runtime  # type: ignore[misc]
     assert device_side.runtime is device_runtime

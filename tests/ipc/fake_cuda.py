@@ -30,10 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ray_fracbackend.ipc.device import runtime as cuda_runtime
 from ray_fracbackend.ipc.device import setup as device_setup
 from ray_fracbackend.ipc.device import side as device_side
-from ray_fracbackend.ipc.device.driver import DeviceBlock
+from ray_fracbackend.ipc.device.driver import DeviceBlock, DriverError
 from ray_fracbackend.ipc.group import collective_group
 from ray_fracbackend.ipc.host.arena import Arena, ArenaName, attach_arena, create_arena
-from ray_fracbackend.ipc.protocol.hierarchy import HierarchicalCollectives
 
 # Set in the environment of a rank: FAKE_CUDA_SEED (of its device; without it there is none), FAKE_CUDA_UUID,
 # FAKE_CUDA_FREE (bytes that the device has left), FAKE_CUDA_BROKEN (what does not work, by name), FAKE_CUDA_STEP_S
@@ -247,19 +246,19 @@ def _stack() -> list[FakeStream]:
     return _local.stack
 
 
-class FakeCuda:
-    """Has the methods of `cuda_runtime.CudaRuntime`."""
+class FakeDriver:
+    """Memory and events that real processes share: what `CudaRuntime` has beside other accelerators."""
 
     gpu: FakeGpu
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.broken = os.environ.get("FAKE_CUDA_BROKEN", "")
-        self._host = (FakeStream if "FAKE_CUDA_ASYNC" in os.environ else HostStream)(self.gpu)
+    @property
+    def broken(self) -> str:
+        """What does not work."""
+        return os.environ.get("FAKE_CUDA_BROKEN", "")
 
-    @staticmethod
-    def owns(tensor: torch.Tensor) -> bool:
-        return tensor.is_cpu
+    def tensor_over(self, memory: torch.Tensor) -> torch.Tensor:
+        """The memory as a tensor of the device."""
+        return memory
 
     def missing(self) -> str | None:
         return "the fake device is missing" if self.broken == "missing" else None
@@ -274,28 +273,22 @@ class FakeCuda:
         return self._block(arena, name, False)
 
     def _block(self, arena: Arena, name: ArenaName, imported: bool) -> DeviceBlock:
-        block = DeviceBlock(arena.address, imported, torch.frombuffer(arena.memory, dtype=torch.uint8)[_DATA_OFFSET:])
+        data = torch.frombuffer(arena.memory, dtype=torch.uint8)[_DATA_OFFSET:]
+        block = DeviceBlock(arena.address, imported, self.tensor_over(data))
         _names[block.pointer] = name
         return block
 
     def trim(self) -> None:
         pass
 
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        with _disable_current_modes():
-            _pinned.append(torch.full((num_bytes,), 0x5A, dtype=torch.uint8))
-        return _pinned[-1]
-
-    def synchronize(self) -> None:
-        for stream in self.gpu.streams:
-            stream.synchronize()
-
     def export(self, block: DeviceBlock) -> bytes:
+        if self.broken == "export":
+            raise MemoryError("cuIpcGetMemHandle: CUDA_ERROR_OUT_OF_MEMORY")
         return json.dumps(asdict(_names[block.pointer])).encode()
 
     def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
         if self.broken == "open":
-            raise RuntimeError("the fake driver refuses")
+            raise DriverError("the fake driver refuses")
         if self.broken == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.broken == "memory":
@@ -308,6 +301,43 @@ class FakeCuda:
         released.append(block.imported)
         if not block.imported:
             os.close(name.fd)
+
+    def new_shared_event(self) -> FakeEvent:
+        arena, name = create_arena(_DATA_OFFSET)
+        event = FakeEvent(self.gpu, memoryview(arena.memory).cast("q")[2:4])
+        _names[id(event)] = name
+        return event
+
+    def export_event(self, event: FakeEvent) -> bytes:
+        assert event.words[0], "an event has no handle before it has been recorded"
+        return json.dumps(asdict(_names[id(event)])).encode()
+
+    def open_event(self, handle: bytes) -> FakeEvent:
+        if self.broken == "event":
+            return FakeEvent(self.gpu, [1, 0])
+        words = memoryview(attach_arena(ArenaName(**json.loads(handle))).memory).cast("q")[2:4]
+        return FakeEvent(self.gpu, words)
+
+
+class FakeCuda(FakeDriver):
+    """Has the methods of `cuda_runtime.CudaRuntime`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._host = (FakeStream if "FAKE_CUDA_ASYNC" in os.environ else HostStream)(self.gpu)
+
+    @staticmethod
+    def owns(tensor: torch.Tensor) -> bool:
+        return tensor.is_cpu
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        with _disable_current_modes():
+            _pinned.append(torch.full((num_bytes,), 0x5A, dtype=torch.uint8))
+        return _pinned[-1]
+
+    def synchronize(self) -> None:
+        for stream in self.gpu.streams:
+            stream.synchronize()
 
     def new_stream(self) -> FakeStream:
         return FakeStream(self.gpu)
@@ -329,22 +359,6 @@ class FakeCuda:
 
     def new_event(self) -> FakeEvent:
         return FakeEvent(self.gpu, [0, 0])
-
-    def new_shared_event(self) -> FakeEvent:
-        arena, name = create_arena(_DATA_OFFSET)
-        event = FakeEvent(self.gpu, memoryview(arena.memory).cast("q")[2:4])
-        _names[id(event)] = name
-        return event
-
-    def export_event(self, event: FakeEvent) -> bytes:
-        assert event.words[0], "an event has no handle before it has been recorded"
-        return json.dumps(asdict(_names[id(event)])).encode()
-
-    def open_event(self, handle: bytes) -> FakeEvent:
-        if self.broken == "event":
-            return FakeEvent(self.gpu, [1, 0])
-        words = memoryview(attach_arena(ArenaName(**json.loads(handle))).memory).cast("q")[2:4]
-        return FakeEvent(self.gpu, words)
 
     def keep(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         pass
@@ -375,30 +389,6 @@ def close_names() -> None:
         os.close(_names.popitem()[1].fd)
 
 
-class _AfterStream:
-    """A Gloo group that, as with CUDA tensors, begins when the current stream has come that far."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._group, name)
-
-        def call(*args: Any) -> Any:
-            work = method(*args)
-            if work is not None:
-                work.wait()
-            return work
-
-        return _off_stream(call)
-
-
-class _Hierarchical(HierarchicalCollectives):
-    def __init__(self, membership, local, leaders, everyone, agreement=None) -> None:  # type: ignore[no-untyped-def]
-        wrapped = [None if group is None else _AfterStream(group) for group in (leaders, everyone, agreement)]
-        super().__init__(membership, local, wrapped[0], wrapped[1], wrapped[2])
-
-
 def _over(staged: Any) -> Any:
     staged._host = OnHost(staged._host)
     return staged
@@ -414,7 +404,6 @@ def install(seed: int) -> None:
     device_side.set_up_staging = lambda host, *args: _over(set_up(host, *args))
     device_setup.STEP_S = float(os.environ.get("FAKE_CUDA_STEP_S", device_setup.STEP_S))
     collective_group.in_host_memory = lambda *tensors: False
-    device_setup.HierarchicalCollectives = _Hierarchical  # type: ignore[misc]
     # Both work on the host, whose tensors are no others than the device's here.
     group = collective_group.CollectiveGroup
     for name in ("_run_gloo", "_exchange_sizes"):

@@ -31,7 +31,7 @@ def engine_of(pg: IpcProcessGroup) -> Engine:
     """The engine that runs this rank's calls on the device."""
     lane = pg._device_side._lane
     assert lane is not None, pg.staged_reason
-    return lane.local.engine
+    return lane.collectives.engine
 
 
 def filled(numel: int = NUMEL) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -126,6 +128,7 @@ def run_ranks(
     timeout_s: float = 30.0,
     env: Mapping[str, str] | Callable[[int], Mapping[str, str]] = {},  # noqa: B006 (read only)
     needed: int | None = None,
+    fresh: bool = False,
 ) -> list[Outcome]:
     """Run ``function(job, *args)`` in `size` processes; kill what is left after `limit_s` seconds.
 
@@ -137,6 +140,7 @@ def run_ranks(
         timeout_s: Collective timeout of the process group that `Job.init` makes.
         env: Environment variables, for all ranks or by rank.
         needed: Wait only for the first so many ranks, then kill the rest.
+        fresh: Start new interpreters, which have the variables before torch is imported.
     """
     store = open_local_store()
     pipes: dict[Connection, int] = {}
@@ -145,8 +149,14 @@ def run_ranks(
         receiver, sender = CONTEXT.Pipe(duplex=False)
         variables = dict(env(rank) if callable(env) else env)
         job = Job(rank, size, store.port, timeout_s)
-        process = new_process(_child, function, job, args, variables, sender)
-        process.start()
+        if fresh:
+            process = multiprocessing.get_context("spawn").Process(
+                target=_child, args=(function, job, args, variables, sender), daemon=True
+            )
+        else:
+            process = new_process(_child, function, job, args, variables, sender)
+        with mock.patch.dict(os.environ, variables if fresh else {}):
+            process.start()
         sender.close()
         pipes[receiver] = rank
         processes.append(process)

@@ -28,7 +28,7 @@ from ray_fracbackend.ipc.host.memory import block_bytes
 from ray_fracbackend.ipc.protocol.control import control_bytes
 from ray_fracbackend.ipc.protocol.description import Terms, describe_call
 from ray_fracbackend.ipc.protocol.engine import Engine
-from ray_fracbackend.ipc.protocol.local import LEADER, LocalCollectives, ReductionPlan
+from ray_fracbackend.ipc.protocol.local import LocalCollectives, ReductionPlan
 from ray_fracbackend.ipc.protocol.reductions import Reduction
 
 CHUNK_BYTES = 65536
@@ -44,7 +44,7 @@ class Ranks:
         self.streams = [FakeStream(gpu) for _ in range(num_ranks)]
         arena, name = create_arena(control_bytes(num_ranks))
         os.close(name.fd)
-        sizes = [block_bytes(CHUNK_BYTES, num_ranks, r == LEADER) for r in range(num_ranks)]
+        sizes = [block_bytes(CHUNK_BYTES, plan.folded_bytes(CHUNK_BYTES, r, num_ranks)) for r in range(num_ranks)]
         parts = DeviceParts(CHUNK_BYTES, sizes, [self.runtime.allocate(size) for size in sizes])
         parts.events = [[self.runtime.new_shared_event() for _ in (0, 1)] for _ in range(num_ranks)]
         peers = [Peer(os.getpid(), start_time(os.getpid()))] * num_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 
@@ -115,6 +116,34 @@ def test_sleepers_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.01)  # what comes between its mark and its sleep
         publisher.publish(step)
     thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_rank_that_polls_lets_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes its lock from no thread here: the one that polls has to give it."""
+    monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, str(1_000_000))
+    arena, name = create_arena(control_bytes(2))
+    os.close(name.fd)
+    myself = Peer(os.getpid(), start_time(os.getpid()))
+    page = ControlPage(arena, 0, 2)
+    waiter = waiting.Waiter(page, arena.address, [myself] * 2, ["rank 0", "rank 1"])
+    polls, before = threading.Event(), sys.getswitchinterval()
+
+    def wait() -> None:
+        polls.set()
+        assert waiter._spin(page.counter_index[1], 1, time.monotonic() + 30)
+
+    sys.setswitchinterval(1000)
+    try:
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        polls.wait()
+        time.sleep(0.01)
+        # Reached before the polling ends.
+        page.words[page.counter_index[1]] = 1
+    finally:
+        sys.setswitchinterval(before)
+    thread.join(60)
     assert not thread.is_alive()
 
 

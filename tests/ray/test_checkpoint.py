@@ -25,7 +25,7 @@ _STORED = "files: ['model.pt'] 1.0"
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("in_turn", _STORED),
+        pytest.param("in_turn", _STORED, marks=pytest.mark.full(but="V2")),
         pytest.param("rank0", _STORED, marks=pytest.mark.full),
         pytest.param("stock", "WinError 32", marks=pytest.mark.full),
     ],

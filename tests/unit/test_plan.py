@@ -259,6 +259,15 @@ class TestShared:
         (warning,) = found.warnings
         assert re.search(r"stages CUDA tensors through host memory.*\(rank 0 \(.*\): no ipc here\)", warning)
 
+    def test_ipc_policy_on_several_devices(self, monkeypatch):
+        """Device memory carries a group on one device; auto leaves ipc where it would only stage."""
+        workers = job(gpu("a"), gpu("a"), gpu("b"), gpu("b"), **_IPC)
+        (warning,) = plan(workers, on_shared_device="ipc").warnings
+        assert "stages CUDA tensors through host memory" in warning
+        assert "the workers are on 2 devices" in warning
+        monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
+        assert plan(workers).backend == "gloo"
+
     @pytest.mark.parametrize(
         ("platform", "options", "backend"),
         [

@@ -2,7 +2,7 @@
 
 The ranks exchange messages through the host memory that they share already, so a rank that dies or never comes is noticed as
 in any other call. After each step all ranks exchange whether it worked. If it failed on one, all ranks give up with the same
-reason, and Gloo carries the group's CUDA tensors from then on.
+reason, and the group's CUDA tensors are staged from then on.
 """
 
 from __future__ import annotations
@@ -10,28 +10,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 
 from .. import knobs
-from .._torch import PrefixStore, ProcessGroupNCCL, RedOpType, stop
+from .._torch import RedOpType
 from ..errors import IpcUnavailableError
 from ..host.arena import Arena, ArenaName, attach_arena, create_arena
 from ..host.memory import block_bytes
-from ..protocol.collectives import Collectives, HostCollectives
 from ..protocol.control import control_bytes
 from ..protocol.description import Terms, describe_call, first_on_device
 from ..protocol.engine import Engine
-from ..protocol.hierarchy import HierarchicalCollectives, gloo_leaders, leads
 from ..protocol.local import LEADER, LocalCollectives, ReductionPlan
 from ..protocol.reductions import Reduction
-from ..protocol.setup import Membership, group_by_host, share
-from ..protocol.waiting import Beside
+from ..protocol.setup import share
 from .memory import DeviceMemory, DeviceParts, free_retired, give_up
 from .runtime import CommunicationStream, wait_on_host
 
@@ -46,56 +42,34 @@ _NUM_CHECKS = 4
 
 
 @dataclass(frozen=True)
-class HostSide:
-    """What a group has before it has device memory.
-
-    Attributes:
-        membership: Ranks of each host.
-        local: Collectives of this rank's host.
-        collectives: Collectives of the group's CPU tensors.
-        gloo: The Gloo group of all ranks.
-        store: The group's store.
-    """
-
-    membership: Membership
-    local: LocalCollectives
-    collectives: HostCollectives
-    gloo: Any
-    store: Any
-
-
-@dataclass(frozen=True)
 class DeviceLane:
     """What a group has once its device memory works.
 
     Attributes:
-        local: Collectives of this rank's device.
-        memory: Their transport.
         collectives: Collectives of the group.
-        leaders: Groups between the leaders, to be ended with this one.
+        memory: Their transport.
     """
 
-    local: LocalCollectives
+    collectives: LocalCollectives
     memory: DeviceMemory
-    collectives: Collectives
-    leaders: tuple[Any, ...]
 
 
 class DeviceSetup:
     """One attempt to set device memory up; every rank of the group makes it in the same call.
 
     Args:
-        host: The group so far.
+        host: Collectives of the group's CPU tensors; all ranks are on one host.
+        names: How messages call each rank.
         stream: The group's stream on this rank's device.
-        timeout: Default timeout of the group's collectives.
     """
 
-    def __init__(self, host: HostSide, stream: CommunicationStream, timeout: timedelta) -> None:
+    def __init__(self, host: LocalCollectives, names: Sequence[str], stream: CommunicationStream) -> None:
         self._host = host
+        self._names = names
         self._stream = stream
         self._runtime = stream.runtime
-        self._timeout = timeout
-        self._rank = host.membership.rank
+        self._rank = host.rank
+        self._size = host.num_ranks
 
     def run(self, first_call: bytes, timeout_s: float) -> DeviceLane:
         """Set it up.
@@ -109,19 +83,22 @@ class DeviceSetup:
             IpcError: A rank did not come or died; the group is broken.
         """
         infos = self._share(self._hello, Terms.within(first_on_device(first_call), timeout_s))
-        membership = self._group(infos)
-        own = membership.local_ranks.index(self._rank)
-        parts = self._allocate(membership, own, min(info["chunk"] for info in infos))
+        num_devices = len({info["uuid"] for info in infos})
+        if num_devices > 1:
+            raise IpcUnavailableError(f"the ranks are on {num_devices} devices")
+        # The first rank decides how all reduce.
+        plan = ReductionPlan(infos[0]["one_pass"], 2, infos[0]["by_leader"])
+        parts = self._allocate(min(info["chunk"] for info in infos), plan)
         try:
-            arena = self._connect(membership, parts, own)
+            arena = self._connect(parts)
         except IpcUnavailableError:
             # Nothing has been issued to the device, so all can be given back.
-            parts.close_imports(self._runtime, own)
+            parts.close_imports(self._runtime, self._rank)
             self._share(dict)
-            parts.free_own(self._runtime, own)
+            parts.free_own(self._runtime, self._rank)
             raise
         try:
-            return self._start(membership, parts, arena, infos[membership.local_ranks[0]])
+            return self._start(parts, arena, plan)
         except IpcUnavailableError:
             # The device may be stuck in what was issued: freeing would wait for it.
             give_up()
@@ -133,47 +110,41 @@ class DeviceSetup:
         Raises:
             IpcUnavailableError: The step failed on some rank; every rank raises the first rank's reason.
         """
-        host = self._host
-        return share(host.collectives, host.membership.names, step, terms or Terms.within(_SET_UP, STEP_S))
+        return share(self._host, self._names, step, terms or Terms.within(_SET_UP, STEP_S))
 
     def _hello(self) -> dict[str, Any]:
+        if knobs.device_path() == "staged":
+            return {"error": f"{knobs.DEVICE_PATH_ENV_VAR}=staged is set"}
+        if missing := self._runtime.missing():
+            return {"error": missing}
         return {
-            "error": self._runtime.missing(),
             "uuid": self._runtime.uuid(),
             "chunk": knobs.device_chunk_bytes(),
             "one_pass": knobs.device_one_pass_bytes(),
             "by_leader": knobs.device_reduces_by_leader(),
-            "nccl": ProcessGroupNCCL is not None,
         }
 
-    def _group(self, infos: list[dict[str, Any]]) -> Membership:
-        """Group the ranks by the device that they share; ranks of different hosts never share one."""
-        host = self._host.membership
-        host_of = {rank: index for index, members in enumerate(host.hosts) for rank in members}
-        devices = group_by_host([f"{host_of[rank]}/{info['uuid']}" for rank, info in enumerate(infos)])
-        if len(devices) == len(infos) > 1 and not all(info["nccl"] for info in infos):
-            raise IpcUnavailableError("no two ranks share a device, and NCCL is not there to connect devices")
-        return Membership(self._rank, devices, host.names)
-
-    def _allocate(self, membership: Membership, own: int, chunk_bytes: int) -> DeviceParts:
-        """Allocate this rank's block, with the largest half, quarter, ... of the chunk size that every device has."""
-        members = membership.local_ranks
+    def _allocate(self, chunk_bytes: int, plan: ReductionPlan) -> DeviceParts:
+        """Allocate this rank's block, with the largest half, quarter, ... of the chunk size that the device has for all."""
         while True:
-            sizes = [block_bytes(chunk_bytes, len(members), r == LEADER) for r in range(len(members))]
-            parts = DeviceParts(chunk_bytes, sizes, [None] * len(members), [[] for _ in members])
+            sizes = [
+                block_bytes(chunk_bytes, plan.folded_bytes(chunk_bytes, rank, self._size)) for rank in range(self._size)
+            ]
+            parts = DeviceParts(chunk_bytes, sizes, [None] * self._size, [[] for _ in range(self._size)])
             try:
-                answers = self._share(partial(self._allocate_block, parts, own))
+                answers = self._share(partial(self._allocate_block, parts))
             except IpcUnavailableError:
-                parts.free_own(self._runtime, own)
+                parts.free_own(self._runtime, self._rank)
                 raise
             if not any(answer["short"] for answer in answers):
                 return parts
-            parts.free_own(self._runtime, own)
+            parts.free_own(self._runtime, self._rank)
             chunk_bytes = chunk_bytes // 2 // 4096 * 4096
             if chunk_bytes < knobs.MIN_CHUNK_BYTES:
                 raise IpcUnavailableError("there is not enough free device memory even for small slots")
 
-    def _allocate_block(self, parts: DeviceParts, own: int) -> dict[str, Any]:
+    def _allocate_block(self, parts: DeviceParts) -> dict[str, Any]:
+        own = self._rank
         free_retired()
         try:
             try:
@@ -185,17 +156,16 @@ class DeviceSetup:
             return {"short": True}
         return {"short": False}
 
-    def _connect(self, membership: Membership, parts: DeviceParts, own: int) -> Arena:
+    def _connect(self, parts: DeviceParts) -> Arena:
         """Map the other ranks' blocks, events and the device's control page."""
-        members = membership.local_ranks
         arena: Arena | None = None
         with contextlib.ExitStack() as stack:
 
             def export() -> dict[str, Any]:
                 nonlocal arena
-                message = self._export(parts, own)
-                if own == LEADER:
-                    arena, name = create_arena(control_bytes(len(members)))
+                message = self._export(parts)
+                if self._rank == LEADER:
+                    arena, name = create_arena(control_bytes(self._size))
                     stack.callback(os.close, name.fd)
                     message["arena"] = asdict(name)
                 return message
@@ -205,87 +175,53 @@ class DeviceSetup:
             def attach() -> dict[str, Any]:
                 nonlocal arena
                 if arena is None:
-                    arena = attach_arena(ArenaName(**answers[members[LEADER]]["arena"]))
-                self._open(parts, own, [answers[rank] for rank in members])
+                    arena = attach_arena(ArenaName(**answers[LEADER]["arena"]))
+                self._open(parts, answers)
                 return {}
 
             self._share(attach)
         assert arena is not None
         return arena
 
-    def _export(self, parts: DeviceParts, own: int) -> dict[str, Any]:
-        block = parts.blocks[own]
+    def _export(self, parts: DeviceParts) -> dict[str, Any]:
+        block = parts.blocks[self._rank]
         assert block is not None
         events = [self._runtime.new_shared_event() for _ in (0, 1)]
         for event in events:
             # An event has a handle only once it has been recorded.
             event.record(self._stream.stream)
-        parts.events[own] = events
+        parts.events[self._rank] = events
         handles = [self._runtime.export_event(event).hex() for event in events]
         return {"block": self._runtime.export(block).hex(), "events": handles}
 
-    def _open(self, parts: DeviceParts, own: int, answers: list[dict[str, Any]]) -> None:
+    def _open(self, parts: DeviceParts, answers: list[dict[str, Any]]) -> None:
         for r, answer in enumerate(answers):
-            if r != own:
+            if r != self._rank:
                 parts.blocks[r] = self._runtime.open(bytes.fromhex(answer["block"]), parts.sizes[r])
                 parts.events[r] = [self._runtime.open_event(bytes.fromhex(text)) for text in answer["events"]]
 
-    def _start(self, membership: Membership, parts: DeviceParts, arena: Arena, settings: dict[str, Any]) -> DeviceLane:
-        """Make the collectives, try them, connect the devices."""
-        host, members = self._host.membership, membership.local_ranks
-        own = members.index(self._rank)
-        host_waiter = self._host.local.engine.waiter
-        there = {r: host.local_ranks.index(rank) for r, rank in enumerate(members)}
-
-        peers = [host_waiter.peers[there[r]] for r in range(len(members))]
-        memory = DeviceMemory(self._runtime, self._stream.stream, parts, own)
-        engine = Engine(arena, own, peers, [host.names[rank] for rank in members], memory)
-        local = LocalCollectives(engine, ReductionPlan(settings["one_pass"], 2, settings["by_leader"]))
+    def _start(self, parts: DeviceParts, arena: Arena, plan: ReductionPlan) -> DeviceLane:
+        """Make the collectives and try them."""
+        host = self._host.engine
+        memory = DeviceMemory(self._runtime, self._stream.stream, parts, self._rank)
+        engine = Engine(arena, self._rank, host.waiter.peers, list(self._names), memory)
+        local = LocalCollectives(engine, plan)
 
         def check() -> dict[str, Any]:
             check_collectives(local, self._stream, STEP_S / 2)
             return {}
 
         self._share(check)
-        collectives, leaders = self._connect_devices(membership, local)
         # From here on a failure in either memory ends the group.
-        back = {host_rank: r for r, host_rank in there.items()}
-        engine.waiter.beside = Beside(host_waiter, there)
-        host_waiter.beside = Beside(engine.waiter, back)
-        engine.on_failure.append(self._host.local.engine.fail)
+        engine.waiter.beside, host.waiter.beside = host.waiter, engine.waiter
+        engine.on_failure.append(host.fail)
         logger.log(
             logging.INFO if self._rank == 0 else logging.DEBUG,
-            "ipc device memory for %d ranks on %d devices, chunks of %d bytes",
-            self._host.collectives.num_ranks,
-            len(membership.hosts),
+            "ipc device memory for %d ranks, chunks of %d bytes",
+            self._size,
             memory.chunk_bytes,
         )
-        return DeviceLane(local, memory, collectives, leaders)
-
-    def _connect_devices(self, membership: Membership, local: LocalCollectives) -> tuple[Collectives, tuple[Any, ...]]:
-        if len(membership.hosts) == 1:
-            return local, ()
-        store = PrefixStore("device", self._host.store)
-        gloo = nccl = None
-
-        def connect_gloo() -> dict[str, Any]:
-            nonlocal gloo
-            gloo = gloo_leaders(store, membership, self._timeout)
-            return {"nccl": ProcessGroupNCCL is not None}
-
-        def connect_nccl() -> dict[str, Any]:
-            nonlocal nccl
-            # NCCL may refuse what it finds between the devices; Gloo then moves the leaders' data.
-            with contextlib.suppress(RuntimeError):
-                nccl = nccl_leaders(store, membership, self._timeout, self._stream, STEP_S / 2)
-                return {"works": True}
-            return {"works": False}
-
-        has_nccl = all(answer["nccl"] for answer in self._share(connect_gloo))
-        has_nccl = has_nccl and all(answer["works"] for answer in self._share(connect_nccl))
-        data = nccl if has_nccl else gloo
-        collectives = HierarchicalCollectives(membership, local, data, self._host.gloo, agreement=gloo)
-        return collectives, tuple(group for group in (nccl, gloo) if group is not None)
+        return DeviceLane(local, memory)
 
 
 def check_collectives(local: LocalCollectives, stream: CommunicationStream, patience_s: float) -> None:
@@ -327,38 +263,3 @@ def check_collectives(local: LocalCollectives, stream: CommunicationStream, pati
 
 def _value(rank: int, number: int) -> int:
     return (rank * _NUM_CHECKS + number) % 251 + 1
-
-
-def nccl_leaders(
-    store: Any, membership: Membership, timeout: timedelta, stream: CommunicationStream, patience_s: float
-) -> Any:
-    """Create the NCCL group between the leaders and check a sum; None where `gloo_leaders` returns None.
-
-    Args:
-        store: The group's store.
-        membership: Ranks of each device, so that no two leaders share one, which NCCL would refuse.
-        timeout: Time limit of its collectives.
-        stream: Where to try it.
-        patience_s: Seconds until the trial counts as failed.
-
-    Raises:
-        RuntimeError: NCCL cannot connect the leaders, or adds up wrong.
-    """
-    if not leads(membership):
-        return None
-    runtime, size = stream.runtime, len(membership.hosts)
-    group = ProcessGroupNCCL(PrefixStore("ipc-nccl-leaders", store), membership.host_index, size, timeout)
-    with runtime.on(stream.stream):
-        ones = torch.ones(1024, device=runtime.device)
-        group.allreduce([ones]).wait()
-        done = runtime.new_event()
-        done.record(stream.stream)
-    try:
-        wait_on_host(done, patience_s)
-        if not bool((ones.cpu() == size).all()):
-            raise RuntimeError("NCCL added up wrong")
-    except RuntimeError:
-        # The stream waits for it, and so would all that is given to the stream later.
-        stop([group], "abort")
-        raise
-    return group

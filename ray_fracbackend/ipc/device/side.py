@@ -2,7 +2,7 @@
 
 That is set up at the first call with such tensors, not when the group is made: only then is the device known, and many groups
 (of meshes, of sharded models) never move one. Two things are tried in turn: memory of the device that all its ranks have mapped,
-then staging through pinned host memory, which always works.
+then staging through pinned host memory, which always works. A group of one rank needs neither.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 
 import torch
 
-from .._torch import set_timeout, stop
+from .. import knobs
 from ..errors import IpcUnavailableError
 from ..protocol.collectives import Collectives, HostCollectives
 from ..protocol.description import description_text
+from ..protocol.local import LocalCollectives
+from ..protocol.lone import LoneCollectives
 from . import runtime
 from .memory import free_retired, give_up
 from .runtime import CommunicationStream, wait_on_host
-from .setup import DeviceLane, DeviceSetup, HostSide
+from .setup import DeviceLane, DeviceSetup
 from .staged import set_up_staging
 
 logger = logging.getLogger(__name__)
@@ -34,23 +35,27 @@ class DeviceSide:
     """What a group does with tensors on an accelerator.
 
     Args:
-        collectives: Collectives of the group's CPU tensors.
+        host: Collectives of the group's CPU tensors.
         names: How messages call each rank.
-        timeout: Default timeout of the group's collectives.
-        shared: What the ranks need to share memory of a device; or why all tensors are staged.
+        shared: The same collectives where all ranks are on one host, whose device memory they may share; None on several hosts.
+        staged_reason: Why the tensors are staged whatever the device could do; None for a group that tries device memory first.
 
     Attributes:
-        staged_reason: Why the tensors are staged, as far as that is known; None while nothing speaks against device memory.
+        staged_reason: Why the tensors are staged; None while that is not known, or they are not.
     """
 
     def __init__(
-        self, collectives: HostCollectives, names: Sequence[str], timeout: timedelta, shared: HostSide | str
+        self,
+        host: HostCollectives,
+        names: Sequence[str],
+        shared: LocalCollectives | None = None,
+        staged_reason: str | None = None,
     ) -> None:
-        self.staged_reason = shared if isinstance(shared, str) else None
-        self._host = collectives
+        self.staged_reason = staged_reason
+        self._kind = runtime.CudaRuntime if staged_reason is None else runtime.AcceleratorRuntime
+        self._host = host
         self._names = names
-        self._timeout = timeout
-        self._shared = None if isinstance(shared, str) else shared
+        self._shared = shared
         self._device: torch.device | None = None
         self._lane: DeviceLane | None = None
         self._collectives: Collectives | None = None
@@ -61,19 +66,11 @@ class DeviceSide:
         """How the tensors travel, and why so; None where none has come yet."""
         if self._collectives is None:
             return None
+        if self._host.num_ranks == 1:
+            return "nowhere: the group has one rank"
         if self._lane is not None:
             return "shared device memory"
         return f"staged through host memory ({self.staged_reason})"
-
-    @property
-    def _kind(self) -> type[runtime.AcceleratorRuntime]:
-        return runtime.AcceleratorRuntime if self._shared is None else runtime.CudaRuntime
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the default timeout of later collectives, the only one that NCCL knows."""
-        self._timeout = timeout
-        for group in self._lane.leaders if self._lane is not None else ():
-            set_timeout(group, timeout)
 
     def device_of(self, tensors: Sequence[torch.Tensor]) -> torch.device | None:
         """Return the first device with streams among those of the tensors, or None."""
@@ -106,14 +103,18 @@ class DeviceSide:
         if self._device is not None:
             return
         self._device = device
-        if self._shared is not None:
+        if self._host.num_ranks == 1:
+            self._collectives = LoneCollectives()
+            return
+        if self.staged_reason is None:
             try:
-                self._lane = DeviceSetup(self._shared, self.stream_of(device), self._timeout).run(
-                    description, timeout_s
-                )
+                self._lane = self._set_up_memory(device, description, timeout_s)
                 self._collectives = self._lane.collectives
                 return
             except IpcUnavailableError as error:
+                if knobs.device_path() == "memory":
+                    self._host.fail(f"{knobs.DEVICE_PATH_ENV_VAR}=memory is set, and {error}")
+                    raise
                 self.staged_reason = str(error)
                 self.stream_of(device).renew()
                 if self._host.rank == 0:
@@ -122,6 +123,11 @@ class DeviceSide:
                     )
         self._collectives = set_up_staging(self._host, self._names, self.stream_of(device), description, timeout_s)
 
+    def _set_up_memory(self, device: torch.device, description: bytes, timeout_s: float) -> DeviceLane:
+        if self._shared is None:
+            raise IpcUnavailableError("the ranks are on several hosts")
+        return DeviceSetup(self._shared, self._names, self.stream_of(device)).run(description, timeout_s)
+
     def collectives(self, device: torch.device) -> Collectives | None:
         """Return the collectives for tensors on `device`, None where the group uses another one; after `prepare`."""
         return self._collectives if device == self._device else None
@@ -129,16 +135,15 @@ class DeviceSide:
     def abort(self, reason: str) -> None:
         """Break the device's part of the group; touches no device. May be called again."""
         if self._lane is not None:
-            self._lane.local.engine.abort(reason)
+            self._lane.collectives.engine.abort(reason)
             give_up()
-            stop(self._lane.leaders, "abort")
 
     def shutdown(self, idle: bool) -> None:
         """Leave the device's part of the group; `idle` says that no call is in progress. May be called again."""
         lane, self._lane = self._lane, None
         if lane is None:
             return
-        engine = lane.local.engine
+        engine = lane.collectives.engine
         if not (idle and not engine.waiter.is_poisoned() and self._is_through()):
             # What the device still does with the memory cannot be known; the end of the process frees it.
             give_up()
@@ -146,7 +151,6 @@ class DeviceSide:
         else:
             engine.close(keeps_memory=not lane.memory.close_imports())
             lane.memory.retire(engine.waiter.is_alone)
-        stop(lane.leaders, "shutdown")
 
     def _is_through(self) -> bool:
         with suppress(RuntimeError):

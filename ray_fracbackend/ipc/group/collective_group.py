@@ -183,7 +183,6 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default timeout of later collectives."""
         self._timeout = timeout
-        self._device_side.set_timeout(timeout)
         for gloo in (self._gloo, *self._inner):
             set_timeout(gloo, timeout)
 

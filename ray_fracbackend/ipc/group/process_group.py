@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from .. import knobs
 from .._torch import DEVICES
-from ..device.setup import HostSide
 from ..device.side import DeviceSide
 from ..protocol.hierarchy import HierarchicalCollectives, gloo_leaders
 from ..protocol.setup import join
@@ -31,22 +31,23 @@ class IpcProcessGroup(CollectiveGroup):
         membership: Ranks of each host.
 
     Raises:
-        IpcUnavailableError: Shared memory cannot be set up on some rank; every rank raises.
+        IpcUnavailableError: Shared memory cannot be set up on some rank, or an environment variable is wrong there; every
+            rank raises.
     """
 
     _asked_as = frozenset({"ipc"})
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, global_ranks: Sequence[int] = ()) -> None:
         super().__init__("ipc", store, rank, size, timeout, global_ranks, DEVICES)
-        self.membership, self._local = join(self._store, rank, size, self._names)
+        self.membership, self._local = join(self._store, rank, size, self._names, _wrong_setting())
         self._leaders = gloo_leaders(self._store, self.membership, timeout)
         self._host = self._local
         if len(self.membership.hosts) > 1:
             self._host = HierarchicalCollectives(self.membership, self._local, self._leaders, self._gloo)
         if self._leaders is not None:
             self._inner.append(self._leaders)
-        shared = HostSide(self.membership, self._local, self._host, self._gloo, self._store)
-        self._device_side = DeviceSide(self._host, self._names, timeout, shared)
+        shared = self._local if len(self.membership.hosts) == 1 else None
+        self._device_side = DeviceSide(self._host, self._names, shared)
         logger.log(
             logging.INFO if rank == 0 else logging.DEBUG,
             "ipc process group of %d ranks on %d hosts, %d here, chunks of %d bytes",
@@ -55,3 +56,12 @@ class IpcProcessGroup(CollectiveGroup):
             self._local.num_ranks,
             self._local.engine.transport.chunk_bytes,
         )
+
+
+def _wrong_setting() -> str | None:
+    """Return what is wrong with a variable that is read only once tensors of a device come."""
+    try:
+        knobs.check_device()
+    except ValueError as error:
+        return str(error)
+    return None

@@ -19,21 +19,20 @@ _ALIGNMENT_BYTES = 4096
 _MAX_VIEWS = 2048
 
 
-def folded_bytes(chunk_bytes: int, num_ranks: int) -> int:
-    """Return the bytes of one share of a chunk, rounded up so that every dtype and page boundary fits."""
+def share_bytes(chunk_bytes: int, num_ranks: int) -> int:
+    """Return the bytes of one rank's share of a chunk, rounded up so that every dtype and page boundary fits."""
     share = -(-chunk_bytes // num_ranks) + 64
     return -(-share // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def block_bytes(chunk_bytes: int, num_ranks: int, whole_chunks: bool = False) -> int:
+def block_bytes(chunk_bytes: int, folded_bytes: int) -> int:
     """Return the bytes of one rank's block.
 
     Args:
         chunk_bytes: Size of a slot in bytes.
-        num_ranks: Local ranks.
-        whole_chunks: Whether this rank reduces for all, so that its folded areas hold whole chunks.
+        folded_bytes: Size of a folded area in bytes.
     """
-    return 2 * (chunk_bytes + (chunk_bytes if whole_chunks else folded_bytes(chunk_bytes, num_ranks)))
+    return 2 * (chunk_bytes + folded_bytes)
 
 
 class SlotMemory:
@@ -70,7 +69,7 @@ class SlotMemory:
     def folded(self, step: int, dtype: torch.dtype, start: int, end: int) -> list[torch.Tensor]:
         """Return the same of the memory for the share that each rank reduces in `step`.
 
-        It is at least ``chunk_bytes / num_ranks`` long, and ``chunk_bytes`` where one rank reduces for all.
+        It is as long as `local.ReductionPlan.folded_bytes` says.
         """
         key = (True, step & 1, dtype, start, end)
         return self._views.get(key) or self._make_views(key, self._folded)

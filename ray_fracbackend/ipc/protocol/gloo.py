@@ -1,4 +1,4 @@
-"""Collectives over a process group of torch: Gloo between all ranks, Gloo or NCCL between leaders. Imports torch.
+"""Collectives over a Gloo group of torch, between all ranks or between the leaders of hosts. Imports torch.
 
 Gloo has few element types, no AVG, no reduce_scatter of every kind, and its MIN and MAX lose a NaN or keep it depending on the
 order. What it does not reduce as `Reduction` does, travels as bytes and is reduced by each rank.
@@ -34,7 +34,7 @@ from .local import Parts, SomeParts, as_bytes
 from .reductions import Reduction
 from .setup import share
 
-# What Gloo and NCCL reduce exactly as we do.
+# What Gloo reduces exactly as we do.
 _DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _OPS = {Op.SUM: Op.SUM, Op.AVG: Op.SUM, Op.PREMUL_SUM: Op.SUM, Op.PRODUCT: Op.PRODUCT}
 _MEET = describe_call("process of each rank")
@@ -56,11 +56,11 @@ def _settle() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class TorchGroup:
-    """Flat, contiguous tensors between the ranks of a torch process group. Errors are torch's.
+class GlooGroup:
+    """Flat, contiguous CPU tensors between the ranks of a Gloo group. Errors are torch's.
 
     Args:
-        group: Gloo, or NCCL between devices.
+        group: The Gloo group.
         rank: This process's rank in it.
         names: How messages call each of its ranks.
         wait: Waits for a Work of the group under the terms of its call; by default as long as the Work does.
@@ -141,11 +141,10 @@ class TorchGroup:
 
     def exchange(self, inputs: SomeParts, outputs: SomeParts, terms: Terms) -> None:
         """Send the bytes of ``inputs[r]`` to rank r and receive those of ``outputs[r]`` from it, None for nothing."""
-        device = next(t.device for t in (*inputs, *outputs) if t is not None)
-        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        empty = torch.empty(0, dtype=torch.uint8)
         sources = [empty if t is None else as_bytes(t) for t in inputs]
         targets = [empty if t is None else as_bytes(t) for t in outputs]
-        received = torch.empty(sum(t.numel() for t in targets), dtype=torch.uint8, device=device)
+        received = torch.empty(sum(t.numel() for t in targets), dtype=torch.uint8)
         out_sizes, in_sizes = [t.numel() for t in targets], [t.numel() for t in sources]
         options = _options("AllToAll", terms)
         self._wait(self.group.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options), terms)
@@ -190,7 +189,7 @@ class GlooCollectives:
             gloo = ProcessGroupGloo(PrefixStore("group", self._store), rank, len(names), timeout)
         except RuntimeError as error:
             raise IpcError(f"{len(names)} ranks cannot connect through Gloo: {error}") from error
-        self._group = TorchGroup(gloo, rank, names, self._wait)
+        self._group = GlooGroup(gloo, rank, names, self._wait)
         own = {"host": host_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
         # All ranks wait here for all: one whose connections stand may leave, which to one that still connects is a broken network.
         infos = share(self, names, lambda: own, Terms.within(_MEET, timeout.total_seconds()))
@@ -284,7 +283,7 @@ class GlooCollectives:
         self._closed = True
 
     @contextmanager
-    def _agreed(self, terms: Terms) -> Iterator[TorchGroup]:
+    def _agreed(self, terms: Terms) -> Iterator[GlooGroup]:
         """Compare descriptions, then run the block; break the group if either fails."""
         what = description_text(terms.description)
         self.raise_if_unusable(what)
@@ -330,7 +329,7 @@ class GlooCollectives:
     def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
         """See `LocalCollectives.reduce_scatter`; each rank receives the parts that it reduces."""
         with self._agreed(terms) as group:
-            received = torch.empty((self.num_ranks, output.numel()), dtype=output.dtype, device=output.device)
+            received = torch.empty((self.num_ranks, output.numel()), dtype=output.dtype)
             if output.numel():
                 group.exchange(inputs, list(received), terms)
             reduction.reduce(output, list(received))

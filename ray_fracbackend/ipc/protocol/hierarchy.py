@@ -1,8 +1,7 @@
-"""Collectives of a group whose ranks are on several hosts, or on several devices. Imports torch.
+"""Collectives of a group whose ranks are on several hosts. Imports torch.
 
-Ranks reduce within their host (or device), the first rank of each (its leader) talks to the other leaders through a group of
-their own (Gloo, or NCCL between devices), and the result comes back through the host's memory. Hosts may differ in
-their number of ranks.
+Ranks reduce within their host, the first rank of each (its leader) talks to the other leaders through a Gloo group of their own,
+and the result comes back through the host's memory. Hosts may differ in their number of ranks.
 Every rank gets bitwise the same result: the leaders' all_reduce gives all leaders the same bytes.
 """
 
@@ -18,21 +17,20 @@ import torch
 from .._torch import PrefixStore, ProcessGroupGloo, stop
 from ..errors import CollectiveTimeoutError, IpcError
 from .description import Terms, description_text
-from .gloo import TorchGroup
+from .gloo import GlooGroup
 from .local import LocalCollectives, Parts, SomeParts, as_bytes
 from .reductions import Reduction
 from .setup import Membership
 
 
 class HierarchicalCollectives:
-    """Collectives of a group on several hosts or devices; the arguments are those of `LocalCollectives`.
+    """Collectives of a group on several hosts; the arguments are those of `LocalCollectives`.
 
     Args:
-        membership: Ranks of each host, or of each device.
+        membership: Ranks of each host.
         local: Collectives of this rank's host.
-        leaders: Group of the leaders that moves their data, rank = host index; None on other ranks.
+        leaders: Gloo group of the leaders, rank = host index; None on other ranks.
         everyone: Gloo group of all ranks.
-        agreement: Gloo group of the leaders, in which they compare descriptions; None for `leaders` itself.
     """
 
     def __init__(
@@ -41,7 +39,6 @@ class HierarchicalCollectives:
         local: LocalCollectives,
         leaders: Any,
         everyone: Any,
-        agreement: Any = None,
     ) -> None:
         self.rank = membership.rank
         self.num_ranks = sum(map(len, membership.hosts))
@@ -49,16 +46,15 @@ class HierarchicalCollectives:
         self._hosts = membership.hosts
         self._host = membership.host_index
         names = [membership.names[members[0]] for members in membership.hosts]
-        self._leaders = None if leaders is None else TorchGroup(leaders, membership.host_index, names)
-        self._everyone = TorchGroup(everyone, membership.rank, membership.names)
-        self._agreement = self._leaders if agreement is None else TorchGroup(agreement, membership.host_index, names)
+        self._leaders = None if leaders is None else GlooGroup(leaders, membership.host_index, names)
+        self._everyone = GlooGroup(everyone, membership.rank, membership.names)
         if leaders is not None:
             local.engine.on_failure.append(self._hang_up)
 
     def _hang_up(self, reason: str) -> None:
         """End the connections to other leaders, so that a failure on this host reaches their hosts at once."""
         # Where this torch's Gloo has no abort, the other leaders notice at their timeout.
-        stop([link.group for link in (self._agreement, self._leaders) if link is not None], "abort")
+        stop([self._leaders.group] if self._leaders is not None else [], "abort")
 
     @contextmanager
     def _poisoning(self, terms: Terms) -> Iterator[None]:
@@ -90,15 +86,15 @@ class HierarchicalCollectives:
         """See `LocalCollectives.close`."""
         self._local.close(idle)
 
-    def _between_hosts(self, function: Callable[[TorchGroup], None], terms: Terms) -> Terms:
+    def _between_hosts(self, function: Callable[[GlooGroup], None], terms: Terms) -> Terms:
         """Run `function` on the leader, after the leaders have compared descriptions; return terms for what comes after.
 
         The others wait for the leader longer than it waits, so that they raise what it raises and not that it is late.
         """
-        if self._leaders is None or self._agreement is None:
+        if self._leaders is None:
             return terms.later()
         with self._poisoning(terms):
-            self._agreement.agree(terms)
+            self._leaders.agree(terms)
             function(self._leaders)
         return terms
 
@@ -112,10 +108,10 @@ class HierarchicalCollectives:
         """See `LocalCollectives.reduce`; all ranks get the result, and those that are no root drop it."""
         result = tensor if root in (None, self.rank) else tensor.clone()
         numel = tensor.numel() if self._leaders else 0
-        partial = torch.empty(numel, dtype=reduction.accumulate_dtype, device=tensor.device)
+        partial = torch.empty(numel, dtype=reduction.accumulate_dtype)
         self._local.reduce(tensor, 0, reduction, terms, partial)
 
-        def reduce_partials(leaders: TorchGroup) -> None:
+        def reduce_partials(leaders: GlooGroup) -> None:
             leaders.reduce(partial, result, reduction, terms)
 
         self._local.broadcast(result, 0, self._between_hosts(reduce_partials, terms))
@@ -137,7 +133,7 @@ class HierarchicalCollectives:
             return
         assert outputs is not None
         data = as_bytes(tensor)
-        everything = torch.empty(self.num_ranks * data.numel(), dtype=torch.uint8, device=data.device)
+        everything = torch.empty(self.num_ranks * data.numel(), dtype=torch.uint8)
         blocks: list[torch.Tensor] = []
         for members in self._hosts:
             start = sum(block.numel() for block in blocks)
@@ -145,7 +141,7 @@ class HierarchicalCollectives:
         own = list(blocks[self._host].view(len(self._hosts[self._host]), data.numel()))
         self._local.gather(data, own, 0, terms)
 
-        def exchange(leaders: TorchGroup) -> None:
+        def exchange(leaders: GlooGroup) -> None:
             for host, block in enumerate(blocks):
                 leaders.broadcast(block, host, terms)
 

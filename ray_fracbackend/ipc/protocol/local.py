@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..host.memory import share_bytes
 from .description import Terms
 from .engine import Call, ChunkFunction, Engine
 from .reductions import Reduction
@@ -38,6 +39,12 @@ class ReductionPlan:
     one_pass_bytes: int
     two_pass_ranks: int
     by_leader: bool
+
+    def folded_bytes(self, chunk_bytes: int, rank: int, num_ranks: int) -> int:
+        """Return the bytes of a local rank's folded area: a share of a chunk, or where one rank reduces all of it or nothing."""
+        if self.by_leader:
+            return chunk_bytes if rank == LEADER else 0
+        return share_bytes(chunk_bytes, num_ranks)
 
 
 class LocalCollectives:

@@ -20,7 +20,7 @@ from .._torch import PrefixStore
 from ..errors import IpcUnavailableError
 from ..host.arena import Arena, ArenaName, attach_arena, create_arena
 from ..host.liveness import Peer, start_time
-from ..host.memory import SlotMemory, block_bytes
+from ..host.memory import SlotMemory, block_bytes, share_bytes
 from ..host.support import host_id, host_memory_support
 from .collectives import Collectives
 from .control import control_bytes
@@ -38,7 +38,7 @@ class Membership:
 
     Attributes:
         rank: This process's rank in the group.
-        hosts: Group ranks of each host, ascending; hosts by their lowest rank. For device memory, of each device.
+        hosts: Group ranks of each host, ascending; hosts by their lowest rank.
         names: How messages call each group rank: "rank" and its global rank.
     """
 
@@ -87,7 +87,7 @@ def join(
     try:
         arena, chunk_bytes, keep_fd = _open_arena(store, rank, members)
         data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(len(members)) :]
-        stride = block_bytes(chunk_bytes, len(members))
+        stride = block_bytes(chunk_bytes, share_bytes(chunk_bytes, len(members)))
         memory = SlotMemory(chunk_bytes, [data[r * stride : (r + 1) * stride] for r in range(len(members))])
         peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
         engine = Engine(arena, members.index(rank), peers, [names[r] for r in members], memory)
@@ -190,7 +190,7 @@ def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, int]:
     """Create an arena with the wanted chunk size, or with the largest half, quarter, ... that the kernel gives."""
     chunk_bytes = knobs.chunk_bytes()
     while True:
-        num_bytes = control_bytes(num_ranks) + num_ranks * block_bytes(chunk_bytes, num_ranks)
+        num_bytes = control_bytes(num_ranks) + num_ranks * block_bytes(chunk_bytes, share_bytes(chunk_bytes, num_ranks))
         try:
             arena, name = create_arena(num_bytes)
             return arena, name, chunk_bytes

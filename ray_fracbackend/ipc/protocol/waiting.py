@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 
 from .. import knobs
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, GroupPoisonedError, PeerLostError
@@ -28,19 +27,6 @@ _MIN_SPIN_US = 5
 _NEAR_MISS = 1.5
 
 
-@dataclass(frozen=True)
-class Beside:
-    """The group's other kind of memory, whose calls are counted on a page of their own.
-
-    Attributes:
-        waiter: This rank's side of that page.
-        ranks: Local ranks there, by local ranks here; ranks that are not there are missing.
-    """
-
-    waiter: Waiter
-    ranks: dict[int, int]
-
-
 class Waiter:
     """One rank's side of the counters of a host.
 
@@ -52,12 +38,13 @@ class Waiter:
 
     Attributes:
         peers: As given.
-        beside: The group's other memory, once there is one.
+        beside: This rank's side of the group's other kind of memory, whose calls are counted on a page of their own; None until
+            there is one.
     """
 
     def __init__(self, control: ControlPage, address: int, peers: list[Peer], names: list[str]) -> None:
         _, self._acquire_fence, self._full_fence = make_fences()
-        self.beside: Beside | None = None
+        self.beside: Waiter | None = None
         self._control = control
         self._words = control.words
         self._counters = control.counter_index
@@ -138,7 +125,7 @@ class Waiter:
     def _raise_if_hopeless(self, peer: int, step: int, deadline: float, what: str) -> None:
         self.raise_if_poisoned(what)
         if self.beside is not None:
-            self.beside.waiter.raise_if_poisoned(what)
+            self.beside.raise_if_poisoned(what)
         # Every rank that has not come yet must still be able to, not only the one that is waited for first.
         for rank in range(self._control.num_ranks):
             if self._words[self._counters[rank]] < step and rank != self._control.rank:
@@ -168,17 +155,17 @@ class Waiter:
 
     def _raise_if_beside(self, rank: int, step: int, what: str) -> None:
         """Raise if a peer is ahead in the other memory: ranks make all calls in one order, so it will not come here."""
-        if self.beside is None or rank not in self.beside.ranks:
+        there = self.beside
+        if there is None:
             return
-        there, theirs = self.beside.waiter, self.beside.ranks[rank]
         own_step = there._words[there._own]
-        if there._words[there._counters[theirs]] <= own_step:
+        if there._words[there._counters[rank]] <= own_step:
             return
         # It may have passed here first and gone on to there since.
         self._acquire_fence()
         if self._words[self._counters[rank]] >= step:
             return
-        call = description_text(there._control.description(theirs, own_step + 1))
+        call = description_text(there._control.description(rank, own_step + 1))
         raise CollectiveMismatchError(
             f"{self._names[self._control.rank]} called {what} while {self._names[rank]} called {call} as the same "
             f"collective of the group, with tensors of another device; every rank must make the same calls in the same "
