@@ -8,6 +8,8 @@ import json
 import os
 import platform
 import re
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ _STAMP = re.compile(r"(?P<kind>.+?)_(\d{4}-\d{2}-\d{2}|\d{8}_\d{4})")
 
 def environment() -> dict[str, Any]:
     """Hardware, versions and load, so that a number can be read years later."""
-    import ray
     import torch
 
     from ray_fracbackend.decide.worker_info import version_text
@@ -33,9 +34,15 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": version_text(loaded_nccl_version()) if torch.cuda.is_available() else None,
-        "ray": ray.__version__,
+        "ray": _version("ray"),
         "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
     }
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):  # such as Ray on a host where ipc alone is measured
+        return version(package)
+    return None
 
 
 def _cpu_name() -> str:

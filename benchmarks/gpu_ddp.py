@@ -1,6 +1,6 @@
 """How many samples a second does DDP train when its ranks share one GPU, by each backend?
 
-usage: python benchmarks/gpu_ddp.py [--ranks 2 4] [--backends ...] [--budget-s 200] [--dry] [--out FOLDER]
+usage: python benchmarks/gpu_ddp.py [--ranks 2 4] [--backends ...] [--mps] [--budget-s 200] [--dry] [--out FOLDER]
 
 A convolutional network of ResNet-18's shape and size (11 million parameters) and a transformer encoder (19 million), in
 float32. The whole batch is the same for every number of ranks. ``none`` is the same processes without communication, the
@@ -10,12 +10,11 @@ transformer under FSDP2, which Gloo has no collectives for on CUDA: its case end
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 from common import parser, save
-from gpu_ranks import Cases, Rank, add_options, in_rank, mps
+from gpu_ranks import Cases, Rank, add_options, in_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -143,19 +142,12 @@ def main() -> None:
     spec = {"batch": 8 if arguments.dry else 64, "steps_s": 0.05 if arguments.dry else _STEPS_S}
     all_ranks = arguments.ranks[:1] if arguments.dry else arguments.ranks
     cases = Cases(__file__, arguments)
-    started = time.monotonic()
-    cases.run("none", 1, **spec)
-    for num_ranks in all_ranks:
-        for backend in arguments.backends:
-            cases.run(backend, num_ranks, **spec)
-    with mps() as daemon:
-        if isinstance(daemon, dict):
-            for num_ranks in all_ranks:
-                for backend in arguments.backends:
-                    cases.run(backend, num_ranks, daemon, **spec)
-    missing = daemon if isinstance(daemon, str) else None
-    result = {"dry": arguments.dry, "no_mps": missing, "seconds": time.monotonic() - started, "rows": cases.rows}
-    print(save("gpu_ddp", arguments.out, result))
+    with cases.running():
+        cases.run("none", 1, **spec)
+        for num_ranks in all_ranks:
+            for backend in arguments.backends:
+                cases.run(backend, num_ranks, **spec)
+    print(save("gpu_ddp", arguments.out, cases.results()))
 
 
 if __name__ == "__main__" and not in_rank(measure):

@@ -1,6 +1,6 @@
 """What does it cost when one process waits for another's work on the same GPU?
 
-usage: python benchmarks/gpu_handoff.py [--ranks 2 4 8] [--hops 400] [--budget-s 90] [--dry] [--out FOLDER]
+usage: python benchmarks/gpu_handoff.py [--ranks 2 4 8] [--hops 400] [--mps] [--budget-s 90] [--dry] [--out FOLDER]
 
 The ranks stand in a ring. At hop n a rank waits until the host's sequence number is n, makes its stream wait for the event
 that its predecessor recorded, launches a small kernel, records an event of its own and publishes n + 1. Microseconds of a
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from common import parser, save
-from gpu_ranks import Cases, Rank, add_options, in_rank, mps
+from gpu_ranks import Cases, Rank, add_options, in_rank
 
 WAYS = ("event", "host", "number")
 _NUM_SLOTS = 2
@@ -122,15 +122,10 @@ def main() -> None:
     hops = min(arguments.hops, 40) if arguments.dry else arguments.hops
     all_ranks = arguments.ranks[:1] if arguments.dry else arguments.ranks
     cases = Cases(__file__, arguments)
-    for num_ranks in all_ranks:
-        cases.run("gloo", num_ranks, ways=ways, hops=hops)
-    with mps() as started:
-        if isinstance(started, dict):
-            for num_ranks in all_ranks:
-                cases.run("gloo", num_ranks, started, ways=ways, hops=hops)
-    missing = started if isinstance(started, str) else None
-    rows = [{key: value for key, value in row.items() if key != "backend"} for row in cases.rows]
-    print(save("gpu_handoff", arguments.out, {"dry": arguments.dry, "no_mps": missing, "rows": rows}))
+    with cases.running():
+        for num_ranks in all_ranks:
+            cases.run("none", num_ranks, ways=ways, hops=hops)
+    print(save("gpu_handoff", arguments.out, cases.results()))
 
 
 if __name__ == "__main__" and not in_rank(measure):

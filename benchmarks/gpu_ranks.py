@@ -1,7 +1,7 @@
 """Ranks of a GPU benchmark as processes that can be killed, one set a case, each with a bound; MPS around them.
 
-A benchmark script starts itself as its ranks: `run_case` in the parent, `in_rank` and `Rank` in the children. A case that
-fails or hangs is a row with its reason.
+A benchmark script starts itself as its ranks: `run_case` in the parent, `in_rank` and `Rank` in the children. A row is written when
+it has been measured; a case that fails or hangs is a row with its reason.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rows import Rows, add_row
 from torch.distributed import TCPStore
 
 from ray_fracbackend.decide.nccl import multi_rank_env, refusal_in
@@ -45,57 +46,80 @@ def add_options(parser: ArgumentParser, budget_s: float) -> None:
     )
     parser.add_argument("--nccl-library", help="a libnccl.so.2 to load before torch's own, for the backend nccl alone")
     parser.add_argument("--case-s", type=float, default=60.0, help="bound on the processes of one case")
+    parser.add_argument("--mps", action="store_true", help="all cases as clients of an MPS daemon")
+
+
+# What a case adds to the backend of its group. ipc measures device memory, or fails: else its row would be that of staged.
+_IN_MEMORY = {"RAY_FRACBACKEND_IPC_DEVICE_PATH": "memory"}
+_BACKENDS: dict[str, tuple[str, dict[str, str]]] = {
+    "copy": ("gloo", {}),
+    "none": ("gloo", {}),
+    "ipc": ("ipc", _IN_MEMORY),
+    "ipc_split": ("ipc", {**_IN_MEMORY, "RAY_FRACBACKEND_IPC_DEVICE_REDUCE": "split"}),
+    "ipc_one_pass": ("ipc", {**_IN_MEMORY, "RAY_FRACBACKEND_IPC_DEVICE_ONE_PASS_BYTES": str(1 << 40)}),
+    "ipc_4_mib": ("ipc", {**_IN_MEMORY, "RAY_FRACBACKEND_IPC_DEVICE_CHUNK_BYTES": str(4 << 20)}),
+    "staged_gloo": ("staged", {"RAY_FRACBACKEND_STAGED_INNER": "gloo"}),
+    "nccl_hostid": ("nccl", {}),
+}
 
 
 def env_of(spec: dict[str, Any], rank: int) -> dict[str, str]:
-    """Variables of one rank: NCCL's flags for several ranks a GPU and its library, a host identity for each rank, Gloo for staged."""
+    """Variables of one rank: those of `_BACKENDS`, NCCL's flags for several ranks a GPU and its library, a host for each rank."""
+    env = {"GLOO_SOCKET_IFNAME": "lo", **_BACKENDS.get(spec["backend"], ("", {}))[1]}
     if spec["backend"] == "nccl":
         preload = {"LD_PRELOAD": spec["nccl_library"]} if spec["nccl_library"] else {}
-        return {**multi_rank_env(spec["num_ranks"]), **preload}
-    if spec["backend"] == "staged_gloo":
-        return {"RAY_FRACBACKEND_STAGED_INNER": "gloo"}
-    return {"NCCL_HOSTID": f"rank{rank}"} if spec["backend"] == "nccl_hostid" else {}
+        return {**env, **multi_rank_env(spec["num_ranks"]), **preload}
+    return {**env, "NCCL_HOSTID": f"rank{rank}"} if spec["backend"] == "nccl_hostid" else env
 
 
 class Cases:
-    """Runs the cases of one benchmark within its budget and collects their rows.
+    """Runs the cases of one benchmark within its budget.
 
     Args:
         script: The benchmark's own file.
-        options: Command line with ``dry``, ``budget_s`` and ``case_s``.
+        options: Command line with ``dry``, ``budget_s``, ``case_s``, ``nccl_library`` and ``mps``.
     """
 
     def __init__(self, script: str, options: Any) -> None:
         self._script, self._options = script, options
         self._end = time.monotonic() + options.budget_s
-        self._refused: dict[tuple[str, bool], str] = {}
-        self.rows: list[Row] = []
+        self._refused: dict[str, str] = {}
+        self._mps_env: dict[str, str] | str = {}
+        self._rows = Rows(Path(script).stem)
 
-    def run(self, backend: str, num_ranks: int, mps_env: dict[str, str] | None = None, **spec: Any) -> None:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Be a client of an MPS daemon of its own meanwhile, where that is wanted."""
+        with mps() if self._options.mps else contextlib.nullcontext({}) as self._mps_env:
+            yield
+
+    def run(self, backend: str, num_ranks: int, **spec: Any) -> None:
         """Runs one case; what NCCL refused with fewer ranks is not tried again."""
-        case = {"backend": backend, "num_ranks": num_ranks, "mps": mps_env is not None}
-        reason: str | None = self._refused.get((backend, mps_env is not None))
-        rows: list[Row] = []
+        case = {"backend": backend, "num_ranks": num_ranks, "mps": self._options.mps}
         left_s = self._end - time.monotonic()
-        if reason is None and left_s < 1:
+        reason = self._refused.get(backend)
+        if isinstance(self._mps_env, str):
+            reason = self._mps_env
+        elif reason is None and left_s < 1:
             reason = "not run: the budget of the benchmark is spent"
-        if reason is None:
+        elif reason is None:
             spec = {**spec, **case, "dry": self._options.dry, "nccl_library": self._options.nccl_library}
-            rows, reason = run_case(self._script, spec, min(self._options.case_s, left_s), mps_env or {})
+            reason = run_case(self._script, spec, min(self._options.case_s, left_s), self._mps_env)
             if reason and refusal_in(reason):
-                self._refused[backend, mps_env is not None] = reason
-        self.rows += [{**case, **row} for row in rows]
+                self._refused[backend] = reason
         if reason:
-            self.rows.append({**case, "failed": reason})
-        for row in self.rows[-len(rows) - bool(reason) :]:
-            print(json.dumps(row), flush=True)
+            self._rows.add(**case, failed=reason)
+
+    def results(self) -> dict[str, Any]:
+        """All rows so far, for the benchmark's JSON."""
+        return {"dry": self._options.dry, "mps": self._options.mps, "rows": self._rows.read()}
 
 
-def run_case(script: str, spec: dict[str, Any], timeout_s: float, env: dict[str, str]) -> tuple[list[Row], str | None]:
+def run_case(script: str, spec: dict[str, Any], timeout_s: float, env: dict[str, str]) -> str | None:
     """Starts the ranks of one case, waits, and ends what is left of them.
 
     Returns:
-        The rows that rank 0 reported, and why there are no more, None where all went well.
+        Why there are no more rows than there are, None where all went well.
     """
     num_ranks = spec["num_ranks"]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -122,10 +146,9 @@ def run_case(script: str, spec: dict[str, Any], timeout_s: float, env: dict[str,
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        rows = [json.loads(line) for line in logs[0].read_text().splitlines() if line.startswith('{"')]
         if failed is not None:
-            return rows, f"rank {failed}: {_reason([logs[failed], *logs])}"
-        return rows, f"ranks {waiting} did not end within {timeout_s:.0f} s and were killed" if waiting else None
+            return f"rank {failed}: {_reason([logs[failed], *logs])}"
+        return f"ranks {waiting} did not end within {timeout_s:.0f} s and were killed" if waiting else None
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[list[int], int | None]:
@@ -205,31 +228,20 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.store = TCPStore("127.0.0.1", spec["port"], is_master=False, timeout=_COLLECTIVE)
-        backend = {"nccl_hostid": "nccl", "copy": "gloo", "none": "gloo", "staged_gloo": "staged"}.get(
-            spec["backend"], spec["backend"]
-        )
+        backend = _BACKENDS.get(spec["backend"], (spec["backend"], {}))[0]
         if backend in ("ipc", "staged"):
             import ray_fracbackend.staged  # noqa: F401  registers both backends
         dist.init_process_group(
             backend, store=self.store, rank=self.rank, world_size=self.num_ranks, timeout=_COLLECTIVE
         )
-        if backend == "ipc":
-            self._check_ipc()
         self.control = dist.new_group(backend="gloo", timeout=_COLLECTIVE)
 
-    def _check_ipc(self) -> None:
-        """The ipc backend stages tensors where it has no device memory; such a row would be that of staged."""
-        if self.device.type == "cpu":
-            return
-        dist.all_reduce(torch.zeros(1, device=self.device))  # sets device memory up
-        reason = dist.distributed_c10d._get_default_group().staged_reason  # type: ignore[attr-defined]
-        if reason is not None:
-            raise RuntimeError(f"Error: no ipc on {self.device.type}: {reason}")
-
     def tell(self, row: Row) -> None:
-        """Report a row from rank 0 at once, so that later failures do not lose it."""
+        """Write a row from rank 0 at once, so that later failures do not lose it."""
         if self.rank == 0:
-            print(json.dumps({**row, **self._nccl}), flush=True)
+            case = {key: self.spec[key] for key in ("backend", "num_ranks", "mps")}
+            knobs = {name: value for name, value in os.environ.items() if name.startswith("RAY_FRACBACKEND_")}
+            add_row(Path(sys.argv[0]).stem, {**case, **row, **({"knobs": knobs} if knobs else {}), **self._nccl})
 
     @property
     def _nccl(self) -> Row:

@@ -1,16 +1,20 @@
-"""Steps of the GPU suite: commands with a time limit each, and what became of them. Standard library only."""
+"""Steps of the GPU suite: commands with a time limit each, and what became of them. Standard library only.
+
+What is found is written when it is found: a suite that is killed loses nothing but the rest of the step that was running.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import re
+import shutil
 import signal
 import subprocess
+import tarfile
 import time
-import xml.etree.ElementTree as ElementTree
+import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,11 @@ from common import ROOT
 
 _GRACE_S = 15.0
 _TAIL = 4000
-_COLLECTED = re.compile(r"^=*\s*(\d+)(?:/\d+)? tests? collected", re.MULTILINE)
+# In the environment of all processes of a step.
+_MARK = "GPU_SUITE_STEP"
+# How long the device may take to give back what a step's processes had, and how much of it may be missing.
+_MEMORY_S = 20.0
+_MEMORY_MIB = 512
 
 
 @dataclass(kw_only=True)
@@ -27,18 +35,16 @@ class Step:
     """One command of the suite.
 
     Attributes:
-        name: Short name, unique in the suite.
+        name: Short name, unique in a call.
         command: Program and arguments, run in the project's folder.
         limit_s: Seconds after which it is ended.
         env: Variables beside those of the suite.
-        junit: Where it leaves a report of its tests, None where it has none.
     """
 
     name: str
     command: Sequence[str]
     limit_s: float
     env: Mapping[str, str] = field(default_factory=dict)
-    junit: Path | None = None
 
 
 @dataclass(kw_only=True)
@@ -52,10 +58,11 @@ class Outcome:
         status: ``passed``, ``failed`` or ``timed out``.
         exit_code: Of the command; negative for a signal.
         seconds: How long it took.
-        counts: Tests by outcome, where the step has tests.
+        counts: Tests by outcome, and how many were collected, where the step has tests; else rows, and those without a result.
         failures: Name and text of each test that failed.
         skips: Name and reason of each test that was skipped.
         output_tail: The last of what it printed.
+        memory_left_mib: What the device had not got back after it, where that is more than half a gigabyte.
     """
 
     name: str
@@ -68,53 +75,99 @@ class Outcome:
     failures: list[dict[str, str]] = field(default_factory=list)
     skips: list[dict[str, str]] = field(default_factory=list)
     output_tail: str = ""
+    memory_left_mib: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
 
 
-def run_together(steps: Sequence[Step], folder: Path, left_s: float) -> list[Outcome]:
-    """Runs steps side by side, each within its limit and the time that is left."""
-    with ThreadPoolExecutor(max_workers=max(1, len(steps))) as pool:
-        return list(pool.map(lambda step: run_step(step, folder, left_s), steps))
+class Record:
+    """The folder that a call leaves behind: ``rows.jsonl`` with a line for each row and step, and whole logs in one tar.
+
+    Args:
+        folder: Where.
+        call: Name of the call, of which the folder may hold several.
+    """
+
+    def __init__(self, folder: Path, call: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._call = folder, call
+        self.rows = folder / "rows.jsonl"
+        self._tar = folder / f"logs_{call}.tar"
+        self._tar.unlink(missing_ok=True)
+
+    def add(self, **row: Any) -> None:
+        """Append a row."""
+        with self.rows.open("a") as file:
+            file.write(json.dumps({"call": self._call, **row}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def begin(self) -> int:
+        """Return where the rows that come next will be."""
+        return self.rows.stat().st_size if self.rows.exists() else 0
+
+    def rows_since(self, begin: int) -> list[dict[str, Any]]:
+        """Read the rows from a byte on, without a line that a process did not finish."""
+        rows: list[dict[str, Any]] = []
+        with self.rows.open() as file:
+            file.seek(begin)
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    rows.append(json.loads(line))
+        return rows
+
+    def log_of(self, step: Step) -> Path:
+        """Where a step writes while it runs."""
+        return self.folder / f"{self._call}_{step.name}.log"
+
+    def keep(self, log: Path) -> None:
+        """Move a finished log into the tar: few files come back from some machines."""
+        with tarfile.open(self._tar, "a") as tar:
+            tar.add(log, log.name)
+        log.unlink()
 
 
-def run_step(step: Step, folder: Path, left_s: float) -> Outcome:
+def run_step(step: Step, record: Record, left_s: float) -> Outcome:
     """Runs one step; its output goes to a file, so that no process of it can keep a pipe open.
 
     Args:
         step: What to run.
-        folder: For its output.
-        left_s: Seconds that the suite has left.
+        record: Where its rows and its log go.
+        left_s: Seconds that the call has left.
     """
     limit_s = max(1.0, min(step.limit_s, left_s))
-    log = folder / f"{step.name}.log"
+    log, mark, used = record.log_of(step), uuid.uuid4().hex, memory_used_mib()
     print(f"--- {step.name}, at most {limit_s:.0f} s", flush=True)
-    started = time.monotonic()
+    record.add(step=step.name, event="begins", limit_s=round(limit_s, 1))
+    begin, started = record.begin(), time.monotonic()
+    own = {"BENCHMARK_ROWS": str(record.rows), "GPU_SUITE_NAME": step.name, _MARK: mark}
     with log.open("w") as file:
         process = subprocess.Popen(
             list(step.command),
             cwd=ROOT,
-            env={**os.environ, **step.env},
+            env={**os.environ, **step.env, **own},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         timed_out = _wait(process, limit_s)
-    status = "timed out" if timed_out else "failed" if process.returncode else "passed"
+    _kill_all(mark)
     outcome = Outcome(
         name=step.name,
         command=list(step.command),
         limit_s=limit_s,
-        status=status,
+        status="timed out" if timed_out else "failed" if process.returncode else "passed",
         exit_code=process.returncode,
         seconds=round(time.monotonic() - started, 1),
         output_tail=log.read_text(errors="replace")[-_TAIL:],
+        memory_left_mib=_memory_left_mib(used),
     )
-    if step.junit is not None:
-        _read_junit(step.junit, outcome)
+    _read_rows(record, outcome, begin)
+    record.add(step=step.name, event="ended", **{key: value for key, value in asdict(outcome).items() if key != "name"})
+    record.keep(log)
     print(f"--- {step.name}: {outcome.status} after {outcome.seconds:.0f} s {outcome.counts or ''}", flush=True)
     return outcome
 
@@ -134,24 +187,45 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
         return True
 
 
-def _read_junit(path: Path, outcome: Outcome) -> None:
-    collected = _COLLECTED.search(outcome.output_tail)
-    if collected:  # the tests were not run
-        outcome.counts = {"collected": int(collected.group(1))}
-        return
-    if not path.is_file():
-        return
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    for case in ElementTree.parse(path).iter("testcase"):
-        name = f"{case.get('classname')}::{case.get('name')}"
-        bad = next((found for tag in ("failure", "error") if (found := case.find(tag)) is not None), None)
-        skipped = case.find("skipped")
-        if bad is not None:
-            counts["failed"] += 1
-            outcome.failures.append({"test": name, "text": f"{bad.get('message')}\n{bad.text or ''}"[-_TAIL:]})
-        elif skipped is not None:
-            counts["skipped"] += 1
-            outcome.skips.append({"test": name, "reason": str(skipped.get("message"))})
-        else:
-            counts["passed"] += 1
-    outcome.counts = counts
+def _kill_all(mark: str) -> None:
+    """Kill every process that a step has started and left, in whatever session: it would keep its memory of the device."""
+    for found in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{_MARK}={mark}".encode() in (found / "environ").read_bytes().split(b"\0"):
+                os.kill(int(found.name), signal.SIGKILL)
+
+
+def memory_used_mib() -> int | None:
+    """Memory in use on all devices by all processes; None without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(subprocess.SubprocessError, ValueError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return sum(map(int, done.stdout.split()))
+    return None
+
+
+def _memory_left_mib(before: int | None) -> int | None:
+    """Wait until the device has got back what a step took; what is missing then, None where that is little."""
+    end = time.monotonic() + _MEMORY_S
+    while before is not None and (now := memory_used_mib()) is not None and now - before > _MEMORY_MIB:
+        if time.monotonic() > end:
+            return now - before
+        time.sleep(0.5)
+    return None
+
+
+def _read_rows(record: Record, outcome: Outcome, begin: int) -> None:
+    """Take the rows of a step; tests/gpu/conftest.py writes those of tests one by one, as a report would be lost at a crash."""
+    for row in record.rows_since(begin):
+        if "script" in row and "test" not in row and "num_collected" not in row:
+            kind = "failed rows" if "failed" in row else "rows"
+            outcome.counts[kind] = outcome.counts.get(kind, 0) + 1
+        if "num_collected" in row:
+            outcome.counts["collected"] = row["num_collected"]
+        elif "test" in row:
+            outcome.counts[row["outcome"]] = outcome.counts.get(row["outcome"], 0) + 1
+            if row["outcome"] != "passed":
+                tests = outcome.failures if row["outcome"] == "failed" else outcome.skips
+                tests.append({"test": row["test"], "text": row["text"]})

@@ -1,6 +1,8 @@
-"""Runs all GPU tests and benchmarks and writes one JSON and one text summary; called by ci/gpu.sh.
+"""Runs the GPU tests and benchmarks, one call of four at a time; called by ci/gpu.sh.
 
-No step stops the next; each has a limit of its own, and a part as a whole ends well under 10 minutes.
+A call leaves in its folder, as it goes: ``rows.jsonl`` (each measured row, each test, the begin and end of each step),
+``logs_CALL.tar`` (whole logs); and at its end ``gpu_CALL_DATE.json`` and ``.txt``. No step stops the next, and none can take
+another's rows along. Calls may be repeated and mixed: each adds to the rows.
 """
 
 from __future__ import annotations
@@ -12,26 +14,28 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from common import ROOT
-from gpu_steps import Outcome, Step, run_step, run_together
+from gpu_steps import Outcome, Record, Step, run_step
 
-PARTS = ("tests", "benchmarks")
-# Seconds of a whole part.
-PART_S = 540.0
-BENCHMARKS_S = {"gpu_handoff": 60.0, "gpu_all_reduce": 230.0, "gpu_ddp": 160.0}
-_SLACK_S = 15.0
-# Of the backends alone, without Ray.
-_BACKEND_TESTS = {"tests_ipc": "tests/gpu/test_gpu_ipc.py", "tests_staged": "tests/gpu/test_gpu_staged.py"}
+CALLS = ("A", "B", "C", "D")
+# Seconds of a whole call.
+CALL_S = 470.0
+_SLACK_S = 10.0
+# Of a step that is made to fail.
+_FAULT_S = 8.0
+# Where the bundle is unpacked: a machine that stays warm between calls has it the next time.
+_UNPACKED = ROOT / ".gpu-bundle-unpacked"
+_NEEDS_RAY = ("C", "D")
 
 # The host's packages as the package itself imports them, so that what is missing has a name before anything runs.
 _CHECK = """
 import importlib, json, platform, sys
 found, missing = {"python": platform.python_version()}, {}
-for name in ("torch", "numpy", "pandas", "pyarrow", "pytest", "packaging", "ray", "psutil", "pynvml", "ray.train.torch",
-             "ray.tune", "ray_fracbackend.config", "ray_fracbackend.ipc"):
+for name in sys.argv[1:]:
     try:
         module = importlib.import_module(name)
         found[name] = str(getattr(module, "__version__", "present"))
@@ -41,147 +45,176 @@ if "torch" in found:
     import torch
     found["cuda"] = torch.version.cuda
     found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-if "ray_fracbackend.config" in found:
+if "ray_fracbackend.ipc" in found:
     from ray_fracbackend.decide.worker_info import version_text
     from ray_fracbackend.worker.nccl_library import loaded_nccl_version
     found["nccl"] = version_text(loaded_nccl_version())
 print(json.dumps({"found": found, "missing": missing}))
 sys.exit(bool(missing))
 """
+_MODULES = ("torch", "numpy", "pytest", "packaging", "psutil", "pynvml", "ray_fracbackend.ipc")
+_RAY_MODULES = ("pandas", "pyarrow", "ray", "ray.train.torch", "ray.tune", "ray_fracbackend.config")
 
 
-class Suite:
-    """One run of one part."""
+class Call:
+    """One call.
 
-    def __init__(self, part: str, options: argparse.Namespace, work: Path) -> None:
-        self._part, self._options, self._work = part, options, work
-        self._end = time.monotonic() + PART_S
-        self.outcomes: list[Outcome] = []
-        self.environment: dict[str, Any] = {}
-        self._env: dict[str, str] = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
+    Args:
+        name: Of `CALLS`.
+        options: Command line with ``bundle``, ``out``, ``dry`` and ``fault``.
+        work: Folder for what does not come back.
+    """
+
+    def __init__(self, name: str, options: argparse.Namespace, work: Path) -> None:
+        self._name, self._options, self._work = name, options, work
+        self._end = time.monotonic() + CALL_S
+        self._record = Record(options.out, name)
+        self._env = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
         self._library: Path | None = None
+        self._outcomes: list[Outcome] = []
 
     def run(self) -> dict[str, Any]:
         """Runs the steps; the report as plain values."""
-        self._unpack()
-        self._check()
-        groups = self._tests() if self._part == "tests" else self._benchmarks()
-        for steps in groups:
-            self.outcomes += run_together(steps, self._work, self._end - time.monotonic())
-        return self._report()
+        begin = self._record.begin()
+        for step in self._steps():
+            self._outcomes.append(run_step(self._faulty(step), self._record, self._end - time.monotonic()))
+        return {
+            "suite": f"gpu_{self._name}",
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "dry": self._options.dry,
+            "ok": all(outcome.status == "passed" for outcome in self._outcomes),
+            "seconds": round(CALL_S - (self._end - time.monotonic()), 1),
+            "steps": [outcome.to_dict() for outcome in self._outcomes],
+            "rows": [row for row in self._record.rows_since(begin) if "event" not in row and "test" not in row],
+        }
 
-    def _step(self, name: str, command: list[str], limit_s: float, **more: Any) -> Step:
-        env = {**self._env, **more.pop("env", {})}
-        return Step(name=name, command=[sys.executable, *command], limit_s=limit_s, env=env, **more)
+    def _steps(self) -> Iterator[Step]:
+        yield from self._prepare()
+        yield from {"A": self._first, "B": self._backends, "C": self._ray, "D": self._mps_and_nccl}[self._name]()
 
-    def _unpack(self) -> None:
+    def _faulty(self, step: Step) -> Step:
+        """The step, or what ``--fault`` puts in its place."""
+        kind = self._options.fault.get(step.name)
+        if kind:
+            step.command = [sys.executable, "ci/gpu_fault.py", kind, *step.command]
+            step.limit_s = min(step.limit_s, _FAULT_S)
+        return step
+
+    def _step(self, name: str, command: list[str], limit_s: float, env: dict[str, str] | None = None) -> Step:
+        return Step(name=name, command=[sys.executable, *command], limit_s=limit_s, env={**self._env, **(env or {})})
+
+    def _prepare(self) -> Iterator[Step]:
+        """Unpack the bundle, and look whether everything can be imported."""
         path = [str(ROOT)]
-        if self._options.bundle.is_dir():
-            target = self._work / "bundle"
-            step = self._step("unpack", ["ci/gpu_unpack.py", str(self._options.bundle), str(target)], 150)
-            self.outcomes.append(run_step(step, self._work, self._end - time.monotonic()))
-            path += [str(target / "site")]
-            library = target / "libnccl.so.2"
+        if self._name in _NEEDS_RAY and self._options.bundle.is_dir():
+            yield self._step("unpack", ["ci/gpu_unpack.py", str(self._options.bundle), str(_UNPACKED)], 120)
+            path.append(str(_UNPACKED / "site"))
+            library = _UNPACKED / "libnccl.so.2"
             self._library = library if library.is_file() else None
         path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         self._env["PYTHONPATH"] = os.pathsep.join(path)
+        modules = [*_MODULES, *(_RAY_MODULES if self._name in _NEEDS_RAY else ())]
+        yield self._step("imports", ["-c", _CHECK, *modules], 60)
 
-    def _check(self) -> None:
-        for name, env in {"imports": {}, "imports_nccl": self._preload()}.items():
-            if name == "imports" or env:
-                outcome = run_step(
-                    self._step(name, ["-c", _CHECK], 60, env=env), self._work, self._end - time.monotonic()
-                )
-                outcome.command[-1] = "the check of imports"
-                self.outcomes.append(outcome)
-                lines = [line for line in outcome.output_tail.splitlines() if line.startswith('{"found')]
-                self.environment[name] = json.loads(lines[-1]) if lines else None
+    def _first(self) -> Iterator[Step]:
+        """The questions that decide whether ipc is worth anything, and where."""
+        yield self._benchmark("gpu_probe", 60)
+        right = "random_numbers or events_alone or without_events or ddp_trains"
+        yield self._pytest("right", ["tests/gpu/test_gpu_ipc.py", "-k", right], 90)
+        backends = ["copy", "ipc", "gloo", "staged", "ipc_split", "ipc_one_pass", "ipc_4_mib"]
+        yield self._benchmark("gpu_all_reduce", 130, "--backends", *backends)
+        more = ["--backends", "ipc", "gloo", "ipc_split", "--ranks", "2", "--sizes", "65536", "26214400"]
+        yield self._benchmark("gpu_all_reduce", 25, *more, "--dtype", "bfloat16", name="gpu_all_reduce_bf16")
+        operations = ["--operations", "all_gather", "reduce_scatter", "--backends", "ipc", "staged"]
+        sizes = ["--ranks", "2", "--sizes", "65536", "26214400"]
+        yield self._benchmark("gpu_all_reduce", 20, *operations, *sizes, name="gpu_all_gather")
+        yield self._benchmark("gpu_ddp", 80, "--backends", "none", "ipc", "gloo", "staged")
+
+    def _backends(self) -> Iterator[Step]:
+        """Alone on the device, whose memory they measure."""
+        yield self._pytest("tests_ipc", ["tests/gpu/test_gpu_ipc.py"], 300)
+        yield self._pytest("tests_staged", ["tests/gpu/test_gpu_staged.py", "tests/gpu/test_gpu_verify.py"], 150)
+
+    def _ray(self) -> Iterator[Step]:
+        """V2 first: the tests stand in that order."""
+        yield self._pytest("tests_ray", [*_WITH_RAY, "-k", "not nccl"], 400)
+
+    def _mps_and_nccl(self) -> Iterator[Step]:
+        """What each needs that not every host has."""
+        yield self._benchmark("gpu_handoff", 40)
+        yield self._benchmark("gpu_handoff", 40, "--mps", name="gpu_handoff_mps")
+        yield self._benchmark("gpu_all_reduce", 90, "--mps", "--ranks", "2", "4", name="gpu_all_reduce_mps")
+        yield self._benchmark("gpu_all_reduce", 40, "--backends", "nccl", "nccl_hostid", name="gpu_all_reduce_nccl")
+        yield self._benchmark("gpu_ddp", 60, "--mps", "--backends", "none", "ipc", "gloo", "nccl", name="gpu_ddp_mps")
+        yield self._pytest("tests_nccl", [*_WITH_RAY, "-k", "nccl or stock"], 200, self._preload())
 
     def _preload(self) -> dict[str, str]:
         return {"LD_PRELOAD": str(self._library)} if self._library else {}
 
-    def _tests(self) -> list[list[Step]]:
-        """All side by side: they prove answers, not times. The newer NCCL is for those that need it alone."""
-        with_ray = ["tests/gpu", *(f"--ignore={path}" for path in _BACKEND_TESTS.values())]
-        return [
-            [
-                self._pytest("tests", [*with_ray, "-k", "not nccl"], 420),
-                self._pytest("tests_nccl", [*with_ray, "-k", "nccl or stock"], 420, self._preload()),
-                *(self._pytest(name, [path], 420) for name, path in _BACKEND_TESTS.items()),
-            ]
-        ]
-
     def _pytest(self, name: str, arguments: list[str], limit_s: float, env: dict[str, str] | None = None) -> Step:
-        junit = self._work / f"{name}.xml"
-        command = ["-m", "pytest", "-c", "ci/gpu-pytest.ini", "--rootdir", ".", "-v", f"--junitxml={junit}", *arguments]
-        if self._options.dry:
-            command.append("--collect-only")
-        return self._step(name, command, limit_s, env=env or {}, junit=junit)
+        command = ["-m", "pytest", "-c", "ci/gpu-pytest.ini", "--rootdir", ".", "-v", *arguments]
+        return self._step(name, [*command, *(["--collect-only"] if self._options.dry else [])], limit_s, env)
 
-    def _benchmarks(self) -> list[list[Step]]:
-        """One after the other: they share what they measure."""
-        groups = []
-        for name, budget_s in BENCHMARKS_S.items():
-            command = [f"benchmarks/{name}.py", "--out", str(self._work / "results"), "--budget-s", str(budget_s)]
-            command += ["--dry"] if self._options.dry else []
-            command += ["--nccl-library", str(self._library)] if self._library else []
-            groups.append([self._step(name, command, budget_s + _SLACK_S)])
-        return groups
+    def _benchmark(self, script: str, budget_s: float, *arguments: str, name: str = "") -> Step:
+        command = [f"benchmarks/{script}.py", "--out", str(self._work / (name or script)), "--budget-s", str(budget_s)]
+        command += ["--dry"] if self._options.dry else []
+        command += ["--nccl-library", str(self._library)] if self._library and script != "gpu_probe" else []
+        return self._step(name or script, [*command, *arguments], budget_s + _SLACK_S)
 
-    def _report(self) -> dict[str, Any]:
-        results = {}
-        for path in sorted((self._work / "results").glob("*.json")):
-            results[path.stem.rpartition("_")[0]] = json.loads(path.read_text())
-        return {
-            "suite": f"gpu_{self._part}",
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "dry": self._options.dry,
-            "ok": all(outcome.status == "passed" for outcome in self.outcomes),
-            "seconds": round(PART_S - (self._end - time.monotonic()), 1),
-            "environment": self.environment,
-            "steps": [outcome.to_dict() for outcome in self.outcomes],
-            "benchmarks": results,
-        }
+
+_WITH_RAY = [f"tests/gpu/test_gpu_{name}.py" for name in ("training", "devices", "memory", "bench")]
 
 
 def text_of(report: dict[str, Any]) -> str:
     """The report for people: steps, what failed and was skipped, one line a measured row."""
     dry = ", dry: no GPU was used" if report["dry"] else ""
     lines = [f"{report['suite']} {report['date']}: {'all passed' if report['ok'] else 'FAILED'}{dry}", ""]
-    for name, found in report["environment"].items():
-        lines.append(f"{name}: {json.dumps(found)}")
     for step in report["steps"]:
         counts = ", ".join(f"{count} {what}" for what, count in step["counts"].items())
-        lines.append(f"{step['name']:<16}{step['status']:<10}{step['seconds']:>7.1f} s  {counts}".rstrip())
+        lines.append(f"{step['name']:<20}{step['status']:<10}{step['seconds']:>7.1f} s  {counts}".rstrip())
+        if step["memory_left_mib"]:
+            lines.append(f"{'':<20}left {step['memory_left_mib']} MiB of the device in use")
     for step in report["steps"]:
         lines += [f"\nFAILED {bad['test']}\n{bad['text']}" for bad in step["failures"]]
-        lines += [f"skipped {skip['test']}: {skip['reason']}" for skip in step["skips"]]
+        lines += [f"skipped {skip['test']}: {skip['text']}" for skip in step["skips"]]
         if step["status"] != "passed" and not step["failures"]:
             lines.append(f"\n{step['name']} {step['status']}, its last output:\n{step['output_tail']}")
-    for name, result in report["benchmarks"].items():
-        lines += ["", name, *(json.dumps(row) for row in result["rows"])]
+    lines += ["", *(json.dumps(row) for row in report["rows"])]
     return "\n".join(lines) + "\n"
+
+
+def fault(text: str) -> tuple[str, str]:
+    """``STEP=KIND`` as a pair."""
+    step, _, kind = text.partition("=")
+    if kind not in ("exception", "kill", "hang"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be STEP=exception, STEP=kill or STEP=hang")
+    return step, kind
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="ci/gpu.sh", description=__doc__)
-    parser.add_argument("--part", choices=("all", *PARTS), default="all")
+    parser = argparse.ArgumentParser(
+        prog="ci/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("call", choices=(*CALLS, "all"))
     parser.add_argument("--bundle", type=Path, default=ROOT / ".gpu-bundle", help="folder made by ci/gpu_bundle.sh")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the summaries")
+    out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "gpu")
+    parser.add_argument("--out", type=Path, default=out, help=f"folder for what is found (default: {out})")
     parser.add_argument("--dry", action="store_true", help="all that a machine without a GPU can do")
-    return parser.parse_args(arguments)
+    parser.add_argument("--fault", type=fault, action="append", default=[], help="STEP=exception|kill|hang, for tests")
+    options = parser.parse_args(arguments)
+    options.fault = dict(options.fault)
+    return options
 
 
 def main() -> None:
     options = parse()
     ok = True
-    for part in PARTS if options.part == "all" else (options.part,):
+    for name in CALLS if options.call == "all" else (options.call,):
         with tempfile.TemporaryDirectory(prefix="gpu-suite-", ignore_cleanup_errors=True) as work:
-            report = Suite(part, options, Path(work)).run()
+            report = Call(name, options, Path(work)).run()
         ok = ok and report["ok"]
-        options.out.mkdir(parents=True, exist_ok=True)
-        stem = f"gpu_{part}{'_dry' if options.dry else ''}_{report['date'][:10]}"
+        stem = f"gpu_{name}{'_dry' if options.dry else ''}_{report['date'][:10]}"
         (options.out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
         (options.out / f"{stem}.txt").write_text(text_of(report))
         print(text_of(report))

@@ -17,7 +17,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 _START_S = 90.0
-_NUM_CPUS = 24
+# Ray starts as many idle workers at once.
+_NUM_CPUS = 10
 
 
 def gpu_missing() -> str | None:
