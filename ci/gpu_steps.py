@@ -98,9 +98,10 @@ class Record:
         self._tar.unlink(missing_ok=True)
 
     def add(self, **row: Any) -> None:
-        """Append a row."""
+        """Append a row, on a line of its own also after one that a process did not finish."""
+        is_cut = self.rows.exists() and not self.rows.read_bytes().endswith(b"\n")
         with self.rows.open("a") as file:
-            file.write(json.dumps({"call": self._call, **row}) + "\n")
+            file.write(("\n" if is_cut else "") + json.dumps({"call": self._call, **row}) + "\n")
             file.flush()
             os.fsync(file.fileno())
 

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from tests.gpu.gpu_engine import Engine
 
 _STEP = os.environ.get("GPU_SUITE_NAME")
+if _STEP:
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 
 def _add_row(**row):
     if _STEP:
-        sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
         from rows import add_row
 
         add_row(_STEP, row)

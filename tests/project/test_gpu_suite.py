@@ -54,7 +54,7 @@ def steps_of(record):
 
 
 def test_no_step_stops_the_others_or_takes_their_rows_along(record, tmp_path, monkeypatch):
-    """One fails, one is killed, one hangs, each after a row; all rows and logs are there, and no process is left."""
+    """One fails, one is killed in the middle of a row, one hangs, each after a row; all rows and logs are there, and no process is left."""
     pid_file = tmp_path / "pid"
     row = f"import sys; sys.path.insert(0, {str(_ROOT / 'benchmarks')!r}); from rows import add_row; add_row('it', {{'n': NUMBER}})\n"
     hang = (
@@ -62,12 +62,13 @@ def test_no_step_stops_the_others_or_takes_their_rows_along(record, tmp_path, mo
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], start_new_session=True)\n"
         f"open({str(pid_file)!r}, 'w').write(str(child.pid)); print('began', flush=True); child.wait()"
     )
+    half = "import os\nwith open(os.environ['BENCHMARK_ROWS'], 'a') as file: file.write('{\"half')\n"
     monkeypatch.setattr(gpu_steps, "_GRACE_S", 0.5)
     outcomes = [
         run_step(each, record, left_s=100)
         for each in (
             python("fails", row.replace("NUMBER", "1") + "sys.exit('the reason')"),
-            python("dies", row.replace("NUMBER", "2") + "import os; os.kill(os.getpid(), 9)"),
+            python("dies", row.replace("NUMBER", "2") + half + "os.kill(os.getpid(), 9)"),
             python("hangs", row.replace("NUMBER", "3") + hang, limit_s=4.0),
             python("passes", row.replace("NUMBER", "4") + "import os; print(os.environ['MINE'])", env={"MINE": "here"}),
         )
