@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import tempfile
@@ -23,7 +24,9 @@ class Rows:
     def __init__(self, script: str) -> None:
         self._script = script
         if _ROWS not in os.environ:
-            os.environ[_ROWS] = tempfile.mkstemp(prefix="benchmark-rows-", suffix=".jsonl")[1]
+            file, os.environ[_ROWS] = tempfile.mkstemp(prefix="benchmark-rows-", suffix=".jsonl")
+            os.close(file)
+            atexit.register(os.unlink, os.environ[_ROWS])
         path = Path(os.environ[_ROWS])
         self._begin = path.stat().st_size if path.exists() else 0
 

@@ -17,8 +17,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.utils import backend_registration
 
 from ray_fracbackend.worker.store import open_store
 from tests.processes import CONTEXT, new_process
@@ -27,6 +29,10 @@ from tests.processes import CONTEXT, new_process
 DEVICE_ENV_VAR = "IPC_TEST_DEVICE"
 # The backend of the group that a rank makes: ipc or staged.
 BACKEND_ENV_VAR = "IPC_TEST_BACKEND"
+
+# What `fake_accelerator` needs; torch 2.9.1 does not have it yet.
+TAKES_TYPES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+typed = pytest.mark.skipif(not TAKES_TYPES, reason="needs a torch that takes a device type from Python")
 
 _WINDOWS = sys.platform == "win32"
 # Exit code of a process that was killed.

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from ipc_calls import bare_group, options
 from ipc_device_calls import CALLS, device_group, filled, phases
 from ipc_device_faults import check_signal, error_of, struck_by_exception
-from ipc_harness import Job, run_ranks, values
+from ipc_harness import Job, run_ranks, typed, values
 from ipc_random_faults import check_random
 from ipc_table import SMALL_CHUNKS, whole_table
 from ipc_workloads import busy
 from test_ipc_torch import ddp_cases, meshes_and_objects, odd_uses
-from torch.utils import backend_registration
 
 from ray_fracbackend.ipc.device import memory
 from ray_fracbackend.ipc.device.runtime import DeviceCall
@@ -29,9 +28,6 @@ TYPED = {**SMALL_CHUNKS, "IPC_TEST_DEVICE": "fake:1"}
 # Callers have a stream as well, so that nothing blocks on a device whose peer is dead.
 ASYNC = {**FAKE, "FAKE_CUDA_ASYNC": "1"}
 DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
-# Torch 2.9.1 does not yet.
-_TAKES_TYPES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-typed = pytest.mark.skipif(not _TAKES_TYPES, reason="needs a torch that takes a device type from Python")
 
 
 @pytest.mark.parametrize(

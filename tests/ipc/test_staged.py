@@ -22,13 +22,12 @@ from ipc_conformance_calls import aliased
 from ipc_device_calls import CALLS, NUMEL
 from ipc_device_faults import call_then_barrier, check_signal
 from ipc_fault_runs import error_of, strike
-from ipc_harness import Job, rank_device, run_ranks, values
+from ipc_harness import TAKES_TYPES, Job, rank_device, run_ranks, typed, values
 from ipc_random_faults import check_random
 from ipc_staged_calls import points, staged_group, strike_at
 from ipc_table import SMALL_CHUNKS, whole_table
 from ipc_workloads import busy
 from test_ipc_torch import compiled, ddp_cases, fsdp, meshes_and_objects, odd_uses, zero_optimizer
-from torch.utils import backend_registration
 
 from ray_fracbackend.ipc.device import staged
 from ray_fracbackend.ipc.device.runtime import AcceleratorRuntime
@@ -49,9 +48,6 @@ TYPED = {
     | {"IPC_TEST_DEVICE": "fake:0", "IPC_TEST_BACKEND": "cpu:gloo,fake:staged"}
     for way, env in (("over ipc", STAGED), ("over Gloo", OVER_GLOO))
 }
-# Torch 2.9.1 does not yet.
-_TAKES_TYPES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-_typed = pytest.mark.skipif(not _TAKES_TYPES, reason="needs a torch that takes a device type from Python")
 # Callers have a stream as well, so that nothing blocks on a device whose peer is dead.
 ASYNC = {"FAKE_CUDA_ASYNC": "1"}
 DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
@@ -93,7 +89,7 @@ def test_every_collective_of_cpu_tensors_matches_the_reference(way: str, full: b
         assert failures == []
 
 
-@_typed
+@typed
 @pytest.mark.parametrize("way", BOTH_WAYS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective_on_an_accelerator_of_its_own_type(size: int, way: str, full: bool) -> None:
@@ -119,7 +115,7 @@ def ddp_on(job: Job, dtype: torch.dtype) -> list[torch.Tensor]:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-@_typed
+@typed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", BOTH_WAYS)
 def test_ddp_on_an_accelerator_of_its_own_type(way: str, dtype: torch.dtype) -> None:
@@ -155,7 +151,7 @@ def messages(job: Job) -> list[Any]:
     return [[tensor.cpu().tolist() for tensor in received], sender, failed[0], pending.is_completed()]
 
 
-@_typed
+@typed
 @pytest.mark.parametrize("way", BOTH_WAYS)
 def test_point_to_point(way: str) -> None:
     """By way of the host, where plain Gloo has none for CUDA tensors."""
@@ -224,7 +220,7 @@ def mutated(job: Job, name: str, changed: bool) -> str:
 def test_a_step_that_is_left_out_is_a_wrong_result(name: str) -> None:
     """The fake device finds each missing wait, and nothing without it."""
     over = "over ipc" if sys.platform == "linux" else "over Gloo"
-    envs = [WAYS[over], *([TYPED[over]] if _TAKES_TYPES and name not in FAKE_CUDA_ALONE else [])]
+    envs = [WAYS[over], *([TYPED[over]] if TAKES_TYPES and name not in FAKE_CUDA_ALONE else [])]
     for env in envs:
         assert any(values(run_ranks(mutated, 2, name, True, limit_s=120, env=env)))
         assert values(run_ranks(mutated, 2, name, False, limit_s=120, env=env)) == [""] * 2
