@@ -1,29 +1,15 @@
-"""Behaviour: what TorchConfig and TorchTrainer take, stock and as if merged."""
-
-from contextlib import nullcontext
+"""Behaviour: what TorchConfig and TorchTrainer take."""
 
 import pytest
 
-from upstream.install import as_if_merged
-from upstream.tests.conftest import ALWAYS_ON
-
 from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-
-
-@pytest.fixture(params=["stock", "merged"])
-def trainer_as(request):
-    """No cluster: what the driver does alone."""
-    merged = request.param == "merged"
-    with as_if_merged(*ALWAYS_ON) if merged else nullcontext():
-        yield request.param
 
 
 def train_func():
     pass
 
 
-@pytest.mark.usefixtures("trainer_as")
 class TestDriver:
     """The trainer on the driver, before any worker exists."""
 
@@ -62,14 +48,3 @@ class TestDriver:
         """An unknown setting of the trainer is a TypeError as before."""
         with pytest.raises(TypeError):
             TorchTrainer(train_func, torch_configuration=TorchConfig())
-
-
-@pytest.mark.parametrize("use_gpu", [False, True])
-def test_users_config_is_not_written_to(trainer_as, use_gpu):
-    """The one difference on the driver: a backend that was left open stays open."""
-    config = TorchConfig()
-    TorchTrainer(
-        train_func, torch_config=config, scaling_config=ScalingConfig(use_gpu=use_gpu)
-    )
-    written = {"stock": "nccl" if use_gpu else "gloo", "merged": None}
-    assert config.backend == written[trainer_as]

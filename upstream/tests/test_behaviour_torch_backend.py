@@ -1,4 +1,4 @@
-"""Behaviour: how a process group starts and ends, stock and as if merged."""
+"""Behaviour: how a process group starts and ends."""
 
 import os
 
@@ -11,8 +11,6 @@ from ray.train import ScalingConfig
 from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
-
-pytestmark = pytest.mark.full
 
 
 def fit(train_func, torch_config, tmp_path):
@@ -40,7 +38,7 @@ def describe_group():
 
 
 @pytest.mark.parametrize("init_method", ["env", "tcp"])
-def test_start(ray_as, tmp_path, init_method):
+def test_start(ray_start_4_cpus, tmp_path, init_method):
     """The group has backend, size, timeout and rendezvous as asked for."""
     config = TorchConfig(init_method=init_method, timeout_s=55)
     assert fit(describe_group, config, tmp_path).return_value == {
@@ -52,13 +50,13 @@ def test_start(ray_as, tmp_path, init_method):
     }
 
 
-def test_wrong_init_method(ray_as, tmp_path):
+def test_wrong_init_method(ray_start_4_cpus, tmp_path):
     """An unknown way to meet ends the run with the rule."""
     with pytest.raises(TrainingFailedError, match="Must be either 'env' or 'tcp'"):
         fit(describe_group, TorchConfig(init_method="file"), tmp_path)
 
 
-def test_short_shutdown(ray_as, tmp_path, monkeypatch):
+def test_short_shutdown(ray_start_4_cpus, tmp_path, monkeypatch):
     """A process group that is given no time to close does not spoil the result."""
     monkeypatch.setenv(TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S, "0")
     result = fit(describe_group, TorchConfig(backend="gloo"), tmp_path)

@@ -1,9 +1,8 @@
-"""Behaviour: checkpoints over failures and restarts, stock and as if merged."""
+"""Behaviour: checkpoints over failures and restarts."""
 
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -11,8 +10,6 @@ import ray
 import ray.train.collective
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-
-pytestmark = pytest.mark.full
 
 NUM_STEPS = 4
 FAILS_AFTER = 1
@@ -42,7 +39,7 @@ def train_func():
             raise RuntimeError("lost")
 
 
-def test_restart_from_checkpoint(ray_as, tmp_path):
+def test_restart_from_checkpoint(ray_start_4_cpus, tmp_path):
     """A failed group starts anew, goes on from its checkpoint, and keeps the best."""
     trainer = TorchTrainer(
         train_func,

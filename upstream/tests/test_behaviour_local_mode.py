@@ -1,27 +1,19 @@
-"""Behaviour: training in the driver's own process, stock and as if merged."""
-
-from contextlib import nullcontext
+"""Behaviour: training in the driver's own process."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from ray_fracbackend.worker.store import hold_store, release_store
-
-from upstream.install import as_if_merged
-from upstream.tests.conftest import ALWAYS_ON
 
 import ray
+from ray._common.network_utils import find_free_port
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 
-pytestmark = pytest.mark.full
 
-
-@pytest.fixture(params=["stock", "merged"])
-def local_as(request):
-    """No cluster: local mode has none."""
-    with as_if_merged(*ALWAYS_ON) if request.param == "merged" else nullcontext():
-        yield request.param
+@pytest.fixture
+def no_cluster():
+    """Local mode has none."""
+    yield
     ray.shutdown()
 
 
@@ -32,13 +24,13 @@ def train_func():
     ray.train.report({"backend": dist.get_backend() if dist.is_initialized() else None})
 
 
-def test_one_process(local_as):
+def test_one_process(no_cluster):
     """``num_workers=0`` runs the train function here, without a process group."""
     trainer = TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=0))
     assert trainer.fit().metrics == {"backend": None}
 
 
-def test_under_torchrun(local_as, monkeypatch):
+def test_under_torchrun(no_cluster, monkeypatch):
     """With torchrun's variables the process joins a group, and leaves it at the end."""
     variables = {
         "RANK": 0,
@@ -46,14 +38,11 @@ def test_under_torchrun(local_as, monkeypatch):
         "WORLD_SIZE": 1,
         "LOCAL_WORLD_SIZE": 1,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": hold_store(None),
+        "MASTER_PORT": find_free_port(),
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    try:
-        trainer = TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=0))
-        expected = "nccl" if torch.cuda.is_available() else "gloo"
-        assert trainer.fit().metrics == {"backend": expected}
-        assert not dist.is_initialized()
-    finally:
-        release_store()
+    trainer = TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=0))
+    expected = "nccl" if torch.cuda.is_available() else "gloo"
+    assert trainer.fit().metrics == {"backend": expected}
+    assert not dist.is_initialized()

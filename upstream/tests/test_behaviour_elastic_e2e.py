@@ -1,35 +1,26 @@
-"""Behaviour: a worker group that grows and shrinks, stock and as if merged."""
+"""Behaviour: a worker group that grows and shrinks."""
 
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-
-from upstream.install import as_if_merged
-from upstream.tests.conftest import ALWAYS_ON
 
 import ray
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-pytestmark = pytest.mark.full
 
-
-@pytest.fixture(params=["stock", "merged"])
-def cluster(request):
+@pytest.fixture
+def cluster():
     """A head without room for workers, and one node with room for two."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     cluster.add_node(num_cpus=2)
     cluster.wait_for_nodes()
-    with (
-        as_if_merged(*ALWAYS_ON) if request.param == "merged" else nullcontext() as env
-    ):
-        ray.init(address=cluster.address, runtime_env=env)
-        yield cluster
-        ray.shutdown()
+    ray.init(address=cluster.address)
+    yield cluster
+    ray.shutdown()
     cluster.shutdown()
 
 

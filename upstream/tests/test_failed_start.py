@@ -1,0 +1,76 @@
+"""Worker groups whose start fails: what is released, and what is tried again."""
+
+import os
+import time
+
+import pytest
+
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _TorchBackend
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2.api.exceptions import TrainingFailedError
+
+
+def wait_until_released(timeout_s=20):
+    """Wait until no placement group and no CPU is in use; returns whether that came."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        states = {pg["state"] for pg in ray.util.placement_group_table().values()}
+        num_cpus = ray.available_resources().get("CPU")
+        if states <= {"REMOVED"} and num_cpus == ray.cluster_resources()["CPU"]:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+class FailingBackend(_TorchBackend):
+    def on_start(self, worker_group, backend_config):
+        raise RuntimeError("the backend does not start")
+
+
+class FailingConfig(TorchConfig):
+    @property
+    def backend_cls(self):
+        return FailingBackend
+
+
+def test_failed_backend_releases_the_worker_group(ray_start_4_cpus, tmp_path):
+    """Workers and placement group of a start that failed are gone after fit()."""
+    trainer = TorchTrainer(
+        lambda: None,
+        torch_config=FailingConfig(),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    with pytest.raises(TrainingFailedError, match="the backend does not start"):
+        trainer.fit()
+    assert wait_until_released()
+
+
+class DyingWorker(WorkerGroupCallback):
+    """Ends the process of rank 1 between the start of the group and the launch."""
+
+    def __init__(self, marker):
+        self._marker = marker
+
+    def after_worker_group_start(self, worker_group):
+        if not os.path.exists(self._marker):
+            open(self._marker, "w").close()
+            ray.wait([worker_group.execute_single_async(1, os._exit, 1)])
+
+
+def test_worker_that_dies_at_launch(ray_start_4_cpus, tmp_path):
+    """A worker that is dead when the train function is launched leads to a restart."""
+    trainer = TorchTrainer(
+        lambda: "trained",
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            storage_path=str(tmp_path),
+            callbacks=[DyingWorker(str(tmp_path / "died"))],
+        ),
+    )
+    assert trainer.fit().return_value == "trained"
+    assert (tmp_path / "died").exists()
+    assert wait_until_released()
