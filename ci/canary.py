@@ -1,11 +1,11 @@
-"""Tries the newest Ray: what became of the private names that we use, and whether the suite passes on it.
+"""Tries the newest Ray: what became of the private names that we use, and whether the suite and the patches of upstream/ pass on it.
 
     python3 ci/canary.py [--pre] [PYTEST ARGUMENT ...]     in a temporary virtual environment, which is removed
     python3 ci/canary.py --record                          after a check by hand: take this Ray's names as the known ones
 
-The names are those that ray_fracbackend/_ray.py imports or reaches, and those that upstream/seams.py replaces; what
-is known of them is in ci/ray_names.json. Ends with 0 when all is as known and the suite passes, 1 when a name changed or
-vanished or a test failed, 2 when nothing could be checked, as without a network.
+The names are those that ray_fracbackend/_ray.py imports or reaches; what is known of them is in ci/ray_names.json. Ends with 0
+when all is as known and the suite and the patches pass, 1 when a name changed or vanished, a test failed or a patch does not
+apply, 2 when nothing could be checked, as without a network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from common import CONSTRAINTS, ROOT, make_venv
 
 KNOWN = ROOT / "ci" / "ray_names.json"
 COMPAT = ROOT / "ray_fracbackend" / "_ray.py"
-SEAMS = ROOT / "upstream" / "seams.py"
 # Private methods and attributes that _ray.py reaches through objects that Ray hands over.
 _V2_GROUPS = "ray.train.v2._internal.execution.worker_group"
 REACHED = (
@@ -80,8 +79,7 @@ def private_module(node: ast.AST) -> str | None:
 
 def names() -> list[str]:
     """All names to look at, sorted."""
-    seams = re.findall(r'"(ray\.[\w.]+:[\w.]+)"', SEAMS.read_text())
-    return sorted({*compat_names(COMPAT.read_text()), *REACHED, *seams})
+    return sorted({*compat_names(COMPAT.read_text()), *REACHED})
 
 
 def describe(name: str) -> str | None:
@@ -177,8 +175,13 @@ def check(pre: bool, arguments: list[str]) -> int:
         lines = differences(known, found)
         print("\n".join(lines) or "all private names are as known", flush=True)
         suite = subprocess.run([python, "-m", "pytest", *arguments], cwd=ROOT, check=False).returncode
-        print(f"canary: {len(lines)} names differ, the suite {'passes' if suite == 0 else f'ended with {suite}'}")
-        return int(bool(lines) or suite != 0)
+        patches = subprocess.run([python, "upstream/check.py"], cwd=ROOT, check=False).returncode
+        told = (
+            f"{what} {'pass' if code == 0 else f'ended with {code}'}"
+            for what, code in (("tests", suite), ("patches", patches))
+        )
+        print(f"canary: {len(lines)} names differ, {', '.join(told)}")
+        return int(bool(lines) or suite != 0 or patches != 0)
 
 
 def main() -> None:

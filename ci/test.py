@@ -59,7 +59,7 @@ def main() -> None:
         [([*pytest, *spread(cores), *V1_TESTS], {"RAY_TRAIN_V2_ENABLED": "0"})],
         [
             ([*pytest, *smoke], {"RAY_TRAIN_V2_ENABLED": "0", "PYTHONPATH": str(lowest)}),
-            ([*pytest, "upstream/tests"], {"RAY_TRAIN_V2_ENABLED": "1"}),
+            *([([python, "upstream/check.py"], {})] if sys.argv[1:] == ["--full"] else []),
         ],
     )
     with ThreadPoolExecutor(len(side_by_side)) as pool:

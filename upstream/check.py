@@ -27,11 +27,16 @@ from pathlib import Path
 RAY = "2.60.0"
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 TESTS = "python/ray/train/v2/tests"
+# Tests of ray_fracbackend that have to pass where Ray has the patches.
+PACKAGE_TESTS = ("test_trainer.py", "test_start_failures.py", "test_replica_group.py", "test_jobs.py")
 MAX_CHANGED_LINES = 80
 STOCK, SERIES = "stock", "series"
-# Seconds for one call of pytest.
-_LIMIT_S = 900
+# Seconds for one test, and for one call of pytest.
+_TEST_LIMIT_S, _LIMIT_S = 150, 900
+_PYTEST = ("-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")
+_PYTEST = ("-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")
 _GIT_ENV = {
     **dict.fromkeys(("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME"), "check"),
     **dict.fromkeys(("GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"), "check@localhost"),
@@ -74,7 +79,6 @@ class Tree:
 
     def __init__(self, folder: Path, patches: list[Patch]) -> None:
         self.folder = folder
-        self._patches = patches
         _copy_ray(folder / "python" / "ray")
         self._git("init", "--quiet", "--initial-branch", STOCK)
         (folder / ".gitignore").write_text("*\n!*/\n!*.py\n")
@@ -92,8 +96,8 @@ class Tree:
         """Turn the copy into stock Ray, into Ray with one patch, or with all."""
         self._git("checkout", "--quiet", branch)
         # Compiled modules are compared by seconds and size only.
-        for name in self._git("diff", "--name-only", STOCK, SERIES).split():
-            shutil.rmtree((self.folder / name).parent / "__pycache__", ignore_errors=True)
+        for path in self.changed_files(SERIES):
+            shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
 
     def changed_files(self, branch: str) -> list[Path]:
         """Files that differ from those of stock Ray."""
@@ -162,35 +166,38 @@ def check_patches(tree: Tree, patches: list[Patch]) -> None:
         print("ruff is not installed: the style of the patched files was not checked", flush=True)
         return
     tree.switch(SERIES)
-    ruff = [sys.executable, "-m", "ruff", "check", "--quiet", "--config", str(HERE / "ruff.toml")]
-    done = subprocess.run(
-        [*ruff, *map(str, tree.changed_files(SERIES))], capture_output=True, text=True, check=False
-    )
+    ruff = [sys.executable, "-m", "ruff", "check", "--quiet", "--config", str(HERE / "tests" / "ruff.toml")]
+    files = map(str, tree.changed_files(SERIES))
+    done = subprocess.run([*ruff, *files], capture_output=True, text=True, check=False)
     if done.returncode:
         raise CheckError(f"ruff with Ray's rules:\n{done.stdout}{done.stderr}")
     print(f"{SERIES}: applies, clean by Ray's rules of ruff", flush=True)
 
 
-def outcomes(tree: Tree, branch: str, tests: list[str]) -> tuple[dict[str, str], str]:
-    """Run tests on a branch: "passed", "failed", "error" or "skipped" by test, and what pytest printed."""
+@dataclass(frozen=True)
+class Outcome:
+    """How one test ended."""
+
+    test: str
+    how: str
+    """"passed", "failed", "error" or "skipped"."""
+    reason: str
+    """First line of the error, or why it was skipped."""
+
+
+def run_tests(tree: Tree, branch: str, folder: Path, tests: list[str]) -> tuple[list[Outcome], str]:
+    """Run tests of a folder on a branch, two files at a time; returns how each ended, and what pytest printed."""
     tree.switch(branch)
-    folder = tree.folder / TESTS
-    shutil.copytree(HERE / "tests", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "pytest.ini").write_text("[pytest]\n")
     report = tree.folder / "report.xml"
     report.unlink(missing_ok=True)
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(tree.folder / "python"),
-        "RAY_TRAIN_V2_ENABLED": "1",
-        # Ray gives its workers nice 15, and beside anything else they hardly run at all.
-        "RAY_worker_niceness": "0",
-    }
+    command = [sys.executable, "-m", "pytest", "-rA", *_PYTEST, f"--junitxml={report}", *tests]
+    # Ray gives its workers nice 15: beside anything else they hardly run at all.
+    env = {"PYTHONPATH": str(tree.folder / "python"), "RAY_TRAIN_V2_ENABLED": "1", "RAY_worker_niceness": "0"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", f"--junitxml={report}", *tests],
+            command,
             cwd=folder,
-            env=env,
+            env={**os.environ, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -202,39 +209,48 @@ def outcomes(tree: Tree, branch: str, tests: list[str]) -> tuple[dict[str, str],
         raise CheckError(f"{branch}: pytest did not end within {_LIMIT_S} s: {error.output}") from None
     if not report.exists():
         raise CheckError(f"{branch}: pytest did not run:\n{done.stdout}")
-    found = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        ended = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        found[name] = {"failure": "failed"}.get(ended[0], ended[0]) if ended else "passed"
-    return found, done.stdout
+    return [_outcome(case) for case in ElementTree.parse(report).iter("testcase")], done.stdout
 
 
-def expect(tree: Tree, branch: str, tests: list[str], wanted: str, what: str) -> bool:
-    """Run tests on a branch, print one line, and all that pytest printed where a test ended otherwise than wanted."""
-    found, output = outcomes(tree, branch, tests)
-    good = sum(outcome == wanted for outcome in found.values())
-    skipped = sum(outcome == "skipped" for outcome in found.values())
-    others = {test: outcome for test, outcome in found.items() if outcome not in (wanted, "skipped")}
-    right = not others and good > 0
-    print(f"{branch}: {what}: {good} {wanted}, {skipped} skipped, {len(others)} otherwise", flush=True)
-    if not right:
+def _outcome(case: ElementTree.Element) -> Outcome:
+    test = f"{case.get('classname')}::{case.get('name')}"
+    for child in case:
+        if child.tag in ("failure", "error", "skipped"):
+            lines = (child.get("message") or "").strip().splitlines() or [""]
+            return Outcome(test, {"failure": "failed"}.get(child.tag, child.tag), lines[0])
+    return Outcome(test, "passed", "")
+
+
+def expect(tree: Tree, branch: str, folder: Path, tests: list[str], wanted: str) -> bool:
+    """Run tests on a branch and print how they ended, with all that pytest printed where one ended otherwise than wanted."""
+    found, output = run_tests(tree, branch, folder, tests)
+    others = [outcome for outcome in found if outcome.how not in (wanted, "skipped")]
+    skipped = sum(outcome.how == "skipped" for outcome in found)
+    good = len(found) - len(others) - skipped
+    if others or not good:
         print(output, flush=True)
-        print("\n".join(f"{branch}: {test} {outcome}, not {wanted}" for test, outcome in others.items()), flush=True)
-    return right
+    files = ", ".join(dict.fromkeys(Path(test.partition("::")[0]).name for test in tests))
+    print(f"{branch}: {good} {wanted}, {skipped} skipped, {len(others)} otherwise, in {files}", flush=True)
+    for outcome in found:
+        if outcome.how != "passed" or outcome in others:
+            print(f"    {outcome.test} {outcome.how}: {outcome.reason}", flush=True)
+    return good > 0 and not others
 
 
 def check_behaviour(tree: Tree, patches: list[Patch]) -> None:
     """All tests, each where it has to fail and where it has to pass."""
-    behaviour = sorted(path.name for path in (HERE / "tests").glob("test_behaviour_*.py"))
-    own = sorted({path.name for path in (HERE / "tests").glob("test_*.py")} - set(behaviour))
+    folder = tree.folder / TESTS
+    shutil.copytree(HERE / "tests", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "pytest.ini").write_text(f"[pytest]\ntimeout = {_TEST_LIMIT_S}\n")
+    everything = sorted(path.name for path in folder.glob("test_*.py"))
+    behaviour = [name for name in everything if name.startswith("test_behaviour_")]
     reproductions = sorted({test for patch in patches for test in patch.reproductions})
     right = [
-        expect(tree, STOCK, reproductions, "failed", "reproductions"),
-        *(expect(tree, patch.name, patch.reproductions, "passed", "reproductions") for patch in patches),
-        expect(tree, STOCK, behaviour, "passed", "behaviour"),
-        expect(tree, SERIES, behaviour, "passed", "behaviour"),
-        expect(tree, SERIES, own, "passed", "tests of the patches"),
+        expect(tree, STOCK, folder, reproductions, "failed"),
+        *(expect(tree, patch.name, folder, patch.reproductions, "passed") for patch in patches),
+        expect(tree, STOCK, folder, behaviour, "passed"),
+        expect(tree, SERIES, folder, everything, "passed"),
+        expect(tree, SERIES, ROOT, [f"tests/ray/{name}" for name in PACKAGE_TESTS], "passed"),
     ]
     if not all(right):
         raise CheckError("not all tests ended as they have to, see above")
@@ -245,7 +261,7 @@ def main() -> None:
     parser.add_argument("--apply", action="store_true", help="start no Ray")
     options = parser.parse_args()
     patches = [Patch(path) for path in sorted((HERE / "patches").glob("*.patch"))]
-    with tempfile.TemporaryDirectory(prefix="ray-patched-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ray-patched-", ignore_cleanup_errors=True) as folder:
         try:
             tree = Tree(Path(folder), patches)
             installed = importlib.metadata.version("ray")

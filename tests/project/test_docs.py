@@ -15,6 +15,7 @@ import pytest
 import ray.exceptions
 import ray.train
 import ray.train.base_trainer
+import ray.train.v2._internal.exceptions
 import torch.distributed as dist
 
 from ray_fracbackend import FracTorchConfig, collect, errors, ipc
@@ -145,6 +146,7 @@ def known_errors():
         ray.exceptions,
         ray.train,
         ray.train.base_trainer,
+        ray.train.v2._internal.exceptions,
         dist,
         subprocess,
     ]

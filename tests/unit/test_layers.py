@@ -1,7 +1,6 @@
 """Who may import what."""
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 from ray_fracbackend._ray import v2_enabled
 
 _PACKAGE = Path(__file__).parents[2] / "ray_fracbackend"
-_UPSTREAM = Path(__file__).parents[2] / "upstream"
 # A part imports those before it and itself, and no part but staged the ipc backend outside of a function; that imports nothing
 # of ours.
 _PARTS = (
@@ -119,47 +117,6 @@ def test_no_private_ray_name_is_imported_at_the_top():
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert {name for name in names if name.split(".")[0] == "ray"} == {"ray", "ray.train.torch", "ray.tune"}
-
-
-def files_to_move():
-    """Files of the package that the pieces for Ray import, and all that those import in turn."""
-    waiting, found = sorted(_UPSTREAM.glob("*.py")), set()
-    while waiting:
-        names = {name for name in imported(waiting.pop()) if name.split(".")[0] == _PACKAGE.name}
-        stems = {_PACKAGE.parent / name.replace(".", "/") for name in names}
-        files = {stem.with_suffix(".py") for stem in stems} | {stem / "__init__.py" for stem in stems}
-        fresh = {path for path in files if path.is_file() and path != _PACKAGE / "__init__.py"} - found
-        found |= fresh
-        waiting += fresh
-    return found
-
-
-def test_what_would_move_to_ray_needs_ray_and_torch_alone():
-    """Moving is a rename: no import but of the standard library, torch, Ray, and two libraries that Ray brings along."""
-    moving = files_to_move()
-    assert {"collect", "probe", "device_sharing"} <= {path.stem for path in moving}
-    assert "cli" not in {part_of(path) for path in moving}
-    roots = {name.split(".")[0] for path in moving for name in imported(path)} - sys.stdlib_module_names - {""}
-    assert roots <= {"ray_fracbackend", "ray", "torch", "psutil", "pynvml"}
-
-
-def test_ray_brings_the_two_libraries():
-    """psutil and pynvml are part of Ray itself, and its pynvml has every name that the probe uses."""
-    import ray
-
-    assert (Path(ray.__file__).parent / "thirdparty_files" / "psutil").is_dir()
-    pynvml = importlib.import_module("ray._private.thirdparty.pynvml")
-    sources = [(_PACKAGE / "worker" / name).read_text() for name in ("probe.py", "missing_cuda.py")]
-    used = set(re.findall(r"\bnvml\.(\w+)", "".join(sources)))
-    assert used
-    assert {name for name in used if not hasattr(pynvml, name)} == set()
-
-
-def test_pieces_replace_only_what_is_listed():
-    """Nothing in upstream/ assigns to a name of Ray; install.py does it, by the list in seams.py."""
-    for path in _UPSTREAM.glob("*.py"):
-        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        assert path.name == "install.py" or "setattr" not in {getattr(call, "id", None) for call in calls}
 
 
 def test_without_ray():

@@ -39,7 +39,7 @@ def train_func():
             raise RuntimeError("lost")
 
 
-def test_restart_from_checkpoint(ray_start_4_cpus, tmp_path):
+def test_restart_from_checkpoint(shared_ray, tmp_path):
     """A failed group starts anew, goes on from its checkpoint, and keeps the best."""
     trainer = TorchTrainer(
         train_func,

@@ -38,7 +38,7 @@ def describe_group():
 
 
 @pytest.mark.parametrize("init_method", ["env", "tcp"])
-def test_start(ray_start_4_cpus, tmp_path, init_method):
+def test_start(shared_ray, tmp_path, init_method):
     """The group has backend, size, timeout and rendezvous as asked for."""
     config = TorchConfig(init_method=init_method, timeout_s=55)
     assert fit(describe_group, config, tmp_path).return_value == {
@@ -50,13 +50,13 @@ def test_start(ray_start_4_cpus, tmp_path, init_method):
     }
 
 
-def test_wrong_init_method(ray_start_4_cpus, tmp_path):
+def test_wrong_init_method(shared_ray, tmp_path):
     """An unknown way to meet ends the run with the rule."""
     with pytest.raises(TrainingFailedError, match="Must be either 'env' or 'tcp'"):
         fit(describe_group, TorchConfig(init_method="file"), tmp_path)
 
 
-def test_short_shutdown(ray_start_4_cpus, tmp_path, monkeypatch):
+def test_short_shutdown(shared_ray, tmp_path, monkeypatch):
     """A process group that is given no time to close does not spoil the result."""
     monkeypatch.setenv(TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S, "0")
     result = fit(describe_group, TorchConfig(backend="gloo"), tmp_path)

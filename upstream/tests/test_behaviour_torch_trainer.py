@@ -52,7 +52,7 @@ def train_line(config):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_training(ray_start_4_cpus, tmp_path, num_workers):
+def test_training(shared_ray, tmp_path, num_workers):
     """The loss falls, and the ranks of DDP keep equal weights."""
     result = fit(train_line, num_workers, tmp_path, lr=0.1, num_epochs=3)
     assert result.error is None
@@ -66,7 +66,7 @@ def fail_on_rank_one():
     ray.train.collective.barrier()
 
 
-def test_worker_error(ray_start_4_cpus, tmp_path):
+def test_worker_error(shared_ray, tmp_path):
     """An error of a train function ends the run, and names its rank."""
     with pytest.raises(WorkerGroupError, match="the data is bad") as raised:
         fit(lambda config: fail_on_rank_one(), 2, tmp_path)
@@ -82,6 +82,6 @@ def use_collectives(config):
     return {"from": value["from"], "sum": tensor.item()}
 
 
-def test_collectives(ray_start_4_cpus, tmp_path):
+def test_collectives(shared_ray, tmp_path):
     """Ray Train's own collectives and torch's work side by side."""
     assert fit(use_collectives, 3, tmp_path).return_value == {"from": 0, "sum": 6.0}
