@@ -182,7 +182,7 @@ class Outcome:
     how: str
     """"passed", "failed", "error" or "skipped"."""
     reason: str
-    """First line of the error, or why it was skipped."""
+    """First and last line of the error, or why it was skipped."""
 
 
 def run_tests(tree: Tree, branch: str, folder: Path, tests: list[str]) -> tuple[list[Outcome], str]:
@@ -217,7 +217,9 @@ def _outcome(case: ElementTree.Element) -> Outcome:
     for child in case:
         if child.tag in ("failure", "error", "skipped"):
             lines = (child.get("message") or "").strip().splitlines() or [""]
-            return Outcome(test, {"failure": "failed"}.get(child.tag, child.tag), lines[0])
+            # Ray's errors name the worker's in their last line.
+            reason = " ... ".join(dict.fromkeys([lines[0], lines[-1]]))
+            return Outcome(test, {"failure": "failed"}.get(child.tag, child.tag), reason)
     return Outcome(test, "passed", "")
 
 

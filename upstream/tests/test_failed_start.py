@@ -49,6 +49,28 @@ def test_failed_backend_releases_the_worker_group(ray_start_4_cpus, tmp_path):
     assert wait_until_released()
 
 
+class NotLoadable:
+    """A train function that can be sent and not be received."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+    def __call__(self):
+        pass
+
+
+def test_failed_launch_releases_the_worker_group(ray_start_4_cpus, tmp_path):
+    """The same holds where the train function cannot be launched."""
+    trainer = TorchTrainer(
+        NotLoadable(),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    with pytest.raises(TrainingFailedError, match="invalid literal for int"):
+        trainer.fit()
+    assert wait_until_released()
+
+
 class DyingWorker(WorkerGroupCallback):
     """Ends the process of rank 1 between the start of the group and the launch."""
 

@@ -9,6 +9,7 @@ import pytest
 import ray
 import ray.train.torch.config
 from ray.train import RunConfig, ScalingConfig
+from ray.train._internal.worker_group import WorkerGroup as V1WorkerGroup
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 from ray.train.v2.api.exceptions import TrainingFailedError
@@ -43,31 +44,50 @@ class StoppedRankConfig(TorchConfig):
         return StoppedRankBackend
 
 
-def test_ranks_that_do_not_answer_are_named(ray_start_4_cpus, tmp_path):
-    """The start ends within its timeout, with rank, node and process of the culprit."""
+@pytest.fixture
+def stopped(tmp_path):
+    """The file with the process id of the stopped rank; continues it, and ends it."""
     path = tmp_path / "pid"
 
     def send(signal_number):
-        if path.exists():
+        try:
             os.kill(int(path.read_text()), signal_number)
+        except (FileNotFoundError, ProcessLookupError):
+            pass  # it did not begin, or was ended with its worker group
 
     resume = threading.Timer(RESUME_AFTER_S, send, [signal.SIGCONT])
     resume.start()
+    yield path
+    resume.cancel()
+    send(signal.SIGKILL)
+
+
+def no_answer(path):
+    address = f"ip={ray.util.get_node_ip_address()}, pid={path.read_text()}"
+    return f"No answer from rank 1 ({address}). See the logs of these workers"
+
+
+def test_ranks_that_do_not_answer_are_named(ray_start_4_cpus, stopped, tmp_path):
+    """The start ends within its timeout, with rank, node and process of the culprit."""
     trainer = TorchTrainer(
         lambda: None,
-        torch_config=StoppedRankConfig(str(path)),
+        torch_config=StoppedRankConfig(str(stopped)),
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(storage_path=str(tmp_path)),
     )
+    with pytest.raises(TrainingFailedError) as raised:
+        trainer.fit()
+    assert no_answer(stopped) in str(raised.value)
+
+
+def test_ranks_of_v1_are_named(ray_start_4_cpus, stopped, monkeypatch):
+    """V1 worker groups have the same bound and the same names."""
+    monkeypatch.setattr(ray.train.torch.config, "_START_GRACE_PERIOD_S", 1)
+    worker_group = V1WorkerGroup(num_workers=2, resources_per_worker={"CPU": 1})
     try:
-        with pytest.raises(TrainingFailedError) as raised:
-            trainer.fit()
-        assert resume.is_alive(), "the start ended because the rank went on"
+        worker_group.execute_single_async(1, stop_this_process, str(stopped))
+        with pytest.raises(TimeoutError) as raised:
+            _TorchBackend().on_start(worker_group, TorchConfig("gloo", timeout_s=3))
+        assert no_answer(stopped) in str(raised.value)
     finally:
-        resume.cancel()
-        try:
-            send(signal.SIGKILL)
-        except ProcessLookupError:  # it was ended with its worker group
-            pass
-    address = f"ip={ray.util.get_node_ip_address()}, pid={path.read_text()}"
-    assert f"No answer from rank 1 ({address}). See the logs" in str(raised.value)
+        worker_group.shutdown(patience_s=0)
