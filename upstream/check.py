@@ -34,7 +34,7 @@ PACKAGE_TESTS = ("test_trainer.py", "test_start_failures.py", "test_replica_grou
 MAX_CHANGED_LINES = 80
 STOCK, SERIES = "stock", "series"
 # Seconds for one test, and for one call of pytest.
-_TEST_LIMIT_S, _LIMIT_S = 150, 900
+_TEST_LIMIT_S, _LIMIT_S = 600, 2400
 _PYTEST = ("-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")
 _PYTEST = ("-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")
 _GIT_ENV = {
@@ -191,8 +191,14 @@ def run_tests(tree: Tree, branch: str, folder: Path, tests: list[str]) -> tuple[
     report = tree.folder / "report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-rA", *_PYTEST, f"--junitxml={report}", *tests]
-    # Ray gives its workers nice 15: beside anything else they hardly run at all.
-    env = {"PYTHONPATH": str(tree.folder / "python"), "RAY_TRAIN_V2_ENABLED": "1", "RAY_worker_niceness": "0"}
+    env = {
+        "PYTHONPATH": str(tree.folder / "python"),
+        "RAY_TRAIN_V2_ENABLED": "1",
+        # Ray gives its workers nice 15: beside anything else they hardly run at all.
+        "RAY_worker_niceness": "0",
+        # Compile the copy once, not in every process.
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
     try:
         done = subprocess.run(
             command,
@@ -216,9 +222,10 @@ def _outcome(case: ElementTree.Element) -> Outcome:
     test = f"{case.get('classname')}::{case.get('name')}"
     for child in case:
         if child.tag in ("failure", "error", "skipped"):
-            lines = (child.get("message") or "").strip().splitlines() or [""]
-            # Ray's errors name the worker's in their last line.
-            reason = " ... ".join(dict.fromkeys([lines[0], lines[-1]]))
+            first = (child.get("message") or "").strip().partition("\n")[0]
+            # The error of a worker is at the end of Ray's, of which the message has the beginning.
+            last = re.findall(r"^E +(\S.*)$", child.text or "", re.MULTILINE)[-1:]
+            reason = " ... ".join(dict.fromkeys([first, *last]))
             return Outcome(test, {"failure": "failed"}.get(child.tag, child.tag), reason)
     return Outcome(test, "passed", "")
 

@@ -65,7 +65,7 @@ def test_explicit_nccl_is_kept(ray_start_4_cpus_2_gpus, tmp_path):
 
 
 def pretend_one_gpu(env):
-    """Let this worker find CUDA device GPU-1b2c. Its tensors stay on the CPU."""
+    """Let this worker find CUDA device GPU-1b2c."""
     import os
     from types import SimpleNamespace
     from unittest import mock
@@ -75,18 +75,26 @@ def pretend_one_gpu(env):
     import ray.train.torch
 
     os.environ.update(env)
-    device = torch.device("cuda:0")
+    device, properties = torch.device("cuda:0"), SimpleNamespace(uuid="1b2c")
     mock.patch.object(ray.train.torch, "get_device", lambda: device).start()
-    properties = SimpleNamespace(uuid="1b2c", name="a GPU")
-    mock.patch(
-        "torch.cuda.get_device_properties", lambda device=None: properties
-    ).start()
+    for name, value in {
+        "is_available": True,
+        "get_device_properties": properties,
+    }.items():
+        mock.patch(f"torch.cuda.{name}", lambda *_, value=value: value).start()
+
+
+def pretend_no_more():
+    from unittest import mock
+
+    mock.patch.stopall()
 
 
 class OneGpuBackend(_TorchBackend):
     def on_start(self, worker_group, backend_config):
         worker_group.execute(pretend_one_gpu, backend_config.env)
         super().on_start(worker_group, backend_config)
+        worker_group.execute(pretend_no_more)
 
 
 class OneGpuConfig(TorchConfig):

@@ -5,6 +5,7 @@ import signal
 import threading
 
 import pytest
+import torch.distributed as dist
 
 import ray
 import ray.train.torch.config
@@ -14,9 +15,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 from ray.train.v2.api.exceptions import TrainingFailedError
 
-TIMEOUT_S = 3
+TIMEOUT_S, GRACE_PERIOD_S = 8, 2
 # When the stopped rank goes on, so that a start without a bound ends as well.
-RESUME_AFTER_S = 40
+RESUME_AFTER_S = 60
 
 
 def stop_this_process(path):
@@ -29,7 +30,8 @@ class StoppedRankBackend(_TorchBackend):
     """Rank 1 is stopped by a signal, as one of a node that swaps to death."""
 
     def on_start(self, worker_group, backend_config):
-        ray.train.torch.config._START_GRACE_PERIOD_S = 1
+        ray.train.torch.config._START_GRACE_PERIOD_S = GRACE_PERIOD_S
+        worker_group.execute(dist.is_available)  # imports torch
         worker_group.execute_single_async(1, stop_this_process, backend_config.path)
         super().on_start(worker_group, backend_config)
 
@@ -55,10 +57,19 @@ def stopped(tmp_path):
         except (FileNotFoundError, ProcessLookupError):
             pass  # it did not begin, or was ended with its worker group
 
-    resume = threading.Timer(RESUME_AFTER_S, send, [signal.SIGCONT])
-    resume.start()
+    def resume():
+        while not path.exists():
+            if ended.wait(0.1):
+                return
+        if not ended.wait(RESUME_AFTER_S):
+            send(signal.SIGCONT)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=resume)
+    thread.start()
     yield path
-    resume.cancel()
+    ended.set()
+    thread.join()
     send(signal.SIGKILL)
 
 
@@ -82,12 +93,15 @@ def test_ranks_that_do_not_answer_are_named(ray_start_4_cpus, stopped, tmp_path)
 
 def test_ranks_of_v1_are_named(ray_start_4_cpus, stopped, monkeypatch):
     """V1 worker groups have the same bound and the same names."""
-    monkeypatch.setattr(ray.train.torch.config, "_START_GRACE_PERIOD_S", 1)
+    monkeypatch.setattr(ray.train.torch.config, "_START_GRACE_PERIOD_S", GRACE_PERIOD_S)
     worker_group = V1WorkerGroup(num_workers=2, resources_per_worker={"CPU": 1})
     try:
+        worker_group.execute(dist.is_available)
         worker_group.execute_single_async(1, stop_this_process, str(stopped))
         with pytest.raises(TimeoutError) as raised:
-            _TorchBackend().on_start(worker_group, TorchConfig("gloo", timeout_s=3))
+            _TorchBackend().on_start(
+                worker_group, TorchConfig("gloo", timeout_s=TIMEOUT_S)
+            )
         assert no_answer(stopped) in str(raised.value)
     finally:
         worker_group.shutdown(patience_s=0)
