@@ -35,8 +35,7 @@ MAX_CHANGED_LINES = 80
 STOCK, SERIES = "stock", "series"
 # Seconds for one test, and for one call of pytest.
 _TEST_LIMIT_S, _LIMIT_S = 600, 2400
-_PYTEST = ("-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")
-_PYTEST = ("-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")
+_TWO_FILES_AT_A_TIME = ("-n", "2", "--dist", "loadfile")
 _GIT_ENV = {
     **dict.fromkeys(("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME"), "check"),
     **dict.fromkeys(("GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"), "check@localhost"),
@@ -190,7 +189,9 @@ def run_tests(tree: Tree, branch: str, folder: Path, tests: list[str]) -> tuple[
     tree.switch(branch)
     report = tree.folder / "report.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-rA", *_PYTEST, f"--junitxml={report}", *tests]
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+    if len({test.partition("::")[0] for test in tests}) > 1:
+        command += _TWO_FILES_AT_A_TIME
     env = {
         "PYTHONPATH": str(tree.folder / "python"),
         "RAY_TRAIN_V2_ENABLED": "1",
