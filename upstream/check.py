@@ -243,7 +243,7 @@ def expect(tree: Tree, branch: str, folder: Path, tests: list[str], wanted: str)
     print(f"{branch}: {good} {wanted}, {skipped} skipped, {len(others)} otherwise, in {files}", flush=True)
     for outcome in found:
         if outcome.how != "passed" or outcome in others:
-            print(f"    {outcome.test} {outcome.how}: {outcome.reason}", flush=True)
+            print(f"    {outcome.test} {outcome.how}: {outcome.reason[:200]}", flush=True)
     return good > 0 and not others
 
 

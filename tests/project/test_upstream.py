@@ -1,4 +1,4 @@
-"""The patches for Ray: each applies, and what is wrong with one is told. Their own tests are run by upstream/check.py."""
+"""The patches for Ray: each applies, and the errors say what is wrong with one. Their own tests are run by upstream/check.py."""
 
 import importlib.util
 import re
@@ -63,7 +63,7 @@ def changed(check, patch, tmp_path, old, new):
 
 
 def test_a_patch_that_does_not_apply(check, patches, tmp_path):
-    """It is told with the hunk, and with no other."""
+    """The error shows the hunk that fails, and no other."""
     wrong = changed(
         check, patches[3], tmp_path, "         else:\n             raise", "         elif:\n             raise"
     )
@@ -74,7 +74,7 @@ def test_a_patch_that_does_not_apply(check, patches, tmp_path):
 
 
 def test_patches_that_contradict(check, patches, tmp_path):
-    """One that applies alone but not after the others is told with the conflict."""
+    """The error shows the conflict of a patch that applies alone but not after the others."""
     other = changed(check, patches[4], tmp_path, '"127.0.0.1"', '"127.0.0.2"')
     with pytest.raises(check.CheckError, match="applies alone, not after the others") as raised:
         check.Tree(tmp_path / "tree", [patches[4], other])
@@ -120,7 +120,7 @@ class Folder:
     ],
 )
 def test_outcomes(check, tmp_path, capfd, body, how, wanted, right):
-    """A test that ends otherwise than wanted is told, and so is a run in which nothing ran."""
+    """A test that ends otherwise than wanted fails the check with its output, and so does a run in which all are skipped."""
     (tmp_path / "test_it.py").write_text(f"import pytest\n\ndef test_it():\n    {body}\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     assert check.expect(Folder(tmp_path), "stock", tmp_path, ["test_it.py"], wanted) == right
@@ -131,7 +131,7 @@ def test_outcomes(check, tmp_path, capfd, body, how, wanted, right):
 
 
 def test_a_file_that_cannot_be_imported(check, tmp_path, capfd):
-    """It is no failure of the reproduction that was wanted."""
+    """An import error does not count as the failure that was wanted of a reproduction."""
     (tmp_path / "test_it.py").write_text("import no_such_module\n")
     assert not check.expect(Folder(tmp_path), "stock", tmp_path, ["test_it.py"], "failed")
     assert "no_such_module" in capfd.readouterr().out
