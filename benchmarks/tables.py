@@ -16,7 +16,7 @@ from typing import Any
 from common import RESULTS, newest
 
 ROOT = RESULTS.parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "ipc.md", ROOT / "docs" / "compatibility.md", ROOT / "docs" / "faults.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "ipc.md", ROOT / "docs" / "compatibility.md", ROOT / "docs" / "development" / "faults.md")
 _MARKED = re.compile(r"(<!-- numbers: ([\w ]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 _LONGEST = 200
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")

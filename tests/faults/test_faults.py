@@ -52,7 +52,7 @@ def test_random_faults():
 
 
 def test_recorded_run():
-    """In the newest result behind docs/faults.md every start of ours failed in time, named the rank and left nothing."""
+    """In the newest result behind docs/development/faults.md every start of ours failed in time, named the rank and left nothing."""
     result = max((_ROOT / "benchmarks" / "results").glob("faults_*.json"))
     cells = [cell for cell in json.loads(result.read_text())["cells"] if cell["config"] == "ours"]
     assert [cell for cell in cells if cell["problems"] and cell["phase"] in START_PHASES] == []

@@ -42,8 +42,8 @@ def test_the_patches_apply(patches):
 
 
 def test_the_page_has_every_patch(patches):
-    """docs/upstream.md has a cover letter for each, with its size and its reproductions."""
-    page = (_ROOT / "docs" / "upstream.md").read_text()
+    """docs/development/upstream.md has a cover letter for each, with its size and its reproductions."""
+    page = (_ROOT / "docs" / "development" / "upstream.md").read_text()
     sizes = re.findall(r"^\| (\d+) \| .* \| (\d+) \| [^|]+ \|$", page, re.MULTILINE)
     assert sizes == [(str(number), str(patch.num_changed_lines)) for number, patch in enumerate(patches, 1)]
     for number, patch in enumerate(patches, 1):

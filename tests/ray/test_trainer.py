@@ -145,8 +145,8 @@ def test_gpu_script_that_fails_once(tmp_path):
 
 
 def documented(name):
-    """A function of docs/errors.md, as it stands there."""
-    page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+    """A function of docs/troubleshooting.md, as it stands there."""
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     (code,) = re.findall(rf"```python\n(.*?def {name}.*?)\n\n\ntry:", page, flags=re.DOTALL)
     names = {}
     exec(code, names)
@@ -154,7 +154,7 @@ def documented(name):
 
 
 def test_missing_cuda_is_an_error_by_default(tmp_path):
-    """The error reaches the user of fit() with its cause, and is reached as docs/errors.md says; no worker is left."""
+    """The error reaches the user of fit() with its cause, and is reached as docs/troubleshooting.md says; no worker is left."""
     # The first V2 engines (2.48) raise it as it is.
     with pytest.raises((*TRAINING_FAILED, MissingDeviceError)) as caught:
         fit(look_around, tmp_path, FracTorchConfig(start_timeout_s=30), TWO_HALF_GPUS)
