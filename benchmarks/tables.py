@@ -16,7 +16,12 @@ from typing import Any
 from common import RESULTS, newest
 
 ROOT = RESULTS.parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "ipc.md", ROOT / "docs" / "compatibility.md", ROOT / "docs" / "development" / "faults.md")
+DOCS = ROOT / "docs"
+PAGES = (
+    ROOT / "README.md",
+    DOCS / "ipc.md",
+    *(DOCS / "development" / f"{name}.md" for name in ("faults", "ipc-design", "test-suites")),
+)
 _MARKED = re.compile(r"(<!-- numbers: ([\w ]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 _LONGEST = 200
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")

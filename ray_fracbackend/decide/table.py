@@ -558,9 +558,9 @@ def _shared_error(job: Job) -> StartPlan:
 
 @_row('`backend="ipc"`', lambda job: job.settings.backends.has_ipc)
 def _ipc_asked(job: Job) -> StartPlan:
-    """ipc on device memory. Or `BackendUnavailableError` with the reason. Where device memory cannot be shared (slices of one
-    GPU, for one), CUDA tensors are [staged](#how-cuda-tensors-travel) through host memory, with a warning; what only several
-    processes can show, the group itself finds at its first call with CUDA tensors.
+    """ipc on device memory. Or `BackendUnavailableError` with the reason. If the ranks cannot share device memory (slices of one
+    GPU, for example), CUDA tensors are [staged](#how-cuda-tensors-travel) through host memory, with a warning. Checks that need
+    several processes run in the group's first call with CUDA tensors.
     """
     return _ipc(job, "backend='ipc'", "cuda")
 
@@ -587,7 +587,7 @@ def _asked_on_devices(job: Job) -> StartPlan:
 
 @_row('devices shared, `on_shared_device="nccl"`', lambda job: _policy(job, "nccl"))
 def _shared_nccl(job: Job) -> StartPlan:
-    """nccl with [flags](#variables-for-several-ranks-a-gpu). NCCL 2.30 or newer, one version; else
+    """nccl with [flags](#variables-for-several-ranks-per-gpu). NCCL 2.30 or newer, one version; else
     `BackendUnavailableError` or `IncompatibleWorkersError`.
     """
     return _override(job, _multi_rank(job, "on_shared_device='nccl'"))

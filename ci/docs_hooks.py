@@ -1,0 +1,120 @@
+"""Hooks of mkdocs.yml: pages for linked files outside of docs/, and nothing from the network. Called by MkDocs, not by hand.
+
+On the repository a page links to any file by its relative path. The site has a copy of each such file as a page of its own,
+so that the same links work there, and without internet.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).resolve().parents[1]
+_FENCE = re.compile(r"^( *)```.*?^ *```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(\]\()([^()\s#:]+)(#[^()\s]*)?(\))")
+_LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json", ".toml": "toml", ".yml": "yaml", ".svg": "xml"}
+# What the theme has in every page.
+_SHIM = "https://unpkg.com/iframe-worker/shim"
+# Pages of the navigation whose file is outside of docs/.
+_ALWAYS = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/fractional_gpu.ipynb")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for every file outside of docs/ that a page links to, and those that these link to."""
+    waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    waiting += _ALWAYS
+    seen = set(waiting)
+    while waiting:
+        path = waiting.pop()
+        text = _markdown(ROOT / path)
+        if not path.startswith("docs/"):
+            content = _with_site_links(text, path)
+            files.append(File.generated(config, site_path(path), content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+        if path.endswith(".md"):
+            new = {target for target in _targets(text, path) if not target.startswith("docs/")} - seen
+            seen |= new
+            waiting += new
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point a page's links to files outside of docs/ at their pages of the site."""
+    return markdown if page.file.generated_by else _with_site_links(markdown, f"docs/{page.file.src_uri}")
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Take the script that lets search work without a server from the site itself."""
+    return output.replace(
+        _SHIM, f"{posixpath.relpath('.', posixpath.dirname(page.url) or '.')}/assets/iframe-worker.js"
+    )
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """Do the same for the page that a server shows for a missing one."""
+    return output_content.replace(_SHIM, "/assets/iframe-worker.js")
+
+
+def site_path(path: str) -> str:
+    """Return the source path in the site of a file of the repository."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return f"repository/{path}" if path.endswith(".md") else f"repository/{path}.md"
+
+
+def _targets(text: str, path: str) -> set[str]:
+    links = _LINK.findall(_FENCE.sub("", text))
+    return {posixpath.normpath(posixpath.join(posixpath.dirname(path), link)) for _, link, _, _ in links}
+
+
+def _with_site_links(text: str, path: str) -> str:
+    """Rewrite links, which are relative to the repository's folders, for the site; code blocks stay."""
+    here = posixpath.dirname(site_path(path))
+
+    def rewritten(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), found[2]))
+        if path.startswith("docs/") and target.startswith("docs/"):
+            return found[0]
+        return f"{found[1]}{posixpath.relpath(site_path(target), here or '.')}{found[3] or ''}{found[4]}"
+
+    parts, end = [], 0
+    for fence in _FENCE.finditer(text):
+        parts += [_LINK.sub(rewritten, text[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, _LINK.sub(rewritten, text[end:])])
+
+
+def _markdown(path: Path) -> str:
+    """Return a file as a page in markdown: pages as they are, notebooks with their outputs, folders as a list, others as code."""
+    if path.suffix == ".md":
+        return path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        return "\n\n".join(map(_cell, cells))
+    name = path.relative_to(ROOT).as_posix()
+    if path.is_dir():
+        found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".py", ".ipynb"))
+        return "\n".join([f"# {name}/", "", *(f"- [{entry}]({path.name}/{entry})" for entry in found), ""])
+    return f"# {name}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{path.read_text(encoding='utf-8')}\n````\n"
+
+
+def _cell(cell: dict[str, Any]) -> str:
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return source
+    return "\n\n".join([f"```python\n{source}\n```", *(_output(output) for output in cell["outputs"])])
+
+
+def _output(output: dict[str, Any]) -> str:
+    data = {kind: "".join(text) for kind, text in output.get("data", {"text/plain": output.get("text", "")}).items()}
+    if "text/html" in data:
+        return f'<div class="md-typeset__scrollwrap">{data["text/html"]}</div>'
+    if "image/png" in data:
+        return f'<img alt="Output of the cell above" src="data:image/png;base64,{data["image/png"].strip()}">'
+    return f"<pre><code>{escape(data['text/plain'])}</code></pre>"
