@@ -55,7 +55,7 @@ def _fraction(workers: Sequence[WorkerInfo]) -> str | None:
     if not 0 < fraction < 1 or abs(1 / fraction - round(1 / fraction)) < 1e-3:
         return None
     count = int(1 / fraction)
-    return f"{fraction:g} GPU a worker is not 1/k of a device: Ray may leave workers waiting; use 1/{count} ({1 / count:.3g})"
+    return f"{fraction:g} GPU per worker is not 1/k of a device: Ray may leave workers waiting; use 1/{count} ({1 / count:.3g})"
 
 
 def _local_ranks(workers: Sequence[WorkerInfo]) -> tuple[str | None, str | None]:

@@ -136,7 +136,7 @@ def cause_of(error: BaseException) -> str:
 def multi_rank_env(num_ranks: int, several_nodes: bool = False) -> dict[str, str]:
     """Return the variables that NCCL 2.30 or newer needs for several ranks on one GPU.
 
-    NVLS is disabled explicitly: it is incompatible with several ranks a GPU, and 2.30.7 detects that from the last
+    NVLS is disabled explicitly: it is incompatible with several ranks per GPU, and 2.30.7 detects that from the last
     pair of ranks alone (init.cc, ``hasMultiRankNvml``).
 
     Args:
@@ -165,7 +165,7 @@ def explain_failure(error: FracBackendError, plan: StartPlan, workers: Sequence[
         workers: Every rank, in rank order.
 
     Returns:
-        SharedDeviceError where NCCL refused ranks on one GPU. With several ranks a GPU, a timeout or a failed
+        SharedDeviceError where NCCL refused ranks on one GPU. With several ranks per GPU, a timeout or a failed
         verification of the same class, with the usual cause.
     """
     if not plan.backends.has_nccl:
@@ -208,5 +208,5 @@ def _advice(plan: StartPlan, workers: Sequence[WorkerInfo]) -> str:
     if kept:
         return f"The user set {', '.join(kept)}, which was kept: unset it, or use on_shared_device='gloo'."
     if plan.env_defaults:
-        return "NCCL's flags for several ranks a GPU did not help; use on_shared_device='gloo'."
+        return "NCCL's flags for several ranks per GPU did not help; use on_shared_device='gloo'."
     return "Set FracTorchConfig(backend='gloo'), or give every worker a GPU of its own."

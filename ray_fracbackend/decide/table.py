@@ -343,7 +343,7 @@ def _multi_rank(job: Job, asked: str) -> StartPlan:
     fullest = max(len(group.ranks) for group in groups)
     env = multi_rank_env(fullest, len({worker.node_id for worker in workers}) > 1)
     warnings = tuple(f"{setting} was set by the user and is kept" for setting in kept_settings(workers, env))
-    reason = f"{share_text(groups)}: using nccl with several ranks a GPU ({asked}, NCCL {versions_text(workers)})"
+    reason = f"{share_text(groups)}: using nccl with several ranks per GPU ({asked}, NCCL {versions_text(workers)})"
     return StartPlan(
         backend="nccl", device_type="cuda", reason=reason, share_groups=groups, env_defaults=env, warnings=warnings
     )
@@ -427,7 +427,7 @@ def _cpu_asks_for_ipc(settings: Settings) -> bool:
 def _mixed_systems(job: Job) -> StartPlan:
     """`IncompatibleWorkersError`. CPU jobs included: Gloo cannot connect them."""
     raise IncompatibleWorkersError(
-        f"Windows under {ranks_text(job.on_windows)}, another system under the others. Gloo cannot connect Windows with other "
+        f"Windows on {ranks_text(job.on_windows)}, Linux or macOS on the others. Gloo cannot connect Windows with other "
         "systems (gloo#386); place all workers on nodes of one system.",
         ranks=job.on_windows,
     )
@@ -550,7 +550,7 @@ def _shared_error(job: Job) -> StartPlan:
     NCCL is wanted, also what NCCL would refuse.
     """
     raise SharedDeviceError(
-        f"{share_text(job.conflicts)}, and on_shared_device='error' forbids it. Ask for a whole GPU a worker or for fewer "
+        f"{share_text(job.conflicts)}, and on_shared_device='error' forbids it. Ask for a whole GPU per worker or for fewer "
         "workers, or set on_shared_device to 'auto' or 'gloo'.",
         ranks=sharing_ranks(job.conflicts),
     )

@@ -50,5 +50,5 @@ def explain_out_of_memory(context: Callable[[], AbstractContextManager[None]]) -
             raise torch.cuda.OutOfMemoryError(
                 f"{error}\nlimit_gpu_memory=True caps this worker at its fraction {fraction:g} of {device}: "
                 f"{total * fraction / _GIB:.2f} of {total / _GIB:.2f} GiB, of which torch holds {held / _GIB:.2f}. Use a smaller "
-                "batch or model, ask for a larger GPU fraction a worker, or start without limit_gpu_memory."
+                "batch or model, ask for a larger GPU fraction per worker, or start without limit_gpu_memory."
             ) from error

@@ -26,4 +26,4 @@ def test_error_says_why(engines, version):
     answer = engines(version).run("memory", settings=SETTINGS, fraction=0.25, catch=False)
     text = "\n".join(error["text"] for error in answer["errors"])
     assert "limit_gpu_memory=True caps this worker at its fraction 0.25" in text
-    assert "ask for a larger GPU fraction a worker" in text
+    assert "ask for a larger GPU fraction per worker" in text

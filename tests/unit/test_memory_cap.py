@@ -72,7 +72,7 @@ def test_out_of_memory_names_the_cap(fractions):
     text = str(caught.value)
     assert "limit_gpu_memory=True caps this worker at its fraction 0.5 of cuda:0: 40.00 of 80.00 GiB" in text
     assert "torch holds 39.50" in text
-    assert "ask for a larger GPU fraction a worker" in text
+    assert "ask for a larger GPU fraction per worker" in text
     assert caught.value.__cause__ is original
 
 

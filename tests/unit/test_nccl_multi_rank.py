@@ -65,7 +65,7 @@ def test_devices_that_ray_does_not_count():
 
 @pytest.mark.parametrize("kind", [StartTimeoutError, VerificationError])
 def test_hang_has_its_usual_cause(kind):
-    """A hang with several ranks a GPU says what NCCL's documentation says of it, in the same class."""
+    """A hang with several ranks per GPU says what NCCL's documentation says of it, in the same class."""
     plan, workers = multi_rank()
     error = explain_failure(kind("rank 1 did not answer.", ranks=[1]), plan, workers)
     assert (type(error), error.ranks) == (kind, (1,))

@@ -191,7 +191,7 @@ class TestOwnDevices:
 
     def test_windows_and_linux(self):
         """Gloo cannot connect Windows and Linux, so no backend can: refused with the ranks on Windows."""
-        with pytest.raises(IncompatibleWorkersError, match="Windows under rank 1, another system"):
+        with pytest.raises(IncompatibleWorkersError, match="Windows on rank 1, Linux or macOS on the others"):
             plan([worker(0), worker(1, node="2", platform="win32")])
 
 
@@ -227,7 +227,7 @@ class TestShared:
 
     def test_error_policy(self):
         """on_shared_device='error' has the share map, what to do, and the ranks."""
-        with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share GPU-.*whole GPU a worker") as caught:
+        with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share GPU-.*whole GPU per worker") as caught:
             plan(self.workers, on_shared_device="error")
         assert caught.value.ranks == (0, 1)
 
@@ -509,7 +509,7 @@ class TestHints:
     def test_fraction(self):
         """A fraction that is not 1/k can leave workers waiting; the next 1/k above is named."""
         workers = job(gpu(), gpu(), resources={"GPU": 0.3})
-        assert any("0.3 GPU a worker is not 1/k" in h and "use 1/3 (0.333)" in h for h in plan(workers).hints)
+        assert any("0.3 GPU per worker is not 1/k" in h and "use 1/3 (0.333)" in h for h in plan(workers).hints)
         assert not any("of a device" in h for h in plan(job(gpu(), gpu(), resources={"GPU": 1 / 3})).hints)
 
     def test_multi_rank_variable(self):

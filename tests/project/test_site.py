@@ -1,0 +1,64 @@
+"""The documentation as a site builds without a warning, and its reference pages have what the code has."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ray_fracbackend
+from ray_fracbackend import ipc
+
+_ROOT = Path(__file__).parents[2]
+_DOCS = _ROOT / "docs"
+
+
+def script(name, *arguments):
+    """Run a script of ci/ with this interpreter; returns what it printed if it failed, else None."""
+    command = [sys.executable, _ROOT / "ci" / name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    return done.stdout + done.stderr if done.returncode else None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_site_builds():
+    """MkDocs builds the site without a warning, and no page of it loads anything from the network."""
+    pytest.importorskip("mkdocstrings_handlers", reason="the extra docs is not installed")
+    assert script("docs.py") is None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_notebook_runs():
+    """examples/fractional_gpu.ipynb runs from top to bottom, and its two losses are equal."""
+    pytest.importorskip("nbclient", reason="the extra test is not installed")
+    assert script("notebook.py") is None
+
+
+def test_notebook_has_its_outputs():
+    """The notebook has the outputs of a run, without an error, a path or an address of the machine that ran it."""
+    text = (_ROOT / "examples" / "fractional_gpu.ipynb").read_text(encoding="utf-8")
+    assert "largest difference of 60 steps" in text
+    assert '"output_type": "error"' not in text
+    assert not re.search(r"/work|/home/|/root/|site-packages", text)
+    assert set(re.findall(r"\b(?:\d{1,3}\.){3}\d{1,3}\b", text)) <= {"127.0.0.1", "10.0.0.3"}
+
+
+def test_api_page_has_every_public_name():
+    """docs/api.md has each name of the package and of ray_fracbackend.ipc once, and none that is not there."""
+    named = re.findall(r"^::: (ray_fracbackend\.\S+)$", (_DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    public = {f"ray_fracbackend.{name}" for name in ray_fracbackend.__all__}
+    public |= {f"ray_fracbackend.ipc.{name}" for name in ipc.__all__ if name != "BACKEND_NAME"}
+    assert public - set(named) == set()
+    assert len(named) == len(set(named))
+
+
+def test_environment_page_has_every_variable_of_ours():
+    """docs/environment.md lists exactly the RAY_FRACBACKEND_* variables that the code has."""
+    pattern = re.compile(r"\bRAY_FRACBACKEND_[A-Z0-9_]*[A-Z0-9]\b")
+    code = {name for path in (_ROOT / "ray_fracbackend").rglob("*.py") for name in pattern.findall(path.read_text())}
+    rows = re.findall(r"^\| `(RAY_FRACBACKEND_\w+)` \|", (_DOCS / "environment.md").read_text(), flags=re.MULTILINE)
+    assert set(rows) == code
+    assert len(rows) == len(set(rows))
