@@ -114,7 +114,7 @@ def _cell(cell: dict[str, Any]) -> str:
 def _output(output: dict[str, Any]) -> str:
     data = {kind: "".join(text) for kind, text in output.get("data", {"text/plain": output.get("text", "")}).items()}
     if "text/html" in data:
-        return f'<div class="md-typeset__scrollwrap">{data["text/html"]}</div>'
+        return f"<div>{data['text/html']}</div>"
     if "image/png" in data:
         return f'<img alt="Output of the cell above" src="data:image/png;base64,{data["image/png"].strip()}">'
-    return f"<pre><code>{escape(data['text/plain'])}</code></pre>"
+    return f"<pre><code class='output'>{escape(data['text/plain'])}</code></pre>"
