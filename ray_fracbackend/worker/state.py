@@ -40,8 +40,8 @@ def get_start_report() -> StartReport | None:
     """Get the report of the start of the calling train function's worker group.
 
     Returns:
-        The report; None where FracTorchConfig started nothing in this process: outside of a train function, under another
-        TorchConfig, and where the start was left to Ray Train.
+        The report. None if FracTorchConfig started nothing in this process, as outside of a train function, under another
+        TorchConfig, and if the start was left to Ray Train.
     """
     if STATE.report is None:
         return None
