@@ -16,6 +16,7 @@ import ray.exceptions
 import ray.train
 import ray.train.base_trainer
 import ray.train.v2._internal.exceptions
+import ray.tune.error
 import torch.distributed as dist
 
 from ray_fracbackend import FracTorchConfig, collect, errors, ipc
@@ -154,6 +155,7 @@ def known_errors():
         ray.train,
         ray.train.base_trainer,
         ray.train.v2._internal.exceptions,
+        ray.tune.error,
         dist,
         subprocess,
     ]

@@ -1,0 +1,90 @@
+"""What a release and a visitor rely on: version, changelog, metadata, forms, and the first screen of README."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ray_fracbackend import __version__
+from tests.unit.test_nccl_words import REFUSALS, torch_text
+
+_ROOT = Path(__file__).parents[2]
+_PROJECT = (_ROOT / "pyproject.toml").read_text()
+_README = (_ROOT / "README.md").read_text()
+
+
+def test_changelog_has_the_version():
+    """The newest dated section is that of the version, below one for what is not released."""
+    headings = re.findall(r"^## (.+)$", (_ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])
+
+
+def test_readme_has_the_version():
+    """Every wheel that README names is that of the version."""
+    assert set(re.findall(r"ray_fracbackend-([\w.]+)-py3", _README)) == {__version__}
+
+
+def test_classifiers_are_what_was_run():
+    """The classifiers have the Pythons of the matrix that passed, and no system on which nothing was run."""
+    rows = [json.loads(line) for line in (_ROOT / "ci" / "matrix_results.jsonl").read_text().splitlines()]
+    passed = {row["python"] for row in rows if row["result"] == "passed"}
+    assert set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', _PROJECT)) == passed
+    assert re.findall(r'"Operating System :: (.+)"', _PROJECT) == ["POSIX :: Linux"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is in Python 3.11")
+def test_urls_are_not_invented():
+    """Until the project has a public address the metadata names none, and says where to set it."""
+    import tomllib
+
+    urls = tomllib.loads(_PROJECT)["project"].get("urls")
+    assert urls is None or all(url.startswith("https://") for url in urls.values())
+    assert urls or "docs/development/releasing.md" in _PROJECT
+
+
+def test_first_screen_of_readme():
+    """Within 30 lines: no GPU so far in the first paragraph, and the errors that bring people here, as they read on the screen."""
+    lines = _README.splitlines()[:30]
+    assert "has run on a GPU yet" in " ".join(lines[:6])
+    screen = "\n".join(line.strip() for line in lines)
+    shown = torch_text(REFUSALS["2.28.9"])
+    assert re.sub(r"in: \S+, invalid", "in: ..., invalid", shown) in screen.replace(
+        "torch.distributed.DistBackendError: ", ""
+    )
+    assert REFUSALS["2.30.7"].split(". ")[0] in screen
+    assert "PermissionError: [WinError 32]" in screen
+
+
+def test_snippet_of_tune_is_the_example():
+    """README's Tune function is the one of the example, which tests/ray/test_tune.py runs."""
+    (function,) = re.findall(r"```python\n(def fit_trial.+?)```", _README, flags=re.DOTALL)
+    assert function in (_ROOT / "examples" / "tune_fractional_gpus.py").read_text()
+
+
+@pytest.mark.parametrize(
+    "form", sorted((_ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
+)
+def test_issue_forms(form):
+    """Every form has what GitHub requires of one: a name, a description, and fields with ids of their own."""
+    content = yaml.safe_load(form.read_text())
+    if form.stem == "config":
+        assert set(content) <= {"blank_issues_enabled", "contact_links"}
+        return
+    assert content["name"]
+    assert content["description"]
+    ids = [field["id"] for field in content["body"]]
+    assert len(set(ids)) == len(ids)
+    assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in content["body"])
+
+
+def test_nothing_promises_an_index():
+    """Without a public address in the metadata, no page and no message says that pip gets the package by its name."""
+    if "[project.urls]\n" in _PROJECT:
+        return
+    files = [*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md"), *_ROOT.glob("ray_fracbackend/**/*.py")]
+    promise = re.compile(r"pip install (?:-U |--upgrade )?['\"]?ray[-_]fracbackend\b(?!-)")
+    assert [str(file.relative_to(_ROOT)) for file in files if promise.search(file.read_text())] == []
