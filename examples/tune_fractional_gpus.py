@@ -2,9 +2,9 @@
 
 usage: python tune_fractional_gpus.py [RESULTS_FOLDER]
 
-The GPU is a number in Ray's books here, so that this runs on any machine; with a real one leave ``num_gpus`` and
-``on_missing_cuda`` out. This is the way of Ray Train V2: a Tune function that fits a trainer. With V1 give Tune the
-trainer itself, ``Tuner(make_trainer(...), param_space={"train_loop_config": ...})``.
+The GPU is a logical resource here, so that this runs on any machine; on a node with a real one leave ``num_gpus`` and
+``on_missing_cuda`` out. This is the way of Ray Train V2, the default of Ray 2.60: a Tune function that fits a trainer.
+``Tuner(TorchTrainer(...))`` is a TuneError there, unless RAY_TRAIN_V2_ENABLED=0 is set.
 """
 
 import sys
@@ -30,7 +30,7 @@ def train_func(config):
     targets = inputs.sum(dim=1, keepdim=True)
     for _ in range(50):
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
-        if not loss.isfinite():
+        if not loss.isfinite():  # the trial fails, the others go on
             raise ValueError(f"diverged at lr={config['lr']}")
         optimizer.zero_grad()
         loss.backward()
@@ -58,16 +58,17 @@ def fit_trial(config):
 
 
 def main(results_folder):
-    ray.init("local", num_cpus=6, num_gpus=1)
+    # The reason for the backend of each trial is in its start_report.json; without log_to_driver=False it is printed too.
+    ray.init("local", num_cpus=6, num_gpus=1, log_to_driver=False)
     results = tune.Tuner(
         fit_trial,
-        param_space={"lr": tune.grid_search([1e3, 0.1, 0.01]), "results_folder": results_folder},
-        # As many trials as there is room for with their workers: Tune counts the trials alone.
+        param_space={"lr": tune.grid_search([0.1, 0.03, 0.01]), "results_folder": results_folder},
+        # Tune counts the CPU of the trial, not its workers: allow as many trials as have room with their workers.
         tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=2),
         run_config=tune.RunConfig(name="tune", storage_path=results_folder),
     ).fit()
     for result in results:
-        outcome = "failed" if result.error else f"loss {result.metrics['loss']:.4f}, port {result.metrics['port']}"
+        outcome = "failed" if result.error else "loss {loss:.4f} with {backend}".format(**result.metrics)
         print(f"lr {result.config['lr']}: {outcome}")
     print(f"best lr: {results.get_best_result().config['lr']}")
     ray.shutdown()

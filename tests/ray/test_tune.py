@@ -1,4 +1,4 @@
-"""Ray Tune: trials that train at once on one logical GPU, each with a start of its own, and one that fails.
+"""Ray Tune: trials that train at once on one logical GPU, each with a start of its own, and one that fails alone.
 
 With the engine of RAY_TRAIN_V2_ENABLED: a Tune function that fits a trainer with V2, Tuner(TorchTrainer) with V1.
 ci/test.py runs both. That the trials really train at one time is shown in test_gpu_jobs.py.
@@ -7,6 +7,8 @@ ci/test.py runs both. That the trials really train at one time is shown in test_
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import ray
@@ -33,14 +35,48 @@ def check(folder):
 
 @pytest.mark.skipif(not v2_enabled(), reason="a Tune function that fits a trainer is the way of the V2 engine")
 def test_function_that_fits_a_trainer(tmp_path):
-    """The example: one trial diverges, the two others finish and the better one is found."""
+    """The example: all trials finish, the best one is found, and a good run prints no traceback."""
     done = run_example("tune_fractional_gpus.py", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split(",")[0] for line in lines if line.startswith("lr 1000.0")] == ["lr 1000.0: failed"]
-    assert len([line for line in lines if ": loss " in line]) == 2
-    assert "best lr: 0.1" in lines
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("lr ", "best lr"))]
+    assert [line.split(": ")[0] for line in lines] == ["lr 0.1", "lr 0.03", "lr 0.01", "best lr"]
+    assert all(re.fullmatch(r"lr \S+: loss \d\.\d{4} with gloo", line) for line in lines[:3]), lines
+    assert lines[3] == "best lr: 0.1"
+    assert "Traceback" not in done.stdout + done.stderr
     check(tmp_path)
+
+
+@pytest.mark.skipif(not v2_enabled(), reason="a Tune function that fits a trainer is the way of the V2 engine")
+def test_function_whose_trial_diverges(no_cluster, tmp_path):
+    """A trial that raises fails alone, with its error; the trial beside it finishes."""
+    from ray import tune
+
+    from examples import tune_fractional_gpus
+
+    ray.init("local", num_cpus=6, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    results = tune.Tuner(
+        tune_fractional_gpus.fit_trial,
+        param_space={"lr": tune.grid_search([1e3, 0.1]), "results_folder": str(tmp_path)},
+        tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=2),
+        run_config=tune.RunConfig(name="tune", storage_path=str(tmp_path)),
+    ).fit()
+    assert [result.error is not None for result in results] == [True, False]
+    assert "diverged at lr=1000.0" in str(results[0].error)
+    assert results.get_best_result().config["lr"] == 0.1
+
+
+@pytest.mark.skipif(not v2_enabled(), reason="Tuner(TorchTrainer) is an error of the V2 engine alone")
+def test_tuner_of_a_trainer_with_v2():
+    """The error that README quotes is that of this Ray, before a trial or this package is reached."""
+    from ray import tune
+    from ray.tune.error import TuneError
+
+    from examples import tune_fractional_gpus
+
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    with pytest.raises(TuneError) as error:
+        tune.Tuner(tune_fractional_gpus.make_trainer({}, "unused", "tune")).fit()
+    assert f"TuneError: {error.value}" in readme
 
 
 @pytest.mark.skipif(v2_enabled(), reason="Tuner(TorchTrainer) is the way of the V1 engine")
