@@ -38,7 +38,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"ipc_{datetime.now(timezone.utc):%Y%m%d_%H%M}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(bench.table(result["rows"]))
+    print(bench.table(result))
     bench.draw(result, path.with_suffix(".png"))
     print(f"written to {path} and beside it")
 

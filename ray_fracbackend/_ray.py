@@ -37,7 +37,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,8 +56,22 @@ _NEWEST_CHECKED = "2.60"
 # A worker that takes longer to answer anything has not come back from a failed start.
 _BUSY_S = 2.0
 
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:  # which takes no parameter in Python 3.10
+    _Adapter = logging.LoggerAdapter
+
+
+class _Speaker(_Adapter):
+    """Says who speaks: Ray prints other lines before and after ours, without the names of loggers."""
+
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+        return f"ray_fracbackend: {msg}", kwargs
+
+
 # Ray configures the level and the handlers of "ray.train" in its controller and workers, and of nothing else.
-logger = logging.getLogger("ray.train.fracbackend")
+logger = _Speaker(logging.getLogger("ray.train.fracbackend"), {})
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ group, again after every restart and for several groups side by side: nothing of
 from __future__ import annotations
 
 import copy
+import json
+import logging
 import posixpath
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +32,7 @@ from ray_fracbackend.errors import (
     SharedDeviceError,
     VerificationError,
 )
-from ray_fracbackend.report import StartReport
+from ray_fracbackend.report import StartReport, failed_start
 from ray_fracbackend.timeouts import Deadline, bounded
 from ray_fracbackend.worker.probe import probe_worker
 from ray_fracbackend.worker.process_group import ABORT_S, start_worker
@@ -61,16 +63,50 @@ class FracTorchBackend(_ray.TorchBackend):  # type: ignore[misc]
                 report = start.run()
             except BaseException as error:
                 _ray.release_workers(worker_group)
+                if isinstance(error, Exception):
+                    _save(worker_group, start.failed_report(error))
                 raise_for_engine(error, worker_group)
                 raise
             start.log(report)
-            _save(worker_group, report)
+            _save(worker_group, report.to_dict())
             return
         logger.info("%s", reason)
         # With every field that this Ray's TorchConfig has.
         stock = copy.copy(backend_config)
         stock.backend = None if settings.backends.is_auto else settings.backend
         super().on_start(worker_group, stock)
+
+
+def start_group(worker_group: Any, settings: Settings) -> StartReport:
+    """Start the process group of workers that are no run of Ray Train, such as those of ``ray-fracbackend test``.
+
+    Args:
+        worker_group: Has ``workers``, ``execute_single_async``, ``execute_async`` and ``get_resources_per_worker`` of Ray
+            Train's V1 worker groups.
+        settings: A checked copy.
+
+    Raises:
+        FracBackendError: The start failed; the message names rank, node and step. Workers that are busy with it are killed.
+    """
+    start = _Start(worker_group, settings)
+    try:
+        return start.run()
+    except BaseException:
+        _ray.release_workers(worker_group)
+        raise
+
+
+def plan_group(worker_group: Any, settings: Settings) -> StartReport:
+    """Plan the start of such workers, without starting them.
+
+    Args:
+        worker_group: As for `start_group`.
+        settings: A checked copy.
+
+    Raises:
+        FracBackendError: The start would fail; the message says why and what to do.
+    """
+    return _Start(worker_group, settings).plan()
 
 
 class _Start:
@@ -82,17 +118,18 @@ class _Start:
         self._addresses = _ray.worker_addresses(worker_group)
         self._seconds: dict[str, float] = {}
         self._logged: list[str] = []
+        self._workers: tuple[WorkerInfo, ...] = ()
+        self._plan: StartPlan | None = None
 
     def run(self) -> StartReport:
         """Probe, decide, start; after a failed verification start the fallback."""
         # Imports on a cold file system take minutes: they have a bound of their own.
         workers = self._probe(Deadline(self._settings.start_timeout_s))
         deadline = Deadline(self._settings.start_timeout_s)
-        may_share = any(0 < worker.gpu_fraction < 1 for worker in workers)
-        plan, worker_plans = decide_start(workers, self._settings, gpus_by_node() if may_share else None)
+        plan, worker_plans = self._decide(workers)
         while True:
             try:
-                return self._start(StartReport(plan=plan, workers=workers), worker_plans, deadline)
+                return self._start(self._report(plan, workers), worker_plans, deadline)
             except (SharedDeviceError, VerificationError) as error:
                 if plan.fallback is None:
                     raise
@@ -104,9 +141,28 @@ class _Start:
                 workers = self._probe(deadline)  # rank 0 opens a new store
                 plan, worker_plans = with_rendezvous(plan, workers, self._settings)
 
+    def plan(self) -> StartReport:
+        """Probe and decide."""
+        workers = self._probe(Deadline(self._settings.start_timeout_s))
+        plan, _ = self._decide(workers)
+        return self._report(plan, workers)
+
+    def failed_report(self, error: Exception) -> dict[str, Any]:
+        """Return the report of a start that failed, with what was known by then, as plain values."""
+        return failed_start(error, self._settings, self._workers, self._plan, self._seconds)
+
+    def _decide(self, workers: tuple[WorkerInfo, ...]) -> tuple[StartPlan, list[WorkerPlan]]:
+        may_share = any(0 < worker.gpu_fraction < 1 for worker in workers)
+        return decide_start(workers, self._settings, _gpus_by_node() if may_share else None)
+
+    def _report(self, plan: StartPlan, workers: tuple[WorkerInfo, ...]) -> StartReport:
+        self._plan = plan
+        return StartReport(plan=plan, workers=workers, settings=self._settings.to_plain())
+
     def log(self, report: StartReport) -> None:
         """Log the report in one line, then its warnings, notes and hints."""
-        logger.info("%s", report.log_line())
+        # Training on the CPU is what was allowed, and seldom what is wanted.
+        logger.log(logging.WARNING if report.plan.train_on_cpu else logging.INFO, "%s", report.log_line())
         for warning in report.warnings:
             if warning not in self._logged:
                 logger.warning("%s", warning)
@@ -127,7 +183,8 @@ class _Start:
         refs = self._execute(probe_worker, ((address.rank, *common) for address in self._addresses))
         workers = gather(refs, self._addresses, deadline, "probing the workers")
         self._add_seconds("probe", started)
-        return tuple(workers)
+        self._workers = tuple(workers)
+        return self._workers
 
     def _start(self, report: StartReport, plans: Sequence[WorkerPlan], deadline: Deadline) -> StartReport:
         started, plan = time.perf_counter(), report.plan
@@ -180,7 +237,7 @@ class _Start:
         return budget_s
 
 
-def gpus_by_node() -> dict[str, float]:
+def _gpus_by_node() -> dict[str, float]:
     """Return num_gpus of each node by Ray's node id; empty where Ray does not answer. Used for hints only."""
     try:
         return {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]}
@@ -189,7 +246,7 @@ def gpus_by_node() -> dict[str, float]:
         return {}
 
 
-def _save(worker_group: Any, report: StartReport) -> None:
+def _save(worker_group: Any, report: dict[str, Any]) -> None:
     """Write the report beside the run's results; slow or failing storage does not delay the start."""
 
     def write() -> None:
@@ -198,7 +255,7 @@ def _save(worker_group: Any, report: StartReport) -> None:
             file_system, path = folder
             file_system.create_dir(path, recursive=True)
             with file_system.open_output_stream(posixpath.join(path, REPORT_FILE)) as stream:
-                stream.write(report.to_json().encode())
+                stream.write(json.dumps(report, indent=2).encode())
 
     try:
         bounded(write, _SAVE_S)

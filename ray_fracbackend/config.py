@@ -12,7 +12,7 @@ from ray.train.torch import TorchConfig
 
 from ray_fracbackend._ray import logger
 from ray_fracbackend.backend import FracTorchBackend
-from ray_fracbackend.decide.settings import Settings, setting_names
+from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.worker.memory_cap import explain_out_of_memory
 
 
@@ -32,8 +32,8 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
             memory), ``gloo``, ``nccl`` (NCCL's own multi-rank flags, 2.30 or newer) or ``error``.
         on_missing_cuda: What to do when Ray gave GPUs that torch cannot use: ``error``, or ``cpu`` to train there.
         verify: Verify the group with collectives of known results before training starts.
-        start_timeout_s: Bound on rendezvous and verification together, in seconds, from the time at which all workers have
-            answered the probe. The probe, with the imports of the workers, has a bound of its own of the same length.
+        start_timeout_s: Bound in seconds on rendezvous and verification together, once all workers have answered the probe. The
+            probe before them, with the imports of the workers, has a bound of its own of the same length.
         master_addr: Address of rank 0's node that all others reach, instead of the one that Ray knows.
         master_port: Port on rank 0's node, or an inclusive range ``(low, high)`` to take one from.
         limit_gpu_memory: Cap each worker's CUDA memory at its fraction of the device. A worker that needs more gets
@@ -60,10 +60,7 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain values, for Ray Train's state export."""
-        values = {name: getattr(self, name) for name in setting_names()}
-        if isinstance(self.master_port, tuple):
-            values["master_port"] = list(self.master_port)
-        return values
+        return self.to_plain()
 
 
 def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> TorchConfig:
@@ -78,7 +75,7 @@ def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> Torc
         return FracTorchConfig(**settings)
     if type(config) is not TorchConfig:
         if not isinstance(config, FracTorchConfig):
-            logger.warning("%s is not replaced by FracTorchConfig: it is no plain TorchConfig", type(config).__name__)
+            logger.warning("keeping %s: FracTorchConfig replaces only plain TorchConfig objects", type(config).__name__)
         return config
     own = {"backend": config.backend, "init_method": config.init_method, "timeout_s": config.timeout_s}
     return FracTorchConfig(**{**own, **settings})

@@ -4,16 +4,83 @@ from __future__ import annotations
 
 import html
 import json
+import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
 from typing import Any
 
+from ray_fracbackend import __version__
 from ray_fracbackend.decide.device_sharing import short_uuid
 from ray_fracbackend.decide.plan import StartPlan
 from ray_fracbackend.decide.rendezvous import Rendezvous
+from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo, version_text
 from ray_fracbackend.verify import VerificationResult
 
-_COLUMNS = ("rank", "node", "pid", "GPU", "device", "shared with", "NCCL", "ms")
+# Of the JSON document: raised where a key goes or changes its meaning, not where one is added.
+SCHEMA_VERSION = 1
+_COLUMNS = ("rank", "node", "pid", "GPU", "device", "shared with", "NCCL", "check, ms")
+
+
+def now() -> str:
+    """Return the current time, UTC in ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def failed_start(
+    error: Exception,
+    settings: Settings,
+    workers: Sequence[WorkerInfo],
+    plan: StartPlan | None,
+    seconds: Mapping[str, float],
+) -> dict[str, Any]:
+    """Return the report of a start that failed, with the keys of `StartReport.to_dict` and ``error``.
+
+    Args:
+        error: Why it failed.
+        settings: Its settings.
+        workers: Those that were probed, by rank; empty where the probe failed.
+        plan: The decision, None where there was none yet.
+        seconds: Seconds of each phase.
+    """
+    cause = {
+        "reason": getattr(error, "reason", type(error).__name__),
+        "message": str(error),
+        "ranks": list(getattr(error, "ranks", ())),
+    }
+    return {
+        **_head(False, now(), settings.to_plain(), workers),
+        "error": cause,
+        "backend": plan.backend if plan else None,
+        "plan": _plan_dict(plan) if plan else None,
+        "rendezvous": asdict(plan.rendezvous) if plan and plan.rendezvous else None,
+        "workers": [asdict(worker) for worker in workers],
+        "seconds": dict(seconds),
+    }
+
+
+def _head(ok: bool, date: str, settings: Mapping[str, Any], workers: Sequence[WorkerInfo]) -> dict[str, Any]:
+    versions = {"ray_fracbackend": __version__, "python": platform.python_version()}
+    if workers:
+        versions |= {"ray": workers[0].ray_version, "torch": workers[0].torch_version}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "ok": ok,
+        "date": date,
+        "versions": versions,
+        "settings": dict(settings),
+    }
+
+
+def _plan_dict(plan: StartPlan) -> dict[str, Any]:
+    values = asdict(replace(plan, rendezvous=None))
+    del values["rendezvous"]
+    values["share_groups"] = [
+        {"ranks": list(group.ranks), "device_uuid": group.device.uuid, "nodes": list(group.nodes), "text": group.text}
+        for group in plan.share_groups
+    ]
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +92,16 @@ class StartReport:
         workers: Devices and network of every rank, in rank order.
         verification: Figures of the collective check, None where it was switched off.
         seconds: Seconds of each phase on the driver (``probe``, ``start``); empty in the workers' copy.
+        settings: Settings of FracTorchConfig, as plain values.
+        date: When the start was decided, UTC in ISO 8601.
     """
 
     plan: StartPlan
     workers: tuple[WorkerInfo, ...]
     verification: VerificationResult | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    date: str = field(default_factory=now)
 
     @property
     def backend(self) -> str:
@@ -92,21 +163,11 @@ class StartReport:
         return f"{self.reason} [{size}, {self.rendezvous.reason}, {checked}]"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values that ``json.dumps`` takes."""
-        plan = asdict(replace(self.plan, rendezvous=None))
-        del plan["rendezvous"]
-        plan["share_groups"] = [
-            {
-                "ranks": list(group.ranks),
-                "device_uuid": group.device.uuid,
-                "nodes": list(group.nodes),
-                "text": group.text,
-            }
-            for group in self.plan.share_groups
-        ]
+        """Return everything as plain values that ``json.dumps`` takes; ``schema_version`` is `SCHEMA_VERSION`."""
         return {
+            **_head(True, self.date, self.settings, self.workers),
             "backend": self.backend,
-            "plan": plan,
+            "plan": _plan_dict(self.plan),
             "rendezvous": asdict(self.rendezvous),
             "init_method": self.init_method,
             "master_addr": self.master_addr,
@@ -136,13 +197,21 @@ class StartReport:
             ]
         )
 
+    def __str__(self) -> str:
+        return self.to_text()
+
     def _repr_html_(self) -> str:
         def line(cells: tuple[str, ...], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
         body = "".join(line(row, "td") for row in self._rows())
-        reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in self.reasons)
-        return f"<table><thead>{line(_COLUMNS, 'th')}</thead><tbody>{body}</tbody></table><ul>{reasons}</ul>"
+        marked = [*(("warning", text) for text in self.warnings), *(("hint", text) for text in self.plan.hints)]
+        items = "".join(f"<li><b>{kind}:</b> {html.escape(text)}</li>" for kind, text in marked)
+        listed = f"<ul>{items}</ul>" if items else ""
+        return (
+            f"<table><thead>{line(_COLUMNS, 'th')}</thead><tbody>{body}</tbody></table>"
+            f"<p>{html.escape(self.log_line())}</p>{listed}"
+        )
 
     def _rows(self) -> list[tuple[str, ...]]:
         sharing = {rank: group.ranks for group in self.plan.share_groups for rank in group.ranks}

@@ -90,7 +90,7 @@ class StagedProcessGroup(CollectiveGroup):
         self._device_side = DeviceSide(self._host, self._names, staged_reason=f"over {over}")
         logger.log(
             logging.INFO if rank == 0 else logging.DEBUG,
-            "staged process group of %d ranks over %s",
+            "ray_fracbackend: staged process group of %d ranks over %s",
             size,
             over,
         )

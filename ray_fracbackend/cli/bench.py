@@ -11,19 +11,32 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ray_fracbackend.cli import bench_ranks
+from ray_fracbackend.cli.arguments import PROGRAM
+from ray_fracbackend.cli.ending import say
 from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK, multi_rank_env
 from ray_fracbackend.decide.worker_info import version_text
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 
 LABELS = {"ipc": "ipc", "gloo": "Gloo", "nccl": "NCCL", "open_mpi": "Open MPI", "copy": "plain copy"}
+# Of other processes' CPU time, above which a table carries a warning.
+_BUSY_SHARE = 0.1
+_ELEMENT_BYTES = 4
+# Of the size of a case: inputs and outputs of each backend, and a DDP step's parameters, gradients and buckets.
+_TENSORS_PER_RANK = 8
+_LEGEND = (
+    "Medians of whole calls, barrier to last rank. copy: a plain copy of the tensor, in ddp_step the step without communication.",
+    "gloo/ipc: how many times as long Gloo takes; above 1 ipc is faster.",
+)
 COLORS = {"ipc": "tab:blue", "gloo": "tab:red", "nccl": "tab:purple", "open_mpi": "tab:green", "copy": "tab:gray"}
 
 
@@ -60,11 +73,13 @@ def measure(
     load_before, others, rows = os.getloadavg(), _OthersShare(), []
     for num_ranks in ranks:
         with tqdm(desc=f"{num_ranks} ranks", disable=None) as bar:
+            estimate = _Estimate(num_ranks, starts * rounds, bar.disable)
 
-            def show(done: int, total: int, what: str, bar: Any = bar) -> None:
+            def show(done: int, total: int, what: str, bar: Any = bar, estimate: _Estimate = estimate) -> None:
                 bar.total = total
                 bar.set_postfix_str(what, refresh=False)
                 bar.update(done - bar.n)
+                estimate.update(done, total)
 
             rows += bench_ranks.run_benchmark(
                 num_ranks,
@@ -98,18 +113,83 @@ def measure(
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Format medians in milliseconds, one line for each operation, number of ranks and size."""
+def check(ranks: Sequence[int], sizes: Sequence[int], device: str, picture: Path | None) -> None:
+    """Check what a measurement needs before it takes minutes.
+
+    Args:
+        ranks: Numbers of processes.
+        sizes: Bytes of the tensors.
+        device: ``"cpu"`` or ``"cuda"``.
+        picture: File to draw to, None for no picture.
+
+    Raises:
+        ValueError: Tensors with less than an element per rank or for which memory is too small, or a picture that cannot be
+            written; the message has value, rule and fix.
+    """
+    least, most = _ELEMENT_BYTES * max(ranks), max(sizes) * max(ranks) * _TENSORS_PER_RANK
+    if min(sizes) < least:
+        raise ValueError(
+            f"--sizes {min(sizes)}: must be at least {least} bytes, a float32 for each of {max(ranks)} ranks"
+        )
+    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
+    if most > free:
+        raise ValueError(
+            f"--sizes {max(sizes)} with {max(ranks)} ranks: needs {_gib(most)} of memory, and {_gib(free)} are free; ask for "
+            "smaller sizes or fewer ranks"
+        )
+    if picture is not None:
+        _check_picture(picture)
+
+
+def _check_picture(picture: Path) -> None:
+    from matplotlib.figure import Figure
+
+    formats = sorted(Figure().canvas.get_supported_filetypes())
+    if picture.suffix[1:].lower() not in formats:
+        raise ValueError(f"--plot {picture}: must end in one of {', '.join(f'.{name}' for name in formats)}")
+    folder = picture.absolute().parent
+    if picture.is_dir() or not os.access(picture if picture.exists() else folder, os.W_OK):
+        missing = "is no folder" if not folder.is_dir() else "cannot be written"
+        raise ValueError(
+            f"--plot {picture}: {picture if folder.is_dir() else folder} {missing}; name a file in a folder of yours"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format medians, one line for each operation, number of ranks and size, with units and a caveat on a busy machine.
+
+    Args:
+        result: As `measure` returns it.
+    """
+    lines = [*_medians(result["rows"]), "", *_LEGEND]
+    if (share := result["cpu_share_of_other_processes"]) > _BUSY_SHARE:
+        lines += [
+            f"warning: other processes used {share:.0%} of this machine meanwhile, so that these times say little about the backends; "
+            "measure again on a quiet machine"
+        ]
+    return "\n".join(lines)
+
+
+def _medians(rows: list[dict[str, Any]]) -> list[str]:
     medians: dict[tuple[str, int, int], dict[str, float]] = {}
     for row in rows:
         key = (row["operation"], row["num_ranks"], row["num_bytes"])
         medians.setdefault(key, {})[row["backend"]] = row["median_ms"]
     backends = [backend for backend in bench_ranks.BACKENDS if any(backend in by for by in medians.values())]
-    lines = [f"{'operation':<15}{'ranks':>5}{'KiB':>9}" + "".join(f"{b:>11}" for b in backends) + f"{'x Gloo':>9}"]
+    lines = [
+        f"{'operation':<15}{'ranks':>5}{'KiB':>12}"
+        + "".join(f"{f'{b}, ms':>14}" for b in backends)
+        + f"{'gloo/ipc':>10}"
+    ]
     for (operation, ranks, size), by_backend in sorted(medians.items()):
-        cells = "".join(f"{by_backend[b]:>11.3f}" if b in by_backend else f"{'-':>11}" for b in backends)
-        lines.append(f"{operation:<15}{ranks:>5}{size >> 10:>9}{cells}{by_backend['gloo'] / by_backend['ipc']:>9.1f}")
-    return "\n".join(lines)
+        cells = "".join(f"{by_backend[b]:>14.3f}" if b in by_backend else f"{'-':>14}" for b in backends)
+        faster = by_backend["gloo"] / by_backend["ipc"]
+        lines.append(f"{operation:<15}{ranks:>5}{size / 1024:>12g}{cells}{faster:>10.1f}")
+    return lines
 
 
 def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks: int) -> None:
@@ -224,6 +304,23 @@ def _versions(device: str) -> dict[str, str]:
         text = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
         result["open_mpi"] = text.splitlines()[0]
     return result
+
+
+class _Estimate:
+    """A line about the time that is left, once the first round has shown it, where there is no terminal for a bar."""
+
+    def __init__(self, num_ranks: int, num_rounds: int, wanted: bool) -> None:
+        self._what = f"{num_ranks} ranks"
+        self._num_rounds = num_rounds
+        self._wanted = wanted and num_rounds > 1
+        self._started = time.monotonic()
+
+    def update(self, done: int, total: int) -> None:
+        """Print the line after the first round."""
+        if self._wanted and done * self._num_rounds >= total:
+            self._wanted = False
+            left_s = (time.monotonic() - self._started) * (self._num_rounds - 1)
+            say(f"{PROGRAM} bench", f"{self._what}: one round of {self._num_rounds} is done, about {left_s:.0f} s left")
 
 
 class _OthersShare:

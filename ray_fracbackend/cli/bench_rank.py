@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -218,12 +219,21 @@ def _device(kind: str) -> torch.device:
     return device
 
 
+def _end_with_parent() -> None:
+    """End this process when standard input does: its other end is the driver's, which may be killed."""
+    os.read(0, 1)
+    os._exit(1)
+
+
 def _rank_main(spec: dict[str, Any]) -> None:
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
+    # mpirun passes its standard input to rank 0, and ends the others with it.
+    if rank == 0 or not spec["mpi"]:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     mpi = None
     if spec["mpi"]:
         mpi = importlib.import_module("mpi4py.MPI")
-    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
     store = TCPStore("127.0.0.1", spec["port"], is_master=False, timeout=_TIMEOUT)
     dist.init_process_group("ipc", store=store, rank=rank, world_size=spec["size"], timeout=_TIMEOUT)
     for message in _measure(spec, mpi):

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -102,28 +103,51 @@ def _start_ranks(
     command = [sys.executable, "-m", "ray_fracbackend.cli.bench_rank", argument]
     # mpirun starts all ranks and numbers them itself.
     commands = [command] * spec["size"] if mpirun is None else [[*mpirun, *command]]
-    ranks = [
-        subprocess.Popen(
-            line,
-            env={**os.environ, **env, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, line in enumerate(commands)
-    ]
-    measured, other = _read(ranks[0], progress)
-    for process in ranks:
-        rest, _ = process.communicate()
-        if process.returncode:
-            output = (other + rest)[-4000:]
-            raise RuntimeError(f"A rank of the benchmark ended with code {process.returncode}: {output}")
+    ranks: list[subprocess.Popen[str]] = []
+    try:
+        for rank, line in enumerate(commands):
+            variables = {**os.environ, **env, "OMP_NUM_THREADS": "1", "RANK": str(rank)}
+            # The pipe to its standard input ends with this process, however that ends, and the rank with it.
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            ranks.append(subprocess.Popen(line, env=variables, text=True, **pipes))
+        return _measured(ranks, progress)
+    finally:
+        _kill(ranks)
+        for process in ranks:
+            process.communicate()
+
+
+def _measured(ranks: list[subprocess.Popen[str]], progress: Callable[[int, int, str], None]) -> list[Any]:
+    """Return what rank 0 measured; a rank that fails ends the others, which would wait for it."""
+    measured: list[Any] = []
+    failed = ""
+    # Each in a thread of its own: a full pipe would stop a rank.
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        outputs = {
+            pool.submit(_read, process, measured if rank == 0 else [], progress): process
+            for rank, process in enumerate(ranks)
+        }
+        try:
+            for output in as_completed(outputs):
+                code = outputs[output].wait()
+                if code and not failed:
+                    failed = f"a rank of the benchmark ended with exit code {code}: {output.result()[-4000:]}"
+                    _kill(ranks)
+        except BaseException:
+            _kill(ranks)
+            raise
+    if failed:
+        raise RuntimeError(failed)
     return measured
 
 
-def _read(process: subprocess.Popen[str], progress: Callable[[int, int, str], None]) -> tuple[list[Any], str]:
-    """Return what rank 0 measured, and whatever else it printed."""
-    measured: list[Any] = []
+def _kill(ranks: Sequence[subprocess.Popen[str]]) -> None:
+    for process in ranks:
+        process.kill()
+
+
+def _read(process: subprocess.Popen[str], measured: list[Any], progress: Callable[[int, int, str], None]) -> str:
+    """Read a rank's output to its end: add what it measured to the list, and return whatever else it printed."""
     other = ""
     assert process.stdout is not None
     for line in process.stdout:
@@ -134,7 +158,7 @@ def _read(process: subprocess.Popen[str], progress: Callable[[int, int, str], No
         measured += message.get("measured", [])
         if "done" in message:
             progress(message["done"], message["total"], message["what"])
-    return measured, other
+    return other
 
 
 def _row(case: Case, num_ranks: int, by_start: list[list[float]], others: float) -> Row:

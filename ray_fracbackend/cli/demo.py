@@ -14,12 +14,13 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train import Checkpoint, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.queue import Empty, Queue
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ray_fracbackend.cli.ending import emit
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.report import StartReport
@@ -100,35 +101,30 @@ def _report(metrics: dict[str, Any], model: nn.Module, rank: int) -> None:
 
 
 class _Display:
-    """Progress display of what rank 0 sends, in a thread of the driver, until it is closed."""
+    """Progress display of what rank 0 sends."""
 
     def __init__(self, queue: Queue, epochs: int) -> None:
         self._queue, self._epochs = queue, epochs
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
         self._bar: Any = None
 
     def __enter__(self) -> _Display:
         from tqdm import tqdm
 
         self._bar = tqdm(desc="starting the workers", unit=" steps", disable=None)
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        self._thread.join(timeout=10)
         self._bar.close()
 
-    def _run(self) -> None:
+    def show_while(self, thread: threading.Thread) -> None:
+        """Show what comes until the thread has ended and nothing more comes."""
         while True:
+            alive = thread.is_alive()
             try:
-                kind, value = self._queue.get(timeout=0.2)
+                self._show(*self._queue.get(timeout=0.2))
             except Empty:
-                if self._closed.is_set():
+                if not alive:
                     return
-                continue
-            self._show(kind, value)
 
     def _show(self, kind: str, value: Any) -> None:
         if kind == "step":
@@ -138,11 +134,33 @@ class _Display:
             self._bar.reset(total=value)
         elif kind == "epoch":
             self._bar.set_description(f"epoch {value['epoch']}/{self._epochs} done")
-            self._bar.write(
+            self._emit(
                 f"epoch {value['epoch']:>2}/{self._epochs}: loss {value['loss']:.3f}, accuracy {value['accuracy']:.3f}"
             )
         elif isinstance(value, StartReport):
-            self._bar.write(f"\n{value.to_text()}\n")
+            self._emit(f"\n{value}\n")
+
+    def _emit(self, text: str) -> None:
+        with self._bar.external_write_mode():
+            emit(text)
+
+
+def _fit(trainer: TorchTrainer, display: _Display) -> Result:
+    """Train in a thread while this one shows the progress: Ray Train V2 takes Ctrl-C in the main thread and ends with exit code 0."""
+    outcome: list[Result | BaseException] = []
+
+    def fit() -> None:
+        try:
+            outcome.append(trainer.fit())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=fit, daemon=True)
+    thread.start()
+    display.show_while(thread)
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def run_demo(stock: bool = False, epochs: int = 10) -> float:
@@ -164,8 +182,8 @@ def run_demo(stock: bool = False, epochs: int = 10) -> float:
     try:
         queue = Queue(actor_options={"num_cpus": 0})
         config = TorchConfig() if stock else FracTorchConfig(on_missing_cuda="cpu")
-        print(f"two workers at half a GPU each, torch_config={type(config).__name__}")
-        with tempfile.TemporaryDirectory() as storage, _Display(queue, epochs):
+        emit(f"two workers at half a GPU each, torch_config={type(config).__name__}")
+        with tempfile.TemporaryDirectory() as storage, _Display(queue, epochs) as display:
             trainer = TorchTrainer(
                 train_digits,
                 train_loop_config={"queue": queue, "epochs": epochs, "report": not stock},
@@ -175,7 +193,7 @@ def run_demo(stock: bool = False, epochs: int = 10) -> float:
                 ),
                 run_config=RunConfig(name="digits", storage_path=storage),
             )
-            result = trainer.fit()
+            result = _fit(trainer, display)
             if result.checkpoint is None:
                 raise FracBackendError("the run ended without a checkpoint; see the log above.")
             with result.checkpoint.as_directory() as directory:
@@ -185,7 +203,7 @@ def run_demo(stock: bool = False, epochs: int = 10) -> float:
     model = build_model()
     model.load_state_dict(state)
     final = accuracy(model, load_digits()[1])
-    print(f"checkpoint of rank 0 loaded back: accuracy {final:.3f}")
+    emit(f"checkpoint of rank 0 loaded back: accuracy {final:.3f}")
     return final
 
 
@@ -193,7 +211,7 @@ def _start_ray() -> None:
     """Start a local Ray with one GPU: the machine's first, or a logical one where there is none."""
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
-        print("no CUDA device here: declaring one logical GPU to Ray; training runs on the CPU")
+        emit("no CUDA device here: declaring one logical GPU to Ray; training runs on the CPU")
     # V2's report() waits for the controller, which by default looks at its workers every 2 s: once an epoch here.
     polls = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")}
     ray.init(

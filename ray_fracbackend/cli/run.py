@@ -7,59 +7,181 @@ anywhere, or pass none at all.
 from __future__ import annotations
 
 import functools
+import os
 import runpy
+import signal
+import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
 from typing import Any
 
+import ray
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import _ray
+from ray_fracbackend.cli.arguments import PROGRAM
+from ray_fracbackend.cli.ending import say
 from ray_fracbackend.config import FracTorchConfig, frac_config
 
+_WHO = f"{PROGRAM} run"
 
-def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any]) -> None:
+
+def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any], *, is_module: bool = False) -> int:
     """Run a script as ``python SCRIPT ARGUMENTS`` would, in this process, with FracTorchConfig in its TorchTrainers.
 
     Args:
-        script: Path of the script; it becomes ``__main__``. Its folder must be in ``sys.path`` already: importing Ray puts a
-            folder of its own before it, as it does in the script.
+        script: Path of the script, or name of the module; it becomes ``__main__``. What python puts first in ``sys.path`` must be
+            there already: importing Ray puts a folder of its own before it, as it does in the script.
         arguments: Its command line.
         settings: Settings of FracTorchConfig; they override those of the script's TorchConfig.
+        is_module: As ``python -m``.
+
+    Returns:
+        The exit code: 1 after an error of the script, whose traceback is printed without frames of this command, and 130 after
+        Ctrl-C, with the line of the script at which it was.
 
     Raises:
         ValueError: A setting breaks its rule.
-        BaseException: Any error of the script, SystemExit included.
+        SystemExit: Of the script.
     """
-    replace_torch_config(settings)
+    seen: list[str] = []
+    replace_torch_config(settings, lambda config: _say_once(seen, config))
     if _ray.v2_enabled():
         # Trainers that the script makes in other processes, such as in a Tune function.
         from ray_fracbackend.integrations.callback import use_everywhere
 
         use_everywhere(settings)
     sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    with _watching_signals() as stopped_by:
+        try:
+            if is_module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+        except BaseException as error:
+            frames = _frames_of_script(error.__traceback__)
+            if number := stopped_by():
+                say(_WHO, f"{_ended_by(number)}{_place(frames)}")
+                return 128 + number
+            if not isinstance(error, Exception):  # the script's own exit code
+                raise
+            sys.excepthook(type(error), error.with_traceback(frames), frames)
+            return 1
+    if not seen:
+        say(_WHO, f"{script} made no TorchTrainer in its own process: no configuration was replaced there")
+    return 0
 
 
-def replace_torch_config(settings: Mapping[str, Any]) -> None:
+def _ended_by(number: int) -> str:
+    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+
+
+def _place(frames: TracebackType | None) -> str:
+    if frames is None:
+        return ""
+    first = traceback.extract_tb(frames)[0]
+    return f" at {first.filename}:{first.lineno}"
+
+
+def _say_once(seen: list[str], config: TorchConfig) -> None:
+    text = repr(config) if isinstance(config, FracTorchConfig) else type(config).__name__
+    if text not in seen:
+        seen.append(text)
+        say(_WHO, f"TorchTrainer starts with {text}")
+
+
+@contextmanager
+def _watching_signals() -> Iterator[Callable[[], int | None]]:
+    """Watch for signals that end a script, beside the handlers of Python and Ray; those of the script itself are left alone.
+
+    Yields:
+        A function that returns the signal that came, None where none did or where the script has a handler of its own for it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    reader, writer = socket.socketpair()
+    for end in (reader, writer):
+        end.setblocking(False)
+    # The number of each signal that Python handles: Ray Train V2 turns Ctrl-C into exit code 0, and Ray SIGTERM into 1.
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    original_init = ray.init
+    ray.init = _with_sigterm(original_init)
+    numbers = bytearray()
+
+    def stopped_by() -> int | None:
+        with suppress(OSError):  # nothing came
+            numbers.extend(reader.recv(4096))
+        return next((number for number in numbers if _is_not_the_scripts(signal.getsignal(number))), None)
+
+    try:
+        yield stopped_by
+    finally:
+        ray.init = original_init
+        signal.set_wakeup_fd(before)
+        reader.close()
+        writer.close()
+
+
+def _is_not_the_scripts(handler: Any) -> bool:
+    module = str(getattr(handler, "__module__", ""))
+    return handler is signal.default_int_handler or module.startswith("ray.") or module == __name__
+
+
+def _with_sigterm(init: Callable[..., Any]) -> Callable[..., Any]:
+    """End the script in order at SIGTERM: Ray's C++ part replaces the handler that ray.init sets by one that aborts."""
+
+    @functools.wraps(init)
+    def init_ray(*arguments: Any, **options: Any) -> Any:
+        context = init(*arguments, **options)
+        if _is_not_the_scripts(signal.getsignal(signal.SIGTERM)):
+            with suppress(ValueError):  # in another thread
+                signal.signal(signal.SIGTERM, _exit)
+        return context
+
+    return init_ray
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _frames_of_script(frames: TracebackType | None) -> TracebackType | None:
+    """Leave out the frames before the script's own; None where it has none, as after a syntax error."""
+    ours = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), runpy.__file__, "<frozen runpy>")
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
+        frames = frames.tb_next
+    return frames
+
+
+def replace_torch_config(settings: Mapping[str, Any], announce: Callable[[TorchConfig], None] | None = None) -> None:
     """Make every TorchTrainer that this process creates from now on start with FracTorchConfig.
 
     Args:
         settings: As for :func:`ray_fracbackend.config.frac_config`.
+        announce: Called with the configuration of each trainer.
 
     Raises:
         ValueError: A setting breaks its rule.
     """
     FracTorchConfig(**settings)  # a wrong setting raises now, not when the script makes its trainer
-    TorchTrainer.__init__ = _with_frac_config(TorchTrainer.__init__, settings)
+    TorchTrainer.__init__ = _with_frac_config(TorchTrainer.__init__, settings, announce)
 
 
-def _with_frac_config(init: Callable[..., None], settings: Mapping[str, Any]) -> Callable[..., None]:
+def _with_frac_config(
+    init: Callable[..., None], settings: Mapping[str, Any], announce: Callable[[TorchConfig], None] | None
+) -> Callable[..., None]:
     # functools.wraps keeps the signature, in which the V1 engine looks up the names of arguments.
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, torch_config: TorchConfig | None = None, **kwargs: Any) -> None:
         config = frac_config(torch_config, settings)
         init(self, *args, torch_config=config, **kwargs)
         _ray.keep_torch_config(self, config)
+        if announce is not None:
+            announce(config)
 
     return __init__

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 # Names that this package decides about; any other is left to Ray Train.
-_OURS = {"auto", "nccl", "gloo", "ipc", "staged"}
+OUR_BACKENDS = ("auto", "nccl", "gloo", "ipc", "staged")
+# Names of other backends that look like a slip of ours.
+_OTHERS = {"ccl", "hccl", "rccl", "xccl"}
 # What torch calls a group whose CUDA tensors are staged through host memory. As the group is made in Python, all its tensors go
 # through the staged backend, those of the CPU too.
 STAGED = "cpu:gloo,cuda:staged"
@@ -38,7 +41,7 @@ class Backends:
     @property
     def is_ours(self) -> bool:
         """Whether this package starts it: pairs of cpu and cuda with gloo, nccl and staged too. Any other is Ray's own."""
-        if self.name in _OURS:
+        if self.name in OUR_BACKENDS:
             return True
         return set(self.by_device) <= {"cpu", "cuda"} and set(self.by_device.values()) <= {"gloo", "nccl", "staged"}
 
@@ -61,6 +64,12 @@ class Backends:
     def connects_with_gloo(self) -> bool:
         """Whether Gloo connects the ranks when the group is made; ipc and staged have a Gloo group inside."""
         return bool({"gloo", "ipc", "staged"} & set(self.by_device.values()))
+
+
+def similar_backend(name: str) -> str | None:
+    """Return the backend of ours that a name which is none may be a slip of, such as ``gloo`` for ``glo``; else None."""
+    close = get_close_matches(name, OUR_BACKENDS, n=1) if name not in _OTHERS else []
+    return close[0] if close else None
 
 
 def parse_backend(name: str | None) -> Backends:

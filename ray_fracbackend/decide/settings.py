@@ -31,7 +31,9 @@ _SWITCH = {"ok": lambda value: isinstance(value, bool), "rule": "must be True or
 def _is_address(value: object) -> bool:
     if value is None:
         return True
-    return isinstance(value, str) and value != "" and not set(value) & set(" \t\n[]/,@") and value.count(":") != 1
+    if not isinstance(value, str) or value in ("", "0.0.0.0", "::"):  # the last two are where to listen, not to connect
+        return False
+    return not set(value) & set(" \t\n[]/,@") and value.count(":") != 1
 
 
 def _is_port(value: object) -> bool:
@@ -44,9 +46,9 @@ def _is_ports(value: object) -> bool:
     return value is None or _is_port(value)
 
 
-def _setting(default: Any, rule: dict[str, Any], help_text: str, *, kw_only: bool = True) -> Any:
-    """Declare a setting with its rule and its help on the command line; those without help are not there."""
-    return field(default=default, kw_only=kw_only, metadata={"choices": (), **rule, "help": help_text})
+def _setting(default: Any, rule: dict[str, Any], help_text: str, *, kw_only: bool = True, flag: str = "") -> Any:
+    """Declare a setting with its rule, and its help and option on the command line; the option is its name unless given."""
+    return field(default=default, kw_only=kw_only, metadata={"choices": (), **rule, "help": help_text, "flag": flag})
 
 
 @dataclass
@@ -62,16 +64,20 @@ class Settings:
     backend: str | None = _setting(
         "auto", {}, "auto, nccl, gloo, ipc, staged, or a pair such as cpu:gloo,cuda:nccl", kw_only=False
     )
-    init_method: str = _setting("env", _is_choice("env", "tcp"), "", kw_only=False)
-    timeout_s: float = _setting(1800, _SECONDS, "", kw_only=False)
+    init_method: str = _setting("env", _is_choice("env", "tcp"), "as in TorchConfig", kw_only=False)
+    timeout_s: float = _setting(
+        1800, _SECONDS, "timeout of collectives once training runs", kw_only=False, flag="collective_timeout_s"
+    )
     on_shared_device: str = _setting(
-        "auto", _is_choice("auto", "ipc", "staged", "gloo", "nccl", "error"), "what to do where ranks share a device"
+        "auto", _is_choice("auto", "ipc", "staged", "gloo", "nccl", "error"), "what to do when ranks share a device"
     )
     on_missing_cuda: str = _setting(
-        "error", _is_choice("error", "cpu"), "what to do where Ray gave GPUs that torch cannot use"
+        "error", _is_choice("error", "cpu"), "what to do when Ray gave GPUs that torch cannot use"
     )
     verify: bool = _setting(True, _SWITCH, "do not check the group before training")
-    start_timeout_s: float = _setting(300.0, _SECONDS, "bound on the start")
+    start_timeout_s: float = _setting(
+        300.0, _SECONDS, "bound on rendezvous and verification, and on the probe before them"
+    )
     master_addr: str | None = _setting(
         None,
         {
@@ -112,6 +118,13 @@ class Settings:
     def backends(self) -> Backends:
         """Requested backend by device type."""
         return parse_backend(self.backend)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return all settings as plain values that ``json.dumps`` takes."""
+        values = {name: getattr(self, name) for name in setting_names()}
+        if isinstance(self.master_port, tuple):
+            values["master_port"] = list(self.master_port)
+        return values
 
     def checked_copy(self: _Self) -> _Self:
         """Copy the settings, so that a later change of the original cannot reach a running start.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ray_fracbackend.decide.backends import STAGED, parse_backend
+from ray_fracbackend.decide.backends import STAGED, parse_backend, similar_backend
 from ray_fracbackend.decide.device_sharing import ShareGroup, share_text, shared_devices, sharing_ranks
 from ray_fracbackend.decide.hints import add_hints
 from ray_fracbackend.decide.nccl import (
@@ -209,7 +209,9 @@ def left_to_ray(backend: str | None, resources_per_worker: Mapping[str, float]) 
         Why it is, None where it is ours.
     """
     if not parse_backend(backend).is_ours:
-        return f"backend {backend!r} is left to Ray Train"
+        similar = similar_backend(parse_backend(backend).name)
+        hint = f" (did you mean {similar!r}?)" if similar else ""
+        return f"backend {backend!r} is left to Ray Train{hint}"
     for name in _FOREIGN_ACCELERATORS:
         if resources_per_worker.get(name, 0) > 0:
             return f"{name} workers are left to Ray Train"

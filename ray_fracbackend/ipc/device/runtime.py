@@ -91,7 +91,7 @@ class AcceleratorRuntime:
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             # Such as a limit on locked memory. Copies are in order with pageable memory too, but block the host.
-            logger.warning("Host memory cannot be pinned, so staged copies are slow: %s", error)
+            logger.warning("ray_fracbackend: host memory cannot be pinned, so staged copies are slow: %s", error)
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:

@@ -217,7 +217,7 @@ class DeviceSetup:
         engine.on_failure.append(host.fail)
         logger.log(
             logging.INFO if self._rank == 0 else logging.DEBUG,
-            "ipc device memory for %d ranks, chunks of %d bytes",
+            "ray_fracbackend: ipc device memory for %d ranks, chunks of %d bytes",
             self._size,
             memory.chunk_bytes,
         )

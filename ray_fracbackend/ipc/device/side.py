@@ -119,7 +119,8 @@ class DeviceSide:
                 self.stream_of(device).renew()
                 if self._host.rank == 0:
                     logger.warning(
-                        "CUDA tensors of this ipc group are staged through host memory: %s", self.staged_reason
+                        "ray_fracbackend: CUDA tensors of this ipc group are staged through host memory: %s",
+                        self.staged_reason,
                     )
         self._collectives = set_up_staging(self._host, self._names, self.stream_of(device), description, timeout_s)
 

@@ -50,7 +50,7 @@ class IpcProcessGroup(CollectiveGroup):
         self._device_side = DeviceSide(self._host, self._names, shared)
         logger.log(
             logging.INFO if rank == 0 else logging.DEBUG,
-            "ipc process group of %d ranks on %d hosts, %d here, chunks of %d bytes",
+            "ray_fracbackend: ipc process group of %d ranks on %d hosts, %d here, chunks of %d bytes",
             size,
             len(self.membership.hosts),
             self._local.num_ranks,

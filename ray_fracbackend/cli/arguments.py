@@ -1,0 +1,197 @@
+"""The command line's options and their types. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ray_fracbackend import __version__
+from ray_fracbackend.decide.settings import MAX_S, Settings, setting_names
+
+PROGRAM = "ray-fracbackend"
+# As many actors as Ray itself tests a cluster with; each probe worker is one.
+MAX_WORKERS = 10_000
+# Seconds.
+_WAIT_S, _DOCTOR_S = 30.0, 60.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser; ``command`` of its result is the name of the command."""
+    whole = argparse.ArgumentParser(prog=PROGRAM, description="Ray Train on fractions of a GPU.")
+    whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = whole.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for add in (_add_doctor, _add_test, _add_plan, _add_run, _add_demo, _add_bench):
+        add(commands)
+    return whole
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser("doctor", help="check this machine, or every node of a cluster")
+    _add_wait(doctor, _DOCTOR_S, "bound on the whole command")
+    _add_cluster(doctor, "auto for the one that runs here; default: this machine alone, without Ray")
+
+
+def _add_test(commands: Any) -> None:
+    test = commands.add_parser(
+        "test", help="start a real group of workers, verify it, and run ten DDP steps of a small model"
+    )
+    _add_workers(test, 2)
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="place probe workers on the cluster and print what a start would do")
+    _add_workers(plan, None)
+
+
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser(
+        "run",
+        help="run an unedited Ray Train script with FracTorchConfig instead of TorchConfig",
+        usage="%(prog)s [SETTING ...] [-m] SCRIPT [ARGUMENT ...]",
+    )
+    _add_settings(run)
+    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as after python -m")
+    run.add_argument("script", metavar="SCRIPT", help="Python script that makes a TorchTrainer")
+    run.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own command line")
+
+
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser("demo", help="train a small network with two workers at half a GPU each")
+    demo.add_argument("--stock", action="store_true", help="use Ray's own TorchConfig, for comparison")
+    demo.add_argument(
+        "--epochs", type=_count(10**6), default=10, metavar="NUMBER", help="passes over the data (default 10)"
+    )
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure the ipc backend beside Gloo, NCCL and Open MPI on this machine")
+    bench.add_argument(
+        "--ranks", type=_count(1024), nargs="+", default=[2, 4], metavar="NUMBER", help="processes (default 2 4)"
+    )
+    bench.add_argument(
+        "--sizes",
+        type=_count(2**40, 4),
+        nargs="+",
+        default=None,
+        metavar="BYTES",
+        help="of the tensors (default 4 KiB to 100 MiB)",
+    )
+    bench.add_argument(
+        "--operations",
+        nargs="+",
+        default=["all_reduce", "ddp_step"],
+        metavar="NAME",
+        help="(default all_reduce ddp_step)",
+    )
+    bench.add_argument(
+        "--rounds", type=_count(10**6), default=5, metavar="NUMBER", help="medians are over all rounds (default 5)"
+    )
+    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default cpu)")
+    bench.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+    bench.add_argument(
+        "--plot",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="also draw a picture, such as bench.png (needs matplotlib)",
+    )
+
+
+def _add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> None:
+    """Add what `plan` and `test` have in common: workers, cluster, settings."""
+    default = f" (default {num_workers})" if num_workers else ""
+    command.add_argument(
+        "--num-workers",
+        type=_count(MAX_WORKERS),
+        required=num_workers is None,
+        default=num_workers,
+        metavar="NUMBER",
+        help=f"as in ScalingConfig{default}",
+    )
+    command.add_argument("--gpus-per-worker", type=_amount, default=0, metavar="AMOUNT", help="such as 0.5 (default 0)")
+    command.add_argument("--cpus-per-worker", type=_amount, default=1, metavar="AMOUNT", help="(default 1)")
+    command.add_argument(
+        "--placement-strategy", choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"), default="PACK"
+    )
+    _add_wait(command, _WAIT_S, "wait for cluster and resources")
+    _add_cluster(command, "default: the running one that ray.init() finds, else a local one, which is said")
+    _add_settings(command)
+
+
+def _add_wait(command: argparse.ArgumentParser, default: float, what: str) -> None:
+    command.add_argument(
+        "--timeout-s",
+        dest="wait_s",
+        type=_seconds,
+        default=default,
+        metavar="SECONDS",
+        help=f"{what} (default {default:g})",
+    )
+
+
+def _add_cluster(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument("--address", help=f"of a Ray cluster, as ray.init takes it ({default})")
+    command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    """Add the settings of FracTorchConfig, each left out unless given; ``--no-NAME`` for those that are on by default."""
+    group = command.add_argument_group("settings of FracTorchConfig")
+    for setting in fields(Settings):
+        text, choices = setting.metadata["help"], setting.metadata["choices"]
+        kind: dict[str, Any] = {"choices": choices} if choices else {"metavar": setting.name.split("_")[-1].upper()}
+        if isinstance(setting.default, bool):
+            kind = {"action": "store_false" if setting.default else "store_true"}
+        elif setting.name.endswith("_s"):
+            kind = {"type": _seconds, "metavar": "SECONDS"}
+        elif setting.name == "master_port":
+            kind = {"type": _ports, "metavar": "PORT"}
+        flag = setting.metadata["flag"] or setting.name
+        flag = f"--{'no-' if setting.default is True else ''}{flag.replace('_', '-')}"
+        group.add_argument(flag, dest=setting.name, default=argparse.SUPPRESS, help=text, **kind)
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of FracTorchConfig that the command line has."""
+    return {name: getattr(options, name) for name in setting_names() if hasattr(options, name)}
+
+
+def _count(most: int, least: int = 1) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not (text.strip().lstrip("+-").isdecimal() and len(text) < 30 and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got {text!r}")
+        return int(text)
+
+    return count
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _amount(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, such as 0.5, got {text!r}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= MAX_S:
+        raise argparse.ArgumentTypeError(f"must be a finite number of seconds above 0, such as 30, got {text!r}")
+    return value
+
+
+def _ports(text: str) -> int | tuple[int, int]:
+    low, dash, high = text.partition("-")
+    if not (low.isdecimal() and (high.isdecimal() or not dash)) or len(text) > 30:
+        raise argparse.ArgumentTypeError(f"must be a port such as 29500 or a range such as 29500-29600, got {text!r}")
+    return (int(low), int(high)) if dash else int(low)
