@@ -1,16 +1,17 @@
 """Checks of ``ray-fracbackend doctor``: turn reports of machines into lines with a level and a fix. Pure.
 
-doctor.py collects the reports.
+collector.py collects the reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
+from ray_fracbackend.cli.summary import counted, environment_lines
 from ray_fracbackend.decide.device_sharing import short_uuid
 from ray_fracbackend.decide.nccl import NCCL_COMPARES_UUID, NCCL_MULTI_RANK
 from ray_fracbackend.decide.rendezvous import IFNAME, is_loopback, normal, owner_of
@@ -20,10 +21,31 @@ Level = Literal["ok", "warning", "problem"]
 _COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 # Oldest versions that are supported.
 _OLDEST = {"ray": "2.40", "torch": "2.4"}
+_INSTALL_RAY, _INSTALL_TORCH = "'ray[train]>=2.40'", "'torch>=2.4'"
+_INSTALL = {"ray": _INSTALL_RAY, "torch": _INSTALL_TORCH}
 # Docker's default is 64 MiB; NCCL's troubleshooting guide asks for 1 GiB.
 _SHM_PROBLEM_BYTES, _SHM_WARNING_BYTES = 64 << 20, 1 << 30
+_WITHOUT_DEVICES = "CPU workers train on the CPU; GPU workers need on_missing_cuda='cpu'"
 # A name server that answers slower than this delays every connection by host name.
 _SLOW_LOOKUP_S = 1.0
+# Stages of machine.py, without those that are imports.
+_SUBJECTS = ("host name", "interfaces", "driver", "CUDA devices", "NCCL", "ipc", "staged", "Gloo")
+_IMPORTS = ("ray", "torch", "ray.train")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a stage of a machine's report has no values.
+
+    Attributes:
+        kind: ``error``, ``crash`` of the process, or ``timeout``.
+        text: The error, the signal's name or the exit code, or the seconds of the limit.
+        missing: Name of the module that was not found, None for other errors.
+    """
+
+    kind: Literal["error", "crash", "timeout"]
+    text: str
+    missing: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +66,14 @@ class MachineInfo:
         ray_gpus: num_gpus of the node in Ray, None without Ray.
         vgpu_preloaded: A GPU-sharing library (HAMi's libvgpu) is preloaded into every process.
         name_server_silent: A look-up of the node's own address got no answer within a second; False off Linux.
+        os_text: System with its version, and libc's.
+        torch_built_for: ``CUDA 13.0``, ``ROCm 6.4`` or ``CPU``.
+        driver_version: Version of the NVIDIA driver by NVML, None if unknown.
+        driver_cuda: Newest CUDA that the driver supports.
+        driver_gpus: Names of the GPUs by NVML.
+        variables: Environment variables that a report may show.
+        failures: Stages of machine.py that have failed, and why.
+        not_done: Stages without values: those that failed, and those that need one of them.
     """
 
     worker: WorkerInfo
@@ -59,6 +89,14 @@ class MachineInfo:
     ray_gpus: float | None = None
     vgpu_preloaded: bool = False
     name_server_silent: bool = False
+    os_text: str = ""
+    torch_built_for: str = ""
+    driver_version: str | None = None
+    driver_cuda: str | None = None
+    driver_gpus: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, Failure] = field(default_factory=dict)
+    not_done: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -85,10 +123,12 @@ class Diagnosis:
     Attributes:
         nodes: Checks by the name of their node.
         cluster: Checks of the nodes against each other.
+        environment: Versions and devices, for an issue.
     """
 
     nodes: dict[str, tuple[Check, ...]]
     cluster: tuple[Check, ...] = ()
+    environment: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -98,10 +138,11 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values that ``json.dumps`` takes."""
         nodes = [{"node": node, "checks": [asdict(check) for check in checks]} for node, checks in self.nodes.items()]
-        return {"ok": self.ok, "nodes": nodes, "cluster": [asdict(check) for check in self.cluster]}
+        cluster = [asdict(check) for check in self.cluster]
+        return {"ok": self.ok, "nodes": nodes, "cluster": cluster, "environment": self.environment}
 
     def to_text(self, color: bool = False) -> str:
-        """Format a block of lines for each node, with a fix under each line that needs one."""
+        """Format a block of lines for each node, with a fix under each line that needs one, and a block for an issue."""
         lines = []
         for name, checks in self._parts():
             lines.append(name)
@@ -110,6 +151,8 @@ class Diagnosis:
                 lines.append(f"  {level} {check.name:<13} {check.text}")
                 if check.fix:
                     lines.append(f"{'':25}fix: {check.fix}")
+        if self.environment:
+            lines += ["", "Paste this into an issue:", "", *environment_lines(self.environment)]
         return "\n".join(lines)
 
     def _parts(self) -> Iterable[tuple[str, tuple[Check, ...]]]:
@@ -126,18 +169,85 @@ def check_machine(machine: MachineInfo, num_nodes: int = 1) -> tuple[Check, ...]
         num_nodes: Number of nodes of its cluster.
 
     Returns:
-        All lines about it.
+        All lines about it: what could not be checked has one that says so.
     """
     return (
-        _versions(machine),
+        *_failed_imports(machine),
+        *_versions(machine),
+        *_failed_subjects(machine),
         *_check_devices(machine),
-        _gloo(machine),
-        _host_name(machine, num_nodes),
-        _interfaces(machine.worker, num_nodes),
+        *([] if "Gloo" in machine.not_done else [_gloo(machine)]),
+        *([] if "host name" in machine.not_done else [_host_name(machine, num_nodes)]),
+        *([] if "interfaces" in machine.not_done else [_interfaces(machine.worker, num_nodes)]),
         _environment(machine),
         *_name_server(machine),
         *_shm(machine),
+        *_not_checked(machine),
     )
+
+
+def _failed_imports(machine: MachineInfo) -> list[Check]:
+    return [
+        Check("versions", "problem", *_import_failure(name, machine.failures[name]))
+        for name in _IMPORTS
+        if name in machine.failures
+    ]
+
+
+def _import_failure(name: str, failure: Failure) -> tuple[str, str]:
+    """Return cause and fix of an import that failed."""
+    package = {"ray": _INSTALL_RAY, "ray.train": _INSTALL_RAY, "torch": _INSTALL_TORCH}[name]
+    if failure.kind == "timeout":
+        text = f"the import of {name} did not end within {failure.text} s"
+        return text, "check the file system that Python's packages are on, or raise --timeout-s"
+    if failure.kind == "crash":
+        return f"the import of {name} ends the process: {failure.text}", f"{_reinstall(package)}"
+    if failure.missing == name:
+        return f"{name} is not installed for this Python", f"pip install {package}"
+    text = f"{name} cannot be imported: {failure.text}"
+    if failure.missing:
+        return text, f"pip install {package}, which brings {failure.missing}"
+    if name == "torch" and ".so" in failure.text:
+        return (
+            text,
+            f"{_reinstall(package)}, in a build for this driver; unset LD_LIBRARY_PATH if it has other CUDA libraries",
+        )
+    return text, _reinstall(package)
+
+
+def _reinstall(package: str) -> str:
+    return f"pip install --force-reinstall {package}"
+
+
+def _failed_subjects(machine: MachineInfo) -> list[Check]:
+    found = []
+    for name in _SUBJECTS:
+        if name not in machine.failures:
+            continue
+        failure = machine.failures[name]
+        call = {"driver": "nvmlInit", "CUDA devices": "torch.cuda"}.get(name)
+        if failure.missing:
+            text, fix = f"{failure.missing} is not installed", f"pip install {failure.missing}"
+        elif call and failure.kind == "timeout":
+            text = f"the driver did not answer within {failure.text} s ({call})"
+            fix = "run nvidia-smi, which hangs as well then; reload the driver or reboot the machine"
+        elif call and failure.kind == "crash":
+            text, fix = f"the driver ends the process ({call}): {failure.text}", "run nvidia-smi; reinstall the driver"
+        elif failure.kind == "timeout":
+            text, fix = f"no answer within {failure.text} s", "look at the machine's load, or raise --timeout-s"
+        else:
+            text, fix = f"the check failed: {failure.text}", "report this with the block below"
+        found.append(Check("CUDA devices" if call else name, "problem", text, fix))
+    return found
+
+
+def _not_checked(machine: MachineInfo) -> list[Check]:
+    """Name what has neither a line nor a failure."""
+    has_line = {*machine.failures, *(["CUDA devices"] if "driver" in machine.failures else [])}
+    names = [name for name in ("ray", "torch", *_SUBJECTS) if name in machine.not_done - has_line]
+    if not names:
+        return []
+    return [Check("not checked", "warning", ", ".join(names), "first fix the problems above")]
 
 
 def check_cluster(machines: Sequence[MachineInfo]) -> tuple[Check, ...]:
@@ -190,16 +300,25 @@ def _doubles(machines: Sequence[MachineInfo]) -> list[Check]:
     ]
 
 
-def _versions(machine: MachineInfo) -> Check:
-    found = {"ray": machine.worker.ray_version, "torch": machine.worker.torch_version}
+def _versions(machine: MachineInfo) -> list[Check]:
+    known = {"ray": machine.worker.ray_version, "torch": machine.worker.torch_version}
+    found = {name: version for name, version in known.items() if version}
     text = ", ".join(
         [f"ray_fracbackend {machine.package_version}", *(f"{name} {version}" for name, version in found.items())]
     )
     text = f"{text}, Python {machine.python_version} on {machine.worker.platform}"
-    old = [f"{name}>={oldest}" for name, oldest in _OLDEST.items() if Version(found[name]) < Version(oldest)]
+    old = [name for name, version in found.items() if _is_older(version, _OLDEST[name])]
     if old:
-        return Check("versions", "problem", text, f"pip install '{' '.join(old)}'")
-    return Check("versions", "ok", text)
+        return [Check("versions", "problem", text, f"pip install {' '.join(_INSTALL[name] for name in old)}")]
+    # A failed import has a line of its own.
+    return [] if len(found) < len(known) else [Check("versions", "ok", text)]
+
+
+def _is_older(version: str, oldest: str) -> bool:
+    try:
+        return Version(version) < Version(oldest)
+    except InvalidVersion:  # of a build of one's own
+        return False
 
 
 def _gloo(machine: MachineInfo) -> Check:
@@ -224,7 +343,7 @@ def _host_name(machine: MachineInfo, num_nodes: int) -> Check:
         level: Level = "problem" if worker.platform == "win32" else "warning"
         return Check("host name", level, f"{name!r} does not resolve: {machine.host_missing}", line)
     own = {address for found in worker.network.interfaces.values() for address in found}
-    foreign = [a for a in machine.host_addresses if normal(a) not in own and not is_loopback(a)]
+    foreign = [a for a in machine.host_addresses if own and normal(a) not in own and not is_loopback(a)]
     if foreign:
         text = f"{name!r} resolves to {foreign[0]}, which is no address of this machine"
         return Check("host name", "problem", text, f"correct the hosts file or the name server: {line}")
@@ -299,15 +418,30 @@ def _size(num_bytes: int) -> str:
 
 def _check_devices(machine: MachineInfo) -> tuple[Check, ...]:
     """Check devices and their compute modes, Ray's num_gpus, NCCL, MPS and the ipc backend."""
-    worker = machine.worker
-    return (*_devices(worker), _ray_gpus(machine), _nccl(worker), _mps(worker), *_ipc(worker), *_staged(worker))
+    worker, missing = machine.worker, machine.not_done
+    return (
+        *_driver(machine),
+        *([] if "CUDA devices" in missing else _devices(worker)),
+        *_ray_gpus(machine),
+        *([] if "NCCL" in missing else [_nccl(worker), _mps(worker)]),
+        *([] if "ipc" in missing else _ipc(worker)),
+        *([] if "staged" in missing else _staged(worker)),
+    )
+
+
+def _driver(machine: MachineInfo) -> list[Check]:
+    if machine.driver_version is None:
+        return []
+    cuda = f" for CUDA {machine.driver_cuda}" if machine.driver_cuda else ""
+    gpus = ", ".join(counted(machine.driver_gpus)) or "no GPU"
+    return [Check("driver", "ok", f"NVIDIA {machine.driver_version}{cuda}: {gpus}")]
 
 
 def _devices(worker: WorkerInfo) -> list[Check]:
     if worker.devices:
         return [_device(device, worker) for device in worker.devices]
     if not worker.num_node_devices:
-        return [Check("CUDA devices", "ok", f"none ({worker.cuda_missing}): workers train on the CPU")]
+        return [Check("CUDA devices", "ok", f"none ({worker.cuda_missing}): {_WITHOUT_DEVICES}")]
     # A cause that ends in what to do has it after its last semicolon.
     cause, _, advice = (worker.cuda_missing or "").rpartition("; ")
     text = f"torch uses none of the node's {worker.num_node_devices} GPUs: {cause or advice}"
@@ -341,7 +475,12 @@ def _device(device: DeviceInfo, worker: WorkerInfo) -> Check:
     return Check(name, "ok", f"{text}: several workers may share it")
 
 
-def _ray_gpus(machine: MachineInfo) -> Check:
+def _ray_gpus(machine: MachineInfo) -> list[Check]:
+    unknown = "CUDA devices" in machine.not_done and machine.worker.num_node_devices is None
+    return [] if unknown and machine.ray_gpus is not None else [_check_ray_gpus(machine)]
+
+
+def _check_ray_gpus(machine: MachineInfo) -> Check:
     worker, claimed = machine.worker, machine.ray_gpus
     if claimed is None:
         return Check("Ray's GPUs", "ok", "not checked; with --address num_gpus is compared with the devices")

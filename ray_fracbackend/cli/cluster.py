@@ -90,6 +90,21 @@ def connected(address: str | None, timeout_s: float = 30.0) -> Iterator[bool]:
         ray.shutdown()
 
 
+def check_address(address: str | None, timeout_s: float = 30.0) -> None:
+    """Check that a cluster answers at an address, without connecting to it and without importing Ray.
+
+    Args:
+        address: As in `connected`.
+        timeout_s: Bound in seconds.
+
+    Raises:
+        ClusterError: It is not an address, or no cluster answers there.
+    """
+    target = _target(address)
+    if target.host_port is not None:
+        _check(target, Deadline(timeout_s))
+
+
 def _target(address: str | None) -> _Target:
     """Resolve an address as ``ray.init`` does.
 

@@ -1,6 +1,7 @@
 """Find out why torch cannot use a CUDA device, and say it with what to do. Runs on the worker.
 
-CUDA itself comes first: NVML and the environment variables only distinguish its errors. NVML is optional throughout.
+CUDA itself comes first: NVML and the environment variables only distinguish its errors. NVML is optional throughout. torch is
+imported by the functions that need it: the doctor uses NVML where torch cannot be imported.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
 
 # nvmlComputeMode_t, without that for one thread at a time, which no driver has any more.
 COMPUTE_MODES = {0: "default", 2: "prohibited", 3: "exclusive_process"}
@@ -90,6 +89,8 @@ def why_no_cuda(error: Exception | None = None) -> str:
     Returns:
         Cause and what to do, in one line without a full stop.
     """
+    import torch
+
     if error is None:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no annotation for it
@@ -213,6 +214,8 @@ def _quoted(text: str) -> str:
 
 
 def _build() -> str:
+    import torch
+
     if torch.version.cuda is not None:
         return "cuda"
     if getattr(torch.version, "hip", None) is not None:

@@ -1,6 +1,6 @@
 """Network of the worker's node: interfaces, Gloo's devices, host name look-ups. Runs on the worker; opens no connection.
 
-Names of interfaces come from psutil, which on Windows gives the friendly names that Gloo compares; the socket module
+torch and psutil are imported by the functions that need them: the doctor uses the others where torch cannot be imported. Names of interfaces come from psutil, which on Windows gives the friendly names that Gloo compares; the socket module
 gives others there.
 """
 
@@ -9,10 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-
-import psutil
-import torch
-import torch.distributed as dist
 
 from ray_fracbackend.decide.rendezvous import IFNAME, is_link_local, normal, parsed
 from ray_fracbackend.decide.worker_info import NetworkInfo
@@ -46,6 +42,8 @@ def network_info(boot_id: str, master_addr: str | None = None, store_port: int |
 
 def interfaces() -> dict[str, tuple[str, ...]]:
     """Return the addresses of the interfaces that are up, by name; without those that only have link-local ones."""
+    import psutil
+
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found: dict[str, tuple[str, ...]] = {}
     for name, entries in psutil.net_if_addrs().items():
@@ -70,6 +68,9 @@ def gloo_missing() -> str | None:
     Linux builds always have a transport, so there it is tried only where the user asks for one: closing a device takes as
     long as the rest of a probe.
     """
+    import torch
+    import torch.distributed as dist
+
     if not dist.is_gloo_available():
         return "torch was built without Gloo"
     if sys.platform == "linux" and "GLOO_DEVICE_TRANSPORT" not in os.environ:
@@ -102,6 +103,9 @@ def check_gloo_device(interface: str | None) -> None:
     Raises:
         RendezvousError: Gloo cannot use it.
     """
+    import torch
+    import torch.distributed as dist
+
     try:
         if interface is None:
             dist.ProcessGroupGloo.create_default_device()
@@ -164,6 +168,8 @@ def _master_addrs(value: str | None) -> tuple[tuple[str, ...], str | None]:
 
 def _default_device_missing() -> str | None:
     """Check the host name first on Windows: Gloo's look-up reads an uninitialised pointer where it does not resolve."""
+    import torch.distributed as dist
+
     name = socket.gethostname()
     try:
         resolve(name)

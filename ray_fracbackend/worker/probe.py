@@ -2,6 +2,7 @@
 
 Device identity is the UUID that CUDA itself reports: with Ray's GPU ids and ``CUDA_VISIBLE_DEVICES`` two
 workers can have two names for one device, or one name for two. NVML adds what CUDA needs a context for; it is optional.
+Ray is imported by the functions that need it: the doctor uses the others where Ray cannot be imported.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 import torch.distributed as dist
 
-from ray_fracbackend import _ray
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
 from ray_fracbackend.worker.environment import user_environment
 from ray_fracbackend.worker.missing_cuda import COMPUTE_MODES, nvml_answer, nvml_session, why_no_cuda
@@ -67,6 +66,8 @@ def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
     Returns:
         Devices and versions of the worker.
     """
+    from ray_fracbackend import _ray
+
     node_id, node_ip = _ray.node_ids()
     resources = _ray.assigned_resources()
     wants_gpu = resources.get("GPU", 0) > 0
@@ -84,32 +85,35 @@ def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
     )
 
 
-def probe_machine(node_id: str = "", node_ip: str = "127.0.0.1") -> WorkerInfo:
-    """Collect what one worker with all devices of this machine would report; needs no running Ray.
-
-    Args:
-        node_id: Ray's id of the node, empty where Ray does not run.
-        node_ip: Ray's address of the node.
+def machine_devices() -> dict[str, Any]:
+    """Describe all CUDA devices of this machine as one worker with all of them would; needs no Ray.
 
     Returns:
-        Devices, network and versions, with what the backends ipc and staged can use.
+        The attributes ``devices``, ``num_visible_devices`` and ``cuda_missing`` of `WorkerInfo`.
     """
-    found = torch.cuda.is_available()
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if found else []
-    return _info(
-        devices,
-        True,
-        True,
-        rank=0,
-        node_id=node_id,
-        node_ip=node_ip,
-        cuda_missing=None if found else why_no_cuda(),
-        network=network_info(boot_id()),
-    )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with nvml_session() as nvml:
+        described, unreadable = _described([torch.device("cuda", index) for index in range(count)], nvml)
+    missing = unreadable if count or unreadable else why_no_cuda()
+    return {"devices": described, "num_visible_devices": count, "cuda_missing": missing}
+
+
+def machine_ipc(devices: tuple[DeviceInfo, ...]) -> dict[str, str | None]:
+    """Check what the ipc backend can use on this machine; importing it registers it with torch.distributed.
+
+    Args:
+        devices: The machine's CUDA devices.
+
+    Returns:
+        The attributes ``ipc_host_memory_missing`` and ``ipc_device_memory_missing`` of `WorkerInfo`.
+    """
+    return _ipc_support(devices)
 
 
 def _info(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **own: Any) -> WorkerInfo:
     """Complete the caller's values with those that any process of the machine can collect."""
+    import ray
+
     with nvml_session() if ask_nvml else nullcontext() as nvml:
         described, unreadable = _described(devices, nvml)
         num_node_devices = nvml_answer(nvml, nvml.nvmlDeviceGetCount) if nvml else None
@@ -175,6 +179,8 @@ def _devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
         return [], None
     if not torch.cuda.is_available():
         return [], why_no_cuda()
+    from ray_fracbackend import _ray
+
     try:
         given = _ray.worker_devices()
     except (RuntimeError, ValueError) as error:

@@ -55,7 +55,7 @@ CASES = {
         "no answer within a second",
         "/etc/resolv.conf",
     ),
-    "old ray": (machine(ray_version="2.39.0"), "versions", "problem", "ray 2.39.0", "ray>=2.40"),
+    "old ray": (machine(ray_version="2.39.0"), "versions", "problem", "ray 2.39.0", "pip install 'ray[train]>=2.40'"),
     "old torch": (machine(torch_version="2.3.1+cpu"), "versions", "problem", "torch 2.3.1", "torch>=2.4"),
     "cpu-only torch beside a GPU": (
         machine(num_node_devices=2, cuda_missing="torch 2.13.0+cpu is a CPU-only build", ray_gpus=2),

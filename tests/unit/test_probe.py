@@ -363,7 +363,7 @@ def test_ipc_on_demand(monkeypatch, half_a_gpu):
 
 def test_the_doctor_asks_for_ipc():
     """A machine's probe includes what ipc can use."""
-    assert "not probed" not in ipc_missing(probe.probe_machine())
+    assert "not probed" not in probe.machine_ipc(()).values()
 
 
 def test_ipc_of_a_worker_without_a_device():
