@@ -74,9 +74,10 @@ def check_head_node(host: str, port: int, what: str, timeout_s: float, automatic
             "check that the head node is not overloaded or stopped, and that the port is the one of `ray start --head`"
         )
         raise ClusterError(f"{what}: {cause}; {fix}", "no_answer") from None
-    except _NotRay as error:
+    except (_NotRay, ConnectionError) as error:
         fix = "name the port that `ray start --head` prints (6379 by default), not the dashboard's (8265)"
-        raise ClusterError(f"{what} is not a Ray cluster: {error}; {fix}", "not_ray") from None
+        cause = error if isinstance(error, _NotRay) else f"it breaks the connection off ({_cause(error)})"
+        raise ClusterError(f"{what} is not a Ray cluster: {cause}; {fix}", "not_ray") from None
     except OSError as error:
         raise ClusterError(
             f"{what}: the connection broke ({_cause(error)}); look at the head node", "no_answer"
@@ -234,9 +235,11 @@ def _grpc_status(connection: socket.socket, deadline: Deadline) -> int | None:
 def _frames(connection: socket.socket, deadline: Deadline) -> Iterator[tuple[int, int, bytes]]:
     first = True
     while head := _received(connection, 9, deadline, first):
-        size, kind, flags = int.from_bytes(head[:3], "big"), head[3], head[4]
-        if first and (kind != _SETTINGS or size > _MAX_FRAME_BYTES or len(head) < 9):
+        if first and (len(head) < 9 or head[3] != _SETTINGS):
             raise _NotRay(_greeting(head))
+        if len(head) < 9:
+            return
+        size, kind, flags = int.from_bytes(head[:3], "big"), head[3], head[4]
         first = False
         yield kind, flags, _received(connection, min(size, _MAX_FRAME_BYTES), deadline)
 
