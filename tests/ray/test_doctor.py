@@ -6,13 +6,21 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
+
+from tests.processes import free_port, python_path, wait_for_port
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "doctor", "--json"]
 
@@ -47,6 +55,8 @@ def test_this_machine():
         lines(found)
     )
     assert torch.__version__ in lines(found)["versions"]["text"]
+    assert found["environment"]["torch"] == torch.__version__
+    assert found["environment"]["Ray"] == ray.__version__
     assert lines(found)["Gloo"]["level"] == "ok", "the suite itself runs on Gloo here"
 
 
@@ -92,6 +102,9 @@ def test_ray_claims_gpus_that_are_not_there(cluster):
     assert f"num_gpus=2 of the node exceeds the GPUs present ({torch.cuda.device_count()})" in check["text"]
     assert "--num-gpus" in check["fix"]
     assert ray.get_runtime_context().get_node_id()[:8] in found["nodes"][0]["node"]
+    assert found["environment"]["torch"] == torch.__version__
+    (node,) = found["environment"]["nodes"]
+    assert f"Ray {ray.__version__}, torch {torch.__version__}" in node
 
 
 def test_node_without_the_package(cluster, monkeypatch, tmp_path):
@@ -117,6 +130,24 @@ def test_silent_node(cluster, monkeypatch):
     assert (check.level, check.text) == ("problem", "no answer within 1 s")
 
 
+def test_node_with_another_version(cluster, monkeypatch, tmp_path):
+    """A node whose ray_fracbackend lacks the function, or a report without what the lines need, is a line that says so."""
+    from ray_fracbackend.cli import doctor
+
+    (tmp_path / "ray_fracbackend_newer.py").write_text("def collect(*_):\n    return None\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    newer = importlib.import_module("ray_fracbackend_newer").collect
+    newer.__module__ = "ray_fracbackend.cli.newer"
+    monkeypatch.setitem(sys.modules, "ray_fracbackend.cli.newer", importlib.import_module("ray_fracbackend_newer"))
+    monkeypatch.setattr(doctor, "collect_machine", newer)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    (check,) = doctor._ask(nodes, 100)
+    assert (check.level, "another version of ray_fracbackend" in check.text) == ("problem", True), check
+    assert check.fix.startswith("install ray_fracbackend ")
+    old = object.__new__(doctor.MachineInfo)  # without attributes, as unpickled from another version
+    assert doctor._checks(old, 1) == (doctor._other_version(doctor._checks(old, 1)[0].text.split(": ", 1)[1]),)
+
+
 def never(*_):
     """Hangs."""
     import time
@@ -130,7 +161,123 @@ def test_no_cluster():
         unused.bind(("127.0.0.1", 0))
         code, found = doctor("--address", f"127.0.0.1:{unused.getsockname()[1]}")
     assert code == 1
-    assert "no Ray cluster at '127.0.0.1:" in found["error"]
+    assert "no Ray cluster at 127.0.0.1:" in str(found["error"])
+
+
+def timed(*arguments, **environment):
+    """Exit code, both outputs and seconds of the command."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "ray_fracbackend", "doctor", *arguments],
+        env={**{name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}, **environment},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr, time.monotonic() - started
+
+
+def test_wrong_token(cluster):
+    """A real cluster that refuses the token is named so in one line, without the retries and warnings of Ray's client."""
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        pytest.skip("this Ray starts clusters without tokens")
+    address = ray.get_runtime_context().gcs_address
+    for settings, text in (
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "wrong" * 8}, "refuses the token of RAY_AUTH_TOKEN;"),
+        ({}, "requires a token, and Ray sends none to this address while RAY_AUTH_MODE is not set;"),
+    ):
+        code, out, err, took_s = timed("--address", address, **settings)
+        (shown,) = (out + err).splitlines()
+        assert (code, text in shown, "ray get-auth-token" in shown) == (1, True, True), shown
+        assert took_s < 15
+
+
+@pytest.fixture
+def own_head(tmp_path_factory):
+    """Address, settings and GCS of a cluster that ``ray start`` has started with a token of its own."""
+    if not hasattr(ray.exceptions, "AuthenticationError"):
+        pytest.skip("this Ray has no tokens")
+    folder = tmp_path_factory.mktemp("head", numbered=True)
+    short = tempfile.mkdtemp(prefix="rf")  # sockets have short paths
+    settings = {"HOME": str(folder), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "right" * 8, "RAY_TMPDIR": short}
+    port = free_port()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus", "2"]
+    command += ["--port", str(port), "--include-dashboard", "false", "--min-worker-port", "0", "--max-worker-port", "0"]
+    with subprocess.Popen(
+        command, env={**os.environ, **settings}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            wait_for_port(port)
+            end = time.monotonic() + 60
+            while not Path(short, "ray", "ray_current_cluster").exists() and time.monotonic() < end:
+                time.sleep(0.1)
+            gcs = [each for each in psutil.Process(process.pid).children(True) if "gcs_server" in each.name()]
+            yield f"127.0.0.1:{port}", settings, gcs
+        finally:
+            below = psutil.Process(process.pid).children(True)
+            process.terminate()
+            process.wait(60)
+            for each in below:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            shutil.rmtree(short, ignore_errors=True)
+
+
+@pytest.mark.full
+@pytest.mark.linux(reason="stops a process")
+def test_head_node_with_a_token(own_head):
+    """With its token the cluster is checked, by address and by auto; one that stops answering is named so, in time."""
+    address, settings, gcs = own_head
+    for given in (address, "auto"):
+        code, out, err, _ = timed("--address", given, "--json", "--timeout-s", "100", **settings)
+        assert (len(json.loads(out)["nodes"]), err) == (1, ""), (code, out)
+    for each in gcs:
+        each.suspend()
+    try:
+        code, out, err, took_s = timed("--address", address, "--timeout-s", "5", **settings)
+    finally:
+        for each in gcs:
+            each.resume()
+    assert (code, len((out + err).splitlines())) == (1, 1)
+    assert "sends nothing within 5 s" in out + err
+    assert took_s < 15
+
+
+_STARTS_LOCAL = """
+import os, sys
+from ray_fracbackend.cli.cluster import connected
+with connected(None) as own:
+    print("RUNNING", own, flush=True)
+    if len(sys.argv) > 1:
+        import time
+        time.sleep(100)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.linux(reason="sends signals")
+@pytest.mark.parametrize("ending", [None, signal.SIGINT, signal.SIGTERM], ids=["end", "Ctrl-C", "SIGTERM"])
+def test_local_ray(tmp_path, ending):
+    """Without any cluster a local Ray is announced in one line, and none of its processes is left, however it ends."""
+    short = tempfile.mkdtemp(prefix="rf")
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_ADDRESS", "RAY_AUTH"))}
+    command = [sys.executable, "-c", _STARTS_LOCAL, *(["wait"] if ending else [])]
+    environment = {**own, "HOME": str(tmp_path), "RAY_TMPDIR": short, "PYTHONPATH": python_path()}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "RUNNING True\n"
+        below = psutil.Process(process.pid).children(True)
+        assert below
+        if ending:
+            process.send_signal(ending)
+        _, err = process.communicate(timeout=60)
+    assert err.splitlines()[0].startswith("no running Ray cluster found: starting a local one for this command")
+    assert ending or len(err.splitlines()) == 1
+    assert process.returncode == (0 if ending is None else -ending)
+    assert not psutil.wait_procs(below, timeout=20)[1]
+    shutil.rmtree(short, ignore_errors=True)
 
 
 @pytest.mark.parametrize("arguments", [["--timeout-s", "0"], ["--timeout-s", "x"], ["--colour"]])

@@ -1,14 +1,27 @@
-"""The doctor's lines: from reports to levels. Collecting on real machines is tested in tests/ray/test_doctor.py."""
+"""The doctor's lines, from reports to levels, and the child process that collects a report, with real children.
+
+Real machines and clusters are in tests/ray/test_doctor.py.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
+from packaging.requirements import Requirement
 
-from ray_fracbackend.cli.checks import Check, Diagnosis, MachineInfo, check_cluster, check_machine
+from ray_fracbackend.cli.checks import Check, Diagnosis, Failure, MachineInfo, check_cluster, check_machine
+from ray_fracbackend.cli.machine import STAGES, shown_variables
+from ray_fracbackend.cli.summary import environment_lines, environment_of
 from ray_fracbackend.decide.worker_info import NetworkInfo
+from tests.processes import python_path
 from tests.unit.builders import gpu, mig, worker
 
 _NETWORK = NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
@@ -173,6 +186,265 @@ def test_line(facts, name, level, text, fix):
     found = line(facts, name)
     assert (found.level, text in found.text, fix in found.fix) == (level, True, True), found
     assert bool(found.fix) == bool(fix)
+
+
+def test_versions_that_are_both_old():
+    """The fix is a command that pip accepts: one requirement per package."""
+    found = line(machine(ray_version="2.39.0", torch_version="2.3.1"), "versions")
+    assert found.fix == "pip install 'ray[train]>=2.40' 'torch>=2.4'"
+    assert [Requirement(part).name for part in found.fix.split("'")[1::2]] == ["ray", "torch"]
+
+
+def test_a_version_that_is_not_one():
+    """A build of one's own has a version of its own."""
+    assert line(machine(torch_version="my-build"), "versions").level == "ok"
+
+
+def test_without_devices():
+    """A CPU-only machine is fine, and the line says what its GPU workers need."""
+    found = line(machine(cuda_missing="torch 2.13.0+cpu is a CPU-only build"), "CUDA devices")
+    assert found.level == "ok"
+    assert found.text.endswith("CPU workers train on the CPU; GPU workers need on_missing_cuda='cpu'")
+
+
+def failed(stage, kind="error", text="OSError: broken", missing=None, also=()):
+    """A machine with a stage that failed, and those that need it without values."""
+    not_done = {stage, *also, *(name for name, each in STAGES.items() if stage in each.needs)}
+    driver = None if "driver" in not_done else "570.1"
+    return machine(failures={stage: Failure(kind, text, missing)}, not_done=frozenset(not_done), driver_version=driver)
+
+
+FAILURES = {
+    "no ray": (
+        failed("ray", text="ModuleNotFoundError: No module named 'ray'", missing="ray"),
+        "versions",
+        "ray is not installed for this Python",
+        "pip install 'ray[train]>=2.40'",
+    ),
+    "ray without its train": (
+        failed("ray.train", text="ModuleNotFoundError: No module named 'pyarrow'", missing="pyarrow"),
+        "versions",
+        "ray.train cannot be imported: ModuleNotFoundError: No module named 'pyarrow'",
+        "pip install 'ray[train]>=2.40', which brings pyarrow",
+    ),
+    "torch without a library": (
+        failed("torch", text="OSError: libcudart.so.12: cannot open shared object file"),
+        "versions",
+        "torch cannot be imported: OSError: libcudart.so.12: cannot open shared object file",
+        "LD_LIBRARY_PATH",
+    ),
+    "torch crashes": (failed("torch", "crash", "SIGILL"), "versions", "ends the process: SIGILL", "--force-reinstall"),
+    "slow import": (failed("torch", "timeout", "45"), "versions", "did not end within 45 s", "--timeout-s"),
+    "driver hangs": (
+        failed("driver", "timeout", "45"),
+        "CUDA devices",
+        "the driver did not answer within 45 s (nvmlInit)",
+        "nvidia-smi",
+    ),
+    "CUDA hangs": (failed("CUDA devices", "timeout", "45"), "CUDA devices", "within 45 s (torch.cuda)", "reboot"),
+    "CUDA crashes": (failed("CUDA devices", "crash", "SIGABRT"), "CUDA devices", "SIGABRT", "nvidia-smi"),
+    "Gloo hangs": (failed("Gloo", "timeout", "45"), "Gloo", "no answer within 45 s", "--timeout-s"),
+    "ipc fails": (failed("ipc"), "ipc", "the check failed: OSError: broken", "report this"),
+    "no psutil": (
+        failed("interfaces", text="ModuleNotFoundError: ...", missing="psutil"),
+        "interfaces",
+        "psutil is not installed",
+        "pip install psutil",
+    ),
+}
+
+
+@pytest.mark.parametrize(("facts", "name", "text", "fix"), FAILURES.values(), ids=FAILURES)
+def test_failed_stages(facts, name, text, fix):
+    """A stage that failed is a problem with cause and fix; what could not be checked is nowhere ok."""
+    found = line(facts, name)
+    assert (found.level, text in found.text, fix in found.fix) == ("problem", True, True), found
+    checks = check_machine(facts)
+    assert not {check.name for check in checks if check.level == "ok"} & facts.not_done
+    has_line = {check.name for check in checks}
+    unnamed = facts.not_done - has_line - {"ray", "torch", "ray.train", "driver"}
+    assert all(name in line(facts, "not checked").text for name in unnamed)
+
+
+def test_a_driver_without_torch():
+    """The driver's GPUs are shown where torch cannot be imported, and nothing is compared with an unknown number of GPUs."""
+    facts = replace(failed("torch"), driver_gpus=("NVIDIA H200", "NVIDIA H200"), driver_cuda="13.0", ray_gpus=2.0)
+    assert line(facts, "driver").text == "NVIDIA 570.1 for CUDA 13.0: 2 x NVIDIA H200"
+    assert line(facts, "Ray's GPUs").level == "problem"
+    unknown = replace(facts, worker=replace(facts.worker, num_node_devices=None))
+    assert "Ray's GPUs" not in {check.name for check in check_machine(unknown)}
+
+
+def test_block_for_an_issue():
+    """Text ends with the block, JSON has it; devices are counted, and nodes have a line each."""
+    facts = machine(gpu(total_memory_bytes=141 << 30), driver_version="570.1", driver_cuda="12.8", os_text="Linux-6.8")
+    facts = replace(facts, variables={"NCCL_DEBUG": "INFO"}, torch_built_for="CUDA 13.0")
+    environment = environment_of(facts, [facts, facts])
+    shown = Diagnosis({"node": ()}, environment=environment).to_text().split("\n\nPaste this into an issue:\n\n")[1]
+    lines = [part.strip() for part in shown.splitlines()]
+    assert all(part.startswith("    ") for part in shown.splitlines())
+    for expected in ("Linux-6.8", "2.60.0", "570.1 (CUDA 12.8)", "1 x NVIDIA H200 (141.0 GiB)", "NCCL_DEBUG=INFO"):
+        assert any(part.endswith(expected) for part in lines), expected
+    assert sum("10.0.0.1: ray_fracbackend 0.1.0, Ray 2.60.0" in part for part in lines) == 2
+    assert Diagnosis({}, environment=environment).to_dict()["environment"]["variables"] == {"NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize("stage", ["ray", "torch", "driver", "NCCL"])
+def test_block_without_a_stage(stage):
+    """What is unknown is not shown as absent."""
+    facts = failed(stage, also=("driver", "CUDA devices"))
+    facts = replace(facts, worker=replace(facts.worker, ray_version="", torch_version=""))
+    environment = environment_of(facts)
+    text = "\n".join(environment_lines(environment))
+    assert environment["GPUs"] == "unknown"
+    assert "cannot be imported (error: OSError: broken)" in text or stage not in ("ray", "torch")
+
+
+def test_no_secrets(monkeypatch):
+    """Only names of the list are shown, and none that may hold a secret."""
+    for name in ("NCCL_DEBUG", "RAY_TRAIN_X", "RAY_AUTH_MODE", "USE_LIBUV"):
+        monkeypatch.setenv(name, "shown")
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "WANDB_API_KEY", "RAY_TRAIN_TOKEN", "NCCL_X_KEY", "HOME"):
+        monkeypatch.setenv(name, "hidden")
+    found = shown_variables()
+    assert {"NCCL_DEBUG", "RAY_TRAIN_X", "RAY_AUTH_MODE", "USE_LIBUV"} <= set(found)
+    assert "hidden" not in found.values()
+
+
+# Imports neither Ray nor torch, whatever the child does.
+_REPORT = """
+import json, sys
+from ray_fracbackend.cli.doctor import diagnose_machine
+found = diagnose_machine(float(sys.argv[1]))
+assert not {"ray", "torch", "psutil", "pynvml"} & set(sys.modules)
+print(json.dumps(found.to_dict()))
+"""
+_LIGHT = {
+    "ray": "__version__ = '2.60.0'",
+    "torch": "raise OSError('libcudart.so.12: cannot open')",
+    "pynvml": "raise ImportError",
+}
+
+
+def fake_packages(folder, **bodies):
+    """PYTHONPATH with modules of these bodies before all others."""
+    for name, body in {**_LIGHT, **bodies}.items():
+        (folder / f"{name}.py").write_text(body)
+    return os.pathsep.join([str(folder), python_path()])
+
+
+def report(folder, timeout_s=60, **bodies):
+    """The doctor's checks by name where modules have these bodies, and its seconds; what it writes to the terminal is nothing."""
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", _REPORT, str(timeout_s)],
+        env={**os.environ, "PYTHONPATH": fake_packages(folder, **bodies)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (node,) = json.loads(done.stdout)["nodes"]
+    return node["checks"], time.monotonic() - started
+
+
+def texts(checks, name):
+    return [check["text"] for check in checks if check["name"] == name]
+
+
+def test_import_that_raises(tmp_path):
+    """The line has the error; a library's own output is not on the terminal, and the rest is checked."""
+    checks, _ = report(tmp_path, ray="print('noise'); raise ImportError('cannot import name x\\nmore')")
+    assert texts(checks, "versions") == [
+        "ray cannot be imported: ImportError: cannot import name x",
+        "torch cannot be imported: OSError: libcudart.so.12: cannot open",
+    ]
+    assert {"host name", "interfaces", "environment"} <= {check["name"] for check in checks}
+    assert texts(checks, "not checked") == ["CUDA devices, NCCL, ipc, staged, Gloo"]
+
+
+CRASHES = {
+    "exit code": ("import os; os._exit(7)", "exit code 7"),
+    "sys.exit": ("import sys; sys.exit(7)", "torch cannot be imported: SystemExit: 7"),
+    "signal": (
+        "import os, signal; print('cause', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
+        "SIGKILL (cause)",
+    ),
+}
+
+
+@pytest.mark.linux(reason="Windows has no signals, and another exit code")
+@pytest.mark.parametrize(("body", "text"), CRASHES.values(), ids=CRASHES)
+def test_import_that_ends_the_process(tmp_path, body, text):
+    """The line has signal or exit code with the last words; another child does the rest."""
+    checks, _ = report(tmp_path, torch=body)
+    (found,) = texts(checks, "versions")
+    assert text in found
+    assert {"host name", "interfaces"} <= {check["name"] for check in checks}
+
+
+def test_driver_that_hangs(tmp_path):
+    """nvmlInit that never returns is a line within the limit, and its process is gone."""
+    checks, took_s = report(tmp_path, 5, pynvml="import time\ndef nvmlInit(): time.sleep(600)")
+    (found,) = texts(checks, "CUDA devices")
+    assert found.startswith("the driver did not answer within ")
+    assert took_s < 15
+    assert not children_left(tmp_path)
+
+
+def test_no_time_at_all(tmp_path):
+    """A limit that is too short is a problem that says so, and not a hang."""
+    checks, took_s = report(tmp_path, 0.01, torch="import time; time.sleep(600)")
+    assert any(check["level"] == "problem" and "--timeout-s" in check["fix"] for check in checks)
+    assert took_s < 15
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("package", ["ray", "torch"])
+def test_import_that_hangs(tmp_path, package):
+    """The same for an import."""
+    checks, took_s = report(tmp_path, 5, **{package: "import time; time.sleep(600)"})
+    assert any(text.startswith(f"the import of {package} did not end within ") for text in texts(checks, "versions"))
+    assert took_s < 15
+    assert not children_left(tmp_path)
+
+
+def children_left(folder, timeout_s=10):
+    """Processes with the folder on their path, once those that are ending have had their time."""
+    end = time.monotonic() + timeout_s
+    while found := [process for process in psutil.process_iter() if uses(process, folder)]:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def uses(process, folder):
+    try:
+        ended = process.status() == psutil.STATUS_ZOMBIE
+        return not ended and process.pid != os.getpid() and str(folder) in process.environ().get("PYTHONPATH", "")
+    except psutil.Error:
+        return False
+
+
+ENDS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
+
+
+@pytest.mark.linux(reason="sends signals")
+@pytest.mark.parametrize("ending", ENDS.values(), ids=ENDS)
+def test_no_child_is_left(tmp_path, ending):
+    """However the command ends, what its child has started ends with it."""
+    grandchild = "import subprocess, time\ndef nvmlInit(): open('ready', 'w').close(); subprocess.run(['sleep', '600'])"
+    command = [sys.executable, "-c", _REPORT, "60"]
+    environment = {**os.environ, "PYTHONPATH": fake_packages(tmp_path, pynvml=grandchild)}
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        end = time.monotonic() + 60
+        while not (tmp_path / "ready").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        process.send_signal(ending)
+        process.wait(20)
+    assert not children_left(tmp_path)
 
 
 def test_no_shm_no_line():
