@@ -83,11 +83,15 @@ def connected(address: str | None, timeout_s: float = 30.0) -> Iterator[bool]:
 
     if ray.is_initialized():
         raise RuntimeError("this process already uses a Ray cluster: call ray.shutdown() first")
-    _init(target, deadline)
+    sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        yield target.is_local
+        _init(target, deadline)
+        try:
+            yield target.is_local
+        finally:
+            ray.shutdown()
     finally:
-        ray.shutdown()
+        _set_sigterm(sigterm)
 
 
 def check_address(address: str | None, timeout_s: float = 30.0) -> None:
@@ -235,10 +239,10 @@ def _known(target: _Target, text: str) -> ClusterError | None:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the process's handler of SIGTERM: Ray sets two of its own, one in C++ that aborts."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Keep the process's handler of SIGTERM: Ray sets two of its own, one in C++ that aborts.
+
+    Without one, Ray's that ends the process in Python remains: killed by the signal itself, agents of a local Ray are left.
+    """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -248,8 +252,13 @@ def _own_sigterm() -> Iterator[None]:
             before(signal.SIGTERM, None)
         raise
     finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        _set_sigterm(signal.getsignal(signal.SIGTERM) if before is signal.SIG_DFL else before)
+
+
+def _set_sigterm(handler: Any) -> None:
+    # In C, other code may have set another one than Python knows.
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
