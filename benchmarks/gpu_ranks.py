@@ -64,7 +64,7 @@ _BACKENDS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def env_of(spec: dict[str, Any], rank: int) -> dict[str, str]:
-    """Variables of one rank: those of `_BACKENDS`, NCCL's flags for several ranks a GPU and its library, a host for each rank."""
+    """Variables of one rank: those of `_BACKENDS`, NCCL's flags for several ranks per GPU and its library, a host for each rank."""
     env = {"GLOO_SOCKET_IFNAME": "lo", **_BACKENDS.get(spec["backend"], ("", {}))[1]}
     if spec["backend"] == "nccl":
         preload = {"LD_PRELOAD": spec["nccl_library"]} if spec["nccl_library"] else {}

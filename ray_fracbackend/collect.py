@@ -204,7 +204,7 @@ def _text(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".strip()
     if isinstance(error, ModuleNotFoundError) and "ray_fracbackend" in str(error):
         text += (
-            ". Install ray_fracbackend on every node, or send it along: runtime_env={'py_modules': [PATH of its wheel]}"
+            ". Install ray_fracbackend on every node, or send it along: runtime_env={'py_modules': [PATH of the folder ray_fracbackend]}"
         )
     return text
 

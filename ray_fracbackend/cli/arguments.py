@@ -56,7 +56,10 @@ def _add_run(commands: Any) -> None:
     _add_settings(run)
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as after python -m")
     run.add_argument("script", metavar="SCRIPT", help="Python script that makes a TorchTrainer")
-    run.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own command line")
+    rest = run.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own command line"
+    )
+    rest.required = False  # argparse names it as missing where SCRIPT is
 
 
 def _add_demo(commands: Any) -> None:

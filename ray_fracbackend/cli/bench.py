@@ -149,7 +149,7 @@ def _check_picture(picture: Path) -> None:
         raise ValueError(f"--plot {picture}: must end in one of {', '.join(f'.{name}' for name in formats)}")
     folder = picture.absolute().parent
     if picture.is_dir() or not os.access(picture if picture.exists() else folder, os.W_OK):
-        missing = "is no folder" if not folder.is_dir() else "cannot be written"
+        missing = "is not a folder" if not folder.is_dir() else "cannot be written"
         raise ValueError(
             f"--plot {picture}: {picture if folder.is_dir() else folder} {missing}; name a file in a folder of yours"
         )

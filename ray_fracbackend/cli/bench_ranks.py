@@ -22,6 +22,9 @@ OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "ddp_st
 BACKENDS = ("ipc", "gloo", "nccl", "copy", "open_mpi")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)
 
+# Between asking a process to end and killing it.
+_END_S = 5.0
+
 Row = dict[str, Any]
 # Operation, bytes, backend.
 Case = tuple[str, int, str]
@@ -112,7 +115,7 @@ def _start_ranks(
             ranks.append(subprocess.Popen(line, env=variables, text=True, **pipes))
         return _measured(ranks, progress)
     finally:
-        _kill(ranks)
+        _end(ranks)
         for process in ranks:
             process.communicate()
 
@@ -132,18 +135,23 @@ def _measured(ranks: list[subprocess.Popen[str]], progress: Callable[[int, int, 
                 code = outputs[output].wait()
                 if code and not failed:
                     failed = f"a rank of the benchmark ended with exit code {code}: {output.result()[-4000:]}"
-                    _kill(ranks)
+                    _end(ranks)
         except BaseException:
-            _kill(ranks)
+            _end(ranks)
             raise
     if failed:
         raise RuntimeError(failed)
     return measured
 
 
-def _kill(ranks: Sequence[subprocess.Popen[str]]) -> None:
+def _end(ranks: Sequence[subprocess.Popen[str]]) -> None:
     for process in ranks:
-        process.kill()
+        process.terminate()  # which mpirun passes on
+    for process in ranks:
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def _read(process: subprocess.Popen[str], measured: list[Any], progress: Callable[[int, int, str], None]) -> str:

@@ -29,7 +29,7 @@ def plan_workers(
         fixed: No autoscaler adds nodes to this cluster: workers that cannot fit are an error at once.
 
     Returns:
-        The report of that start, without measurements: share map, decision, reasons. A table in notebooks.
+        The report of that start without measurements (share map, decision, reasons); a table in notebooks.
 
     Raises:
         InsufficientResourcesError: The cluster has not placed the workers in time.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ray_fracbackend import FracTorchConfig, collect, errors, ipc
 from ray_fracbackend._ray import v2_enabled
-from ray_fracbackend.cli import _parser
+from ray_fracbackend.cli.arguments import parser
 from ray_fracbackend.decide.settings import setting_names
 from ray_fracbackend.errors import FracBackendError
 from tests.processes import free_port
@@ -141,7 +141,7 @@ def test_commands(page):
     """Every command line of ray-fracbackend is one that it takes."""
     for line in re.findall(r"(?:^    |`)ray-fracbackend ([a-z][^`\n#]*)", page.read_text(), flags=re.MULTILINE):
         if (words := shlex.split(line)) and (len(words) > 1 or words[0] in ("demo", "doctor", "bench")):
-            _parser().parse_args(words)
+            parser().parse_args(words)
 
 
 def known_errors():

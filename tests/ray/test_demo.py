@@ -1,5 +1,6 @@
 """The demo as a user runs it."""
 
+import signal
 import subprocess
 import sys
 
@@ -34,6 +35,28 @@ def test_stock_demo_fails_without_gpus():
     assert done.returncode == 1
     assert "training failed" in done.stderr
     assert "NCCL" in done.stderr or "CUDA" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.linux(reason="signals are those of Unix")
+@pytest.mark.parametrize("end", ["interrupt", "closed pipe"])
+def test_a_demo_that_is_not_watched_to_its_end(end):
+    """Ctrl-C in the middle of the training, and an output that nobody reads: a line or silence, and the shell's exit codes."""
+    pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ray_fracbackend", "demo", "--epochs", "1000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert any(line.startswith("epoch  1/1000") for line in process.stdout)
+    if end == "interrupt":
+        process.send_signal(signal.SIGINT)
+    else:
+        process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(100) == (130 if end == "interrupt" else 141)
+    assert errors == ("ray-fracbackend: interrupted\n" if end == "interrupt" else "")
 
 
 @pytest.mark.full(but="V2")

@@ -13,7 +13,8 @@ from ray.train import ScalingConfig
 from ray.util.placement_group import placement_group_table
 
 from ray_fracbackend import FracTorchConfig, InsufficientResourcesError, MissingDeviceError
-from ray_fracbackend.cli.plan import plan_workers, rank_order
+from ray_fracbackend.cli.plan import plan_workers
+from ray_fracbackend.cli.probe_workers import rank_order
 from tests.processes import actor_processes
 from tests.ray.conftest import HALF_GPU, wait_until
 
@@ -58,14 +59,35 @@ def test_a_start_that_would_fail(cluster):
     assert wait_until(nothing_is_left)
 
 
-def test_too_few_resources(cluster):
-    """A bounded error that says what is needed, what there is and what is free."""
-    assert wait_until(lambda: ray.available_resources().get("GPU") == 2), "what ran before has given its GPUs back"
-    with pytest.raises(
-        InsufficientResourcesError, match=r"5 workers \(PACK\) within 1 s.*GPU: 2.5 needed, 2 in the cluster, 2 free"
-    ):
-        plan_workers(ScalingConfig(num_workers=5, use_gpu=True, resources_per_worker=HALF_GPU), timeout_s=1)
+def test_too_few_places(cluster):
+    """A bounded error that says which packing is possible and what to ask for; at once where no node can come."""
+    five = ScalingConfig(num_workers=5, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.6})
+    said = r"5 workers of 1 CPU and 0.6 GPU each \(PACK\)SAID: one node has 2 places for such workers: 1 of 0.6 GPU fits on one GPU. "
+    with pytest.raises(InsufficientResourcesError, match=said.replace("SAID", " within 1 s")):
+        plan_workers(five, timeout_s=1)
+    with pytest.raises(InsufficientResourcesError, match="cannot place " + said.replace("SAID", "")):
+        plan_workers(five, timeout_s=600, fixed=True)
     assert wait_until(nothing_is_left)
+
+
+def test_places_that_others_hold(cluster):
+    """What is needed and what is free, and to wait; nothing of the waiting plan is left."""
+    assert wait_until(lambda: ray.available_resources().get("GPU") == 2), "what ran before has given its GPUs back"
+    holder = ray.remote(num_gpus=2)(wait_until_killed).remote()
+    assert wait_until(lambda: not ray.available_resources().get("GPU"))
+    with pytest.raises(
+        InsufficientResourcesError, match=r"other jobs hold .*1\.5 GPU needed and 0 free.*Wait for them"
+    ):
+        plan_workers(HALVES, timeout_s=1)
+    ray.cancel(holder, force=True)
+    assert wait_until(nothing_is_left)
+
+
+def wait_until_killed():
+    """Holds what it has."""
+    import time
+
+    time.sleep(600)
 
 
 @pytest.mark.parametrize("config", [FracTorchConfig(backend="ucc"), FracTorchConfig(backend="tpu_dist")])
@@ -108,7 +130,7 @@ def test_command_that_fails(cluster):
     ("arguments", "said"),
     [
         ([], "--num-workers"),
-        (["--num-workers", "0"], "must be at least 1"),
+        (["--num-workers", "0"], "must be a whole number from 1"),
         (["--num-workers", "1", "--gpus-per-worker", "-1"], "at least 0"),
         (["--num-workers", "1", "--backend", "gloo,"], "FracTorchConfig(backend='gloo,')"),
     ],

@@ -2,10 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import ray.train.torch
 import torch
@@ -16,7 +19,7 @@ from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli.run import replace_torch_config
 from tests.processes import python_path
-from tests.ray.conftest import HALF_GPU
+from tests.ray.conftest import HALF_GPU, wait_until
 
 SCRIPT = Path(__file__).with_name("stock_script.py")
 needs_v2 = pytest.mark.skipif(not v2_enabled(), reason="callbacks by environment variable are of the V2 engine")
@@ -178,11 +181,107 @@ def test_as_with_python(tmp_path):
 
 
 @pytest.mark.full
+def test_a_module(tmp_path):
+    """-m runs a module as python -m does, with arguments, exit code and its folder of sys.path."""
+    (tmp_path / "parts").mkdir()
+    text = "import ray, sys; print('argv', sys.argv[1:], __name__, __package__, sys.path[:3]); sys.exit(5)"  # Ray puts a folder first
+    (tmp_path / "parts" / "train.py").write_text(text)
+    ours = run("-m", "parts.train", "--epochs", "3", cwd=tmp_path)
+    plain = run("-m", "parts.train", "--epochs", "3", cwd=tmp_path, command=())
+    assert plain.returncode == 5
+    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
+
+
+@pytest.mark.full
 def test_exception_of_the_script(tmp_path):
-    """An exception of the script is its traceback and exit code 1."""
+    """An exception of the script is its traceback, as python prints it, and exit code 1."""
     done = run(SCRIPT, "raise", tmp_path)
-    assert done.returncode == 1
+    plain = run(SCRIPT, "raise", tmp_path, command=())
+    assert done.returncode == plain.returncode == 1
+    assert done.stderr == plain.stderr
     assert "KeyError: 'from the script'" in done.stderr
+
+
+@pytest.mark.full
+def test_a_syntax_error_of_the_script(tmp_path):
+    """It has no frame of the script: the place in the file is python's."""
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    done = run(tmp_path / "broken.py")
+    assert done.returncode == 1
+    assert "broken.py" in done.stderr
+    assert done.stderr.endswith("SyntaxError: invalid syntax\n")
+    assert "runpy" not in done.stderr
+
+
+_TRAINS_LONG = """
+import ray
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+
+
+def train_func():
+    import time
+
+    open({begun!r}, "w").close()
+    time.sleep(600)
+
+
+ray.init("local", num_cpus=4, include_dashboard=False)
+TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=1)).fit()  # line 15
+"""
+
+
+@pytest.mark.full
+@pytest.mark.linux(reason="signals are those of Unix")
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
+def test_a_stopped_script(tmp_path, number, said):
+    """One line of ours with the place in the script, the shell's exit code, no C++ stack, and no process left."""
+    begun = tmp_path / "begun"
+    (tmp_path / "train.py").write_text(_TRAINS_LONG.format(begun=str(begun)))
+    command = [sys.executable, "-m", "ray_fracbackend", "run", "train.py"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": python_path(), "RAY_FRACBACKEND_TEST_RUN": str(tmp_path)},
+    )
+    assert wait_until(begun.exists, 150)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + number, output
+    if v2_enabled() or number != signal.SIGINT:  # Tune, under V1, takes Ctrl-C for itself and ends the run in order
+        assert output.splitlines()[-1] == f"ray-fracbackend run: {said} at train.py:15", output
+    assert "*** SIG" not in output
+    assert wait_until(lambda: not processes_with(str(tmp_path)), 60)
+
+
+def processes_with(value):
+    """Processes that a test has started, by a variable that they inherit."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("RAY_FRACBACKEND_TEST_RUN") == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.full
+def test_what_was_replaced_is_said(tmp_path):
+    """A line for the configuration that trainers start with, and one where the script made no trainer."""
+    (tmp_path / "train.py").write_text(
+        "from ray.train.torch import TorchTrainer\nfor _ in range(2): TorchTrainer(lambda: None)\n"
+    )
+    (tmp_path / "other.py").write_text("print('nothing to train')\n")
+    made = run("--backend", "gloo", "train.py", cwd=tmp_path)
+    (line,) = [line for line in made.stderr.splitlines() if line.startswith("ray-fracbackend run:")]
+    assert line.startswith("ray-fracbackend run: TorchTrainer starts with FracTorchConfig(backend='gloo'")
+    none = run("other.py", cwd=tmp_path)
+    assert (none.returncode, none.stdout) == (0, "nothing to train\n")
+    assert none.stderr == (
+        "ray-fracbackend run: other.py made no TorchTrainer in its own process: no configuration was replaced there\n"
+    )
 
 
 @pytest.mark.full(but="V2")

@@ -198,9 +198,13 @@ class TestLogicalGpus:
         assert halves.execute(manager) == ["CUDATorchDeviceManager"] * 2
         stop(halves)
 
-    def test_cpu(self, halves):
-        """on_missing_cuda='cpu' starts Gloo, and Ray's own device look-up says cpu in every worker."""
-        start(halves, on_missing_cuda="cpu")
+    def test_cpu(self, halves, caplog):
+        """on_missing_cuda='cpu' starts Gloo with a warning, and Ray's own device look-up says cpu in every worker."""
+        with caplog.at_level("INFO", logger="ray.train"):
+            start(halves, on_missing_cuda="cpu")
+        (line,) = [record for record in caplog.records if "training on the CPU" in record.getMessage()]
+        assert line.levelname == "WARNING"
+        assert line.getMessage().startswith("ray_fracbackend: Ray gave ranks 0,1 GPUs that torch cannot use")
 
         def devices():
             from ray.air._internal.torch_utils import get_devices

@@ -162,6 +162,10 @@ def test_missing_cuda_is_an_error_by_default(tmp_path):
     found = documented("start_error")(caught.value)
     assert isinstance(found, MissingDeviceError)
     assert (found.reason, found.ranks) == ("missing_device", (0, 1))
+    (path,) = tmp_path.rglob("start_report.json")  # beside the results of a run that has none
+    saved = json.loads(path.read_text())
+    assert (saved["ok"], saved["error"]["reason"], saved["error"]["ranks"]) == (False, "missing_device", [0, 1])
+    assert len(saved["workers"]) == 2
     assert wait_until(lambda: not train_worker_processes())
 
 

@@ -3,13 +3,16 @@
 import json
 import re
 from dataclasses import replace
+from datetime import datetime, timedelta
 
 import pytest
 
+from ray_fracbackend import __version__
 from ray_fracbackend.decide.rendezvous import Rendezvous
-from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.settings import Settings, setting_names
 from ray_fracbackend.decide.table import plan_start
-from ray_fracbackend.report import StartReport
+from ray_fracbackend.errors import VerificationError
+from ray_fracbackend.report import StartReport, failed_start
 from ray_fracbackend.worker.state import STATE, get_start_report
 from tests.unit.builders import FIGURES, gpu, job
 
@@ -27,7 +30,10 @@ def start_report():
         reason="rank 0 at 10.0.0.1:29500 (one node)",
         warnings=("a doubt about the network",),
     )
-    return StartReport(plan=replace(plan, rendezvous=rendezvous), workers=workers, verification=FIGURES)
+    settings = Settings(master_port=(29500, 29600)).to_plain()
+    return StartReport(
+        plan=replace(plan, rendezvous=rendezvous), workers=workers, verification=FIGURES, settings=settings
+    )
 
 
 def test_log_line(start_report):
@@ -66,6 +72,57 @@ def test_json(start_report):
     assert data["workers"][1]["devices"][0]["uuid"] == "GPU-ab12cd34-56<b>"
     assert data["plan"]["share_groups"][0]["ranks"] == [0, 1]
     assert data["verification"]["world_size"] == 2
+
+
+def test_json_says_what_it_is(start_report):
+    """Version of its schema, date, versions of all that took part, and the settings."""
+    data = json.loads(start_report.to_json())
+    assert (data["schema_version"], data["ok"]) == (1, True)
+    assert datetime.fromisoformat(data["date"]).utcoffset() == timedelta(0)
+    assert data["versions"]["ray_fracbackend"] == __version__
+    assert set(data["versions"]) == {"ray_fracbackend", "python", "ray", "torch"}
+    assert data["settings"]["master_port"] == [29500, 29600]
+    assert set(data["settings"]) == set(setting_names())
+
+
+def test_json_of_a_failed_start(start_report):
+    """The same head, the error, and what was known when it came."""
+    error = VerificationError("all_reduce stalled. Look at rank 1.", ranks=[1])
+    data = json.loads(
+        json.dumps(failed_start(error, Settings(), start_report.workers, start_report.plan, {"probe": 1.0}))
+    )
+    assert (data["schema_version"], data["ok"]) == (1, False)
+    assert data["error"] == {"reason": "verification", "message": str(error), "ranks": [1]}
+    assert (data["backend"], data["plan"]["reason"]) == ("gloo", start_report.reason)
+    assert data["rendezvous"]["master_port"] == 29500
+    assert len(data["workers"]) == 2
+    shared = set(json.loads(start_report.to_json())) & set(data)
+    assert {"schema_version", "ok", "date", "versions", "settings", "backend", "plan", "workers", "seconds"} <= shared
+
+
+def test_json_of_a_probe_that_failed():
+    """Nothing was known of any worker."""
+    data = failed_start(OSError("no such host"), Settings(), (), None, {})
+    assert (data["error"]["reason"], data["backend"], data["plan"], data["workers"]) == ("OSError", None, None, [])
+
+
+def test_print_is_the_table(start_report):
+    """print(report) is what a person wants to see, and repr what a debugger does."""
+    assert str(start_report) == start_report.to_text()
+    assert "StartReport(" in repr(start_report)
+
+
+def test_html_marks_warnings_and_hints(start_report):
+    """The log line is a paragraph, with the figures; warnings and hints are in a list and say which they are."""
+    hinted = replace(start_report, plan=replace(start_report.plan, hints=("use 1/2",)))
+    html = hinted._repr_html_()
+    assert "<li><b>warning:</b> a doubt about the network</li>" in html
+    assert "<li><b>hint:</b> use 1/2</li>" in html
+    assert re.search(r"<p>ranks 0,1 share .* verified in 12 ms: .*</p>", html)
+    bare = replace(
+        hinted, plan=replace(hinted.plan, hints=(), warnings=(), rendezvous=replace(hinted.rendezvous, warnings=()))
+    )
+    assert "<ul>" not in bare._repr_html_()
 
 
 def test_html_is_escaped(start_report):

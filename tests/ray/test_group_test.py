@@ -1,0 +1,77 @@
+"""ray-fracbackend test: a real group on a real local Ray, without Ray Train."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import ray
+import torch
+from ray.train import ScalingConfig
+
+from ray_fracbackend import FracTorchConfig, MissingDeviceError
+from ray_fracbackend.cli.group_test import GroupTest, run_group_test
+from ray_fracbackend.ipc import host_memory_support
+from tests.ray.conftest import HALF_GPU, wait_until
+from tests.ray.test_placement import nothing_is_left
+
+COMMAND = [sys.executable, "-m", "ray_fracbackend", "test"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "num_workers"),
+    [
+        ("auto", 3),
+        pytest.param(
+            "ipc",
+            2,
+            marks=[
+                pytest.mark.full,
+                pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc: {host_memory_support()}"),
+            ],
+        ),
+    ],
+)
+def test_the_group_trains_as_one_process(cluster, backend, num_workers):
+    """Real placement, start, verification and DDP steps, whose result is that of one process; nothing is left behind."""
+    result = run_group_test(ScalingConfig(num_workers=num_workers), FracTorchConfig(backend=backend))
+    assert result.ok
+    assert len(result.steps) == num_workers
+    assert result.report.verification.world_size == num_workers
+    assert result.report.backend == ("gloo" if backend == "auto" else backend)
+    (losses,) = {(step.first_loss, step.last_loss) for step in result.steps}
+    assert losses[1] < losses[0], "it trains"
+    assert f"10 DDP steps on {num_workers} workers" in result.to_text()
+    assert wait_until(nothing_is_left)
+
+
+def test_ranks_that_trained_apart(cluster):
+    """A difference from one process is no success, whatever its cause."""
+    result = run_group_test(ScalingConfig(num_workers=1), FracTorchConfig())
+    wrong = GroupTest(result.report, (replace(result.steps[0], difference=1e-3),))
+    assert (wrong.ok, wrong.to_dict()["ok"]) == (False, False)
+    assert not GroupTest(result.report, (replace(result.steps[0], difference=float("nan")),)).ok
+
+
+@pytest.mark.full
+def test_a_start_that_fails(cluster):
+    """The start's own error, and nothing left behind."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: nothing is missing")
+    with pytest.raises(MissingDeviceError, match="on_missing_cuda='cpu'"):
+        run_group_test(ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU), FracTorchConfig())
+    assert wait_until(nothing_is_left)
+
+
+def test_command(cluster):
+    """The command on a running cluster: one JSON document with report and steps, and exit code 0."""
+    arguments = ["--num-workers", "2", "--gpus-per-worker", "0.5", "--on-missing-cuda", "cpu", "--json"]
+    arguments += ["--address", ray.get_runtime_context().gcs_address]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ok"], found["report"]["settings"]["on_missing_cuda"], len(found["steps"])) == (True, "cpu", 2)
+    assert max(step["difference"] for step in found["steps"]) < 1e-9

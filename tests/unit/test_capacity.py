@@ -1,0 +1,83 @@
+"""Places for workers, and what is advised where there are too few."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_fracbackend.decide.capacity import places, why_no_place
+
+NODE = {"CPU": 8.0, "GPU": 2.0}
+
+
+def packed(gpus: int, fraction: float) -> int:
+    """Workers that fit when each takes a part of one GPU, by trying: Ray's rule, counted in its ten-thousandths."""
+    free, part = [10_000] * gpus, round(fraction * 10_000)
+    for count in itertools.count():
+        fitting = [gpu for gpu, left in enumerate(free) if left >= part]
+        if not fitting:
+            return count
+        free[fitting[0]] -= part
+    raise AssertionError
+
+
+@given(st.integers(0, 4), st.integers(400, 9999))
+def test_fractions_do_not_add_up_over_devices(gpus: int, parts: int) -> None:
+    """The number of places is that of a packing device by device."""
+    fraction = parts / 10_000
+    assert places({"GPU": float(gpus)}, {"GPU": fraction}) == packed(gpus, fraction)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 30), st.integers(400, 9999))
+def test_the_advice_fits(gpus: int, num_nodes: int, num_workers: int, parts: int) -> None:
+    """A fraction that the text advises gives places to all workers, and so does a number of workers."""
+    nodes = [{"CPU": 1000.0, "GPU": float(gpus)}] * num_nodes
+    worker = {"CPU": 1.0, "GPU": parts / 10_000}
+    text = why_no_place(nodes, worker, num_workers, "PACK")
+    assert (text is None) == (sum(places(node, worker) for node in nodes) >= num_workers)
+    if text is not None:
+        if fraction := re.search(r"Ask for ([\d.]+) GPU per worker", text):
+            assert why_no_place(nodes, {**worker, "GPU": float(fraction[1])}, num_workers, "PACK") is None
+        if fewer := re.search(r"(\d+) workers?,", text):
+            assert why_no_place(nodes, worker, int(fewer[1]), "PACK") is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "worker", "num_workers", "strategy", "said"),
+    [
+        ([NODE], {"CPU": 1, "GPU": 0.5}, 4, "PACK", None),
+        ([NODE, NODE], {"CPU": 1}, 2, "STRICT_SPREAD", None),
+        (
+            [NODE],
+            {"CPU": 1, "GPU": 0.6},
+            3,
+            "PACK",
+            "2 places for such workers: 1 of 0.6 GPU fits on one GPU. Ask for 0.5 GPU",
+        ),
+        (
+            [NODE],
+            {"CPU": 1},
+            2,
+            "STRICT_SPREAD",
+            "each worker on a node of its own, and one node can take one. Use SPREAD",
+        ),
+        ([NODE, NODE], {"GPU": 1}, 3, "STRICT_PACK", "each of 2 nodes has 2 places .* or PACK"),
+        (
+            [{"CPU": 8.0}],
+            {"GPU": 0.5},
+            1,
+            "PACK",
+            "no node of this cluster has a GPU in Ray. Start Ray with --num-gpus",
+        ),
+        ([NODE], {"CPU": 16}, 1, "PACK", r"one node has no place for such workers\. Add nodes with CPU"),
+        ([NODE], {"CPU": 4}, 3, "SPREAD", "Ask for 2 workers, or add nodes with CPU"),
+    ],
+)
+def test_texts(nodes, worker, num_workers, strategy, said) -> None:
+    """Which packing is possible, and what to ask for instead."""
+    text = why_no_place(nodes, worker, num_workers, strategy)
+    assert text is None if said is None else re.search(said, text)

@@ -1,0 +1,145 @@
+"""How commands end: signals, outputs that nobody reads, closed streams. Real processes of the standard library alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.linux(reason="signals and closed descriptors are those of Unix")
+
+ROOT = Path(__file__).parents[2]
+# A command that does something before and after its work, as the real ones do.
+COMMAND = """
+import sys, time
+from ray_fracbackend.cli.ending import emit, stopping, to_its_end
+
+def work():
+    with stopping():
+        try:
+            print("begun", file=sys.stderr, flush=True)
+            {body}
+        finally:
+            print("cleaned up", file=sys.stderr, flush=True)
+    return 0
+
+sys.exit(to_its_end("program", work))
+"""
+SLEEP = "time.sleep(60)"
+# What a library does that is interrupted while it imports another.
+SWALLOW = """
+            try:
+                time.sleep(60)
+            except BaseException:
+                raise ImportError("half an import") from None
+"""
+IGNORE = """
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass
+"""
+
+
+def start(body: str, **options) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND.format(body=body)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        **options,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "begun\n"
+    return process
+
+
+def in_shell(body: str, redirection: str) -> tuple[int, str]:
+    """Exit code and standard error of the command in a shell, with a redirection or a pipe after it."""
+    line = f'"$0" -c "$1" {redirection}; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", line, sys.executable, COMMAND.format(body=body)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("body", [SLEEP, SWALLOW, IGNORE], ids=["sleeps", "fails instead", "goes on"])
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"), (signal.SIGHUP, "ended by SIGHUP")],
+)
+def test_signals(number: int, said: str, body: str) -> None:
+    """One line, the shell's exit code, and the clean-up of the command, whatever the interrupted code makes of the exception."""
+    process = start(body)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (128 + number, f"cleaned up\nprogram: {said}\n")
+
+
+def test_a_second_signal_ends_a_clean_up_that_hangs() -> None:
+    """It is for good then."""
+    process = start(f"try:\n                {SLEEP}\n            finally:\n                {SLEEP}")
+    process.send_signal(signal.SIGINT)
+    end = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (-signal.SIGTERM, "")
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As nohup and a shell's jobs in the background want it."""
+    process = start("time.sleep(2); emit('done')", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output, errors) == (0, "done\n", "cleaned up\n")
+
+
+def test_a_closed_pipe() -> None:
+    """Exit code 141 and silence, as of a program that SIGPIPE ends."""
+    code, errors = in_shell("time.sleep(0.5); emit('x' * 10)", "| true")
+    assert (code, errors) == (141, "begun\ncleaned up\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk() -> None:
+    """Exit code 1 with the reason."""
+    code, errors = in_shell("emit('text')", ">/dev/full")
+    assert (code, errors) == (
+        1,
+        "begun\ncleaned up\nprogram: cannot write to standard output: No space left on device\n",
+    )
+
+
+def test_a_closed_output() -> None:
+    """Only the exit code is wanted: it is the command's own, and nothing opened later gets the text."""
+    body = "f = open('/dev/null', 'w'); assert f.fileno() > 2, f.fileno(); emit('text')"
+    assert in_shell(body, ">&-") == (0, "begun\ncleaned up\n")
+    assert in_shell(body, "<&- >&-") == (0, "begun\ncleaned up\n")
+
+
+def test_a_closed_standard_error() -> None:
+    """There is nowhere to say anything, and the exit code stays."""
+    assert in_shell("emit('text')", "2>&- >/dev/null") == (0, "")
+
+
+def test_help_into_a_closed_pipe() -> None:
+    """argparse prints it and leaves; the interpreter has nothing to complain of afterwards."""
+    line = '"$0" -m ray_fracbackend --help | true; exit ${PIPESTATUS[0]}'
+    done = subprocess.run(
+        ["bash", "-c", line, sys.executable], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+    )
+    assert done.returncode in (0, 141)  # it may have been read before the pipe was closed
+    assert done.stderr == ""
