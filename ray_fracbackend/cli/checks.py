@@ -5,160 +5,26 @@ collector.py collects the reports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
 
 from packaging.version import InvalidVersion, Version
 
-from ray_fracbackend.cli.summary import counted, environment_lines
+from ray_fracbackend.cli.diagnosis import Check, Level, MachineInfo
+from ray_fracbackend.cli.failures import INSTALL_RAY, INSTALL_TORCH, failed_imports, failed_subjects, not_checked
+from ray_fracbackend.cli.summary import counted
 from ray_fracbackend.decide.device_sharing import short_uuid
 from ray_fracbackend.decide.nccl import NCCL_COMPARES_UUID, NCCL_MULTI_RANK
 from ray_fracbackend.decide.rendezvous import IFNAME, is_loopback, normal, owner_of
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, version_text
 
-Level = Literal["ok", "warning", "problem"]
-_COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 # Oldest versions that are supported.
 _OLDEST = {"ray": "2.40", "torch": "2.4"}
-_INSTALL_RAY, _INSTALL_TORCH = "'ray[train]>=2.40'", "'torch>=2.4'"
-_INSTALL = {"ray": _INSTALL_RAY, "torch": _INSTALL_TORCH}
+_INSTALL = {"ray": INSTALL_RAY, "torch": INSTALL_TORCH}
 # Docker's default is 64 MiB; NCCL's troubleshooting guide asks for 1 GiB.
 _SHM_PROBLEM_BYTES, _SHM_WARNING_BYTES = 64 << 20, 1 << 30
 _WITHOUT_DEVICES = "CPU workers train on the CPU; GPU workers need on_missing_cuda='cpu'"
 # A name server that answers slower than this delays every connection by host name.
 _SLOW_LOOKUP_S = 1.0
-# Stages of machine.py, without those that are imports.
-_SUBJECTS = ("host name", "interfaces", "driver", "CUDA devices", "NCCL", "ipc", "staged", "Gloo")
-_IMPORTS = ("ray", "torch", "ray.train")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a stage of a machine's report has no values.
-
-    Attributes:
-        kind: ``error``, ``crash`` of the process, or ``timeout``.
-        text: The error, the signal's name or the exit code, or the seconds of the limit.
-        missing: Name of the module that was not found, None for other errors.
-    """
-
-    kind: Literal["error", "crash", "timeout"]
-    text: str
-    missing: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineInfo:
-    """Report of one machine.
-
-    Attributes:
-        worker: Report of a worker with all devices of the machine.
-        package_version: Version of ray_fracbackend.
-        python_version: Such as ``3.11.9``.
-        host_addresses: Addresses that the machine's own host name resolves to, IPv4 first.
-        host_missing: Why it does not resolve, None where it does.
-        host_lookup_s: Seconds that the look-up took.
-        gloo_interface: Interface on which Gloo was tried, None for the one of the host name.
-        gloo_device_missing: Why Gloo cannot use it, None where it can.
-        shm_total_bytes: Size of /dev/shm, None where there is none.
-        shm_free_bytes: Free bytes of it.
-        ray_gpus: num_gpus of the node in Ray, None without Ray.
-        vgpu_preloaded: A GPU-sharing library (HAMi's libvgpu) is preloaded into every process.
-        name_server_silent: A look-up of the node's own address got no answer within a second; False off Linux.
-        os_text: System with its version, and libc's.
-        torch_built_for: ``CUDA 13.0``, ``ROCm 6.4`` or ``CPU``.
-        driver_version: Version of the NVIDIA driver by NVML, None if unknown.
-        driver_cuda: Newest CUDA that the driver supports.
-        driver_gpus: Names of the GPUs by NVML.
-        variables: Environment variables that a report may show.
-        failures: Stages of machine.py that have failed, and why.
-        not_done: Stages without values: those that failed, and those that need one of them.
-    """
-
-    worker: WorkerInfo
-    package_version: str = ""
-    python_version: str = ""
-    host_addresses: tuple[str, ...] = ()
-    host_missing: str | None = None
-    host_lookup_s: float = 0.0
-    gloo_interface: str | None = None
-    gloo_device_missing: str | None = None
-    shm_total_bytes: int | None = None
-    shm_free_bytes: int | None = None
-    ray_gpus: float | None = None
-    vgpu_preloaded: bool = False
-    name_server_silent: bool = False
-    os_text: str = ""
-    torch_built_for: str = ""
-    driver_version: str | None = None
-    driver_cuda: str | None = None
-    driver_gpus: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
-    failures: Mapping[str, Failure] = field(default_factory=dict)
-    not_done: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the doctor.
-
-    Attributes:
-        name: Subject; stable, for programs.
-        level: ``ok``, ``warning`` (training works, not as well as it could) or ``problem``.
-        text: Result of the check.
-        fix: What to do, empty where nothing is.
-    """
-
-    name: str
-    level: Level
-    text: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """All lines about a machine or a cluster.
-
-    Attributes:
-        nodes: Checks by the name of their node.
-        cluster: Checks of the nodes against each other.
-        environment: Versions and devices, for an issue.
-    """
-
-    nodes: dict[str, tuple[Check, ...]]
-    cluster: tuple[Check, ...] = ()
-    environment: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def ok(self) -> bool:
-        """True where no line is a problem."""
-        return not any(check.level == "problem" for _, checks in self._parts() for check in checks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values that ``json.dumps`` takes."""
-        nodes = [{"node": node, "checks": [asdict(check) for check in checks]} for node, checks in self.nodes.items()]
-        cluster = [asdict(check) for check in self.cluster]
-        return {"ok": self.ok, "nodes": nodes, "cluster": cluster, "environment": self.environment}
-
-    def to_text(self, color: bool = False) -> str:
-        """Format a block of lines for each node, with a fix under each line that needs one, and a block for an issue."""
-        lines = []
-        for name, checks in self._parts():
-            lines.append(name)
-            for check in checks:
-                level = f"\x1b[{_COLORS[check.level]}m{check.level:<8}\x1b[0m" if color else f"{check.level:<8}"
-                lines.append(f"  {level} {check.name:<13} {check.text}")
-                if check.fix:
-                    lines.append(f"{'':25}fix: {check.fix}")
-        if self.environment:
-            lines += ["", "Paste this into an issue:", "", *environment_lines(self.environment)]
-        return "\n".join(lines)
-
-    def _parts(self) -> Iterable[tuple[str, tuple[Check, ...]]]:
-        yield from self.nodes.items()
-        if self.cluster:
-            yield "between the nodes", self.cluster
 
 
 def check_machine(machine: MachineInfo, num_nodes: int = 1) -> tuple[Check, ...]:
@@ -172,9 +38,9 @@ def check_machine(machine: MachineInfo, num_nodes: int = 1) -> tuple[Check, ...]
         All lines about it: what could not be checked has one that says so.
     """
     return (
-        *_failed_imports(machine),
+        *failed_imports(machine),
         *_versions(machine),
-        *_failed_subjects(machine),
+        *failed_subjects(machine),
         *_check_devices(machine),
         *([] if "Gloo" in machine.not_done else [_gloo(machine)]),
         *([] if "host name" in machine.not_done else [_host_name(machine, num_nodes)]),
@@ -182,72 +48,8 @@ def check_machine(machine: MachineInfo, num_nodes: int = 1) -> tuple[Check, ...]
         _environment(machine),
         *_name_server(machine),
         *_shm(machine),
-        *_not_checked(machine),
+        *not_checked(machine),
     )
-
-
-def _failed_imports(machine: MachineInfo) -> list[Check]:
-    return [
-        Check("versions", "problem", *_import_failure(name, machine.failures[name]))
-        for name in _IMPORTS
-        if name in machine.failures
-    ]
-
-
-def _import_failure(name: str, failure: Failure) -> tuple[str, str]:
-    """Return cause and fix of an import that failed."""
-    package = {"ray": _INSTALL_RAY, "ray.train": _INSTALL_RAY, "torch": _INSTALL_TORCH}[name]
-    if failure.kind == "timeout":
-        text = f"the import of {name} did not end within {failure.text} s"
-        return text, "check the file system that Python's packages are on, or raise --timeout-s"
-    if failure.kind == "crash":
-        return f"the import of {name} ends the process: {failure.text}", f"{_reinstall(package)}"
-    if failure.missing == name:
-        return f"{name} is not installed for this Python", f"pip install {package}"
-    text = f"{name} cannot be imported: {failure.text}"
-    if failure.missing:
-        return text, f"pip install {package}, which brings {failure.missing}"
-    if name == "torch" and ".so" in failure.text:
-        return (
-            text,
-            f"{_reinstall(package)}, in a build for this driver; unset LD_LIBRARY_PATH if it has other CUDA libraries",
-        )
-    return text, _reinstall(package)
-
-
-def _reinstall(package: str) -> str:
-    return f"pip install --force-reinstall {package}"
-
-
-def _failed_subjects(machine: MachineInfo) -> list[Check]:
-    found = []
-    for name in _SUBJECTS:
-        if name not in machine.failures:
-            continue
-        failure = machine.failures[name]
-        call = {"driver": "nvmlInit", "CUDA devices": "torch.cuda"}.get(name)
-        if failure.missing:
-            text, fix = f"{failure.missing} is not installed", f"pip install {failure.missing}"
-        elif call and failure.kind == "timeout":
-            text = f"the driver did not answer within {failure.text} s ({call})"
-            fix = "run nvidia-smi, which hangs as well then; reload the driver or reboot the machine"
-        elif call and failure.kind == "crash":
-            text, fix = f"the driver ends the process ({call}): {failure.text}", "run nvidia-smi; reinstall the driver"
-        elif failure.kind == "timeout":
-            text, fix = f"no answer within {failure.text} s", "look at the machine's load, or raise --timeout-s"
-        else:
-            text, fix = f"the check failed: {failure.text}", "report this with the block below"
-        found.append(Check("CUDA devices" if call else name, "problem", text, fix))
-    return found
-
-
-def _not_checked(machine: MachineInfo) -> list[Check]:
-    """Name what has neither a line nor a failure."""
-    has_line = {*machine.failures, *(["CUDA devices"] if "driver" in machine.failures else [])}
-    names = [name for name in ("ray", "torch", *_SUBJECTS) if name in machine.not_done - has_line]
-    if not names:
-        return []
-    return [Check("not checked", "warning", ", ".join(names), "first fix the problems above")]
 
 
 def check_cluster(machines: Sequence[MachineInfo]) -> tuple[Check, ...]:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Any
 
-from ray_fracbackend.cli.checks import Failure, MachineInfo
+from ray_fracbackend.cli.diagnosis import Failure, MachineInfo
 from ray_fracbackend.cli.machine import STAGES, Event, Request, own_values
 from ray_fracbackend.decide.worker_info import WorkerInfo
 

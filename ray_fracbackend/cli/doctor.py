@@ -9,9 +9,10 @@ import re
 from typing import Any
 
 from ray_fracbackend import __version__
-from ray_fracbackend.cli.checks import Check, Diagnosis, MachineInfo, check_cluster, check_machine
+from ray_fracbackend.cli.checks import check_cluster, check_machine
 from ray_fracbackend.cli.cluster import check_address, connected, root_cause, wait
 from ray_fracbackend.cli.collector import Collector, collect_machine, reserve_s
+from ray_fracbackend.cli.diagnosis import Check, Diagnosis, MachineInfo
 from ray_fracbackend.cli.summary import environment_of
 from ray_fracbackend.timeouts import Deadline, bounded
 
@@ -50,7 +51,9 @@ def diagnose_cluster(address: str, timeout_s: float) -> Diagnosis:
         if "ray" not in here.done:
             here.run()
             fix = "first fix the problems below"
-            return _of_one(here.machine(), Check("cluster", "problem", f"{address} is not checked: it takes Ray", fix))
+            return _of_one(
+                here.machine(), Check("cluster", "problem", f"{address} is not checked: that needs Ray", fix)
+            )
         with connected(address, deadline.left_s):
             nodes, answers = _ask_all(deadline)
         here.run()

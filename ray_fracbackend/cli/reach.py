@@ -76,7 +76,7 @@ def check_head_node(host: str, port: int, what: str, timeout_s: float, automatic
         raise ClusterError(f"{what}: {cause}; {fix}", "no_answer") from None
     except (_NotRay, ConnectionError) as error:
         fix = "name the port that `ray start --head` prints (6379 by default), not the dashboard's (8265)"
-        cause = error if isinstance(error, _NotRay) else f"it breaks the connection off ({_cause(error)})"
+        cause = str(error) if isinstance(error, _NotRay) else f"it breaks the connection off ({_cause(error)})"
         raise ClusterError(f"{what} is not a Ray cluster: {cause}; {fix}", "not_ray") from None
     except OSError as error:
         raise ClusterError(

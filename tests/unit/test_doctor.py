@@ -17,7 +17,8 @@ import psutil
 import pytest
 from packaging.requirements import Requirement
 
-from ray_fracbackend.cli.checks import Check, Diagnosis, Failure, MachineInfo, check_cluster, check_machine
+from ray_fracbackend.cli.checks import check_cluster, check_machine
+from ray_fracbackend.cli.diagnosis import Check, Diagnosis, Failure, MachineInfo
 from ray_fracbackend.cli.machine import STAGES, shown_variables
 from ray_fracbackend.cli.summary import environment_lines, environment_of
 from ray_fracbackend.decide.worker_info import NetworkInfo

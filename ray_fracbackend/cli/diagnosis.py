@@ -1,0 +1,141 @@
+"""Report of a machine, lines about it, and the doctor's answer, as frozen dataclasses. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ray_fracbackend.cli.summary import environment_lines
+from ray_fracbackend.decide.worker_info import WorkerInfo
+
+Level = Literal["ok", "warning", "problem"]
+_COLORS = {"ok": "32", "warning": "33", "problem": "31"}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a stage of a machine's report has no values.
+
+    Attributes:
+        kind: ``error``, ``crash`` of the process, or ``timeout``.
+        text: The error, the signal's name or the exit code, or the seconds of the limit.
+        missing: Name of the module that was not found, None for other errors.
+    """
+
+    kind: Literal["error", "crash", "timeout"]
+    text: str
+    missing: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineInfo:
+    """Report of one machine.
+
+    Attributes:
+        worker: Report of a worker with all devices of the machine.
+        package_version: Version of ray_fracbackend.
+        python_version: Such as ``3.11.9``.
+        host_addresses: Addresses that the machine's own host name resolves to, IPv4 first.
+        host_missing: Why it does not resolve, None where it does.
+        host_lookup_s: Seconds that the look-up took.
+        gloo_interface: Interface on which Gloo was tried, None for the one of the host name.
+        gloo_device_missing: Why Gloo cannot use it, None where it can.
+        shm_total_bytes: Size of /dev/shm, None where there is none.
+        shm_free_bytes: Free bytes of it.
+        ray_gpus: num_gpus of the node in Ray, None without Ray.
+        vgpu_preloaded: A GPU-sharing library (HAMi's libvgpu) is preloaded into every process.
+        name_server_silent: A look-up of the node's own address got no answer within a second; False off Linux.
+        os_text: System with its version, and libc's.
+        torch_built_for: ``CUDA 13.0``, ``ROCm 6.4`` or ``CPU``.
+        driver_version: Version of the NVIDIA driver by NVML, None if unknown.
+        driver_cuda: Newest CUDA that the driver supports.
+        driver_gpus: Names of the GPUs by NVML.
+        variables: Environment variables that a report may show.
+        failures: Stages of machine.py that have failed, and why.
+        not_done: Stages without values: those that failed, and those that need one of them.
+    """
+
+    worker: WorkerInfo
+    package_version: str = ""
+    python_version: str = ""
+    host_addresses: tuple[str, ...] = ()
+    host_missing: str | None = None
+    host_lookup_s: float = 0.0
+    gloo_interface: str | None = None
+    gloo_device_missing: str | None = None
+    shm_total_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    ray_gpus: float | None = None
+    vgpu_preloaded: bool = False
+    name_server_silent: bool = False
+    os_text: str = ""
+    torch_built_for: str = ""
+    driver_version: str | None = None
+    driver_cuda: str | None = None
+    driver_gpus: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, Failure] = field(default_factory=dict)
+    not_done: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor.
+
+    Attributes:
+        name: Subject; stable, for programs.
+        level: ``ok``, ``warning`` (training works, not as well as it could) or ``problem``.
+        text: Result of the check.
+        fix: What to do, empty where nothing is.
+    """
+
+    name: str
+    level: Level
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All lines about a machine or a cluster.
+
+    Attributes:
+        nodes: Checks by the name of their node.
+        cluster: Checks of the nodes against each other.
+        environment: Versions and devices, for an issue.
+    """
+
+    nodes: dict[str, tuple[Check, ...]]
+    cluster: tuple[Check, ...] = ()
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """True where no line is a problem."""
+        return not any(check.level == "problem" for _, checks in self._parts() for check in checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values that ``json.dumps`` takes."""
+        nodes = [{"node": node, "checks": [asdict(check) for check in checks]} for node, checks in self.nodes.items()]
+        cluster = [asdict(check) for check in self.cluster]
+        return {"ok": self.ok, "nodes": nodes, "cluster": cluster, "environment": self.environment}
+
+    def to_text(self, color: bool = False) -> str:
+        """Format a block of lines for each node, with a fix under each line that needs one, and a block for an issue."""
+        lines = []
+        for name, checks in self._parts():
+            lines.append(name)
+            for check in checks:
+                level = f"\x1b[{_COLORS[check.level]}m{check.level:<8}\x1b[0m" if color else f"{check.level:<8}"
+                lines.append(f"  {level} {check.name:<13} {check.text}")
+                if check.fix:
+                    lines.append(f"{'':25}fix: {check.fix}")
+        if self.environment:
+            lines += ["", "Paste this into an issue:", "", *environment_lines(self.environment)]
+        return "\n".join(lines)
+
+    def _parts(self) -> Iterable[tuple[str, tuple[Check, ...]]]:
+        yield from self.nodes.items()
+        if self.cluster:
+            yield "between the nodes", self.cluster
