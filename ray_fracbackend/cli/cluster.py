@@ -188,7 +188,7 @@ def _init(target: _Target, deadline: Deadline) -> None:
         except TimeoutError:
             _leave(target)
             raise _not_joined(target, deadline, captured()) from None
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        except Exception as error:  # a local Ray that does not start in time raises no class of its own
             ray.shutdown()
             raise _cluster_error(target, error, captured()) from error
         except BaseException:
@@ -220,6 +220,9 @@ def _cluster_error(target: _Target, error: Exception, captured: str) -> ClusterE
     if "any running Ray instance" in said:
         fix = "start one with `ray start --head`, or name its address"
         return ClusterError(f"no Ray cluster runs on this machine; {fix}", "no_cluster")
+    if target.is_local:
+        fix = "try again when this machine is less busy, or name a running cluster"
+        return ClusterError(f"Ray did not start on this machine: {said.rstrip('.')}; {fix}", "no_answer")
     known = _known(target, f"{error}\n{captured}")
     return known or ClusterError(f"no connection to Ray at {target.text}: {said}", "no_answer")
 

@@ -86,5 +86,5 @@ def test_nothing_promises_an_index():
     if "[project.urls]\n" in _PROJECT:
         return
     files = [*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md"), *_ROOT.glob("ray_fracbackend/**/*.py")]
-    promise = re.compile(r"pip install (?:-U |--upgrade )?['\"]?ray[-_]fracbackend\b(?!-)")
+    promise = re.compile(r"(?:pip install (?:-U |--upgrade )?['\"]?|['\"]pip['\"]: \[['\"])ray[-_]fracbackend\b(?!-)")
     assert [str(file.relative_to(_ROOT)) for file in files if promise.search(file.read_text())] == []

@@ -343,6 +343,17 @@ def test_causes_in_rays_own_output(body, reason):
     assert done.stderr == ""
 
 
+def test_a_local_ray_that_does_not_start():
+    """Ray raises a plain Exception then; it is a line, and what was started is shut down."""
+    done = fake_connection("raise Exception('The current node timed out during startup. This could\\nhappen')", "local")
+    assert done.stdout.splitlines()[:2] == [
+        "SHUTDOWN",
+        "no_answer Ray did not start on this machine: The current node timed out during startup. This could; try again when this "
+        "machine is less busy, or name a running cluster",
+    ]
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:6379", "local"])
 def test_after_the_connection_nothing_is_redirected(address):
     """Ray's output during ray.init is dropped; later output, and SIGTERM, are the process's own again; Ray is shut down."""
