@@ -203,9 +203,7 @@ def _text(error: BaseException) -> str:
         return str(error)
     text = f"{type(error).__name__}: {error}".strip()
     if isinstance(error, ModuleNotFoundError) and "ray_fracbackend" in str(error):
-        text += (
-            ". Install ray_fracbackend on every node, or send it along: runtime_env={'py_modules': [PATH of the folder ray_fracbackend]}"
-        )
+        text += ". Install ray_fracbackend on every node, or send its folder along: runtime_env={'py_modules': [PATH]}"
     return text
 
 
