@@ -172,7 +172,7 @@ def scale(result: dict[str, Any], target: Path) -> None:
     ranks = [row["num_ranks"] for row in real]
     for key, label, color in (
         ("total_s", "all ranks through", _BLUE),
-        ("verification_s", "of it verification", _ORANGE),
+        ("verification_s", "verification, part of it", _ORANGE),
     ):
         axes[2].plot(ranks, [row[key] for row in real], marker="o", markersize=4, color=color, label=label)
     titles = ("driver, simulated workers", f"messages, simulated workers; {rounds} rounds", "real processes, Gloo")

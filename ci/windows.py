@@ -37,6 +37,7 @@ RAY_TESTS = (
     "tests/ray/test_start_fallback.py",
     "tests/ray/test_doctor.py",
     "tests/ray/test_placement.py",
+    "tests/ray/test_group_test.py",
     "tests/ray/test_run.py",
     "tests/ray/test_demo.py",
 )
