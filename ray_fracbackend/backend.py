@@ -7,6 +7,7 @@ group, again after every restart and for several groups side by side: nothing of
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import posixpath
@@ -58,12 +59,13 @@ class FracTorchBackend(_ray.TorchBackend):  # type: ignore[misc]
         settings = backend_config.checked_copy()
         reason = left_to_ray(settings.backend, _ray.resources_per_worker(worker_group))
         if reason is None:
-            start = _Start(worker_group, settings)
+            start = None
             try:
+                start = _Start(worker_group, settings)
                 report = start.run()
             except BaseException as error:
                 _ray.release_workers(worker_group)
-                if isinstance(error, Exception):
+                if start is not None and isinstance(error, Exception):
                     _save(worker_group, start.failed_report(error))
                 raise_for_engine(error, worker_group)
                 raise
@@ -246,14 +248,23 @@ def _gpus_by_node() -> dict[str, float]:
         return {}
 
 
+# Number of the newest report by its folder, in this process: all starts of a run are in one.
+_NEWEST: dict[str, int] = {}
+_NUMBERS = itertools.count()
+
+
 def _save(worker_group: Any, report: dict[str, Any]) -> None:
     """Write the report beside the run's results; slow or failing storage does not delay the start."""
+    number = next(_NUMBERS)
 
     def write() -> None:
         folder = _ray.results_folder(worker_group)
         if folder is not None:
             file_system, path = folder
+            _NEWEST[path] = max(number, _NEWEST.get(path, 0))
             file_system.create_dir(path, recursive=True)
+            if _NEWEST[path] > number:
+                return  # the storage took so long that a later start has reported
             with file_system.open_output_stream(posixpath.join(path, REPORT_FILE)) as stream:
                 stream.write(json.dumps(report, indent=2).encode())
 

@@ -44,6 +44,7 @@ def failed_start(
         plan: The decision, None where there was none yet.
         seconds: Seconds of each phase.
     """
+    rendezvous = plan.rendezvous if plan else None
     cause = {
         "reason": getattr(error, "reason", type(error).__name__),
         "message": str(error),
@@ -54,8 +55,12 @@ def failed_start(
         "error": cause,
         "backend": plan.backend if plan else None,
         "plan": _plan_dict(plan) if plan else None,
-        "rendezvous": asdict(plan.rendezvous) if plan and plan.rendezvous else None,
+        "rendezvous": asdict(rendezvous) if rendezvous else None,
+        "init_method": settings.init_method,
+        "master_addr": rendezvous.master_addr if rendezvous else None,
+        "master_port": rendezvous.master_port if rendezvous else None,
         "workers": [asdict(worker) for worker in workers],
+        "verification": None,
         "seconds": dict(seconds),
     }
 

@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -52,6 +53,11 @@ def loopback_name() -> str:
         for name, addresses in psutil.net_if_addrs().items()
         if any(each.address == "127.0.0.1" for each in addresses)
     )
+
+
+def default_signals() -> None:
+    """As preexec_fn: Ctrl-C ends the program, also where the tests run in the background of a shell, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def python_path() -> str:

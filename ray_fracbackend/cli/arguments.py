@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ray_fracbackend import __version__
 from ray_fracbackend.decide.settings import MAX_S, Settings, setting_names
@@ -19,9 +19,28 @@ MAX_WORKERS = 10_000
 _WAIT_S, _DOCTOR_S = 30.0, 60.0
 
 
+class UsageError(Exception):
+    """The command line is wrong.
+
+    Args:
+        message: What is wrong.
+        program: Program and command.
+        usage: How the command is used.
+    """
+
+    def __init__(self, message: str, program: str, usage: str) -> None:
+        super().__init__(message)
+        self.program, self.usage = program, usage
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, self.prog, self.format_usage())
+
+
 def parser() -> argparse.ArgumentParser:
-    """Return the parser; ``command`` of its result is the name of the command."""
-    whole = argparse.ArgumentParser(prog=PROGRAM, description="Ray Train on fractions of a GPU.")
+    """Return the parser, which raises UsageError; ``command`` of its result is the name of the command."""
+    whole = _Parser(prog=PROGRAM, description="Ray Train on fractions of a GPU.")
     whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = whole.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for add in (_add_doctor, _add_test, _add_plan, _add_run, _add_demo, _add_bench):

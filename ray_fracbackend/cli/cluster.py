@@ -75,7 +75,7 @@ def connected(address: str | None, timeout_s: float = 30.0) -> Iterator[bool]:
         ClusterError: There is no connection; ``reason`` says why.
     """
     target, deadline = _target(address), Deadline(timeout_s)
-    if target.is_local and address is None and "RAY_ADDRESS" not in os.environ and sys.stderr is not None:
+    if target.is_local and address is None and not os.environ.get("RAY_ADDRESS") and sys.stderr is not None:
         print(_STARTS_ONE, file=sys.stderr, flush=True)
     if target.host_port is not None:
         _check(target, deadline)

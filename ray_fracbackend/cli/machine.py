@@ -6,6 +6,7 @@ its stage. The child sends each stage's name before it begins, and its values or
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import pickle
@@ -23,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from ray_fracbackend import __version__
+from ray_fracbackend.decide.worker_info import may_be_secret
 
-# What the report shows of the environment: no tokens, and no paths of files with one.
+# What the report shows of the environment: no tokens.
 _SHOWN_PREFIXES = ("NCCL_", "GLOO_", "CUDA_", "RAY_TRAIN_", "RAY_FRACBACKEND_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_")
 _SHOWN = (
     *(
@@ -37,7 +39,8 @@ _SHOWN = (
     *("LD_PRELOAD", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "RAY_AUTH_MODE"),
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
 )
-_SECRET = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "_KEY")
+# Of the Windows API: the right to wait for a process, and no time limit.
+_SYNCHRONIZE, _INFINITE = 0x00100000, 0xFFFFFFFF
 # What torch's collectives read.
 _USED_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV")
 
@@ -125,10 +128,16 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
+    if sys.platform == "win32":
+        # A thread that reads standard input would hold up every library that looks at it while it loads, torch among them.
+        kernel = ctypes.WinDLL("kernel32")
+        kernel.OpenProcess.restype = ctypes.c_void_p
+        if parent := kernel.OpenProcess(_SYNCHRONIZE, False, os.getppid()):
+            kernel.WaitForSingleObject(ctypes.c_void_p(parent), _INFINITE)
+            os._exit(1)
+        return
     while os.read(0, 1):
         pass
-    if sys.platform == "win32":
-        os._exit(1)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -198,12 +207,12 @@ def shown_variables(names: Iterable[str] = _SHOWN, prefixes: tuple[str, ...] = _
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if (name in names or name.startswith(prefixes)) and not any(word in name for word in _SECRET)
+        if (name in names or name.startswith(prefixes)) and not may_be_secret(name)
     }
 
 
 def _variables(prefixes: tuple[str, ...]) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes) and not may_be_secret(name)}
 
 
 def _boot_id() -> str:

@@ -162,7 +162,9 @@ def _wait_for_resources(
 
 def _why_no_place(bundles: Sequence[Mapping[str, float]], strategy: str) -> str | None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return why_no_place(nodes, bundles[-1], len(bundles), strategy)
+    # V1 puts its trainer into the bundle of rank 0.
+    trainer = {name: amount - bundles[-1].get(name, 0.0) for name, amount in bundles[0].items()}
+    return why_no_place(nodes, bundles[-1], len(bundles), strategy, trainer)
 
 
 def _in_use(bundles: Sequence[Mapping[str, float]]) -> str:

@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -61,10 +62,10 @@ def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any
             if is_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(script, run_name="__main__")
+                runpy.run_path(os.path.abspath(script), run_name="__main__")  # as python sets __file__
         except BaseException as error:
             frames = _frames_of_script(error.__traceback__)
-            if number := stopped_by():
+            if (number := stopped_by()) and _comes_from_signal(error):
                 say(_WHO, f"{_ended_by(number)}{_place(frames)}")
                 return 128 + number
             if not isinstance(error, Exception):  # the script's own exit code
@@ -74,6 +75,14 @@ def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any
     if not seen:
         say(_WHO, f"{script} made no TorchTrainer in its own process: no configuration was replaced there")
     return 0
+
+
+def _comes_from_signal(error: BaseException) -> bool:
+    """Tell Ctrl-C, and what Ray or this command makes of a signal, from what a script that handled the signal does afterwards."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and (frames[-1].filename == __file__ or "ray" in Path(frames[-1].filename).parts)
 
 
 def _ended_by(number: int) -> str:
@@ -152,7 +161,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 def _frames_of_script(frames: TracebackType | None) -> TracebackType | None:
     """Leave out the frames before the script's own; None where it has none, as after a syntax error."""
-    ours = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), runpy.__file__, "<frozen runpy>")
+    ours = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, runpy.__file__, "<frozen runpy>")
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next
     return frames

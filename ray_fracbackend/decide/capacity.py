@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 # Ray counts resources in ten-thousandths.
 _UNIT = 1e-4
@@ -24,14 +25,28 @@ def places(node: Mapping[str, float], worker: Mapping[str, float]) -> int:
     return min(_places(name, node.get(name, 0.0), amount) for name, amount in worker.items() if amount > 0)
 
 
+def workers_per_gpu(fraction: float) -> int:
+    """Return how many workers with such a fraction, above 0 and below 1, fit on one GPU."""
+    return math.floor((1 + _UNIT / 2) / fraction)
+
+
+def largest_fraction(per_gpu: int) -> float:
+    """Return the largest fraction in Ray's precision of which so many fit on one GPU."""
+    return math.floor(round(1 / _UNIT) / per_gpu) * _UNIT
+
+
 def _places(name: str, there: float, amount: float) -> int:
     if name == "GPU" and amount < 1:
-        return math.floor(there + _UNIT / 2) * math.floor((1 + _UNIT / 2) / amount)
+        return math.floor(there + _UNIT / 2) * workers_per_gpu(amount)
     return math.floor((there + _UNIT / 2) / amount)
 
 
 def why_no_place(
-    nodes: Sequence[Mapping[str, float]], worker: Mapping[str, float], num_workers: int, strategy: str
+    nodes: Sequence[Mapping[str, float]],
+    worker: Mapping[str, float],
+    num_workers: int,
+    strategy: str,
+    trainer: Mapping[str, float] | None = None,
 ) -> str | None:
     """Explain why workers cannot be placed however long they wait, and what to ask for instead.
 
@@ -40,68 +55,94 @@ def why_no_place(
         worker: What each worker reserves.
         num_workers: How many.
         strategy: Ray's placement strategy, such as ``PACK``.
+        trainer: What is reserved beside rank 0 on its node: the trainer of the V1 engine.
 
     Returns:
         One sentence or two; None where an idle cluster of these nodes has the places.
     """
-    on_node = [places(node, worker) for node in nodes]
-    together, apart = strategy == "STRICT_PACK", strategy == "STRICT_SPREAD"
-    have = max(on_node, default=0) if together else sum(count > 0 for count in on_node) if apart else sum(on_node)
+    cluster = _Cluster(_beside(nodes, worker, trainer or {}), strategy)
+    have = cluster.places(worker)
     if have >= num_workers:
         return None
     if worker.get("GPU", 0) > 0 and not any(node.get("GPU", 0) > 0 for node in nodes):
         return "no node of this cluster has a GPU in Ray. Start Ray with --num-gpus on the nodes that have some, or ask for none"
-    if apart:
-        return (
-            f"STRICT_SPREAD places each worker on a node of its own, and {_nodes(have)} can take one. Use SPREAD or PACK, ask for "
-            f"{max(have, 1)}, or add nodes"
-        )
-    where = f"each of {_nodes(len(nodes))}" if together and len(nodes) > 1 else _nodes(len(nodes))
-    found = f"{where} {'has' if together or len(nodes) < 2 else 'have'} {_count(have)} for such workers"
-    return f"{found}{_fraction_text(worker.get('GPU', 0.0))}. {_advice(nodes, worker, num_workers, strategy, have)}"
+    scarce = [name for name, amount in worker.items() if amount > 0 and cluster.places({name: amount}) < num_workers]
+    beside = "".join(
+        f" beside {amount:g} {name} for the trainer (V1)" for name, amount in (trainer or {}).items() if amount
+    )
+    found = f"{cluster.text(have)} for such workers{beside}"
+    if "GPU" in scarce and worker["GPU"] < 1:
+        per_gpu = workers_per_gpu(worker["GPU"])
+        found += f": {per_gpu} of {worker['GPU']:g} GPU fit{'s' if per_gpu == 1 else ''} on one GPU"
+    return f"{found}. {_advice(cluster, worker, num_workers, scarce, have)}"
 
 
-def _with_only(nodes: Sequence[Mapping[str, float]], name: str, amount: float, strategy: str) -> int:
-    counts = [_places(name, node.get(name, 0.0), amount) for node in nodes]
-    return max(counts, default=0) if strategy == "STRICT_PACK" else sum(counts)
+@dataclass(frozen=True)
+class _Cluster:
+    """Empty nodes and a placement strategy."""
+
+    nodes: Sequence[Mapping[str, float]]
+    strategy: str
+
+    def places(self, worker: Mapping[str, float]) -> int:
+        """Return how many workers the strategy places."""
+        counts = [places(node, worker) for node in self.nodes]
+        if self.strategy == "STRICT_PACK":
+            return max(counts, default=0)
+        return sum(map(bool, counts)) if self.strategy == "STRICT_SPREAD" else sum(counts)
+
+    def text(self, have: int) -> str:
+        """Return a clause about so many places."""
+        places_text = _count(have)
+        if self.strategy == "STRICT_PACK" and len(self.nodes) > 1:
+            return f"STRICT_PACK places all workers on one node, and the largest of {len(self.nodes)} nodes has {places_text}"
+        if self.strategy == "STRICT_SPREAD":
+            return f"STRICT_SPREAD places each worker on a node of its own, and {_nodes(len(self.nodes))} {self._has} {places_text}"
+        return f"{_nodes(len(self.nodes))} {self._has} {places_text}"
+
+    @property
+    def _has(self) -> str:
+        return "has" if len(self.nodes) == 1 else "have"
 
 
-def _fraction_text(fraction: float) -> str:
-    if not 0 < fraction < 1:
-        return ""
-    per_gpu = math.floor((1 + _UNIT / 2) / fraction)
-    return f": {per_gpu} of {fraction:g} GPU fit{'s' if per_gpu == 1 else ''} on one GPU"
+def _beside(
+    nodes: Sequence[Mapping[str, float]], worker: Mapping[str, float], trainer: Mapping[str, float]
+) -> Sequence[Mapping[str, float]]:
+    """Take the trainer's resources from the node that loses the fewest places by it and keeps one."""
+    if not any(trainer.values()):
+        return nodes
+    kept: list[tuple[int, int]] = []
+    for node in nodes:
+        left = places(_less(node, trainer), worker)
+        kept.append((0 if left > 0 else 1, places(node, worker) - left))
+    best = min(range(len(nodes)), key=kept.__getitem__, default=None)
+    return [_less(node, trainer) if index == best else node for index, node in enumerate(nodes)]
 
 
-def _advice(
-    nodes: Sequence[Mapping[str, float]], worker: Mapping[str, float], num_workers: int, strategy: str, have: int
-) -> str:
-    scarce = [
-        name
-        for name, amount in worker.items()
-        if amount > 0 and _with_only(nodes, name, amount, strategy) < num_workers
-    ]
-    ask = []
-    if scarce == ["GPU"] and (fraction := _fitting(nodes, worker, num_workers, strategy)):
-        ask.append(f"{fraction:g} GPU per worker")
+def _less(node: Mapping[str, float], taken: Mapping[str, float]) -> dict[str, float]:
+    return {name: max(0.0, amount - taken.get(name, 0.0)) for name, amount in node.items()}
+
+
+def _advice(cluster: _Cluster, worker: Mapping[str, float], num_workers: int, scarce: Sequence[str], have: int) -> str:
+    """Return what to ask for instead, most like the wish first."""
+    others = []
+    if scarce == ["GPU"] and (fraction := _fitting(cluster, worker, num_workers)):
+        others.append(f"ask for {fraction:g} GPU per worker")
+    if cluster.strategy.startswith("STRICT_") and _Cluster(cluster.nodes, "PACK").places(worker) >= num_workers:
+        others.append(f"use {'SPREAD or PACK' if cluster.strategy == 'STRICT_SPREAD' else 'PACK'}")
     if have:
-        ask.append(f"{have} worker{'s' if have > 1 else ''}")
-    if strategy == "STRICT_PACK" and sum(places(node, worker) for node in nodes) >= num_workers:
-        ask.append("PACK")
-    add = f"add nodes with {' and '.join(scarce) or 'more resources'}"
-    return f"Ask for {' or '.join(ask)}, or {add}" if ask else f"A{add[1:]}"
+        others.append(f"ask for {have} worker{'s' if have > 1 else ''}")
+    others.append(f"add nodes with {' and '.join(scarce) or 'more resources'}")
+    text = f"{', '.join(others[:-1])}, or {others[-1]}" if len(others) > 1 else others[0]
+    return text[0].upper() + text[1:]
 
 
-def _fitting(
-    nodes: Sequence[Mapping[str, float]], worker: Mapping[str, float], num_workers: int, strategy: str
-) -> float | None:
-    """Return the largest 1/k of a GPU with which the workers fit, in Ray's precision; None where none does."""
+def _fitting(cluster: _Cluster, worker: Mapping[str, float], num_workers: int) -> float | None:
+    """Return the largest 1/k of a GPU with which the workers fit; None where none does."""
     for per_gpu in range(1, _MOST_PER_GPU + 1):
-        fraction = math.floor(1 / per_gpu / _UNIT) * _UNIT
-        changed = {**worker, "GPU": round(fraction, 4)}
-        on_node = [places(node, changed) for node in nodes]
-        if (max(on_node, default=0) if strategy == "STRICT_PACK" else sum(on_node)) >= num_workers:
-            return changed["GPU"]
+        fraction = largest_fraction(per_gpu)
+        if cluster.places({**worker, "GPU": fraction}) >= num_workers:
+            return fraction
     return None
 
 

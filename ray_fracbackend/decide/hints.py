@@ -6,10 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ray_fracbackend.decide.capacity import largest_fraction, workers_per_gpu
 from ray_fracbackend.decide.device_sharing import ShareGroup
 from ray_fracbackend.decide.nccl import MULTI_RANK_ENV, multi_rank_obstacle
 from ray_fracbackend.decide.plan import StartPlan
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
+
+# What rounding of 1/k leaves.
+_NO_UNUSED_GPU = 0.01
 
 
 def add_hints(plan: StartPlan, workers: Sequence[WorkerInfo], node_gpus: Mapping[str, float]) -> StartPlan:
@@ -52,10 +56,16 @@ def _spread(workers: Sequence[WorkerInfo], groups: Sequence[ShareGroup], node_gp
 
 def _fraction(workers: Sequence[WorkerInfo]) -> str | None:
     fraction = workers[0].gpu_fraction
-    if not 0 < fraction < 1 or abs(1 / fraction - round(1 / fraction)) < 1e-3:
+    if not 0 < fraction < 1:
         return None
-    count = int(1 / fraction)
-    return f"{fraction:g} GPU per worker is not 1/k of a device: Ray may leave workers waiting; use 1/{count} ({1 / count:.3g})"
+    count = workers_per_gpu(fraction)
+    unused = 1 - count * fraction
+    if unused < _NO_UNUSED_GPU:
+        return None
+    return (
+        f"{count} of {fraction:g} GPU fit{'s' if count == 1 else ''} on one GPU, and {unused:.2g} of it stays unused, as Ray does not "
+        f"divide a worker between GPUs; of {largest_fraction(count + 1):g} {count + 1} would fit"
+    )
 
 
 def _local_ranks(workers: Sequence[WorkerInfo]) -> tuple[str | None, str | None]:

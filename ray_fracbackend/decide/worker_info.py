@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 
 NcclVersion = tuple[int, int, int]
 
+_SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "_KEY")
+
+
+def may_be_secret(name: str) -> bool:
+    """Return whether an environment variable of this name may hold a secret, so that no report shows it."""
+    return any(word in name.upper() for word in _SECRET_WORDS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceInfo:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
+from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, may_be_secret
 from ray_fracbackend.worker.environment import user_environment
 from ray_fracbackend.worker.missing_cuda import COMPUTE_MODES, nvml_answer, nvml_session, why_no_cuda
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
@@ -137,8 +137,12 @@ def _info(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **
         nccl_version=loaded_nccl_version(),
         gloo_available=dist.is_gloo_available(),
         mps_reachable=mps_reachable(),
-        env={name: value for name, value in user_environment().items() if name.startswith(_ENV_PREFIXES)},
+        env={name: value for name, value in user_environment().items() if _is_shown(name)},
     )
+
+
+def _is_shown(name: str) -> bool:
+    return name.startswith(_ENV_PREFIXES) and not may_be_secret(name)
 
 
 def _ipc_support(devices: tuple[DeviceInfo, ...]) -> dict[str, str | None]:

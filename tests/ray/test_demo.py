@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.processes import default_signals
+
 
 def run(*arguments):
     command = [sys.executable, "-m", "ray_fracbackend", *arguments]
@@ -48,6 +50,7 @@ def test_a_demo_that_is_not_watched_to_its_end(end):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=default_signals,
     )
     assert any(line.startswith("epoch  1/1000") for line in process.stdout)
     if end == "interrupt":

@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli.run import replace_torch_config
-from tests.processes import python_path
+from tests.processes import default_signals, python_path
 from tests.ray.conftest import HALF_GPU, wait_until
 
 SCRIPT = Path(__file__).with_name("stock_script.py")
@@ -246,15 +246,63 @@ def test_a_stopped_script(tmp_path, number, said):
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": python_path(), "RAY_FRACBACKEND_TEST_RUN": str(tmp_path)},
+        preexec_fn=default_signals,
     )
     assert wait_until(begun.exists, 150)
     process.send_signal(number)
     output, _ = process.communicate(timeout=100)
-    assert process.returncode == 128 + number, output
-    if v2_enabled() or number != signal.SIGINT:  # Tune, under V1, takes Ctrl-C for itself and ends the run in order
+    if number == signal.SIGINT and not v2_enabled():
+        # Tune takes Ctrl-C for itself, ends the run in order, and the script goes on.
+        assert (process.returncode, "Training has been interrupted" in output) == (0, True), output
+    else:
+        assert process.returncode == 128 + number, output
         assert output.splitlines()[-1] == f"ray-fracbackend run: {said} at train.py:15", output
     assert "*** SIG" not in output
     assert wait_until(lambda: not processes_with(str(tmp_path)), 60)
+
+
+_HANDLES_CTRL_C = """
+import sys, time
+print("begun", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    {body}
+"""
+
+
+@pytest.mark.full(but="V2")
+@pytest.mark.linux(reason="signals are those of Unix")
+@pytest.mark.parametrize("body", ["sys.exit(0)", "sys.exit(3)", "raise ValueError('own')", "print('saved')"])
+def test_a_script_that_handles_ctrl_c(tmp_path, body):
+    """Exit code and traceback are the script's own."""
+    (tmp_path / "train.py").write_text(_HANDLES_CTRL_C.format(body=body))
+    ended = []
+    for command in ("-m", "ray_fracbackend", "run"), ():
+        process = subprocess.Popen(
+            [sys.executable, *command, str(tmp_path / "train.py")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": python_path()},
+            preexec_fn=default_signals,
+        )
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=100)
+        own = [line for line in errors.splitlines() if not line.startswith("ray-fracbackend run: ")]
+        ended.append((process.returncode, output, own))
+    assert ended[0] == ended[1]
+
+
+@pytest.mark.full
+def test_a_script_beside_the_package(tmp_path):
+    """A name that begins as the package's folder does is no frame of this command, and __file__ is absolute, as under python."""
+    (tmp_path / "ray_fracbackend").symlink_to(Path(__file__).parents[2] / "ray_fracbackend")
+    (tmp_path / "ray_fracbackend_try.py").write_text("print(__file__)\nraise ValueError('boom')\n")
+    ours = run("ray_fracbackend_try.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    plain = run("ray_fracbackend_try.py", cwd=tmp_path, command=())
+    assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
 
 
 def processes_with(value):

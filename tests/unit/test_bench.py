@@ -17,6 +17,7 @@ import torch
 from ray_fracbackend.cli import bench, bench_ranks, main
 from ray_fracbackend.decide.nccl import multi_rank_env
 from ray_fracbackend.ipc import host_memory_support
+from tests.processes import default_signals
 
 pytestmark = pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
 
@@ -67,7 +68,12 @@ def test_no_rank_is_left(number, code, said):
     run_id = uuid.uuid4().hex
     command = [sys.executable, "-m", "ray_fracbackend", "bench", "--ranks", "2", "--rounds", "1000", "--sizes", "4096"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "BENCH_TEST": run_id}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "BENCH_TEST": run_id},
+        preexec_fn=default_signals,
     )
     assert wait_until(lambda: len(own_ranks(run_id)) == 2, 120)
     process.send_signal(number)

@@ -42,7 +42,7 @@ def test_the_advice_fits(gpus: int, num_nodes: int, num_workers: int, parts: int
     if text is not None:
         if fraction := re.search(r"Ask for ([\d.]+) GPU per worker", text):
             assert why_no_place(nodes, {**worker, "GPU": float(fraction[1])}, num_workers, "PACK") is None
-        if fewer := re.search(r"(\d+) workers?,", text):
+        if fewer := re.search(r"ask for (\d+) workers?,", text):
             assert why_no_place(nodes, worker, int(fewer[1]), "PACK") is None
 
 
@@ -63,9 +63,15 @@ def test_the_advice_fits(gpus: int, num_nodes: int, num_workers: int, parts: int
             {"CPU": 1},
             2,
             "STRICT_SPREAD",
-            "each worker on a node of its own, and one node can take one. Use SPREAD",
+            "each worker on a node of its own, and one node has one place for such workers. Use SPREAD or PACK, ask for 1 worker, or",
         ),
-        ([NODE, NODE], {"GPU": 1}, 3, "STRICT_PACK", "each of 2 nodes has 2 places .* or PACK"),
+        (
+            [NODE, NODE],
+            {"GPU": 1},
+            3,
+            "STRICT_PACK",
+            "the largest of 2 nodes has 2 places .* ask for 0.5|Ask for 0.5 GPU per worker, use PACK, ask for 2 workers",
+        ),
         (
             [{"CPU": 8.0}],
             {"GPU": 0.5},
@@ -75,6 +81,20 @@ def test_the_advice_fits(gpus: int, num_nodes: int, num_workers: int, parts: int
         ),
         ([NODE], {"CPU": 16}, 1, "PACK", r"one node has no place for such workers\. Add nodes with CPU"),
         ([NODE], {"CPU": 4}, 3, "SPREAD", "Ask for 2 workers, or add nodes with CPU"),
+        (
+            [{"CPU": 1.0}] * 2,
+            {"CPU": 1},
+            5,
+            "STRICT_SPREAD",
+            r"2 nodes have 2 places for such workers\. Ask for 2 workers, or add",
+        ),
+        (
+            [NODE],
+            {"CPU": 100, "GPU": 0.5},
+            1,
+            "STRICT_SPREAD",
+            r"one node has no place for such workers\. Add nodes with CPU",
+        ),
     ],
 )
 def test_texts(nodes, worker, num_workers, strategy, said) -> None:

@@ -75,9 +75,10 @@ def test_every_setting_has_an_option() -> None:
 )
 def test_wrong_usage(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 with option, rule and value, without names of functions and without optional arguments."""
-    with pytest.raises(SystemExit, match="2"):
-        main(line.split())
-    assert said in capsys.readouterr().err
+    assert main(line.split()) == 2
+    output, errors = capsys.readouterr()
+    assert (output, errors.startswith("usage: ray-fracbackend")) == ("", True)
+    assert said in errors
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,17 @@ def test_what_is_found_before_any_ray_starts(line: str, said: str, capsys, monke
     assert (output, errors.count("\n")) == ("", 1)
     assert errors.startswith(f"ray-fracbackend {line.split()[0]}: ")
     assert said in errors
+
+
+@pytest.mark.parametrize(
+    "line", ["plan --json", "plan --json --num-workers 0", "doctor --json --colour", "bench --sizes x --json"]
+)
+def test_wrong_usage_as_json(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Programs that asked for JSON get it, and nothing else."""
+    assert main(line.split()) == 2
+    output, errors = capsys.readouterr()
+    assert json.loads(output)["error"]["reason"] == "wrong_usage"
+    assert errors == ""
 
 
 def test_an_error_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,10 @@ from packaging.requirements import Requirement
 
 from ray_fracbackend.cli.checks import check_cluster, check_machine
 from ray_fracbackend.cli.diagnosis import Check, Diagnosis, Failure, MachineInfo
-from ray_fracbackend.cli.machine import STAGES, shown_variables
+from ray_fracbackend.cli.machine import STAGES, _variables, shown_variables
 from ray_fracbackend.cli.summary import environment_lines, environment_of
 from ray_fracbackend.decide.worker_info import NetworkInfo
+from ray_fracbackend.worker import probe
 from tests.processes import python_path
 from tests.unit.builders import gpu, mig, worker
 
@@ -307,6 +308,11 @@ def test_no_secrets(monkeypatch):
         monkeypatch.setenv(name, "shown")
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "WANDB_API_KEY", "RAY_TRAIN_TOKEN", "NCCL_X_KEY", "HOME"):
         monkeypatch.setenv(name, "hidden")
+    # What the lines of the doctor and a start's report show, as well as the block for an issue.
+    used = _variables(("NCCL_", "GLOO_"))
+    assert used.get("NCCL_DEBUG") == "shown"
+    assert "hidden" not in used.values()
+    assert [probe._is_shown(name) for name in ("NCCL_DEBUG", "NCCL_X_KEY", "NCCL_FOO_TOKEN")] == [True, False, False]
     found = shown_variables()
     assert {"NCCL_DEBUG", "RAY_TRAIN_X", "RAY_AUTH_MODE", "USE_LIBUV"} <= set(found)
     assert "hidden" not in found.values()

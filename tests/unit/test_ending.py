@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import default_signals
+
 pytestmark = pytest.mark.linux(reason="signals and closed descriptors are those of Unix")
 
 ROOT = Path(__file__).parents[2]
@@ -46,14 +48,14 @@ IGNORE = """
 """
 
 
-def start(body: str, **options) -> subprocess.Popen[str]:
+def start(body: str, preexec_fn=default_signals) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND.format(body=body)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        **options,
+        preexec_fn=preexec_fn,
     )
     assert process.stderr is not None
     assert process.stderr.readline() == "begun\n"
@@ -89,7 +91,10 @@ def test_signals(number: int, said: str, body: str) -> None:
 
 def test_a_second_signal_ends_a_clean_up_that_hangs() -> None:
     """It is for good then."""
-    process = start(f"try:\n                {SLEEP}\n            finally:\n                {SLEEP}")
+    inside = "print('inside', file=sys.stderr, flush=True)"
+    process = start(f"try:\n                {inside}; {SLEEP}\n            finally:\n                {SLEEP}")
+    assert process.stderr is not None
+    assert process.stderr.readline() == "inside\n"
     process.send_signal(signal.SIGINT)
     end = time.monotonic() + 30
     while process.poll() is None and time.monotonic() < end:

@@ -507,10 +507,11 @@ class TestHints:
         assert plan(workers, {"node1": 2.0}).hints == ()
 
     def test_fraction(self):
-        """A fraction that is not 1/k can leave workers waiting; the next 1/k above is named."""
+        """A fraction that is not 1/k leaves a part of each GPU unused; a fraction of which one more fits is named."""
         workers = job(gpu(), gpu(), resources={"GPU": 0.3})
-        assert any("0.3 GPU per worker is not 1/k" in h and "use 1/3 (0.333)" in h for h in plan(workers).hints)
-        assert not any("of a device" in h for h in plan(job(gpu(), gpu(), resources={"GPU": 1 / 3})).hints)
+        said = "3 of 0.3 GPU fit on one GPU, and 0.1 of it stays unused"
+        assert any(said in h and h.endswith("; of 0.25 4 would fit") for h in plan(workers).hints)
+        assert not any("unused" in h for h in plan(job(gpu(), gpu(), resources={"GPU": 1 / 3})).hints)
 
     def test_multi_rank_variable(self):
         """NCCL's multi-rank variable of the user's, without effect on the chosen backend, is reported with the reason."""

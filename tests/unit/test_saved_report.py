@@ -53,6 +53,28 @@ def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
     release.set()
 
 
+def test_a_slow_write_of_an_earlier_start(tmp_path, warnings, monkeypatch):
+    """A restart's report is not replaced by that of the start that failed before it, which the storage held up."""
+    monkeypatch.setattr(backend, "_SAVE_S", 0.2)
+    release, done = threading.Event(), threading.Event()
+
+    class Slow(SimpleNamespace):
+        """Storage whose first call waits."""
+
+        def create_dir(self, *_, **__):
+            release.wait(30)
+
+        def open_output_stream(self, path):
+            done.set()
+            return LocalFileSystem().open_output_stream(path)
+
+    backend._save(group(tmp_path, Slow()), {"backend": None})
+    backend._save(group(tmp_path), REPORT)
+    release.set()
+    assert not done.wait(1)
+    assert json.loads((tmp_path / REPORT_FILE).read_text()) == {"backend": "gloo"}
+
+
 def test_group_of_no_run(warnings):
     """A worker group without a run has no place for it."""
     backend._save(SimpleNamespace(), REPORT)
