@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import warnings
 from typing import Any
 
 import ray
@@ -20,6 +21,7 @@ from ray.util.queue import Empty, Queue
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ray_fracbackend import _ray
 from ray_fracbackend.cli.ending import emit
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.errors import FracBackendError
@@ -178,6 +180,9 @@ def run_demo(stock: bool = False, epochs: int = 10) -> float:
     """
     if epochs < 1:
         raise ValueError(f"run_demo(epochs={epochs!r}): epochs must be at least 1.")
+    # V1 is silent only if asked to be, as Tune prints tables of its own, and warns of being asked.
+    quiet: dict[str, Any] = {} if _ray.v2_enabled() else {"verbose": 0}
+    warnings.filterwarnings("ignore", r"`ray\.train\.RunConfig\(verbose\)`")
     _start_ray()
     try:
         queue = Queue(actor_options={"num_cpus": 0})
@@ -191,7 +196,7 @@ def run_demo(stock: bool = False, epochs: int = 10) -> float:
                 scaling_config=ScalingConfig(
                     num_workers=NUM_WORKERS, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5}
                 ),
-                run_config=RunConfig(name="digits", storage_path=storage),
+                run_config=RunConfig(name="digits", storage_path=storage, **quiet),
             )
             result = _fit(trainer, display)
             if result.checkpoint is None:

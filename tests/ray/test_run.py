@@ -256,7 +256,7 @@ def test_a_stopped_script(tmp_path, number, said):
         assert (process.returncode, "Training has been interrupted" in output) == (0, True), output
     else:
         assert process.returncode == 128 + number, output
-        assert output.splitlines()[-1] == f"ray-fracbackend run: {said} at train.py:15", output
+        assert output.splitlines()[-1] == f"ray-fracbackend run: {said} at {tmp_path / 'train.py'}:15", output
     assert "*** SIG" not in output
     assert wait_until(lambda: not processes_with(str(tmp_path)), 60)
 
