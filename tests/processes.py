@@ -55,9 +55,12 @@ def loopback_name() -> str:
     )
 
 
-def default_signals() -> None:
-    """As preexec_fn: Ctrl-C ends the program, also where the tests run in the background of a shell, which ignores it."""
+def _default_sigint() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+# As preexec_fn: Ctrl-C ends the program, also where the tests run in the background of a shell, which ignores it.
+default_signals = None if sys.platform == "win32" else _default_sigint
 
 
 def python_path() -> str:

@@ -253,6 +253,7 @@ def in_a_process(code, timeout_s=60, **environment):
         text=True,
         timeout=timeout_s,
         check=False,
+        preexec_fn=default_signals,
     )
 
 

@@ -79,7 +79,7 @@ def in_shell(body: str, redirection: str) -> tuple[int, str]:
 @pytest.mark.parametrize("body", [SLEEP, SWALLOW, IGNORE], ids=["sleeps", "fails instead", "goes on"])
 @pytest.mark.parametrize(
     ("number", "said"),
-    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"), (signal.SIGHUP, "ended by SIGHUP")],
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"), (1, "ended by SIGHUP")],
 )
 def test_signals(number: int, said: str, body: str) -> None:
     """One line, the shell's exit code, and the clean-up of the command, whatever the interrupted code makes of the exception."""
