@@ -15,7 +15,7 @@ import pytest
 
 from ray_fracbackend.cli import cluster, reach
 from ray_fracbackend.cli.cluster import ClusterError, check_address
-from tests.processes import free_port, python_path
+from tests.processes import default_signals, free_port, python_path
 
 _SETTINGS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS", "RAY_TMPDIR")
 
