@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from ray_fracbackend.cli.arguments import PROGRAM, UsageError, parser, settings_of
@@ -61,11 +60,13 @@ def _command(options: argparse.Namespace) -> int:
         _check_settings(options)
         if options.command == "run":
             _find_script(options)
-        # A script has Python's own handlers, or sets others.
-        with nullcontext() if options.command == "run" else stopping():
+        with stopping():
             for name in packages:
                 _import(name)
-            return run(options)
+            if options.command != "run":
+                return run(options)
+        # A script has Python's own handlers, or sets others.
+        return run(options)
     except _Failure as failure:
         if getattr(options, "json", False):
             _emit_error(failure)
@@ -254,7 +255,10 @@ def _bench(options: argparse.Namespace) -> int:
         raise _Failure("benchmark", str(error)) from error
     emit(json.dumps(result, indent=1) if options.json else bench.table(result))
     if options.plot:
-        bench.draw(result, options.plot)
+        try:
+            bench.draw(result, options.plot)
+        except OSError as error:  # a full disk
+            raise _Failure("benchmark", f"--plot {options.plot}: {error.strerror or error}") from None
     return 0
 
 

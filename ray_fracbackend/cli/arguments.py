@@ -134,7 +134,7 @@ def _add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> N
         metavar="NUMBER",
         help=f"as in ScalingConfig{default}",
     )
-    command.add_argument("--gpus-per-worker", type=_amount, default=0, metavar="AMOUNT", help="such as 0.5 (default 0)")
+    command.add_argument("--gpus-per-worker", type=_gpus, default=0, metavar="AMOUNT", help="such as 0.5 (default 0)")
     command.add_argument("--cpus-per-worker", type=_amount, default=1, metavar="AMOUNT", help="(default 1)")
     command.add_argument(
         "--placement-strategy", choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"), default="PACK"
@@ -200,15 +200,27 @@ def _number(text: str) -> float:
 
 def _amount(text: str) -> float:
     value = _number(text)
-    if not 0 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, such as 0.5, got {text!r}")
+    if not 0 <= value <= 1e6 or abs(round(value, 4) - value) > 1e-9:
+        rule = "must be a number from 0 to 1000000 with at most four decimals, which is Ray's precision, such as 0.5"
+        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
+    return value
+
+
+def _gpus(text: str) -> float:
+    value = _amount(text)
+    if value > 1 and value != int(value):
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number above 1, as Ray divides single GPUs alone, got {text!r}"
+        )
     return value
 
 
 def _seconds(text: str) -> float:
     value = _number(text)
     if not 0 < value <= MAX_S:
-        raise argparse.ArgumentTypeError(f"must be a finite number of seconds above 0, such as 30, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a finite number of seconds above 0, up to 1e9, such as 30, got {text!r}"
+        )
     return value
 
 

@@ -178,7 +178,7 @@ def _init(target: _Target, deadline: Deadline) -> None:
     def init() -> None:
         ray.init(address=target.address, log_to_driver=False, logging_level="ERROR")
 
-    with _own_sigterm(), _captured_stderr() as captured:
+    with own_sigterm(), _captured_stderr() as captured:
         try:
             if target.is_local:
                 # In this thread: Linux ends Ray's processes together with the thread that started them.
@@ -241,7 +241,7 @@ def _known(target: _Target, text: str) -> ClusterError | None:
 
 
 @contextmanager
-def _own_sigterm() -> Iterator[None]:
+def own_sigterm() -> Iterator[None]:
     """Keep the process's handler of SIGTERM: Ray sets two of its own, one in C++ that aborts.
 
     Without one, Ray's that ends the process in Python remains: killed by the signal itself, agents of a local Ray are left.

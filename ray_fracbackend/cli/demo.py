@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ray_fracbackend import _ray
+from ray_fracbackend.cli.cluster import own_sigterm
 from ray_fracbackend.cli.ending import emit
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.errors import FracBackendError
@@ -219,12 +220,13 @@ def _start_ray() -> None:
         emit("no CUDA device here: declaring one logical GPU to Ray; training runs on the CPU")
     # V2's report() waits for the controller, which by default looks at its workers every 2 s: once an epoch here.
     polls = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")}
-    ray.init(
-        "local",
-        num_cpus=max(4, os.cpu_count() or 1),
-        num_gpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        runtime_env={"env_vars": polls},
-    )
+    with own_sigterm():
+        ray.init(
+            "local",
+            num_cpus=max(4, os.cpu_count() or 1),
+            num_gpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={"env_vars": polls},
+        )

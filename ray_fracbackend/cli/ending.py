@@ -6,6 +6,7 @@ a pipe is gone. None of them means that a problem was found.
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
 import signal
@@ -19,6 +20,8 @@ from typing import Any
 # Windows has the first two and the last, others the first three.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name))
 _CLOSED_PIPE = 141
+# Until a signal is sent again whose exception was ignored: the code that ignores it is over then.
+_AGAIN_S = 0.05
 
 
 class _OutputError(BaseException):
@@ -74,11 +77,17 @@ def to_its_end(who: str, command: Callable[[], int]) -> int:
             say(who, error.text)
         return error.code
     except Stopped as stopped:
-        number = stopped.number
+        say(who, ended_by(stopped.number))
+        # Without the clean-up of libraries that were stopped anywhere, which may crash; the command's own is done.
+        os._exit(128 + stopped.number)
     except KeyboardInterrupt:
-        number = int(signal.SIGINT)
-    say(who, "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
-    return 128 + number
+        say(who, ended_by(signal.SIGINT))
+        return 128 + signal.SIGINT
+
+
+def ended_by(number: int) -> str:
+    """Return what ended a command, for a line about it."""
+    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
 
 
 @contextmanager
@@ -95,6 +104,18 @@ def stopping() -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
         raise Stopped(number)
 
+    def again(unraisable: Any) -> None:
+        # It was raised where Python ignores exceptions, such as in a callback of the garbage collector.
+        if not issubclass(unraisable.exc_type, Stopped):
+            before(unraisable)
+            return
+        for each in caught:
+            signal.signal(each, stop)
+        timer = threading.Timer(_AGAIN_S, _send, (received.pop(),))
+        timer.daemon = True
+        timer.start()
+
+    before, sys.unraisablehook = sys.unraisablehook, again
     # One that is ignored stays so: nohup, and jobs in the background of a shell script.
     caught = {} if threading.current_thread() is not threading.main_thread() else _handlers()
     for number in caught:
@@ -106,10 +127,19 @@ def stopping() -> Iterator[None]:
             raise Stopped(received[0]) from None
         raise
     finally:
+        sys.unraisablehook = before
         for number, handler in caught.items():
             signal.signal(number, handler)
     if received:
         raise Stopped(received[0])
+
+
+def _send(number: int) -> None:
+    """Send a signal to the main thread, out of another one."""
+    if sys.platform == "win32":
+        _thread.interrupt_main(signal.Signals(number))
+    else:
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def _handlers() -> dict[int, Any]:

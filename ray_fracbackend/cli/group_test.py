@@ -78,7 +78,7 @@ class GroupTest:
         first = self.steps[0]
         step_s = max(step.step_s for step in self.steps)
         text = (
-            f"{NUM_STEPS} DDP steps on {len(self.steps)} workers: {step_s * 1e3:.2f} ms per step, loss {first.first_loss:.4f} to "
+            f"{NUM_STEPS} DDP steps on {len(self.steps)} worker{'s' if len(self.steps) > 1 else ''}: {step_s * 1e3:.2f} ms per step, loss {first.first_loss:.4f} to "
             f"{first.last_loss:.4f}, largest difference from one process {self.difference:.1g}"
         )
         return f"{self.report.to_text()}\n\n{text}"

@@ -25,7 +25,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import _ray
 from ray_fracbackend.cli.arguments import PROGRAM
-from ray_fracbackend.cli.ending import say
+from ray_fracbackend.cli.ending import ended_by, say
 from ray_fracbackend.config import FracTorchConfig, frac_config
 
 _WHO = f"{PROGRAM} run"
@@ -66,7 +66,7 @@ def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any
         except BaseException as error:
             frames = _frames_of_script(error.__traceback__)
             if (number := stopped_by()) and _comes_from_signal(error):
-                say(_WHO, f"{_ended_by(number)}{_place(frames)}")
+                say(_WHO, f"{ended_by(number)}{_place(frames)}")
                 return 128 + number
             if not isinstance(error, Exception):  # the script's own exit code
                 raise
@@ -83,10 +83,6 @@ def _comes_from_signal(error: BaseException) -> bool:
         return True
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and (frames[-1].filename == __file__ or "ray" in Path(frames[-1].filename).parts)
-
-
-def _ended_by(number: int) -> str:
-    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
 
 
 def _place(frames: TracebackType | None) -> str:
@@ -142,14 +138,17 @@ def _is_not_the_scripts(handler: Any) -> bool:
 
 
 def _with_sigterm(init: Callable[..., Any]) -> Callable[..., Any]:
-    """End the script in order at SIGTERM: Ray's C++ part replaces the handler that ray.init sets by one that aborts."""
+    """End the script in order at SIGTERM and SIGHUP: Ray's C++ part replaces the handler that ray.init sets by one that aborts."""
 
     @functools.wraps(init)
     def init_ray(*arguments: Any, **options: Any) -> Any:
         context = init(*arguments, **options)
-        if _is_not_the_scripts(signal.getsignal(signal.SIGTERM)):
-            with suppress(ValueError):  # in another thread
+        with suppress(ValueError):  # in another thread
+            if _is_not_the_scripts(signal.getsignal(signal.SIGTERM)):
                 signal.signal(signal.SIGTERM, _exit)
+            # By default it would end the process at once, and leave agents of a local Ray.
+            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+                signal.signal(signal.SIGHUP, _exit)
         return context
 
     return init_ray

@@ -131,7 +131,7 @@ def test_command_that_fails(cluster):
     [
         ([], "--num-workers"),
         (["--num-workers", "0"], "must be a whole number from 1"),
-        (["--num-workers", "1", "--gpus-per-worker", "-1"], "at least 0"),
+        (["--num-workers", "1", "--gpus-per-worker", "-1"], "must be a number from 0"),
         (["--num-workers", "1", "--backend", "gloo,"], "FracTorchConfig(backend='gloo,')"),
     ],
 )

@@ -382,7 +382,7 @@ def test_sigterm_during_a_local_start_reaches_the_commands_handler():
         "def own(*_): raise Terminated\n"
         "signal.signal(signal.SIGTERM, own)\n"
         "try:\n"
-        "    with cluster._own_sigterm():\n"
+        "    with cluster.own_sigterm():\n"
         "        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))\n"
         "        signal.raise_signal(signal.SIGTERM)\n"
         "except Terminated:\n"

@@ -54,19 +54,30 @@ def test_every_setting_has_an_option() -> None:
         ),
         (
             "run --start-timeout-s x script.py",
-            "--start-timeout-s: must be a finite number of seconds above 0, such as 30, got 'x'",
+            "--start-timeout-s: must be a finite number of seconds above 0, up to 1e9, such as 30, got 'x'",
         ),
         ("plan --num-workers 2.5", "--num-workers: must be a whole number from 1 to 10000, got '2.5'"),
         ("plan --num-workers 99999999999999999999", "--num-workers: must be a whole number from 1 to 10000, got '9999"),
         (
             "plan --num-workers 1 --gpus-per-worker nan",
-            "--gpus-per-worker: must be a number of at least 0, such as 0.5, got 'nan'",
+            "which is Ray's precision, such as 0.5, got 'nan'",
+        ),
+        (
+            "plan --num-workers 1 --gpus-per-worker 1.5",
+            "must be a whole number above 1, as Ray divides single GPUs alone, got '1.5'",
+        ),
+        (
+            "test --cpus-per-worker 0.00001",
+            "with at most four decimals, which is Ray's precision, such as 0.5, got '0.00001'",
         ),
         (
             "plan --num-workers 1 --timeout-s inf",
-            "--timeout-s: must be a finite number of seconds above 0, such as 30, got 'inf'",
+            "--timeout-s: must be a finite number of seconds above 0, up to 1e9, such as 30, got 'inf'",
         ),
-        ("doctor --timeout-s abc", "--timeout-s: must be a finite number of seconds above 0, such as 30, got 'abc'"),
+        (
+            "doctor --timeout-s abc",
+            "--timeout-s: must be a finite number of seconds above 0, up to 1e9, such as 30, got 'abc'",
+        ),
         ("bench --sizes 3", "--sizes: must be a whole number from 4 to"),
         ("demo --epochs x", "--epochs: must be a whole number from 1 to"),
         ("run", "the following arguments are required: SCRIPT\n"),

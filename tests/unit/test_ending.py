@@ -40,6 +40,16 @@ SWALLOW = """
             except BaseException:
                 raise ImportError("half an import") from None
 """
+# Where Python only reports an exception.
+UNRAISABLE = """
+            class Slow:
+                def __del__(self):
+                    print("inside", file=sys.stderr, flush=True)
+                    time.sleep(60)
+            slow = Slow()
+            del slow
+            time.sleep(60)
+"""
 IGNORE = """
             try:
                 time.sleep(60)
@@ -87,6 +97,16 @@ def test_signals(number: int, said: str, body: str) -> None:
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (128 + number, f"cleaned up\nprogram: {said}\n")
+
+
+def test_a_signal_where_exceptions_are_ignored() -> None:
+    """It ends the command all the same, without Python's report."""
+    process = start(UNRAISABLE)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "inside\n"
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (143, "cleaned up\nprogram: ended by SIGTERM\n")
 
 
 def test_a_second_signal_ends_a_clean_up_that_hangs() -> None:
