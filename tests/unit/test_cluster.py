@@ -58,7 +58,7 @@ def server(answer):
                 if answer is not None:
                     read.append(connection.recv(65536))
                     connection.sendall(answer)
-                    connection.close()
+                    connection.shutdown(socket.SHUT_WR)  # closed with something unread, Windows drops the answer
 
         threading.Thread(target=serve, daemon=True).start()
         yield f"127.0.0.1:{listener.getsockname()[1]}", read
