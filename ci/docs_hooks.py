@@ -22,8 +22,10 @@ _LINK = re.compile(r"(\]\()([^()\s#:]+)(#[^()\s]*)?(\))")
 _LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json", ".toml": "toml", ".yml": "yaml", ".svg": "xml"}
 # What the theme has in every page.
 _SHIM = "https://unpkg.com/iframe-worker/shim"
+# Of the pages made from files outside of docs/, those that the search finds: no source code, whose words hide those of the pages.
+_SEARCHED = (".ipynb.md", "CONTRIBUTING.md", "CHANGELOG.md", "README.md", "SECURITY.md")
 # Pages of the navigation whose file is outside of docs/.
-_ALWAYS = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/fractional_gpu.ipynb")
+_ALWAYS = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/fractional_gpu.ipynb")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -45,7 +47,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point a page's links to files outside of docs/ at their pages of the site."""
+    """Point a page's links to files outside of docs/ at their pages of the site; weigh the page for the search."""
+    if page.file.src_uri.startswith("repository/") and not page.file.src_uri.endswith(_SEARCHED):
+        page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri == "troubleshooting.md":
+        page.meta["search"] = {"boost": 4}
     return markdown if page.file.generated_by else _with_site_links(markdown, f"docs/{page.file.src_uri}")
 
 
@@ -56,9 +62,9 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     )
 
 
-def on_post_template(output_content: str, **_: Any) -> str:
-    """Do the same for the page that a server shows for a missing one."""
-    return output_content.replace(_SHIM, "/assets/iframe-worker.js")
+def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
+    """Leave 404.html out: its links begin at the server's root, where the site need not be."""
+    return "" if template_name == "404.html" else output_content
 
 
 def site_path(path: str) -> str:
