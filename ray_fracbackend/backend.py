@@ -72,7 +72,8 @@ class FracTorchBackend(_ray.TorchBackend):  # type: ignore[misc]
             start.log(report)
             _save(worker_group, report.to_dict())
             return
-        logger.info("%s", reason)
+        # A slip, most likely, which torch refuses later and less clearly.
+        logger.log(logging.WARNING if "did you mean" in reason else logging.INFO, "%s", reason)
         # With every field that this Ray's TorchConfig has.
         stock = copy.copy(backend_config)
         stock.backend = None if settings.backends.is_auto else settings.backend

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 # Names that this package decides about; any other is left to Ray Train.
 OUR_BACKENDS = ("auto", "nccl", "gloo", "ipc", "staged")
 # Names of other backends that look like a slip of ours.
-_OTHERS = {"ccl", "hccl", "rccl", "xccl"}
+_OTHERS = {"ccl", "hccl", "ncclx", "rccl", "xccl"}
 # What torch calls a group whose CUDA tensors are staged through host memory. As the group is made in Python, all its tensors go
 # through the staged backend, those of the CPU too.
 STAGED = "cpu:gloo,cuda:staged"
@@ -68,8 +68,13 @@ class Backends:
 
 def similar_backend(name: str) -> str | None:
     """Return the backend of ours that a name which is none may be a slip of, such as ``gloo`` for ``glo``; else None."""
-    close = get_close_matches(name, OUR_BACKENDS, n=1) if name not in _OTHERS else []
-    return close[0] if close else None
+    for part in name.split(","):
+        backend = part.rpartition(":")[2]
+        if backend not in OUR_BACKENDS and backend not in _OTHERS:
+            close = get_close_matches(backend, OUR_BACKENDS, n=1)
+            if close:
+                return close[0]
+    return None
 
 
 def parse_backend(name: str | None) -> Backends:
