@@ -361,7 +361,7 @@ def pairs(job: Job) -> list[str]:
 def test_a_pair_with_another_backend_is_said_to_be_ipc() -> None:
     """torch gives every device's tensors to ipc there; the log says so once, at the first collective."""
     first, second = values(run_ranks(pairs, 2))
-    assert first == ["This process group was asked for as cpu:gloo"]
+    assert first == ["ray_fracbackend: this process group was asked for as cpu:gloo"]
     assert second == []
 
 

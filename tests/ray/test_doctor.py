@@ -283,10 +283,10 @@ def test_local_ray(tmp_path, ending):
 
 @pytest.mark.parametrize("arguments", [["--timeout-s", "0"], ["--timeout-s", "x"], ["--colour"]])
 def test_wrong_usage(arguments):
-    """Wrong usage is exit code 2."""
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "usage:" in done.stderr
+    """Wrong usage is exit code 2, here as JSON."""
+    code, found = doctor(*arguments)
+    assert (code, found["error"]["reason"]) == (2, "wrong_usage")
+    assert arguments[0] in found["error"]["message"]
 
 
 _THREE_TIMES = """

@@ -26,7 +26,9 @@ def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap", 1)
     seconds = []
-    monkeypatch.setattr("ray_fracbackend.backend._save", lambda group, report: seconds.append(report.seconds["start"]))
+    monkeypatch.setattr(
+        "ray_fracbackend.backend._save", lambda group, report: seconds.append(report["seconds"]["start"])
+    )
     start(pair, **_BUDGET, **({"master_port": free_port()} if fixed_port else {}))
 
     def fetch():
