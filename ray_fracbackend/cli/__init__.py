@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ray_fracbackend.cli.arguments import PROGRAM, UsageError, parser, settings_of
+from ray_fracbackend.cli.arguments import PROGRAM, UsageError, parser, setting_options, settings_of
 from ray_fracbackend.cli.ending import emit, say, stopping, to_its_end
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.errors import FracBackendError
@@ -185,6 +185,8 @@ def _workers(options: argparse.Namespace) -> tuple[Any, Any]:
 def _run(options: argparse.Namespace) -> int:
     from ray_fracbackend.cli.run import run_script
 
+    if misplaced := sorted(setting_options() & {word.partition("=")[0] for word in options.arguments}):
+        say(f"{PROGRAM} run", f"{', '.join(misplaced)} after the script goes to the script; settings stand before it")
     return run_script(options.script, options.arguments, settings_of(options), is_module=options.module)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -172,9 +172,17 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
             kind = {"type": _seconds, "metavar": "SECONDS"}
         elif setting.name == "master_port":
             kind = {"type": _ports, "metavar": "PORT"}
-        flag = setting.metadata["flag"] or setting.name
-        flag = f"--{'no-' if setting.default is True else ''}{flag.replace('_', '-')}"
-        group.add_argument(flag, dest=setting.name, default=argparse.SUPPRESS, help=text, **kind)
+        group.add_argument(_option(setting), dest=setting.name, default=argparse.SUPPRESS, help=text, **kind)
+
+
+def _option(setting: Field[Any]) -> str:
+    name: str = setting.metadata["flag"] or setting.name
+    return f"--{'no-' if setting.default is True else ''}{name.replace('_', '-')}"
+
+
+def setting_options() -> set[str]:
+    """Return the options that set FracTorchConfig."""
+    return {_option(setting) for setting in fields(Settings)}
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

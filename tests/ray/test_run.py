@@ -325,6 +325,8 @@ def test_what_was_replaced_is_said(tmp_path):
     made = run("--backend", "gloo", "train.py", cwd=tmp_path)
     (line,) = [line for line in made.stderr.splitlines() if line.startswith("ray-fracbackend run:")]
     assert line.startswith("ray-fracbackend run: TorchTrainer starts with FracTorchConfig(backend='gloo'")
+    late = run("other.py", "--on-missing-cuda=cpu", "--epochs", "3", cwd=tmp_path)
+    assert "--on-missing-cuda after the script goes to the script; settings stand before it" in late.stderr
     none = run("other.py", cwd=tmp_path)
     assert (none.returncode, none.stdout) == (0, "nothing to train\n")
     assert none.stderr == (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ray_fracbackend.cli import main
-from ray_fracbackend.cli.arguments import parser, settings_of
+from ray_fracbackend.cli.arguments import parser, setting_options, settings_of
 from ray_fracbackend.decide.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,7 @@ def test_options_are_settings(command: str, option: str, settings: dict[str, obj
 def test_every_setting_has_an_option() -> None:
     """The options are made from the fields, so that a new setting is there too."""
     assert {setting.name for setting in fields(Settings)} == {name for _, settings in _OPTIONS for name in settings}
+    assert setting_options() == {option.split()[0] for option, _ in _OPTIONS}
 
 
 @pytest.mark.parametrize(
