@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import re
 import signal
@@ -79,6 +80,7 @@ def connected(address: str | None, timeout_s: float = 30.0) -> Iterator[bool]:
         print(_STARTS_ONE, file=sys.stderr, flush=True)
     if target.host_port is not None:
         _check(target, deadline)
+    _import_ray(target, deadline)
     import ray
 
     if ray.is_initialized():
@@ -92,6 +94,17 @@ def connected(address: str | None, timeout_s: float = 30.0) -> Iterator[bool]:
             ray.shutdown()
     finally:
         _set_sigterm(sigterm)
+
+
+def _import_ray(target: _Target, deadline: Deadline) -> None:
+    """Import Ray in time, which takes seconds, and minutes on a cold file system. A local Ray has no bound of its own."""
+    if target.is_local or "ray" in sys.modules:
+        return
+    try:
+        bounded(lambda: importlib.import_module("ray"), deadline.left_s)
+    except TimeoutError:
+        text = f"{target.text}: a cluster answers, but the import of Ray did not end within {deadline.budget_s:.3g} s"
+        raise ClusterError(f"{text}; raise --timeout-s", "no_answer") from None
 
 
 def check_address(address: str | None, timeout_s: float = 30.0) -> None:

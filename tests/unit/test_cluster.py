@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -58,7 +58,9 @@ def server(answer):
                 if answer is not None:
                     read.append(connection.recv(65536))
                     connection.sendall(answer)
-                    connection.shutdown(socket.SHUT_WR)  # closed with something unread, Windows drops the answer
+                    with suppress(OSError):  # the client has gone
+                        # Closed with something unread, Windows would drop the answer.
+                        connection.shutdown(socket.SHUT_WR)
 
         threading.Thread(target=serve, daemon=True).start()
         yield f"127.0.0.1:{listener.getsockname()[1]}", read
@@ -342,6 +344,24 @@ def test_causes_in_rays_own_output(body, reason):
     assert done.stdout.splitlines()[1].split()[0] == reason, done.stdout + done.stderr
     assert len(done.stdout.splitlines()) == 3
     assert done.stderr == ""
+
+
+def test_an_import_of_ray_that_hangs(tmp_path):
+    """It is bounded as the connection is, and the process ends although the import never does."""
+    (tmp_path / "ray.py").write_text("import time\ntime.sleep(600)\n")
+    code = (
+        "import ray_fracbackend.cli.cluster as cluster\n"
+        "cluster._check = lambda *_: None\n"
+        "try:\n"
+        "    with cluster.connected('127.0.0.1:6379', 0.5): pass\n"
+        "except cluster.ClusterError as error:\n"
+        "    print(error.reason, error)\n"
+    )
+    done = in_a_process(code, 30, PYTHONPATH=os.pathsep.join([str(tmp_path), python_path()]))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(
+        "no_answer 127.0.0.1:6379: a cluster answers, but the import of Ray did not end within 0.5 s"
+    )
 
 
 def test_a_local_ray_that_does_not_start():
