@@ -132,33 +132,32 @@ def _answer(call: Callable[[], Any]) -> Any:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ray_fracbackend.cli.cluster import connected
     from ray_fracbackend.cli.plan import plan_workers
 
-    scaling_config, torch_config = _workers(options)
-
-    def plan() -> Any:
-        with connected(options.address, options.wait_s) as own:
-            return plan_workers(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)
-
-    report = _answer(plan)
+    report = _on_cluster(options, plan_workers)
     emit(report.to_json() if options.json else report.to_text())
     return 0
 
 
 def _test(options: argparse.Namespace) -> int:
-    from ray_fracbackend.cli.cluster import connected
     from ray_fracbackend.cli.group_test import run_group_test
+
+    result = _on_cluster(options, run_group_test)
+    emit(json.dumps(result.to_dict(), indent=1) if options.json else result.to_text())
+    return 0 if result.ok else 1
+
+
+def _on_cluster(options: argparse.Namespace, call: Callable[..., Any]) -> Any:
+    """Return what the call returns for the workers of the command line, on their cluster."""
+    from ray_fracbackend.cli.cluster import connected
 
     scaling_config, torch_config = _workers(options)
 
-    def test() -> Any:
+    def on_cluster() -> Any:
         with connected(options.address, options.wait_s) as own:
-            return run_group_test(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)
+            return call(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)
 
-    result = _answer(test)
-    emit(json.dumps(result.to_dict(), indent=1) if options.json else result.to_text())
-    return 0 if result.ok else 1
+    return _answer(on_cluster)
 
 
 def _workers(options: argparse.Namespace) -> tuple[Any, Any]:
