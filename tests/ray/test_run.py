@@ -292,7 +292,7 @@ def test_a_script_that_handles_ctrl_c(tmp_path, body):
         output, errors = process.communicate(timeout=100)
         own = [line for line in errors.splitlines() if not line.startswith("ray-fracbackend run: ")]
         # Without the lines of the script at which Ctrl-C came, which differ from run to run.
-        ended.append((process.returncode, output, own[-1:], len(own)))
+        ended.append((process.returncode, output, own[-1:]))
     assert ended[0] == ended[1]
 
 
