@@ -57,8 +57,8 @@ class FracTorchBackend(_ray.TorchBackend):  # type: ignore[misc]
             FracBackendError: The start failed; the message names rank, node and step.
         """
         settings = backend_config.checked_copy()
-        reason = left_to_ray(settings.backend, _ray.resources_per_worker(worker_group))
-        if reason is None:
+        left = left_to_ray(settings.backend, _ray.resources_per_worker(worker_group))
+        if left is None:
             start = None
             try:
                 start = _Start(worker_group, settings)
@@ -72,8 +72,7 @@ class FracTorchBackend(_ray.TorchBackend):  # type: ignore[misc]
             start.log(report)
             _save(worker_group, report.to_dict())
             return
-        # A slip, most likely, which torch refuses later and less clearly.
-        logger.log(logging.WARNING if "did you mean" in reason else logging.INFO, "%s", reason)
+        logger.log(logging.WARNING if left.is_slip else logging.INFO, "%s", left.reason)
         # With every field that this Ray's TorchConfig has.
         stock = copy.copy(backend_config)
         stock.backend = None if settings.backends.is_auto else settings.backend

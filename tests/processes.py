@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,16 @@ def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
             time.sleep(0.05)
         else:
             return
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> bool:
+    """Whether a condition comes true in time; for what other processes do meanwhile."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def train_worker_processes(above: psutil.Process | None = None) -> list[psutil.Process]:

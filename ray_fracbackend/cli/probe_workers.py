@@ -99,9 +99,9 @@ def check_plannable(scaling_config: ScalingConfig, torch_config: FracTorchConfig
     bundles = _bundles(scaling_config)
     if not bundles:
         raise ValueError("a plan needs workers with resources: give them CPUs or GPUs.")
-    reason = left_to_ray(torch_config.backend, bundles[-1])
-    if reason is not None:
-        raise ValueError(f"{reason}: there is nothing to plan.")
+    left = left_to_ray(torch_config.backend, bundles[-1])
+    if left is not None:
+        raise ValueError(f"{left.reason}: there is nothing to plan.")
 
 
 def _bundles(scaling_config: ScalingConfig) -> list[dict[str, float]]:

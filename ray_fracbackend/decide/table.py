@@ -198,7 +198,20 @@ def _row(
     return add
 
 
-def left_to_ray(backend: str | None, resources_per_worker: Mapping[str, float]) -> str | None:
+@dataclass(frozen=True)
+class LeftToRay:
+    """A start that is Ray Train's own.
+
+    Attributes:
+        reason: Why it is, for a message.
+        is_slip: The backend's name is most likely one of ours with a slip, which torch refuses later and less clearly.
+    """
+
+    reason: str
+    is_slip: bool = False
+
+
+def left_to_ray(backend: str | None, resources_per_worker: Mapping[str, float]) -> LeftToRay | None:
     """Tell whether a start is Ray Train's own and stays untouched; asked before any worker is.
 
     Args:
@@ -211,10 +224,10 @@ def left_to_ray(backend: str | None, resources_per_worker: Mapping[str, float]) 
     if not parse_backend(backend).is_ours:
         similar = similar_backend(parse_backend(backend).name)
         hint = f" (did you mean {similar!r}?)" if similar else ""
-        return f"backend {backend!r} is left to Ray Train{hint}"
+        return LeftToRay(f"backend {backend!r} is left to Ray Train{hint}", is_slip=similar is not None)
     for name in _FOREIGN_ACCELERATORS:
         if resources_per_worker.get(name, 0) > 0:
-            return f"{name} workers are left to Ray Train"
+            return LeftToRay(f"{name} workers are left to Ray Train")
     return None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -95,13 +94,3 @@ def run_example(name, *arguments):
     command = [sys.executable, _ROOT / "examples" / name, *arguments]
     environment = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
-
-
-def wait_until(condition, timeout_s=20.0):
-    """Whether a condition comes true in time; for things that Ray does in the background."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False

@@ -15,7 +15,8 @@ from ray.train import ScalingConfig
 from ray_fracbackend import FracTorchConfig, MissingDeviceError
 from ray_fracbackend.cli.group_test import GroupTest, run_group_test
 from ray_fracbackend.ipc import host_memory_support
-from tests.ray.conftest import HALF_GPU, wait_until
+from tests.processes import wait_until
+from tests.ray.conftest import HALF_GPU
 from tests.ray.test_placement import nothing_is_left
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "test"]

@@ -15,8 +15,8 @@ from ray.util.placement_group import placement_group_table
 from ray_fracbackend import FracTorchConfig, InsufficientResourcesError, MissingDeviceError
 from ray_fracbackend.cli.plan import plan_workers
 from ray_fracbackend.cli.probe_workers import rank_order
-from tests.processes import actor_processes
-from tests.ray.conftest import HALF_GPU, wait_until
+from tests.processes import actor_processes, wait_until
+from tests.ray.conftest import HALF_GPU
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "plan"]
 HALVES = ScalingConfig(num_workers=3, use_gpu=True, resources_per_worker=HALF_GPU)

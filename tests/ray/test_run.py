@@ -18,8 +18,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli.run import replace_torch_config
-from tests.processes import default_signals, python_path
-from tests.ray.conftest import HALF_GPU, wait_until
+from tests.processes import default_signals, python_path, wait_until
+from tests.ray.conftest import HALF_GPU
 
 SCRIPT = Path(__file__).with_name("stock_script.py")
 needs_v2 = pytest.mark.skipif(not v2_enabled(), reason="callbacks by environment variable are of the V2 engine")

@@ -16,8 +16,8 @@ from ray.train.base_trainer import TrainingFailedError as V1TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import FracTorchConfig, MissingDeviceError
-from tests.processes import train_worker_processes
-from tests.ray.conftest import HALF_GPU, run_example, wait_until
+from tests.processes import train_worker_processes, wait_until
+from tests.ray.conftest import HALF_GPU, run_example
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -17,7 +17,7 @@ import torch
 from ray_fracbackend.cli import bench, bench_ranks, main
 from ray_fracbackend.decide.nccl import multi_rank_env
 from ray_fracbackend.ipc import host_memory_support
-from tests.processes import default_signals
+from tests.processes import default_signals, wait_until
 
 pytestmark = pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
 
@@ -80,15 +80,6 @@ def test_no_rank_is_left(number, code, said):
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors) == (code, "", said)
     assert wait_until(lambda: not own_ranks(run_id), 60)
-
-
-def wait_until(condition, timeout_s):
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch):

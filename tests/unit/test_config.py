@@ -115,6 +115,24 @@ def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, backend, handed_
     assert config.backend == backend
 
 
+@pytest.mark.parametrize(
+    ("backend", "level", "said"),
+    [
+        ("glo", "WARNING", "backend 'glo' is left to Ray Train (did you mean 'gloo'?)"),
+        ("mine", "INFO", "backend 'mine' is left to Ray Train"),
+        ("auto", "INFO", "TPU workers are left to Ray Train"),
+    ],
+)
+def test_a_likely_slip_is_a_warning(monkeypatch, caplog, backend, level, said):
+    """torch refuses it later, and less clearly."""
+    monkeypatch.setattr(_ray.TorchBackend, "on_start", lambda self, group, config: None)
+    caplog.set_level("INFO")
+    group = SimpleNamespace(get_resources_per_worker=lambda: {"TPU": 1})
+    FracTorchBackend().on_start(group, FracTorchConfig(backend=backend))
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == (level, f"ray_fracbackend: {said}")
+
+
 @pytest.mark.parametrize(("name", "value", "rule"), _BAD, ids=[f"{n}={v!r}" for n, v, _ in _BAD])
 def test_wrong_values(name, value, rule):
     """Every wrong value is a ValueError at construction with the value and the rule."""

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ from ray_fracbackend.timeouts import Deadline
 from ray_fracbackend.worker import gloo_trial, process_group
 from ray_fracbackend.worker.process_group import start_worker
 from ray_fracbackend.worker.store import connect_store, hold_store
-from tests.processes import free_port, loopback_name, run_processes, wait_for_port
+from tests.processes import CONTEXT, free_port, loopback_name, run_processes, wait_for_port
 
 
 def plan_of(backend: str, device: str) -> WorkerPlan:
@@ -210,16 +211,18 @@ def test_a_group_that_is_made_too_late_does_not_stay(monkeypatch: pytest.MonkeyP
     assert not dist.is_initialized()
 
 
-def pair_half(rank: int, num_processes: int, port: int, backend: str) -> tuple[str, int] | None:
+def pair_half(rank: int, num_processes: int, port: int, backend: str, started: Any) -> tuple[str, int] | None:
     """A backend for one kind of tensors, verified on a worker that trains on the CPU."""
     result = start_worker(replace(cpu_plan(rank, port, budget_s=60), backend=backend))
+    # No collective has shown that the other is connected too: Gloo fails there if this process ends before.
+    started.wait(60)
     return (result.device, result.world_size) if result else None
 
 
 @pytest.mark.parametrize(("backend", "verified"), [("cpu:gloo", ("cpu", 2)), ("cuda:gloo", None)])
 def test_a_group_is_verified_on_what_it_has(backend: str, verified: tuple[str, int] | None) -> None:
     """A group without a backend for the CPU starts on a worker without CUDA, as with stock, and is not verified."""
-    assert run_processes(pair_half, 2, backend, timeout_s=120) == [verified, None]
+    assert run_processes(pair_half, 2, backend, CONTEXT.Barrier(2), timeout_s=120) == [verified, None]
 
 
 def start_and_look(rank: int, num_processes: int, port: int) -> tuple[bool, bool]:

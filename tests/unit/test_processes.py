@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import left_files, mark_processes, run_processes, shared_files
-from tests.ray.conftest import wait_until
+from tests.processes import left_files, mark_processes, run_processes, shared_files, wait_until
 
 _LOCK = threading.Lock()
 _HOLD = "import mmap, os; file = open(input(), 'w+b'); file.truncate(9); held = mmap.mmap(file.fileno(), 9); print(1); input()"
