@@ -55,12 +55,13 @@ def loopback_name() -> str:
     )
 
 
-def _default_sigint() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _default_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
-# As preexec_fn: Ctrl-C ends the program, also where the tests run in the background of a shell, which ignores it.
-default_signals = None if sys.platform == "win32" else _default_sigint
+# As preexec_fn: these end the program, also where the tests run in the background of a shell or under nohup, which ignore them.
+default_signals = None if sys.platform == "win32" else _default_signals
 
 
 def python_path() -> str:

@@ -6,6 +6,7 @@ that trains on the whole.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from ray_fracbackend.backend import start_group
 from ray_fracbackend.cli.probe_workers import check_plannable, probe_workers
 from ray_fracbackend.collect import gather
 from ray_fracbackend.config import FracTorchConfig
+from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.report import StartReport
 from ray_fracbackend.timeouts import Deadline
 
@@ -61,17 +63,26 @@ class GroupTest:
 
     @property
     def difference(self) -> float:
-        """Largest difference of any rank."""
-        return max(step.difference for step in self.steps)
+        """Largest difference of any rank; NaN where one has NaN."""
+        return torch.tensor([step.difference for step in self.steps], dtype=torch.float64).max().item()
+
+    @property
+    def wrong_ranks(self) -> list[int]:
+        """Ranks that trained to other weights than one process, or to NaN."""
+        return [rank for rank, step in enumerate(self.steps) if not step.difference <= _TOLERANCE]
 
     @property
     def ok(self) -> bool:
         """Whether all ranks trained to the weights of one process."""
-        return self.difference <= _TOLERANCE
+        return not self.wrong_ranks
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values that ``json.dumps`` takes."""
-        return {"ok": self.ok, "report": self.report.to_dict(), "steps": [asdict(step) for step in self.steps]}
+        """Return everything as plain values that ``json.dumps`` takes; None stands for a number that is not finite."""
+        steps = [
+            {name: value if math.isfinite(value) else None for name, value in asdict(step).items()}
+            for step in self.steps
+        ]
+        return {"ok": self.ok, "report": self.report.to_dict(), "steps": steps}
 
     def to_text(self) -> str:
         """Return the report's table, and the outcome of the steps in one line."""
@@ -81,6 +92,11 @@ class GroupTest:
             f"{NUM_STEPS} DDP steps on {len(self.steps)} worker{'s' if len(self.steps) > 1 else ''}: {step_s * 1e3:.2f} ms per step, loss {first.first_loss:.4f} to "
             f"{first.last_loss:.4f}, largest difference from one process {self.difference:.1g}"
         )
+        if not self.ok:
+            text += (
+                f"\nproblem: {ranks_text(self.wrong_ranks)} trained to other weights than one process does, by more than {_TOLERANCE:.1g}: collectives of "
+                f"this group are wrong. Train with --backend gloo, and report it with the output of `ray-fracbackend doctor`."
+            )
         return f"{self.report.to_text()}\n\n{text}"
 
 
@@ -125,9 +141,16 @@ def train(device: str) -> Steps:
     whole = torch.tensor([losses[0], losses[-1]], dtype=torch.float64, device=device)
     dist.all_reduce(whole)
     first, last = (whole / size).tolist()
-    pairs = zip(model.module.parameters(), alone.parameters(), strict=True)
-    difference = max((ours.detach().cpu() - theirs.detach()).abs().max().item() for ours, theirs in pairs)
-    return Steps(statistics.median(seconds), first, last, difference)
+    return Steps(statistics.median(seconds), first, last, largest_difference(model.module, alone))
+
+
+def largest_difference(model: nn.Module, other: nn.Module) -> float:
+    """Return the largest difference of a weight of two models of one shape; NaN where a weight is NaN."""
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    # torch's maximum keeps NaN, Python's drops it.
+    return (
+        torch.stack([(ours.detach().cpu() - theirs.detach().cpu()).abs().max() for ours, theirs in pairs]).max().item()
+    )
 
 
 def _model() -> nn.Module:

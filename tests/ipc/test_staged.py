@@ -91,7 +91,7 @@ def test_every_collective_of_cpu_tensors_matches_the_reference(way: str, full: b
 
 @typed
 @pytest.mark.parametrize("way", BOTH_WAYS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_every_collective_on_an_accelerator_of_its_own_type(size: int, way: str, full: bool) -> None:
     """torch itself refuses what mixes its tensors with those of the host."""
     for failures in values(run_ranks(whole_table, size, DTYPES, full, limit_s=200, env=TYPED[way])):
@@ -337,7 +337,7 @@ def test_an_exception_at_any_step_reaches_every_rank(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", BOTH_WAYS)
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.full) for n in range(3, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 20))])
 def test_random_faults_in_random_schedules(seed: int, way: str) -> None:
     """Whatever breaks whenever, every surviving rank raises soon."""
     check_random(seed, "staged", {**WAYS[way], **ASYNC})

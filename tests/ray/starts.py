@@ -5,11 +5,25 @@ from __future__ import annotations
 import os
 import socket
 
+import ray.train
+from ray.train.base_trainer import TrainingFailedError as V1TrainingFailedError
+
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend.backend import FracTorchBackend
 
+# What fit() raises, by engine.
+TRAINING_FAILED = (V1TrainingFailedError, getattr(ray.train, "TrainingFailedError", V1TrainingFailedError))
 # Enough for a rendezvous on a busy machine; what hangs takes as long.
 START_S = 8.0
+
+
+def causes(error):
+    """The texts of an error and of all that caused it: the V1 engine keeps the cause apart."""
+    texts = []
+    while error is not None:
+        texts.append(str(error))
+        error = error.__cause__ or error.__context__
+    return "\n".join(texts)
 
 
 def start(group, **settings):

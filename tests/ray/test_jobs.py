@@ -22,7 +22,7 @@ from ray_fracbackend import FracTorchConfig, report_rank0
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.worker.network import interfaces
 from tests.processes import loopback_name, wait_until
-from tests.ray.checkpoint_script import share_like_windows
+from tests.ray.checkpoint_files import share_like_windows
 from tests.ray.conftest import HALF_GPU
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]

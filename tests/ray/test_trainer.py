@@ -12,16 +12,15 @@ import ray.train
 import ray.train.torch
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.base_trainer import TrainingFailedError as V1TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import FracTorchConfig, MissingDeviceError
 from tests.processes import train_worker_processes, wait_until
 from tests.ray.conftest import HALF_GPU, run_example
+from tests.ray.starts import TRAINING_FAILED, causes
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-TRAINING_FAILED = (V1TrainingFailedError, getattr(ray.train, "TrainingFailedError", V1TrainingFailedError))
 TWO_CPU = ScalingConfig(num_workers=2)
 TWO_HALF_GPUS = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU)
 # Ports, process ids and Ray's own bookkeeping of one run or worker.
@@ -41,15 +40,6 @@ def fit(train_function, tmp_path, torch_config, scaling_config=TWO_CPU, **settin
 
 def answers(tmp_path):
     return [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
-
-
-def causes(error):
-    """The texts of an error and of all that caused it: the V1 engine keeps the cause apart."""
-    texts = []
-    while error is not None:
-        texts.append(str(error))
-        error = error.__cause__ or error.__context__
-    return "\n".join(texts)
 
 
 def look_around(config, **more):

@@ -182,7 +182,8 @@ def late_message(rank: int, num_processes: int, port: int, backend: str) -> floa
 
 
 @pytest.mark.parametrize(
-    "backend", ["gloo", pytest.param("ipc", marks=pytest.mark.linux(reason="needs the ipc backend"))]
+    "backend",
+    ["gloo", pytest.param("ipc", marks=[pytest.mark.full, pytest.mark.linux(reason="needs the ipc backend")])],
 )
 def test_send_and_recv_have_the_users_time_limit(backend: str) -> None:
     """Gloo's keep the limit with which the group was made, whatever is set later."""

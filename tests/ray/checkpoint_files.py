@@ -1,8 +1,4 @@
-"""Two ranks report a checkpoint of one file name at one time, where copying shares files as Windows does; on Windows itself.
-
-``checkpoint_script.py STORAGE HOW`` does it with Ray's own config (HOW is ``stock``) and prints the error; or with FracTorchConfig
-and ray.train.report (``in_turn``) or report_rank0 (``rank0``), and prints the files of the stored checkpoint.
-"""
+"""Two ranks report a checkpoint of one file name at one time, where copying shares files as Windows does; on Windows itself."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.fs
-import ray
 import ray.train
 import torch
 from ray.train import Checkpoint, RunConfig, ScalingConfig
@@ -68,6 +63,7 @@ def train(config: dict[str, str]) -> None:
 
 
 def fit(how: str, storage: str) -> ray.train.Result:
+    """Train with Ray's own config (``stock``), or with FracTorchConfig and ray.train.report (``in_turn``) or report_rank0 (``rank0``)."""
     return TorchTrainer(
         train,
         train_loop_config={"how": how},
@@ -75,19 +71,3 @@ def fit(how: str, storage: str) -> ray.train.Result:
         torch_config=TorchConfig() if how == "stock" else FracTorchConfig(),
         run_config=RunConfig(name=how, storage_path=storage),
     ).fit()
-
-
-def main() -> None:
-    storage, how = sys.argv[1:]
-    ray.init("local", num_cpus=3, include_dashboard=False)
-    try:
-        result = fit(how, storage)
-    except Exception as error:
-        print("failed:", *f"{error} {error.__cause__}".split())
-    else:
-        with result.checkpoint.as_directory() as folder:
-            print("files:", sorted(path.name for path in Path(folder).glob("*.pt")), result.metrics["loss"])
-
-
-if __name__ == "__main__":
-    main()
