@@ -218,8 +218,9 @@ def _start_ray() -> None:
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         emit("no CUDA device here: declaring one logical GPU to Ray; training runs on the CPU")
-    # V2's report() waits for the controller, which by default looks at its workers every 2 s: once an epoch here.
-    polls = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")}
+    # V2's report() waits for the controller, which by default looks at its workers every 2 s: once an epoch here. Ray's processes
+    # inherit the variable, where a runtime_env would start each anew.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     with own_sigterm():
         ray.init(
             "local",
@@ -228,5 +229,4 @@ def _start_ray() -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
-            runtime_env={"env_vars": polls},
         )

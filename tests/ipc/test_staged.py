@@ -216,7 +216,9 @@ def mutated(job: Job, name: str, changed: bool) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize(
+    "name", ["one buffer", *(pytest.param(name, marks=pytest.mark.full) for name in MUTANTS if name != "one buffer")]
+)
 def test_a_step_that_is_left_out_is_a_wrong_result(name: str) -> None:
     """The fake device finds each missing wait, and nothing without it."""
     over = "over ipc" if sys.platform == "linux" else "over Gloo"
@@ -301,7 +303,7 @@ def test_a_killed_rank_is_reported_at_every_step(name: str, way: str, full: bool
     check_signal(name, "kill", 20.0, LOST, {**WAYS[way], **ASYNC}, where, "staged")
 
 
-@pytest.mark.parametrize("way", BOTH_WAYS)
+@pytest.mark.parametrize("way", [BOTH_WAYS[0], pytest.param(BOTH_WAYS[1], marks=pytest.mark.full(but="win32"))])
 def test_a_stopped_rank_is_reported(way: str) -> None:
     """Both survivors raise when the deadline has passed, or when the other has."""
     allowed = {"CollectiveTimeoutError", "GroupPoisonedError"}

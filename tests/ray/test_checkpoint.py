@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param("in_turn", marks=pytest.mark.full(but="V2")), pytest.param("rank0", marks=pytest.mark.full)]
+    "how", [pytest.param("in_turn", marks=pytest.mark.full(but="win32")), pytest.param("rank0", marks=pytest.mark.full)]
 )
 def test_ranks_that_store_one_file_name(how: str, tmp_path: Path) -> None:
     """Every rank reporting model.pt ends well where the ranks take turns or rank 0 reports."""

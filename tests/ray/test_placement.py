@@ -50,6 +50,7 @@ def test_plan(cluster):
     assert wait_until(nothing_is_left)
 
 
+@pytest.mark.full
 def test_a_start_that_would_fail(cluster):
     """The plan fails as the start would, and leaves nothing behind either."""
     if torch.cuda.is_available():

@@ -143,6 +143,7 @@ def documented(name):
     return names[name]
 
 
+@pytest.mark.full(but="V2")
 def test_missing_cuda_is_an_error_by_default(tmp_path):
     """The error reaches the user of fit() with its cause, and is reached as docs/troubleshooting.md says; no worker is left."""
     # The first V2 engines (2.48) raise it as it is.
