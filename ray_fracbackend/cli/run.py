@@ -134,7 +134,7 @@ def _watching_signals() -> Iterator[Callable[[], int | None]]:
 
 def _is_not_the_scripts(handler: Any) -> bool:
     module = str(getattr(handler, "__module__", ""))
-    return handler is signal.default_int_handler or module.startswith("ray.") or module == __name__
+    return handler in (signal.default_int_handler, signal.SIG_DFL) or module.startswith("ray.") or module == __name__
 
 
 def _with_sigterm(init: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,6 +155,7 @@ def _with_sigterm(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)  # a second one does not interrupt the shutdown of Ray: it ends the process
     sys.exit(128 + number)
 
 
