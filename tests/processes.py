@@ -55,13 +55,25 @@ def loopback_name() -> str:
     )
 
 
-def _default_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+_WITH_SIGNALS = """
+import os, signal, sys
+for number in signal.SIGINT, signal.SIGHUP:
+    signal.signal(number, signal.Handlers(int(sys.argv[1])))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
-# As preexec_fn: these end the program, also where the tests run in the background of a shell or under nohup, which ignore them.
-default_signals = None if sys.platform == "win32" else _default_signals
+def with_signals(*command: str | os.PathLike[str], ignored: bool = False) -> list[str]:
+    """A command that SIGINT and SIGHUP end, also where the tests run in the background of a shell or under nohup, which ignore them.
+
+    Not by preexec_fn, for which subprocess forks: after fork handlers of its libraries have run, a process that is connected to Ray
+    may get no answer from it any more.
+    """
+    arguments = [os.fspath(each) for each in command]
+    if sys.platform == "win32":
+        return arguments
+    handler = signal.SIG_IGN if ignored else signal.SIG_DFL
+    return [sys.executable, "-ISc", _WITH_SIGNALS, str(int(handler)), *arguments]
 
 
 def python_path() -> str:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.processes import default_signals
+from tests.processes import with_signals
 
 
 def run(*arguments):
@@ -46,11 +46,10 @@ def test_a_demo_that_is_not_watched_to_its_end(end):
     """Ctrl-C in the middle of the training, and an output that nobody reads: a line or silence, and the shell's exit codes."""
     pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")
     process = subprocess.Popen(
-        [sys.executable, "-m", "ray_fracbackend", "demo", "--epochs", "1000"],
+        with_signals(sys.executable, "-m", "ray_fracbackend", "demo", "--epochs", "1000"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=default_signals,
     )
     assert any(line.startswith("epoch  1/1000") for line in process.stdout)
     if end == "interrupt":

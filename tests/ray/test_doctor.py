@@ -20,7 +20,7 @@ import pytest
 import ray
 import torch
 
-from tests.processes import free_port, python_path, wait_for_port
+from tests.processes import free_port, python_path, wait_for_port, with_signals
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "doctor", "--json"]
 
@@ -262,7 +262,7 @@ def test_local_ray(tmp_path, ending):
     """Without any cluster a local Ray is announced in one line, and none of its processes is left, however it ends."""
     short = tempfile.mkdtemp(prefix="rf")
     own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_ADDRESS", "RAY_AUTH"))}
-    command = [sys.executable, "-c", _STARTS_LOCAL, *(["wait"] if ending else [])]
+    command = with_signals(sys.executable, "-c", _STARTS_LOCAL, *(["wait"] if ending else []))
     environment = {**own, "HOME": str(tmp_path), "RAY_TMPDIR": short, "PYTHONPATH": python_path()}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli.run import replace_torch_config
-from tests.processes import default_signals, python_path, wait_until
+from tests.processes import python_path, wait_until, with_signals
 from tests.ray.conftest import HALF_GPU
 
 SCRIPT = Path(__file__).with_name("stock_script.py")
@@ -276,13 +276,12 @@ def test_a_second_sigterm_ends_the_script_at_once(tmp_path):
 def start_script(folder):
     """train.py of a folder under the command, whose processes `processes_with` finds."""
     return subprocess.Popen(
-        [sys.executable, "-m", "ray_fracbackend", "run", "train.py"],
+        with_signals(sys.executable, "-m", "ray_fracbackend", "run", "train.py"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": python_path(), "RAY_FRACBACKEND_TEST_RUN": str(folder)},
-        preexec_fn=default_signals,
     )
 
 
@@ -313,12 +312,11 @@ def test_a_script_that_handles_ctrl_c(tmp_path, body):
     ended = []
     for command in ("-m", "ray_fracbackend", "run"), ():
         process = subprocess.Popen(
-            [sys.executable, *command, str(tmp_path / "train.py")],
+            with_signals(sys.executable, *command, tmp_path / "train.py"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": python_path()},
-            preexec_fn=default_signals,
         )
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)

@@ -17,7 +17,7 @@ import torch
 from ray_fracbackend.cli import bench, bench_ranks, main
 from ray_fracbackend.decide.nccl import multi_rank_env
 from ray_fracbackend.ipc import host_memory_support
-from tests.processes import default_signals, wait_until
+from tests.processes import wait_until, with_signals
 
 pytestmark = pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
 
@@ -66,14 +66,14 @@ def own_ranks(run_id):
 def test_no_rank_is_left(number, code, said):
     """However the command ends, as by a cancelled job of CI, its ranks do too."""
     run_id = uuid.uuid4().hex
-    command = [sys.executable, "-m", "ray_fracbackend", "bench", "--ranks", "2", "--rounds", "1000", "--sizes", "4096"]
+    arguments = ["bench", "--ranks", "2", "--rounds", "1000", "--sizes", "4096"]
+    command = with_signals(sys.executable, "-m", "ray_fracbackend", *arguments)
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "BENCH_TEST": run_id},
-        preexec_fn=default_signals,
     )
     assert wait_until(lambda: len(own_ranks(run_id)) == 2, 120)
     process.send_signal(number)

@@ -15,7 +15,7 @@ import pytest
 
 from ray_fracbackend.cli import cluster, reach
 from ray_fracbackend.cli.cluster import ClusterError, check_address
-from tests.processes import default_signals, free_port, python_path
+from tests.processes import free_port, python_path, with_signals
 
 _SETTINGS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS", "RAY_TMPDIR")
 
@@ -249,13 +249,12 @@ def test_tls_is_left_to_ray(monkeypatch):
 def in_a_process(code, timeout_s=60, **environment):
     """Runs code in a process."""
     return subprocess.run(
-        [sys.executable, "-c", code],
+        with_signals(sys.executable, "-c", code),
         env={**os.environ, "PYTHONPATH": python_path(), **environment},
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
-        preexec_fn=default_signals,
     )
 
 

@@ -23,7 +23,7 @@ from ray_fracbackend.cli.machine import STAGES, _variables, shown_variables
 from ray_fracbackend.cli.summary import environment_lines, environment_of
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.worker import probe
-from tests.processes import default_signals, python_path
+from tests.processes import python_path, with_signals
 from tests.unit.builders import gpu, mig, worker
 
 _NETWORK = NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
@@ -443,11 +443,9 @@ ENDS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": 9}  # a n
 def test_no_child_is_left(tmp_path, ending):
     """However the command ends, what its child has started ends with it."""
     grandchild = "import subprocess, time\ndef nvmlInit(): open('ready', 'w').close(); subprocess.run(['sleep', '600'])"
-    command = [sys.executable, "-c", _REPORT, "60"]
+    command = with_signals(sys.executable, "-c", _REPORT, "60")
     environment = {**os.environ, "PYTHONPATH": fake_packages(tmp_path, pynvml=grandchild)}
-    with subprocess.Popen(
-        command, env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL, preexec_fn=default_signals
-    ) as process:
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
         end = time.monotonic() + 60
         while not (tmp_path / "ready").exists() and time.monotonic() < end:
             time.sleep(0.05)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import default_signals
+from tests.processes import with_signals
 
 pytestmark = pytest.mark.linux(reason="signals and closed descriptors are those of Unix")
 
@@ -58,14 +58,13 @@ IGNORE = """
 """
 
 
-def start(body: str, preexec_fn=default_signals) -> subprocess.Popen[str]:
+def start(body: str, ignored: bool = False) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND.format(body=body)],
+        with_signals(sys.executable, "-c", COMMAND.format(body=body), ignored=ignored),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        preexec_fn=preexec_fn,
     )
     assert process.stderr is not None
     assert process.stderr.readline() == "begun\n"
@@ -126,7 +125,7 @@ def test_a_second_signal_ends_a_clean_up_that_hangs() -> None:
 
 def test_an_ignored_signal_stays_ignored() -> None:
     """As nohup and a shell's jobs in the background want it."""
-    process = start("time.sleep(2); emit('done')", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    process = start("time.sleep(2); emit('done')", ignored=True)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=30)
     assert (process.returncode, output, errors) == (0, "done\n", "cleaned up\n")
