@@ -9,6 +9,8 @@ import pytest
 
 # Ray gives its workers nice 15: beside anything else they hardly run at all, and tests reach their limits.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# A local Ray gives up after 30 s otherwise, which three of them that start workers at one time on two cores have taken.
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "80")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
