@@ -66,8 +66,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 def with_signals(*command: str | os.PathLike[str], ignored: bool = False) -> list[str]:
     """A command that SIGINT and SIGHUP end, also where the tests run in the background of a shell or under nohup, which ignore them.
 
-    Not by preexec_fn, for which subprocess forks: after fork handlers of its libraries have run, a process that is connected to Ray
-    may get no answer from it any more.
+    Not by preexec_fn, for which subprocess runs the handlers that libraries have for a fork: a process that was connected to Ray and
+    had run a V2 trainer waited for Ray without an end after it (2.60.0).
     """
     arguments = [os.fspath(each) for each in command]
     if sys.platform == "win32":

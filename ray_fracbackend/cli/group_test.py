@@ -94,8 +94,9 @@ class GroupTest:
         )
         if not self.ok:
             text += (
-                f"\nproblem: {ranks_text(self.wrong_ranks)} trained to other weights than one process does, by more than {_TOLERANCE:.1g}: collectives of "
-                f"this group are wrong. Train with --backend gloo, and report it with the output of `ray-fracbackend doctor`."
+                f"\nproblem: {ranks_text(self.wrong_ranks)} trained to other weights than one process does, by more than {_TOLERANCE:.1g}: a "
+                f"collective or a device gives wrong values. Report it with the output of `ray-fracbackend doctor`"
+                f"{'.' if self.report.backend == 'gloo' else ', and compare with `--backend gloo`.'}"
             )
         return f"{self.report.to_text()}\n\n{text}"
 

@@ -121,7 +121,11 @@ def _watching_signals() -> Iterator[Callable[[], int | None]]:
     def stopped_by() -> int | None:
         with suppress(OSError):  # nothing came
             numbers.extend(reader.recv(4096))
-        return next((number for number in numbers if _is_not_the_scripts(signal.getsignal(number))), None)
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        # SIG_DFL: after a signal that Python handled, this is what `_exit` leaves.
+        return next(
+            (n for n, handler in handlers.items() if handler is signal.SIG_DFL or _is_not_the_scripts(handler)), None
+        )
 
     try:
         yield stopped_by
@@ -134,7 +138,7 @@ def _watching_signals() -> Iterator[Callable[[], int | None]]:
 
 def _is_not_the_scripts(handler: Any) -> bool:
     module = str(getattr(handler, "__module__", ""))
-    return handler in (signal.default_int_handler, signal.SIG_DFL) or module.startswith("ray.") or module == __name__
+    return handler is signal.default_int_handler or module.startswith("ray.") or module == __name__
 
 
 def _with_sigterm(init: Callable[..., Any]) -> Callable[..., Any]:

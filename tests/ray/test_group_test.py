@@ -55,6 +55,7 @@ def test_the_group_trains_as_one_process(cluster, backend, num_workers):
         assert (wrong.ok, wrong.to_dict()["ok"]) == (False, False)
         assert wrong.to_dict()["steps"][-1]["difference"] == told
         assert f"problem: rank {num_workers - 1} trained to other weights" in wrong.to_text()
+        assert ("--backend gloo" in wrong.to_text()) == (backend == "ipc"), "no advice to use what is used"
 
 
 @pytest.mark.parametrize("number", range(4))

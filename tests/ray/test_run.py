@@ -17,6 +17,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
+from ray_fracbackend.cli import run as run_module
 from ray_fracbackend.cli.run import replace_torch_config
 from tests.processes import python_path, wait_until, with_signals
 from tests.ray.conftest import HALF_GPU
@@ -271,6 +272,20 @@ def test_a_second_sigterm_ends_the_script_at_once(tmp_path):
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), output
     assert "Traceback" not in output
     assert wait_until(lambda: not processes_with(str(tmp_path)), 60)
+
+
+@pytest.mark.linux(reason="signals are those of Unix")
+def test_a_default_handler_of_the_script_stays(monkeypatch):
+    """Where it calls ray.init again."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(run_module.ray, "init", lambda **_: None)
+    try:
+        with run_module._watching_signals():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            run_module.ray.init(ignore_reinit_error=True)
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def start_script(folder):
