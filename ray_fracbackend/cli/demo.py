@@ -5,10 +5,12 @@ The worker of rank 0 sends its progress through a Ray queue; the driver draws it
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -160,10 +162,26 @@ def _fit(trainer: TorchTrainer, display: _Display) -> Result:
 
     thread = threading.Thread(target=fit, daemon=True)
     thread.start()
-    display.show_while(thread)
+    try:
+        display.show_while(thread)
+    except BaseException:  # Ctrl-C, or an output that nobody reads: the thread goes on
+        ray.init = _not_in(thread, ray.init)
+        raise
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
     return outcome[0]
+
+
+def _not_in(thread: threading.Thread, init: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse ray.init in a thread: any call of Ray after ray.shutdown makes it, which would start a new Ray."""
+
+    @functools.wraps(init)
+    def init_ray(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is thread:
+            raise RuntimeError("the run that this thread waited for was ended by ray.shutdown()")
+        return init(*arguments, **options)
+
+    return init_ray
 
 
 def run_demo(stock: bool = False, epochs: int = 10) -> float:

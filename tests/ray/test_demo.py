@@ -3,9 +3,12 @@
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
+import ray
 
+from ray_fracbackend.cli import demo
 from tests.processes import with_signals
 
 
@@ -59,6 +62,33 @@ def test_a_demo_that_is_not_watched_to_its_end(end):
     errors = process.stderr.read()
     assert process.wait(100) == (130 if end == "interrupt" else 141)
     assert errors == ("ray-fracbackend: interrupted\n" if end == "interrupt" else "")
+
+
+def test_an_interrupted_training_starts_no_ray(monkeypatch):
+    """V1's fit() goes on in its thread, where its next call of Ray would start a new one after ray.shutdown()."""
+    monkeypatch.setattr(ray, "init", lambda: "a new Ray")
+    errors, interrupted, ended = [], threading.Event(), threading.Event()
+
+    class Interrupted:
+        """A display, and a trainer."""
+
+        def show_while(self, thread):
+            raise KeyboardInterrupt
+
+        def fit(self):
+            interrupted.wait(60)
+            try:
+                ray.init()
+            except RuntimeError as error:
+                errors.append(str(error))
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        demo._fit(Interrupted(), Interrupted())
+    interrupted.set()
+    assert ended.wait(60)
+    assert errors == ["the run that this thread waited for was ended by ray.shutdown()"]
+    assert ray.init() == "a new Ray"
 
 
 @pytest.mark.full(but="V2")
