@@ -184,7 +184,7 @@ def _workers(options: argparse.Namespace) -> tuple[Any, Any]:
 def _run(options: argparse.Namespace) -> int:
     from ray_fracbackend.cli.run import run_script
 
-    if misplaced := sorted(setting_options() & {word.partition("=")[0] for word in options.arguments}):
+    if misplaced := sorted(set(setting_options().values()) & {word.partition("=")[0] for word in options.arguments}):
         say(f"{PROGRAM} run", f"{', '.join(misplaced)} after the script goes to the script; settings stand before it")
     return run_script(options.script, options.arguments, settings_of(options), is_module=options.module)
 

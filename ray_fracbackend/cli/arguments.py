@@ -180,9 +180,9 @@ def _option(setting: Field[Any]) -> str:
     return f"--{'no-' if setting.default is True else ''}{name.replace('_', '-')}"
 
 
-def setting_options() -> set[str]:
-    """Return the options that set FracTorchConfig."""
-    return {_option(setting) for setting in fields(Settings)}
+def setting_options() -> dict[str, str]:
+    """Return the option of each setting of FracTorchConfig."""
+    return {setting.name: _option(setting) for setting in fields(Settings)}
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

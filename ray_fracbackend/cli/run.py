@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import runpy
 import signal
 import socket
@@ -24,9 +25,11 @@ import ray
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import _ray
-from ray_fracbackend.cli.arguments import PROGRAM
+from ray_fracbackend.cli.arguments import PROGRAM, setting_options
+from ray_fracbackend.cli.cluster import root_cause
 from ray_fracbackend.cli.ending import ended_by, say
 from ray_fracbackend.config import FracTorchConfig, frac_config
+from ray_fracbackend.errors import FracBackendError
 
 _WHO = f"{PROGRAM} run"
 
@@ -71,6 +74,8 @@ def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any
             if not isinstance(error, Exception):  # the script's own exit code
                 raise
             sys.excepthook(type(error), error.with_traceback(frames), frames)
+            if advised := _advised_options(error):
+                say(_WHO, f"settings that this error names are options here, before the script: {', '.join(advised)}")
             return 1
     if not seen:
         say(_WHO, f"{script} made no TorchTrainer in its own process: no configuration was replaced there")
@@ -90,6 +95,17 @@ def _place(frames: TracebackType | None) -> str:
         return ""
     first = traceback.extract_tb(frames)[0]
     return f" at {first.filename}:{first.lineno}"
+
+
+def _advised_options(error: Exception) -> list[str]:
+    """Return the options of the settings of FracTorchConfig that an error of ours advises: the script may have no such object."""
+    cause = root_cause(error)
+    if not isinstance(cause, FracBackendError):
+        return []
+    options = setting_options()
+    return [
+        options[name] for name in dict.fromkeys(re.findall(r"FracTorchConfig\((\w+)=", str(cause))) if name in options
+    ]
 
 
 def _say_once(seen: list[str], config: TorchConfig) -> None:

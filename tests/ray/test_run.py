@@ -98,12 +98,13 @@ def test_configs_that_are_no_torch_config_stay(replaced):
 
 @pytest.mark.full
 def test_settings_reach_the_start(tmp_path):
-    """Without --on-missing-cuda the same script ends with our error, which names the cause, and with exit code 1."""
+    """Without --on-missing-cuda the same script ends with our error, with the cause and the option, and with exit code 1."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: nothing is missing")
     done = run("--start-timeout-s", "60", SCRIPT, "none", tmp_path)
     assert done.returncode == 1
     assert "on_missing_cuda='cpu'" in done.stderr
+    assert "run: settings that this error names are options here, before the script: --on-missing-cuda\n" in done.stderr
     assert not answers(tmp_path, "none")
 
 
