@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,9 @@ if sys.platform != "win32":
     )
 # A child imports the test's module before the time limit of a run begins.
 _IMPORTS_S = 120.0
+# Sockets of `free_port`, the newest of them: more than a test asks for.
+_held: deque[socket.socket] = deque()
+_MAX_HELD = 32
 
 
 def under_wine() -> bool:
@@ -82,11 +86,20 @@ def python_path() -> str:
 
 
 def free_port() -> int:
-    """A TCP port that was free on loopback."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A TCP port that is free on all addresses.
+
+    On Linux it stays so for a while: a bound socket keeps the system from giving it to another process, and lets one listen there
+    that sets SO_REUSEADDR, as the stores of torch, Ray and this package do.
+    """
+    holder = socket.socket()
+    if sys.platform != "win32":
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    port: int = holder.getsockname()[1]
+    _held.append(holder)
+    if len(_held) > _MAX_HELD or sys.platform == "win32":
+        _held.popleft().close()
+    return port
 
 
 def wait_for_port(port: int, timeout_s: float = 60.0) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import ray.train
 from ray.train.base_trainer import TrainingFailedError as V1TrainingFailedError
@@ -92,9 +91,3 @@ def replace_in_worker(module, name, action, times=1_000_000):
         return result
 
     setattr(owner, name, replaced)
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]

@@ -28,8 +28,8 @@ from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.isolation.search import find_faults
 from ray_fracbackend.timeouts import Deadline
-from tests.processes import wait_until
-from tests.ray.starts import START_S, free_port, initialized, replace_in_worker, start
+from tests.processes import free_port, wait_until
+from tests.ray.starts import START_S, initialized, replace_in_worker, start
 
 _WINDOWS = sys.platform == "win32"
 

@@ -10,7 +10,8 @@ import pytest
 from ray_fracbackend import SharedDeviceError
 from ray_fracbackend.decide.device_sharing import shared_devices
 from ray_fracbackend.decide.plan import StartPlan
-from tests.ray.starts import START_S, free_port, group_state, replace_in_worker, start
+from tests.processes import free_port
+from tests.ray.starts import START_S, group_state, replace_in_worker, start
 from tests.unit.builders import gpu, job
 from tests.unit.test_nccl_words import DUPLICATE, torch_text
 

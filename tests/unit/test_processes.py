@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import left_files, mark_processes, run_processes, shared_files, wait_until
+from tests.processes import free_port, left_files, mark_processes, run_processes, shared_files, wait_until
 
 _LOCK = threading.Lock()
 _HOLD = "import mmap, os; file = open(input(), 'w+b'); file.truncate(9); held = mmap.mmap(file.fileno(), 9); print(1); input()"
@@ -65,3 +66,13 @@ def test_left_files(path: Path, marked: bool, monkeypatch: pytest.MonkeyPatch) -
     finally:
         for descriptor in (*read, *write):
             os.close(descriptor)
+
+
+@pytest.mark.linux(reason="what a bound socket keeps from others is Linux's rule")
+def test_a_free_port_is_given_to_nobody_else():
+    """It is taken for all but those that set SO_REUSEADDR, as a store does, which can listen there."""
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.create_server(("", port)) as listener, socket.create_connection(("127.0.0.1", port)):
+        listener.accept()[0].close()
