@@ -169,7 +169,9 @@ class Call:
         ]
         command += ["--dry"] if self._options.dry else []
         command += ["--nccl-library", str(self._library)] if self._library and script != "gpu_probe" else []
-        return self._step(name or script, [*command, *arguments], budget_s + _SLACK_S)
+        # What one that is killed leaves goes with the call.
+        folders = {"TMPDIR": str(self._work)}
+        return self._step(name or script, [*command, *arguments], budget_s + _SLACK_S, folders)
 
 
 _WITH_RAY = [f"tests/gpu/test_gpu_{name}.py" for name in ("training", "devices", "memory", "bench")]

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 
@@ -308,14 +309,16 @@ FAULTS = ("exception", "kill", "hang")
 
 
 def dry_run(out, faults):
-    """Rows of all calls, run dry with faults in steps by name."""
+    """Rows of all calls, run dry with faults in steps by name; no folder of a step is left."""
     command = [_ROOT / "ci" / "gpu.sh", "all", "--dry", "--bundle", out / "none", "--out", out]
     for step, kind in faults.items():
         command += ["--fault", f"{step}={kind}"]
-    environment = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=850, check=False, env=environment
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHON": sys.executable, "TMPDIR": folder}
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=850, check=False, env=environment
+        )
+        assert not list(Path(folder).glob("gpu-*"))
     assert done.returncode == bool(faults), done.stdout + done.stderr
     return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
