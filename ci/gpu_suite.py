@@ -170,8 +170,8 @@ class Call:
         command += ["--dry"] if self._options.dry else []
         command += ["--nccl-library", str(self._library)] if self._library and script != "gpu_probe" else []
         # What one that is killed leaves goes with the call.
-        folders = {"TMPDIR": str(self._work)}
-        return self._step(name or script, [*command, *arguments], budget_s + _SLACK_S, folders)
+        env = {"TMPDIR": str(self._work)}
+        return self._step(name or script, [*command, *arguments], budget_s + _SLACK_S, env)
 
 
 _WITH_RAY = [f"tests/gpu/test_gpu_{name}.py" for name in ("training", "devices", "memory", "bench")]

@@ -75,7 +75,8 @@ def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any
                 raise
             sys.excepthook(type(error), error.with_traceback(frames), frames)
             if advised := _advised_options(error):
-                say(_WHO, f"settings that this error names are options here, before the script: {', '.join(advised)}")
+                where = "before the script, unless it makes a FracTorchConfig itself"
+                say(_WHO, f"settings that this error names are options here, {where}: {', '.join(advised)}")
             return 1
     if not seen:
         say(_WHO, f"{script} made no TorchTrainer in its own process: no configuration was replaced there")
