@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from common import RESULTS, newest
@@ -20,6 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
     DOCS / "ipc.md",
+    DOCS / "staged.md",
     *(DOCS / "development" / f"{name}.md" for name in ("faults", "ipc-design", "test-suites")),
 )
 _MARKED = re.compile(r"(<!-- numbers: ([\w ]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
@@ -239,6 +240,46 @@ def peers_differences(of: str) -> str:
     return table(["tests that pass on stock alone", "why"], rows) if rows else " No test passes on stock alone. "
 
 
+def counts_setting() -> str:
+    """Where the counts come from."""
+    name, result = newest_result("cuda_counts")
+    return f"`benchmarks/results/{name}`: torch {result['environment']['torch']}, emulated CUDA"
+
+
+def counts(*backends: str) -> str:
+    """What an all_reduce asks of the device and the host, by backend."""
+    rows = []
+    for row in newest_result("cuda_counts")[1]["rows"]:
+        if row["backend"] not in backends or "ranks" not in row:
+            continue
+        ranks, size = row["ranks"], row["num_bytes"]
+        moved = sum(2 * rank["device_copy_bytes"] + rank["kernel_bytes"] for rank in ranks) / size
+        cells = [row["backend"]] if len(backends) > 1 else []
+        cells += [str(row["num_ranks"]), row["dtype"], size_text(size), f"{moved:.0f}"]
+        cells += [each_rank(rank["to_host_bytes"] / size for rank in ranks)]
+        cells += [each_rank(rank["to_device_bytes"] / size for rank in ranks)]
+        names = ("kernels", "event_records", "event_waits", "peer_event_waits", "host_waits")
+        rows.append([*cells, *(each_rank(rank[name] for rank in ranks) for name in names)])
+    columns = [
+        "ranks",
+        "type",
+        "size S",
+        "moved on the device, all ranks, in S",
+        "to the host, in S",
+        "from the host, in S",
+    ]
+    columns += ["kernels", "event records", "waits for own events", "waits for a peer's events", "waits of the host"]
+    return table([*(["backend"] if len(backends) > 1 else []), *columns], rows)
+
+
+def each_rank(values: Iterable[float]) -> str:
+    """``3``, or ``3, 0`` where the first rank has 3 and the others 0, or the smallest and the largest."""
+    first, *others = [f"{value:.4g}" for value in values]
+    if set(others) <= {first}:
+        return first
+    return f"{first}, {others[0]}" if len(set(others)) == 1 else f"{min([first, *others])} to {max([first, *others])}"
+
+
 def first_line(text: str) -> str:
     """For a cell of a table, and cut where it is very long."""
     line = text.splitlines()[0].replace("|", "\\|")
@@ -254,6 +295,9 @@ TEXTS: dict[str, Callable[[], str]] = {
     "ipc others 4": lambda: ipc_others(4),
     "ipc ddp": ipc_ddp,
     "ipc demo": ipc_demo,
+    "counts setting": counts_setting,
+    "counts ipc": lambda: counts("ipc"),
+    "counts staged": lambda: counts("staged", "gloo"),
     "faults setting": faults_setting,
     "faults": faults,
     "faults text": faults_text,

@@ -11,6 +11,8 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+# Exit code of a script that this machine cannot run, after it has said why; none of pytest's.
+NOT_RUN = 77
 
 
 def call(*command: str | Path, output: IO[str] | None = None, **env: str) -> int:

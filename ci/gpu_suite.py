@@ -69,7 +69,7 @@ class Call:
 
     def __init__(self, name: str, options: argparse.Namespace, work: Path) -> None:
         self._name, self._options, self._work = name, options, work
-        self._scale = _DRY_SCALE if options.dry else 1.0
+        self._scale = options.scale * (_DRY_SCALE if options.dry else 1.0)
         self._started = time.monotonic()
         self._record = Record(options.out, name)
         self._env = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
@@ -213,6 +213,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "gpu")
     parser.add_argument("--out", type=Path, default=out, help=f"folder for what is found (default: {out})")
     parser.add_argument("--dry", action="store_true", help="all that a machine without a GPU can do")
+    parser.add_argument("--scale", type=float, default=1.0, help="all times so many times as long, as on emulated GPUs")
     parser.add_argument("--fault", type=fault, action="append", default=[], help="STEP=exception|kill|hang, for tests")
     options = parser.parse_args(arguments)
     options.fault = dict(options.fault)

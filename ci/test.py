@@ -3,8 +3,8 @@
 usage: python3 ci/test.py [--full] [PYTEST ARGUMENT ...]
 
 The default suite takes minutes: a start whole, other ways to it (run, callback, RLlib, torchrun) in part. --full runs everything that can run on this machine: all
-parameters, long runs, both engines of Ray Train, the lowest supported Ray, and with no further argument the patches for Ray and
-the first cell of ci/wine.py, where that can run. Tests that lack a GPU, root or a package skip themselves and say so.
+parameters, long runs, both engines of Ray Train, the lowest supported Ray, and with no further argument the patches for Ray,
+everything on CUDA tensors (ci/cuda.py --steps) and the first cell of ci/wine.py, where these can run. Tests that lack a GPU, root or a package skip themselves and say so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common import ROOT, call, install, make_venv, run
+from common import NOT_RUN, ROOT, call, install, make_venv, run
 from matrix import RAYS, SMOKE
 from wine import CELLS
 from wine_setup import why_not
@@ -63,10 +63,16 @@ def main() -> None:
         failed |= any(list(pool.map(call_quietly, side_by_side)))
     if sys.argv[1:] == ["--full"]:
         failed |= call(python, "upstream/check.py") != 0
+        failed |= cuda_failed()
         failed |= windows_failed()
     print(f"tests: {time.perf_counter() - started:.0f} s", flush=True)
     if failed:
         sys.exit("tests failed, see above")
+
+
+def cuda_failed() -> bool:
+    """Run everything on CUDA tensors on emulated GPUs; False where this machine cannot, which is said."""
+    return call(sys.executable, "ci/cuda.py", "--libraries", "--steps") not in (0, NOT_RUN)
 
 
 def windows_failed() -> bool:

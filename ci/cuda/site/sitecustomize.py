@@ -1,0 +1,60 @@
+"""Put CPU kernels behind torch's CUDA operators, in every Python that ci/cuda.py starts, once it has imported torch.
+
+Does nothing for a torch without CUDA and where the emulated runtime is not loaded. Another sitecustomize on sys.path runs too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
+
+
+def _load_torch(load: Callable[[Any], None], torch: Any) -> None:
+    load(torch)
+    if torch.version.cuda:
+        import emulated_kernels
+
+        emulated_kernels.install()
+
+
+def _load_refs(load: Callable[[Any], None], refs: Any) -> None:
+    """Load torch._refs, whose functions find the shapes of results, so that their first call does not import torch._dynamo."""
+    torch = sys.modules["torch"]
+    real, torch._disable_dynamo = torch._disable_dynamo, lambda function: function  # type: ignore[attr-defined]
+    try:
+        load(refs)
+    finally:
+        torch._disable_dynamo = real  # type: ignore[attr-defined]
+
+
+class _Finder:
+    """Find torch and torch._refs, and change how they are loaded: importing torch here would slow every start."""
+
+    def __init__(self) -> None:
+        self._loads = {"torch": _load_torch, "torch._refs": _load_refs}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        own = self._loads.pop(name, None)
+        if own is None:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None and hasattr(ctypes.CDLL(None), "rig_launch"):
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: own(load, module)  # type: ignore[method-assign]
+        return spec
+
+
+def _run_the_next() -> None:
+    here, folders = os.path.dirname(os.path.abspath(__file__)), [os.path.abspath(each) for each in sys.path]
+    spec = PathFinder.find_spec("sitecustomize", sys.path[folders.index(here) + 1 :] if here in folders else [])
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+_run_the_next()

@@ -1,0 +1,156 @@
+"""Steps that ci/cuda.py runs on the emulated CUDA runtime, what they came to, and their table in the docs. Standard library only.
+
+A step is a command with a time limit, on one or several torch releases. `SMOKE` are those that every change has to pass.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+
+RESULTS = ROOT / "ci" / "cuda_results.jsonl"
+PAGE = ROOT / "docs" / "gpu-sharing.md"
+_BEGIN, _END = "<!-- table: ci/cuda.py --steps --record -->\n", "<!-- end of the table -->"
+_COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
+_PYTEST = ("pytest", "-p", "no:cacheprovider", "-q", "-rs", "--full")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    Args:
+        what: What it shows, for the table.
+        command: Program and arguments, in the project's folder.
+        limit_s: Seconds after which it is ended.
+        env: Variables beside those of the rig.
+        newest_only: It needs what the older torch release, or its Ray, does not have.
+    """
+
+    what: str
+    command: Sequence[str]
+    limit_s: float = 900.0
+    env: Mapping[str, str] = field(default_factory=dict)
+    newest_only: bool = False
+
+
+def _tests(what: str, *arguments: str, limit_s: float = 900.0, **more: Any) -> Step:
+    return Step(what, (*_PYTEST, *arguments), limit_s, **more)
+
+
+def _ray(engine: str) -> dict[str, str]:
+    return {"RAY_TRAIN_V2_ENABLED": engine}
+
+
+def _gpu_call(name: str) -> Step:
+    what = f"`ci/gpu.sh {name}`, without `--dry`"
+    command = ("bash", "ci/gpu.sh", name, "--out", "{out}", "--scale", "3")
+    return Step(what, command, 1800.0, {"PYTHON": "python"}, newest_only=True)
+
+
+STEPS = {
+    "runtime": _tests("the rig itself: as strict as a GPU", "tests/cuda/test_runtime.py"),
+    "errors": _tests("errors on demand, in torch's own words", "tests/cuda/test_errors.py"),
+    "nccl": _tests("torch's ProcessGroupNCCL over the emulated NCCL", "tests/cuda/test_nccl.py"),
+    "counters": _tests("copies, kernels, events and waits of a collective", "tests/cuda/test_counters.py"),
+    "ipc": _tests("every test of `ipc` on device memory, 1 to 8 ranks", "tests/gpu/test_gpu_ipc.py", limit_s=1800.0),
+    "staged": _tests(
+        "every test of `staged` and of the verification", "tests/gpu/test_gpu_staged.py", "tests/gpu/test_gpu_verify.py"
+    ),
+    "training": _tests(
+        "Ray: losses of one process with each backend, 2 to 8 ranks, Tune, libraries, memory caps, `bench`",
+        *(f"tests/gpu/test_gpu_{name}.py" for name in ("training", "devices", "memory", "bench")),
+        limit_s=1800.0,
+    ),
+    "starts": _tests(
+        "Ray: stock beside ours, every ScalingConfig, MIG, UUIDs, two jobs", "tests/cuda/test_starts.py", limit_s=1800.0
+    ),
+    "failing starts": _tests("Ray: starts that fail or fall back", "tests/cuda/test_failing_starts.py", limit_s=1800.0),
+    "jobs": _tests("Ray: elastic groups, restarts, FSDP2, DCP, checkpoints", "tests/cuda/test_jobs.py", limit_s=1800.0),
+    "commands": _tests(
+        "`doctor`, `plan`, `test`, `run`, `bench`, `demo`", "tests/cuda/test_commands.py", limit_s=1200.0
+    ),
+    **{f"gpu.sh {name}": _gpu_call(name) for name in "ABCD"},
+}
+# Three minutes: the first seed with Gloo, staged, ipc, and NCCL's refusal.
+SMOKE = _tests(
+    "the first seed",
+    "tests/cuda/test_starts.py::test_the_first_seed[2.28.9-v2]",
+    "tests/gpu/test_gpu_ipc.py::test_every_collective_matches_the_reference[2-leader]",
+    limit_s=300.0,
+)
+
+
+def run(start: Callable[..., int], step: Step, variables: Mapping[str, str], log: Path) -> dict[str, Any]:
+    """Run one step with its output in a file; returns what it came to.
+
+    Args:
+        start: ``Command.run`` of ci/cuda.py.
+        step: What to run.
+        variables: Environment of the rig.
+        log: The file.
+    """
+    started = time.monotonic()
+    command = [word.replace("{out}", str(log.with_suffix(".out"))) for word in step.command]
+    with log.open("w") as file:
+        code = start(command, {**variables, **step.env}, file, step.limit_s)
+    seconds = time.monotonic() - started
+    counts = {word: int(number) for number, word in _COUNTS.findall(_last_lines(log.read_text(errors="replace")))}
+    result = "timed out" if seconds >= step.limit_s else "failed" if code else "passed"
+    return {"result": result, "seconds": round(seconds), "counts": counts}
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(text.splitlines()[-3:])
+
+
+def record(torch: str, ray: str, found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write these results over earlier ones of the same steps, and the table of the page."""
+    known = {cell["torch"]: cell for cell in read()}
+    steps = {**known.get(torch, {}).get("steps", {}), **found}
+    known[torch] = {
+        "torch": torch,
+        "ray": ray,
+        "date": datetime.date.today().isoformat(),
+        "cores": os.cpu_count(),
+        "steps": steps,
+    }
+    RESULTS.write_text("".join(f"{json.dumps(cell)}\n" for cell in known.values()))
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    PAGE.write_text(f"{before}{_BEGIN}{table(list(known.values()))}\n{_END}{after}", encoding="utf-8")
+
+
+def read() -> list[dict[str, Any]]:
+    """Return what was recorded, a cell for each torch release."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """Return the steps with a column for each torch release."""
+    lines = [_row("Step", "What", *(f"torch {cell['torch']}, Ray {cell['ray']}" for cell in cells))]
+    lines.append("|" + "---|" * (len(cells) + 2))
+    for name, step in STEPS.items():
+        lines.append(_row(f"`{name}`", step.what, *(_cell(cell["steps"].get(name)) for cell in cells)))
+    lines.append(_row("run on", "", *(f"{cell['date']}, {cell['cores']} cores" for cell in cells)))
+    return "\n".join(lines)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    counts = ", ".join(f"{number} {word}" for word, number in found["counts"].items())
+    return f"{counts or found['result']}, {found['seconds']} s"

@@ -1,0 +1,228 @@
+"""The emulated runtime is as strict as a GPU, or stricter: what is wrong there does not pass here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+import torch
+
+from tests.cuda.emulated import needs_rig, run_program
+
+pytestmark = needs_rig
+
+# A program that shares memory or an event with a child by CUDA IPC and dies, in the child's hands.
+DEAD_PEER = """
+import os, signal, sys, time
+import torch
+read, write = os.pipe()
+pid = os.fork()
+if pid == 0:
+    os.close(read)
+    event = torch.cuda.Event(interprocess=True)
+    event.record()
+    torch.cuda.synchronize()
+    os.write(write, event.ipc_handle())
+    time.sleep(60)
+handle = os.read(read, 64)
+event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", 0), handle)
+if "kill" in sys.argv:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+stream = torch.cuda.Stream()
+stream.wait_event(event)
+behind = torch.cuda.Event()
+behind.record(stream)
+time.sleep(1)
+print("passed" if behind.query() else "waits", flush=True)
+os.kill(pid, signal.SIGKILL)
+os._exit(0)
+"""
+
+
+def test_the_hosts_access_to_device_memory_crashes():
+    """As on a GPU, where the address is not mapped for the host."""
+    program = "import ctypes, torch; x = torch.zeros(4, device='cuda'); ctypes.string_at(x.data_ptr(), 4)"
+    done = run_program(program)
+    assert done.returncode == -signal.SIGSEGV
+    assert "the host accessed device memory" in done.stderr
+
+
+def test_fresh_and_reused_memory_holds_poison():
+    """Whoever reads what nobody wrote computes with NaN."""
+    assert torch.empty(1000, device="cuda").cpu().isnan().all()
+    x = torch.ones(1000, device="cuda")
+    del x
+    assert torch.empty(1000, device="cuda").cpu().isnan().all()
+    assert torch.empty(1000, pin_memory=True).isnan().all()
+
+
+def test_kernels_are_late():
+    """The host is ahead of the device: what does not wait reads the value of before."""
+    host = torch.zeros(1, pin_memory=True)
+    x = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)
+    x.fill_(1)
+    host.copy_(x, non_blocking=True)
+    assert host.item() == 0
+    torch.cuda.synchronize()
+    assert host.item() == 1
+
+
+def test_streams_are_not_ordered_without_an_event():
+    """A stream that does not wait for another reads what was there before."""
+    x = torch.zeros(1000, device="cuda")
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    torch.cuda._sleep(400_000_000)
+    x.fill_(1)
+    with torch.cuda.stream(side):
+        early = x.clone()
+    torch.cuda.synchronize()
+    assert early.sum().item() == 0
+
+
+def test_memory_that_a_side_stream_still_reads_is_overwritten():
+    """A missing record_stream shows: the allocator gives the memory to the next tensor, whose content is undefined."""
+    side = torch.cuda.Stream()
+    x = torch.ones(1_000_000, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(400_000_000)
+        y = x.clone()
+    del x
+    torch.empty(1_000_000, device="cuda")
+    torch.cuda.synchronize()
+    assert y.isnan().all()
+
+
+def test_work_on_memory_after_its_free_ends_the_process():
+    """The address means nothing any more."""
+    program = """
+import ctypes, torch
+runtime = ctypes.CDLL(None)
+torch.zeros(1, device="cuda")
+p = ctypes.c_void_p()
+assert runtime.cudaMalloc(ctypes.byref(p), ctypes.c_size_t(4096)) == 0
+assert runtime.cudaFree(p) == 0
+runtime.cudaMemsetAsync(p, 0, ctypes.c_size_t(4096), None)
+torch.cuda.synchronize()
+"""
+    done = run_program(program)
+    assert done.returncode == -signal.SIGABRT
+    assert "was freed" in done.stderr
+
+
+def test_a_forked_child_has_no_cuda():
+    """By CUDA's rule: a process that uses it cannot be forked."""
+    program = """
+import os, torch
+torch.zeros(1, device="cuda")
+pid = os.fork()
+if pid == 0:
+    try:
+        torch.empty(1, device="cuda")
+    except RuntimeError as error:
+        print(error, flush=True)
+    import ctypes
+    n = ctypes.c_int()
+    os._exit(ctypes.CDLL(None).cudaGetDeviceCount(ctypes.byref(n)))
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    output = run_program(program).stdout
+    assert "Cannot re-initialize CUDA in forked subprocess" in output
+    assert output.split()[-1] == "3"
+
+
+def test_a_wait_for_an_event_of_a_dead_process_never_ends():
+    """Nothing documents what a GPU does, so this takes the worst; of a living process it passes."""
+    assert run_program(DEAD_PEER).stdout == "passed\n"
+    assert run_program(DEAD_PEER, "kill").stdout == "waits\n"
+
+
+def test_the_processes_of_a_machine_share_the_devices_memory():
+    """Another process's memory is missing here, and comes back when it is killed."""
+    program = """
+import os, signal, sys, time, torch
+torch.cuda.init()
+read, write = os.pipe()
+before = torch.cuda.mem_get_info()[0]
+"""
+    hold = "import sys, time, torch; x = torch.empty(1 << 30, dtype=torch.uint8, device='cuda'); print('there', flush=True); time.sleep(60)"
+    program += f"""
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", {hold!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+held = before - torch.cuda.mem_get_info()[0]
+child.kill()
+time.sleep(0.2)
+print(held >> 20, (before - torch.cuda.mem_get_info()[0]) >> 20)
+"""
+    assert run_program(program).stdout.split() == ["1024", "0"]
+
+
+def test_a_kernel_that_fails_ends_the_process():
+    """A test cannot go on behind it."""
+    program = """
+import torch
+x = torch.zeros(4, device="cuda")
+index = torch.tensor([7], device="cuda")
+y = x.gather(0, index)
+torch.cuda.synchronize()
+print("went on")
+"""
+    done = run_program(program)
+    assert done.returncode == -signal.SIGABRT
+    assert "gather" in done.stderr
+    assert "went on" not in done.stdout
+
+
+def test_counters_count_what_was_asked_for():
+    """Bytes by direction, kernels, records, waits of streams and of the host."""
+    from rig_counters import counters
+
+    x = torch.ones(1024, device="cuda")
+    host = torch.zeros(1024)
+    torch.cuda.synchronize()
+    before = counters()
+    y = x.clone()
+    y.add_(1)
+    host.copy_(y)
+    event = torch.cuda.Event()
+    event.record()
+    torch.cuda.Stream().wait_event(event)
+    torch.cuda.synchronize()
+    found = counters().since(before)
+    assert (found.device_copy_bytes, found.to_host_bytes, found.to_device_bytes) == (4096, 4096, 0)
+    assert (found.kernels, found.kernel_bytes) == (1, 8192)
+    assert (found.event_records, found.event_waits, found.contexts) == (1, 1, 0)
+    assert found.host_waits >= 2
+
+
+def test_one_seed_gives_one_order_of_delays():
+    """Values do not depend on the seed, and a run can be repeated."""
+    program = """
+import torch
+torch.manual_seed(0)
+x = torch.randn(64, 64, device="cuda")
+for _ in range(20):
+    x = torch.nn.functional.dropout(x @ x.T, 0.1).tanh()
+print(x.double().sum().item())
+"""
+    values = {run_program(program, CUDA_RIG_SEED=str(seed)).stdout for seed in (1, 2)}
+    values.add(run_program(program, CUDA_RIG_DELAY_US="0").stdout)
+    assert len(values) == 1
+    assert float(values.pop()) != 0
+
+
+def test_a_driver_library_answers_by_name():
+    """libcuda.so.1 can be loaded and has the driver's calls, with their versions."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    count = ctypes.c_int()
+    assert driver.cuInit(0) == 0
+    assert driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    assert count.value == torch.cuda.device_count()
+    assert hasattr(driver, "cuIpcOpenMemHandle_v2")
+    assert os.environ["CUDA_RIG_STATE"]

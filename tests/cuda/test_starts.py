@@ -1,0 +1,198 @@
+"""Starts under Ray on the emulated CUDA runtime: what users' scripts ask for, on machines of every shape, beside stock."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_fracbackend.decide.nccl import refusal_in
+from tests.cuda.emulated import needs_rig, uuid
+from tests.gpu.gpu_engine import Engine
+from tests.gpu.gpu_training import losses_of_one_process
+
+pytestmark = needs_rig
+
+HALF = {"CPU": 1, "GPU": 0.5}
+TWO_HALVES = {"num_workers": 2, "use_gpu": True, "resources_per_worker": HALF}
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Start Ray on a machine of its own with so many devices; ended with the test."""
+    engines = []
+
+    def start(num_devices=1, version="v2", num_gpus=None, **env):
+        state = tmp_path / f"machine{len(engines)}"
+        state.mkdir()
+        shape = {"CUDA_RIG_DEVICES": str(num_devices), "CUDA_RIG_STATE": str(state)}
+        # Ray starts a worker for each CPU at once.
+        shape["GPU_TESTS_NUM_CPUS"] = "6"
+        engines.append(Engine(version, num_gpus=num_gpus or num_devices, **{**shape, **env}))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The losses of one process with the whole batches."""
+    return losses_of_one_process("cuda")
+
+
+def ranks_of(answer, expected):
+    """What the ranks of a run told, which trained as one process, with checkpoints of all."""
+    assert answer["errors"] == []
+    ranks = answer["ranks"]
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(expected, rel=1e-4)
+        assert rank["spread"] == 0
+        assert rank["files"] == [f"rank{number}.pt" for number in range(len(ranks))]
+    return ranks
+
+
+def groups_of(rank):
+    """Ranks that share a device, as the start saw it."""
+    return [group["ranks"] for group in rank["report"]["plan"]["share_groups"]]
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("nccl", ["2.18.5", "2.21.5", "2.28.9", "2.30.7"])
+def test_the_first_seed(machine, expected, version, nccl):
+    """Two workers at half a GPU: stock ends in NCCL's refusal in the words of its version, ours trains."""
+    if version == "v1" and nccl != "2.28.9":
+        pytest.skip("one version of NCCL is enough for V1")
+    engine = machine(1, version, CUDA_RIG_NCCL=nccl)
+    stock = engine.run("shape", stock=True, scaling=TWO_HALVES)
+    text = "\n".join(error["text"] for error in stock["errors"])
+    assert "ncclInvalidUsage" in text
+    refused = (
+        "Multiple Ranks are using the same GPU/Partition" if nccl == "2.30.7" else "Duplicate GPU detected : rank "
+    )
+    assert refused in text
+    assert refusal_in(text)
+    others = [{"on_shared_device": "staged"}, {"on_shared_device": "ipc"}] if nccl == "2.28.9" else []
+    for settings in ({}, *others):
+        ranks = ranks_of(engine.run("shape", settings=settings, scaling=TWO_HALVES), expected)
+        assert {rank["device"] for rank in ranks} == {"cuda:0"}
+        wanted = settings.get("on_shared_device", "gloo")
+        assert {rank["backend"].removeprefix("cpu:gloo,cuda:") for rank in ranks} == {wanted}
+        assert groups_of(ranks[0]) == [[0, 1]]
+
+
+SHAPES = {
+    "a GPU each": (2, {"num_workers": 2, "use_gpu": True}, "nccl", [], 1),
+    "two GPUs each": (
+        4,
+        {"num_workers": 2, "use_gpu": True, "resources_per_worker": {"CPU": 1, "GPU": 2}},
+        "nccl",
+        [],
+        2,
+    ),
+    "two on each of two": (
+        2,
+        {"num_workers": 4, "use_gpu": True, "resources_per_worker": HALF},
+        "gloo",
+        [[0, 1], [2, 3]],
+        1,
+    ),
+    "one worker at half": (1, {"num_workers": 1, "use_gpu": True, "resources_per_worker": HALF}, "nccl", [], 1),
+    "three at a third": (
+        1,
+        {"num_workers": 3, "use_gpu": True, "resources_per_worker": {"CPU": 1, "GPU": 0.33}},
+        "gloo",
+        [[0, 1, 2]],
+        1,
+    ),
+    "two thirds and packing": (
+        2,
+        {
+            "num_workers": 2,
+            "use_gpu": True,
+            "resources_per_worker": {"CPU": 1, "GPU": 0.6},
+            "placement_strategy": "PACK",
+        },
+        "nccl",
+        [],
+        1,
+    ),
+    "strictly packed halves": (2, {**TWO_HALVES, "placement_strategy": "STRICT_PACK"}, "gloo", [[0, 1]], 1),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_every_shape_of_a_scaling_config(machine, expected, case):
+    """NCCL where each worker has devices of its own, Gloo where some share, and get_devices() as many as were asked for."""
+    num_devices, scaling, backend, groups, num_own = SHAPES[case]
+    ranks = ranks_of(machine(num_devices).run("shape", scaling=scaling), expected)
+    assert {rank["backend"] for rank in ranks} == {backend}
+    assert groups_of(ranks[0]) == groups
+    for rank in ranks:
+        assert len(rank["devices"]) == num_own
+        assert rank["device"] == rank["devices"][0]
+        assert rank["current"] == int(rank["device"].partition(":")[2])
+
+
+@pytest.mark.parametrize("settings", [{}, {"backend": "gloo"}, {"backend": "ipc"}])
+def test_workers_without_gpus_train_on_the_cpu(machine, expected, settings):
+    """Ray leaves the GPU visible to them, and nobody asked for it."""
+    answer = machine(1).run("shape", settings=settings, scaling={"num_workers": 2})
+    ranks = ranks_of(answer, expected)
+    assert {rank["device"] for rank in ranks} == {"cpu"}
+    assert {rank["backend"] for rank in ranks} == {settings.get("backend", "gloo")}
+
+
+@pytest.mark.parametrize("visible", ["2,3", f"{uuid(3)},{uuid(1)}", uuid(2)[:12]])
+def test_restricted_visible_devices(machine, expected, visible):
+    """Indices, UUIDs and their beginnings in CUDA_VISIBLE_DEVICES: the devices are found by CUDA's own UUIDs."""
+    names = visible.split(",")
+    scaling = {"num_workers": len(names), "use_gpu": True}
+    if len(names) == 1:
+        scaling = TWO_HALVES
+    engine = machine(4, num_gpus=len(names), CUDA_VISIBLE_DEVICES=visible)
+    ranks = ranks_of(engine.run("shape", scaling=scaling), expected)
+    found = {worker["devices"][0]["uuid"] for worker in ranks[0]["report"]["workers"]}
+    wanted = {
+        uuid(int(name)) if name.isdecimal() else next(uuid(i) for i in range(4) if uuid(i).startswith(name))
+        for name in names
+    }
+    assert found == wanted
+    assert {rank["backend"] for rank in ranks} == {"nccl" if len(names) > 1 else "gloo"}
+
+
+@pytest.mark.parametrize(("nccl", "backend"), [("2.28.9", "gloo"), ("2.30.7", "nccl")])
+def test_mig_slices_of_one_gpu(machine, expected, nccl, backend):
+    """A list of slices, one for each worker: they share nothing, but an NCCL that compares bus ids refuses them."""
+    slices = [uuid(0, number) for number in range(2)]
+    engine = machine(1, num_gpus=2, CUDA_RIG_MIG="2", CUDA_VISIBLE_DEVICES=",".join(slices), CUDA_RIG_NCCL=nccl)
+    ranks = ranks_of(engine.run("shape", scaling={"num_workers": 2, "use_gpu": True}), expected)
+    assert {worker["devices"][0]["uuid"] for worker in ranks[0]["report"]["workers"]} == set(slices)
+    assert groups_of(ranks[0]) == []
+    assert {rank["backend"] for rank in ranks} == {backend}
+
+
+def test_two_workers_in_one_mig_slice(machine, expected):
+    """They share the slice, whose memory both can map."""
+    engine = machine(1, CUDA_RIG_MIG="2", CUDA_VISIBLE_DEVICES=uuid(0, 1))
+    ranks = ranks_of(engine.run("shape", scaling=TWO_HALVES, settings={"on_shared_device": "ipc"}), expected)
+    assert [(group["ranks"], group["device_uuid"]) for group in ranks[0]["report"]["plan"]["share_groups"]] == [
+        ([0, 1], uuid(0, 1))
+    ]
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_two_jobs_one_after_the_other_in_one_process(machine, expected, version):
+    """The second start of a driver finds nothing of the first, and may take another backend."""
+    engine = machine(2, version)
+    first = ranks_of(engine.run("shape", scaling=TWO_HALVES), expected)
+    second = ranks_of(engine.run("shape", scaling={"num_workers": 2, "use_gpu": True}), expected)
+    third = ranks_of(engine.run("shape", scaling=TWO_HALVES, settings={"on_shared_device": "ipc"}), expected)
+    assert [ranks[0]["backend"] for ranks in (first, second, third)] == ["gloo", "nccl", "ipc"]
+
+
+def test_multi_rank_nccl_by_the_users_choice(machine, expected):
+    """NCCL 2.30 takes several ranks on one device with the flags that the start sets."""
+    engine = machine(1, CUDA_RIG_NCCL="2.30.7")
+    ranks = ranks_of(engine.run("shape", scaling=TWO_HALVES, settings={"on_shared_device": "nccl"}), expected)
+    assert {rank["backend"] for rank in ranks} == {"nccl"}
+    assert ranks[0]["report"]["plan"]["env_defaults"]["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
