@@ -18,7 +18,7 @@ from common import parser, save
 from gpu_ranks import Cases, Rank, add_options, in_rank
 from rig_counters import count_all_reduce
 
-_SIZES = (4 << 10, 1 << 20, 25 << 20, 100 << 20)
+_SIZES = (4 << 10, 1 << 20, 25 << 20)
 _BACKENDS = ("ipc", "staged", "gloo")
 _RANKS = (2, 4, 8)
 _DTYPES = ("float32", "bfloat16")
@@ -45,7 +45,8 @@ def main() -> None:
     cases = Cases(__file__, options)
     with cases.running():
         for backend in options.backends:
-            for num_ranks in options.ranks:
+            # What a rank does to the host and back is the same for any number of them.
+            for num_ranks in options.ranks if backend == "ipc" else options.ranks[:1]:
                 for dtype in _DTYPES:
                     cases.run(backend, num_ranks, dtype=dtype, sizes=list(options.sizes))
     print(f"written to {save(Path(__file__).stem, options.out, cases.results())}")

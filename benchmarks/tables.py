@@ -259,7 +259,8 @@ def counts(*backends: str) -> str:
         cells += [each_rank(rank["to_host_bytes"] / size for rank in ranks)]
         cells += [each_rank(rank["to_device_bytes"] / size for rank in ranks)]
         names = ("kernels", "event_records", "event_waits", "peer_event_waits", "host_waits")
-        rows.append([*cells, *(each_rank(rank[name] for rank in ranks) for name in names)])
+        cells += [each_rank(rank[name] for rank in ranks) for name in names]
+        rows.append([*cells, each_rank(rank["peak_device_bytes"] / 2**20 for rank in ranks)])
     columns = [
         "ranks",
         "type",
@@ -269,6 +270,7 @@ def counts(*backends: str) -> str:
         "from the host, in S",
     ]
     columns += ["kernels", "event records", "waits for own events", "waits for a peer's events", "waits of the host"]
+    columns += ["peak device memory, MiB"]
     return table([*(["backend"] if len(backends) > 1 else []), *columns], rows)
 
 

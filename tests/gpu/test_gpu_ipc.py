@@ -83,7 +83,7 @@ def random_sums(job: Job) -> list[str]:
             seeds = [zlib.crc32(f"{dtype}{numel}{r}".encode()) for r in range(job.size)]
             inputs = [torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in seeds]
             wide = torch.float32 if dtype == torch.bfloat16 else dtype
-            total = inputs[0].to(wide)
+            total = inputs[0].to(wide, copy=True)
             for tensor in inputs[1:]:
                 total += tensor.to(wide)
             mine = inputs[job.rank].cuda(0)
@@ -233,6 +233,28 @@ def test_a_survivor_process_ends_by_itself() -> None:
             process.kill()
     assert processes[0].returncode == 7
     assert "PeerLostError" in output or "GroupPoisonedError" in output
+
+
+WAITS_FOR_THE_DEVICE = SURVIVOR.replace(
+    "        dist.all_reduce(x)\nexcept", "        dist.all_reduce(x)\n        x.cpu()\nexcept"
+)
+
+
+def test_a_survivor_that_waits_for_its_device_ends() -> None:
+    """What the device computes once a peer has died is unknown, and a wait for it may never end: the process says so and ends."""
+    assert WAITS_FOR_THE_DEVICE != SURVIVOR
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    commands = [[sys.executable, "-c", WAITS_FOR_THE_DEVICE, str(rank), str(store.port)] for rank in (0, 1)]
+    processes = [subprocess.Popen(c, env=env, stderr=subprocess.PIPE, text=True) for c in commands]
+    try:
+        output = processes[0].communicate(timeout=120)[1]
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[0].returncode == -signal.SIGABRT
+    assert "ray_fracbackend: rank 1 (pid " in output
+    assert "Ending this process" in output
 
 
 def train(job: Job, backend: str) -> list[torch.Tensor]:

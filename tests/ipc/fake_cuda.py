@@ -288,7 +288,7 @@ class FakeDriver:
 
     def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
         if self.broken == "open":
-            raise DriverError("the fake driver refuses")
+            raise DriverError("the fake driver refuses\nwith advice, as torch has it behind CUDA's own text")
         if self.broken == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.broken == "memory":

@@ -170,12 +170,18 @@ class CudaRuntime(AcceleratorRuntime):
 
     def export_event(self, event: Any) -> bytes:
         """Return what another process needs for `open_event`."""
-        handle: bytes = event.ipc_handle()
+        try:
+            handle: bytes = event.ipc_handle()
+        except RuntimeError as error:
+            raise RuntimeError(f"an event of this device cannot be shared: {error}") from error
         return handle
 
     def open_event(self, handle: bytes) -> Any:
         """Open another process's event."""
-        return torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-untyped-call]
+        try:
+            return torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise RuntimeError(f"an event of another process cannot be opened: {error}") from error
 
 
 class CommunicationStream:

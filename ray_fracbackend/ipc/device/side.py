@@ -17,6 +17,7 @@ from .. import knobs
 from ..errors import IpcUnavailableError
 from ..protocol.collectives import Collectives, HostCollectives
 from ..protocol.description import description_text
+from ..protocol.engine import Engine
 from ..protocol.local import LocalCollectives
 from ..protocol.lone import LoneCollectives
 from . import runtime
@@ -24,6 +25,7 @@ from .memory import free_retired, give_up
 from .runtime import CommunicationStream, wait_on_host
 from .setup import DeviceLane, DeviceSetup
 from .staged import set_up_staging
+from .watch import DeviceWatch
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class DeviceSide:
         self._shared = shared
         self._device: torch.device | None = None
         self._lane: DeviceLane | None = None
+        self._watch: DeviceWatch | None = None
         self._collectives: Collectives | None = None
         self._streams: dict[torch.device, CommunicationStream] = {}
 
@@ -110,6 +113,8 @@ class DeviceSide:
             try:
                 self._lane = self._set_up_memory(device, description, timeout_s)
                 self._collectives = self._lane.collectives
+                engines = self._lane.collectives.engine, self._shared_engine()
+                self._watch = DeviceWatch(engines, self.stream_of(device), self._names)
                 return
             except IpcUnavailableError as error:
                 if knobs.device_path() == "memory":
@@ -129,18 +134,24 @@ class DeviceSide:
             raise IpcUnavailableError("the ranks are on several hosts")
         return DeviceSetup(self._shared, self._names, self.stream_of(device)).run(description, timeout_s)
 
+    def _shared_engine(self) -> Engine:
+        assert self._shared is not None
+        return self._shared.engine
+
     def collectives(self, device: torch.device) -> Collectives | None:
         """Return the collectives for tensors on `device`, None where the group uses another one; after `prepare`."""
         return self._collectives if device == self._device else None
 
     def abort(self, reason: str) -> None:
         """Break the device's part of the group; touches no device. May be called again."""
+        self._stop_watching()
         if self._lane is not None:
             self._lane.collectives.engine.abort(reason)
             give_up()
 
     def shutdown(self, idle: bool) -> None:
         """Leave the device's part of the group; `idle` says that no call is in progress. May be called again."""
+        self._stop_watching()
         lane, self._lane = self._lane, None
         if lane is None:
             return
@@ -152,6 +163,10 @@ class DeviceSide:
         else:
             engine.close(keeps_memory=not lane.memory.close_imports())
             lane.memory.retire(engine.waiter.is_alone)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
 
     def _is_through(self) -> bool:
         with suppress(RuntimeError):

@@ -57,6 +57,7 @@ class Engine:
         waiter: Publishes and waits for steps.
         observer: Called as ``observer(action, chunk)`` before each action; for tests that inject failures.
         on_failure: Called with the reason after a call has failed here, to inform ranks that this page does not reach.
+        has_raised: Whether a call of this process has reported that the group is broken.
     """
 
     def __init__(self, arena: Arena, rank: int, peers: list[Peer], names: list[str], transport: SlotMemory) -> None:
@@ -65,6 +66,7 @@ class Engine:
         self.transport = transport
         self.observer: Callable[[Action, int], None] | None = None
         self.on_failure: list[Callable[[str], None]] = []
+        self.has_raised = False
         self._control = ControlPage(arena, rank, len(peers))
         self.waiter = Waiter(self._control, arena.address, peers, names)
         self._names = names
@@ -86,6 +88,7 @@ class Engine:
             self._run_actions(call, what)
         except BaseException as error:
             # Whatever stopped this rank, it is out of step with the others now: they must not wait for it.
+            self.has_raised = True
             self.fail(str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}")
             raise
 
@@ -136,7 +139,15 @@ class Engine:
         """
         if self._closed:
             raise _closed_error(what)
-        self.waiter.raise_if_poisoned(what)
+        try:
+            self.waiter.raise_if_poisoned(what)
+        except IpcError:
+            self.has_raised = True
+            raise
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether a local rank has closed its group in order."""
+        return self._control.is_closed(rank)
 
     def fail(self, reason: str) -> None:
         """Poison the group: every rank raises with `reason`, unless another reason came first."""

@@ -123,7 +123,8 @@ def share(
     try:
         message = step()
     except Exception as error:
-        message = {"error": str(error) or repr(error)}
+        # torch puts general advice in lines behind CUDA's own text.
+        message = {"error": next(iter(str(error).strip().splitlines()), repr(error))}
     if message.get("error"):
         message = {"error": message["error"][:_MAX_ERROR]}
         # JSON takes six bytes for some characters.
