@@ -17,12 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from ray_fracbackend import _ray
 from ray_fracbackend._ray import logger
 from ray_fracbackend.collect import gather, raise_for_engine
 from ray_fracbackend.decide import decide_start, with_rendezvous
-from ray_fracbackend.decide.nccl import explain_failure
+from ray_fracbackend.decide.nccl import cause_of, explain_failure
 from ray_fracbackend.decide.plan import StartPlan, WorkerPlan
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import asks_for_ipc, left_to_ray
@@ -30,6 +31,7 @@ from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.errors import (
     FracBackendError,
     GroupFormationError,
+    OutOfMemoryError,
     SharedDeviceError,
     VerificationError,
 )
@@ -77,6 +79,16 @@ class FracTorchBackend(_ray.TorchBackend):  # type: ignore[misc]
         stock = copy.copy(backend_config)
         stock.backend = None if settings.backends.is_auto else settings.backend
         super().on_start(worker_group, stock)
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        """Shut the process group down. A worker that has lost its GPU fails in that, and its process ends anyway.
+
+        Ray 2.51 would end the run with that error, without the train function's and without a restart.
+        """
+        try:
+            super().on_shutdown(worker_group, backend_config)
+        except RayTaskError as error:
+            logger.warning("a worker failed while its process group was shut down: %s", cause_of(error.cause or error))
 
 
 def start_group(worker_group: Any, settings: Settings) -> StartReport:
@@ -132,7 +144,7 @@ class _Start:
         while True:
             try:
                 return self._start(self._report(plan, workers), worker_plans, deadline)
-            except (SharedDeviceError, VerificationError) as error:
+            except (SharedDeviceError, VerificationError, OutOfMemoryError) as error:
                 if plan.fallback is None:
                     raise
                 logger.debug("%s", error)

@@ -14,8 +14,10 @@ from ray_fracbackend._ray import WorkerAddress, restarts_lost_workers
 from ray_fracbackend.decide.nccl import cause_of
 from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import (
+    BackendUnavailableError,
     FracBackendError,
     GroupFormationError,
+    MissingDeviceError,
     OutOfMemoryError,
     RendezvousError,
     SharedDeviceError,
@@ -33,6 +35,7 @@ _NUM_NAMED = 4
 # The most specific failure names the error: where NCCL refused a rank, its peers fail the verification.
 _ORDER = (
     SharedDeviceError,
+    MissingDeviceError,
     VerificationError,
     UnreachableMasterError,
     GroupFormationError,
@@ -41,6 +44,7 @@ _ORDER = (
 )
 
 
+_REFUSALS = (MissingDeviceError, BackendUnavailableError)
 # Ray's memory monitor ends a worker with an error of its own.
 _DEATHS = (RayActorError, NodeDiedError, RayOutOfMemoryError)
 
@@ -148,19 +152,25 @@ class _Wait:
             )
         starved = [rank for rank, error in self._failures.items() if _is_out_of_memory(error)]
         if starved:
-            first = cause_of(self._failures[starved[0]]).rstrip(".")
+            # What torch adds on its own allocator is not about a start.
+            first = cause_of(self._failures[starved[0]]).partition(" Including non-PyTorch memory")[0].rstrip(".")
             return OutOfMemoryError(
                 f"{self._where(starved)} ran out of device memory during start-up ({self._step}): {first}. Free the device of "
                 "other processes, or ask for a larger GPU fraction so that fewer workers share it.",
                 ranks=starved,
             )
+        # Whoever has no device ends, and its peers fail in whatever they do then.
+        refused: dict[int, BaseException] = {
+            rank: error for rank, error in self._failures.items() if isinstance(error, _REFUSALS)
+        }
+        silent, failures = ([], refused) if refused else (silent, self._failures)
         parts = []
         if silent:
             parts.append(
                 f"{self._where(silent)} did not answer ({self._step}, start_timeout_s={self._deadline.budget_s:g})"
             )
         ranks_of: dict[str, list[int]] = {}
-        for rank, error in self._failures.items():
+        for rank, error in failures.items():
             ranks_of.setdefault(_text(error), []).append(rank)
         parts += [f"{self._where(ranks)}: {text}" for text, ranks in list(ranks_of.items())[:_NUM_NAMED]]
         if not self._failures:
@@ -168,9 +178,9 @@ class _Wait:
             return StartTimeoutError(f"{parts[0]}. {advice}", ranks=silent)
         message = "; ".join(parts)
         for kind in _ORDER:
-            for error in self._failures.values():
+            for error in failures.values():
                 if isinstance(error, kind):
-                    return type(error)(message, ranks=silent or _blamed(self._failures))
+                    return type(error)(message, ranks=silent or _blamed(failures))
         return RendezvousError(f"{self._step} failed: {message}", ranks=silent or self._failures)
 
     def _where(self, ranks: list[int]) -> str:

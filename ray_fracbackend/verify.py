@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
-from ray_fracbackend.decide.nccl import cause_of, refusal_in, refused_ranks
+from ray_fracbackend.decide.nccl import (
+    cause_of,
+    is_out_of_memory,
+    is_own_failure,
+    is_timeout,
+    refusal_in,
+    refused_ranks,
+)
 from ray_fracbackend.decide.settings import is_seconds
 from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import FracBackendError, SharedDeviceError, VerificationError
@@ -36,6 +43,10 @@ _REPORT_S = 1.0
 _STALL_S = 0.2
 # Timed calls of a size, of which the best counts.
 _NUM_TIMED = 2
+# What torch puts before an error of CUDA's.
+_CUDA_ERROR = "CUDA error: "
+# Below this the device has no room for a context or for what torch allocates at once.
+_SPARE_BYTES = 64 << 20
 _ADVICE = "Do not train with this group: check the node's memory and network, or use backend='gloo'."
 
 
@@ -86,7 +97,7 @@ def verify_process_group(
 
     Raises:
         SharedDeviceError: NCCL refused ranks that share a GPU.
-        torch.cuda.OutOfMemoryError: The device has no memory left for a tensor of 1 MiB.
+        torch.cuda.OutOfMemoryError: The device has no memory left for its context or for a tensor of 1 MiB.
         VerificationError: A collective failed, stalled or computed a wrong answer; ``ranks`` are those at fault where
             that is known.
         ValueError: ``timeout_s`` is not above 0 or is above 1e9, torch.distributed is not initialised, or this rank is not
@@ -153,9 +164,24 @@ def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
         verification.record_failure()
         raise
     except (RuntimeError, TimeoutError) as error:  # what c10d raises for a lost peer and a timeout; and of bounded()
+        if _has_no_memory(error, device):
+            verification.record_failure()
+            raise torch.cuda.OutOfMemoryError(cause_of(error)) from error
         raise verification.explain(error) from error
     finally:
         del verification._group
+
+
+def _has_no_memory(error: Exception, device: torch.device) -> bool:
+    """Return whether the device was full for its context or for NCCL, which is no OutOfMemoryError of torch's; nor is a refusal to pin memory."""
+    if is_out_of_memory(str(error)):
+        return True
+    if device.type != "cuda" or not str(error).startswith(_CUDA_ERROR + "out of memory"):
+        return False
+    try:
+        return torch.cuda.mem_get_info(device)[0] < _SPARE_BYTES
+    except RuntimeError:  # needs a context too
+        return True
 
 
 class _Verification:
@@ -289,6 +315,21 @@ class _Verification:
             )
         elapsed_s = time.perf_counter() - self._started
         text = f"{self._step} failed on rank {self._own_rank} after {elapsed_s:.1f} s"
+        if str(error).startswith(_CUDA_ERROR):  # of this rank, whoever else is missing
+            self.record_failure()
+            advice = f"CUDA refused {self._device}: look at nvidia-smi on that rank's node."
+            if "out of memory" in str(error):  # and the device has some
+                advice = (
+                    "No host memory can be pinned: raise the limit on locked memory (ulimit -l), free memory of the host, or use "
+                    "backend='staged', which does without."
+                )
+            return VerificationError(f"{text} ({cause_of(error)}). {advice}", ranks=[self._own_rank])
+        if is_own_failure(str(error)):
+            self.record_failure()
+            advice = (
+                "NCCL fails on that rank itself: NCCL_DEBUG=INFO writes the reason to its log; or use backend='gloo'."
+            )
+            return VerificationError(f"{text} ({cause_of(error)}). {advice}", ranks=[self._own_rank])
         try:
             # A call that has not come back may hold the store's client.
             absent = bounded(self._absent, 2 * _REPORT_S)
@@ -296,10 +337,11 @@ class _Verification:
             absent = []
         if absent:
             text += f": {ranks_text(absent)} {'is' if len(absent) == 1 else 'are'} not in it"
-        cause = f"no answer within {self._timeout_s:.3g} s" if isinstance(error, TimeoutError) else cause_of(error)
+        is_late = isinstance(error, TimeoutError) or is_timeout(str(error))
+        cause = f"no answer within {self._timeout_s:.3g} s" if is_late else cause_of(error)
         advice = "Look at the log of that rank and at its node's network."
-        if "out of memory" in str(error).lower():  # NCCL's own allocations
-            advice = "The device is full: end what else runs on it, or let fewer ranks share it."
+        if is_late and not absent and backends_by_device(self._group).get(self._device.type) == "nccl":
+            advice = "NCCL hangs: NCCL_DEBUG=INFO writes where to the workers' logs; or use backend='gloo'."
         return VerificationError(f"{text} ({cause}). {advice}", ranks=absent)
 
     def _absent(self) -> list[int]:

@@ -43,6 +43,7 @@ _REFUSALS = re.compile(
     r"|NCCL_NVLS_ENABLE has been set to \"1\" and communicator has multiple ranks[^.\n;)]*",
     re.IGNORECASE,
 )
+_OWN_FAILURES = re.compile(r"^nccl(?:UnhandledCudaError|SystemError|InternalError|InvalidArgument):", re.MULTILINE)
 _RANKS = re.compile(r"Duplicate GPU detected\s*:\s*rank (\d+) and rank (\d+)", re.IGNORECASE)
 _LAST_ERROR = re.compile(r"^Last error:\s*\n\s*(\S[^\n]*)", re.MULTILINE)
 
@@ -121,6 +122,21 @@ def refused_ranks(text: str) -> tuple[int, ...]:
 def is_invalid_usage(text: str) -> bool:
     """Return True where NCCL returned ``ncclInvalidUsage``, with or without a reason."""
     return "ncclInvalidUsage" in text or ("NCCL" in text and "invalid usage" in text)
+
+
+def is_own_failure(text: str) -> bool:
+    """Return True where NCCL failed on the rank itself and not for the loss of a peer, which is ``ncclRemoteError``."""
+    return _OWN_FAILURES.search(text) is not None and "Call to connect" not in text
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Return True where NCCL found no room on the device for its communicator or a buffer."""
+    return "ncclUnhandledCudaError" in text and "out of memory" in text.lower()
+
+
+def is_timeout(text: str) -> bool:
+    """Return True for torch's error of a wait for NCCL that has ended at its limit; it names the group's timeout, not the limit."""
+    return "Watchdog caught collective operation timeout" in text
 
 
 def cause_of(error: BaseException) -> str:

@@ -331,7 +331,7 @@ def _ipc(job: Job, asked: str, device_type: str) -> StartPlan:
         return StartPlan(backend="ipc", device_type="cpu", reason=f"{asked}: using ipc on host memory")
     groups = job.conflicts
     prefix = f"{share_text(groups)}: " if groups else ""
-    why = _why_not_nccl(job) if groups else "as asked for"
+    why = _why_not_nccl(job) if "auto" in asked else "as asked for"
     plan = StartPlan(backend="ipc", device_type="cuda", reason=f"{prefix}using ipc ({why})", share_groups=groups)
     if job.device_memory_obstacle is None:
         return plan
@@ -388,7 +388,8 @@ def _why_not_nccl(job: Job) -> str:
     seen = any(len({job.workers[rank].nccl_host for rank in group.ranks}) < len(group.ranks) for group in job.conflicts)
     if not seen:
         return f"NCCL {version} does not see it across host names and can hang"
-    return f"NCCL {version} refuses shared devices"
+    can = all(worker.nccl_version and worker.nccl_version >= NCCL_MULTI_RANK for worker in job.workers)
+    return f"NCCL {version} refuses shared devices{' by default' if can else ''}"
 
 
 def _gloo_warning(job: Job, why: str, backend: str) -> str:

@@ -168,7 +168,11 @@ class _Diagnosis:
     def _silent(self) -> Iterator[Fault]:
         silent = [rank for rank in range(len(self._where)) if rank not in self._findings]
         if silent:
-            yield Fault("silent rank", tuple(silent), f"{self._named(silent)}: no answer at all, stopped or dead")
+            yield Fault(
+                "silent rank",
+                tuple(silent),
+                f"{self._named(silent)}: no answer at all: stopped, dead, or still in the failed start",
+            )
 
     def _failing(self) -> Iterator[Fault]:
         for rank in self._live:

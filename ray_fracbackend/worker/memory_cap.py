@@ -31,7 +31,7 @@ def set_cap(fraction: float | None, device: torch.device | str = "cuda") -> None
 
 @contextmanager
 def explain_out_of_memory(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter another context and add the cap to the message of an OutOfMemoryError that leaves it.
+    """Enter another context and add the cap to the message of an OutOfMemoryError, or of an error from one, that leaves it.
 
     Args:
         context: Makes the context that Ray Train would enter by itself.
@@ -42,13 +42,15 @@ def explain_out_of_memory(context: Callable[[], AbstractContextManager[None]]) -
     with context():
         try:
             yield
-        except torch.cuda.OutOfMemoryError as error:
-            if STATE.memory_cap is None:
+        except Exception as error:
+            # V1 raises an error of its own, without a text, from that of the train function.
+            cause = error if isinstance(error, torch.cuda.OutOfMemoryError) else error.__cause__
+            if STATE.memory_cap is None or not isinstance(cause, torch.cuda.OutOfMemoryError):
                 raise
             fraction, device = STATE.memory_cap
             total, held = torch.cuda.get_device_properties(device).total_memory, torch.cuda.memory_reserved(device)
             raise torch.cuda.OutOfMemoryError(
-                f"{error}\nlimit_gpu_memory=True caps this worker at its fraction {fraction:g} of {device}: "
+                f"{str(error) or cause}\nlimit_gpu_memory=True caps this worker at its fraction {fraction:g} of {device}: "
                 f"{total * fraction / _GIB:.2f} of {total / _GIB:.2f} GiB, of which torch holds {held / _GIB:.2f}. Use a smaller "
                 "batch or model, ask for a larger GPU fraction per worker, or start without limit_gpu_memory."
             ) from error

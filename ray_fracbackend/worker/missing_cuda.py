@@ -26,7 +26,8 @@ _PREAMBLE = r"Unexpected error from \w+\(\)\..*?\? (?=Error \d)"
 # Patterns for the error message in lower case.
 _NO_DRIVER = "no nvidia driver on your system"
 _LOST = "gpu is lost|fallen off the bus"
-_BUSY = r"error \(?46\b|busy or unavailable"
+_BUSY = "busy or unavailable"  # CUDA's error 46, of the first context
+_FAILED_KERNEL = "launch failure|hardware stack error|illegal memory access|device-side assert|illegal instruction|misaligned address"
 _NO_GPUS = "no cuda gpus are available|no cuda-capable device is detected"
 # Errors with a text of their own: pattern, cause, what to do.
 _OWN_ERRORS = (
@@ -49,6 +50,36 @@ _OWN_ERRORS = (
         r"error \(?804\b|forward compatibility was attempted",
         "the CUDA compat libraries do not support the node's GPUs",
         "remove them from LD_LIBRARY_PATH and update the driver, or install a torch build for an older CUDA",
+    ),
+    (
+        "required to (?:create|support) mps client|required to support device connections",
+        "the MPS server has no room for this process",
+        "let fewer ranks share the GPU, or end what else uses MPS there, by nvidia-smi",
+    ),
+    (
+        r"\bmps\b",
+        "the MPS daemon of the node does not serve this process",
+        "restart it there: `echo quit | nvidia-cuda-mps-control`, then `nvidia-cuda-mps-control -d`",
+    ),
+    (
+        "in forked subprocess|^cuda error: initialization error",
+        "this process was forked from one that uses CUDA",
+        "start it with the spawn method of multiprocessing",
+    ),
+    (
+        "out of memory",
+        "the GPU has no memory left for this process",
+        "end what else runs on it, by nvidia-smi, or let fewer ranks share it",
+    ),
+    (
+        "no kernel image",
+        "{torch} has no kernels for this GPU",
+        "install a torch build for the GPU's compute capability",
+    ),
+    (
+        "uncorrectable",
+        "the GPU reports a hardware error",
+        "see dmesg of the node for its Xid, and reset the GPU with nvidia-smi --gpu-reset",
     ),
 )
 
@@ -108,6 +139,11 @@ def why_no_cuda(error: Exception | None = None) -> str:
     return cause_text(found)
 
 
+def is_cuda_error(error: BaseException | None) -> bool:
+    """Return whether CUDA refused a call of torch: an AcceleratorError since torch 2.8, a RuntimeError before."""
+    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error: ")
+
+
 def cause_text(found: CudaFindings) -> str:
     """Say why torch cannot use a CUDA device, and what to do. Pure.
 
@@ -134,6 +170,11 @@ def cause_text(found: CudaFindings) -> str:
         return _driver_cause(found, name, evidence)
     if found.num_lost_gpus or re.search(_LOST, error):
         return f"a GPU of the node is lost {evidence}; reset it with nvidia-smi --gpu-reset, or reboot the node"
+    if re.search(_FAILED_KERNEL, error):
+        return (
+            f"a kernel of this process failed or the GPU did, so CUDA refuses all that follows {evidence}; see dmesg of the "
+            "node for an Xid, run the failing call with CUDA_LAUNCH_BLOCKING=1, and restart the worker's process"
+        )
     no_gpus = re.search(_NO_GPUS, error)
     if re.search(_BUSY, error) or (no_gpus and set(found.compute_modes) == {"prohibited"}):
         return _busy_cause(found, evidence)
@@ -167,6 +208,11 @@ def _busy_cause(found: CudaFindings, evidence: str) -> str:
             f"a GPU of the node is in compute mode EXCLUSIVE_PROCESS and busy {evidence}; run nvidia-smi -c DEFAULT on "
             "the node, or start the MPS daemon"
         )
+    if found.num_gpus is None:
+        return (
+            f"the GPU is busy or unavailable {evidence}; run nvidia-smi -c DEFAULT on the node, as another compute mode has "
+            "this error too, or end the process that holds it"
+        )
     return f"the GPU is busy or unavailable {evidence}; end the process that holds it, by nvidia-smi, or reset the GPU"
 
 
@@ -175,11 +221,16 @@ def _no_gpu_cause(found: CudaFindings, evidence: str) -> str:
     visible = found.variables.get(_VISIBLE)
     if found.num_gpus == 0:
         return f"the driver finds no GPU on the node {evidence}; start the container with GPUs, or correct its num_gpus"
-    if found.num_gpus and visible is not None and not _names_gpu(visible, found.num_gpus):
+    if visible is not None and not _names_gpu(visible, found.num_gpus):
         evidence = _evidence(replace(found, variables={}))
         return (
             f"{_VISIBLE}={visible!r} names none of the node's GPUs {evidence}; num_gpus of the node may be too high: correct "
             "it, or the variable"
+        )
+    if visible is not None and _repeats(visible):
+        return (
+            f"{_VISIBLE}={visible!r} names a GPU twice, and CUDA uses none then "
+            f"{_evidence(replace(found, variables={}))}; correct it"
         )
     return (
         f"CUDA finds no GPU that it can use {evidence}; compare nvidia-smi -L with the variables: a GPU in MIG mode needs "
@@ -187,10 +238,17 @@ def _no_gpu_cause(found: CudaFindings, evidence: str) -> str:
     )
 
 
-def _names_gpu(visible: str, num_gpus: int) -> bool:
-    """Return whether the first entry is the index of a GPU: CUDA stops at the first that is not."""
+def _names_gpu(visible: str, num_gpus: int | None) -> bool:
+    """Return whether the first entry is the index of a GPU, or may be one: CUDA stops at the first that is not."""
     first = visible.split(",")[0].strip()
+    if num_gpus is None:
+        return first.isdecimal() or first.startswith(("GPU-", "MIG-"))
     return first.isdecimal() and int(first) < num_gpus
+
+
+def _repeats(visible: str) -> bool:
+    names = [name.strip() for name in visible.split(",")]
+    return len(set(names)) < len(names)
 
 
 def _evidence(found: CudaFindings) -> str:

@@ -91,7 +91,12 @@ def machine_devices() -> dict[str, Any]:
     Returns:
         The attributes ``devices``, ``num_visible_devices`` and ``cuda_missing`` of `WorkerInfo`.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = 0
+    if torch.cuda.is_available():
+        # Before it torch counts NVML's GPUs: CUDA has one slice of one, if they are in MIG mode.
+        with suppress(Exception):  # said of each device
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        count = torch.cuda.device_count()
     with nvml_session() as nvml:
         described, unreadable = _described([torch.device("cuda", index) for index in range(count)], nvml)
     missing = unreadable if count or unreadable else why_no_cuda()
@@ -224,6 +229,9 @@ def _describe(index: int, properties: Any, nvml: Any) -> DeviceInfo:
     known = bool(bare.strip("0-"))
     uuid = f"GPU-{bare}" if known else f"BUS-{boot_id() or socket.gethostname()}/{bus_id or index}"
     handle, is_mig = _nvml_handle(nvml, bare) if known else (None, False)
+    if known and handle is None and (whole := _gpu_of_slice(bare, properties)) is not None:
+        # As with NVML: another rank on the slice may have it.
+        uuid, parent = f"MIG-{bare}", whole or None
     if is_mig:
         uuid = f"MIG-{bare}"
         handle = nvml_answer(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
@@ -250,6 +258,18 @@ def _bare_uuid(index: int, properties: Any) -> str:
     with suppress(DriverError):  # on ROCm and Windows, which have no slices
         return device_uuid(index)
     return str(getattr(properties, "uuid", None) or "").removeprefix("GPU-").removeprefix("MIG-")
+
+
+def _gpu_of_slice(bare: str, properties: Any) -> str | None:
+    """Return the UUID of a MIG slice's GPU by CUDA alone, empty if unknown; None for what is no slice.
+
+    The name of a slice ends in its profile, such as ``MIG 1g.10gb``; the runtime's properties may have the UUID of its GPU.
+    """
+    whole = str(getattr(properties, "uuid", None) or "").removeprefix("GPU-").removeprefix("MIG-")
+    is_other = whole != bare and bool(whole.strip("0-"))
+    if is_other or "MIG" in properties.name.split():
+        return f"GPU-{whole}" if is_other else ""
+    return None
 
 
 def _torch_bus_id(properties: Any) -> str | None:

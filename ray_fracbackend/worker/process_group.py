@@ -26,15 +26,19 @@ from ray_fracbackend.decide.nccl import cause_of
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import IFNAME
 from ray_fracbackend.errors import (
+    BackendUnavailableError,
     FracBackendError,
     GroupFormationError,
+    MissingDeviceError,
     RendezvousError,
+    VerificationError,
 )
 from ray_fracbackend.timeouts import Deadline, bounded
 from ray_fracbackend.verify import VerificationResult, backends_by_device, other_devices, verify_process_group
 from ray_fracbackend.worker import environment, memory_cap, store
 from ray_fracbackend.worker.checkpoint_copies import copy_checkpoints_in_turn
 from ray_fracbackend.worker.gloo_trial import try_gloo_on_cuda
+from ray_fracbackend.worker.missing_cuda import is_cuda_error, why_no_cuda
 from ray_fracbackend.worker.network import check_gloo_device, route_interface
 from ray_fracbackend.worker.state import STATE
 
@@ -42,6 +46,8 @@ from ray_fracbackend.worker.state import STATE
 _SILENCE_S = 1.0
 # For a failed group of NCCL to be aborted.
 ABORT_S = 5.0
+# For the NVML of a broken GPU to answer.
+_NVML_S = 2.0
 
 
 def start_worker(plan: WorkerPlan) -> VerificationResult | None:
@@ -56,6 +62,7 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
 
     Raises:
         RendezvousError: The group did not form within ``budget_s``.
+        MissingDeviceError: CUDA refused to use the worker's device.
         VerificationError: The group formed and does not work.
         BackendUnavailableError: Gloo cannot carry CUDA tensors here.
     """
@@ -99,14 +106,36 @@ def _release_frames(error: BaseException | None) -> None:
 def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
     """Verify the group with tensors of the device that the worker trains on, and both halves of ``cpu:gloo,cuda:nccl``.
 
-    Of a group that is for CUDA alone, on a worker without CUDA, nothing can be verified.
+    Of a group that is for CUDA alone, on a worker without CUDA, nothing can be verified; nor where Ray assigned no device: the
+    script has yet to choose one, and on the current one all ranks of a node would meet.
     """
     device = torch.device(plan.device)
-    own = [device] if device.type in backends_by_device() else []
+    is_assigned = device.type != "cuda" or device.index is not None
+    own = [device] if is_assigned and device.type in backends_by_device() else []
     if device.type == "cuda" and sys.platform == "win32" and plan.backends.by_device.get("cuda") == "gloo":
         try_gloo_on_cuda(plan.device, deadline.left_s)
-    results = [verify_process_group(device=each, timeout_s=deadline.left_s) for each in (*other_devices(device), *own)]
+    results = []
+    for each in (*other_devices(device), *own):
+        try:
+            results.append(verify_process_group(device=each, timeout_s=deadline.left_s))
+        except VerificationError as failed:
+            if is_cuda_error(failed.__cause__):
+                raise _refused(plan, failed) from failed.__cause__
+            raise
     return results[-1] if results else None
+
+
+def _refused(plan: WorkerPlan, failed: VerificationError) -> FracBackendError:
+    """Return the error of what CUDA refused, which is no failure of the group: the first context is made in the verification."""
+    error = failed.__cause__
+    assert isinstance(error, Exception)
+    if "out of memory" in str(error):  # a full device is torch's OutOfMemoryError by now: what is left is host memory
+        return BackendUnavailableError(str(failed), ranks=(plan.rank,))
+    try:
+        why = bounded(partial(why_no_cuda, error), _NVML_S)
+    except TimeoutError:
+        why = str(failed).rstrip(".")
+    return MissingDeviceError(f"{plan.device} cannot be used: {why}.", ranks=(plan.rank,))
 
 
 def stop_worker(*, failed: bool = False) -> None:
@@ -209,7 +238,9 @@ def _set_group_timeout(plan: WorkerPlan, timeout_s: float) -> None:
     """
     in_python = plan.backends.has_ipc or plan.backends.has_staged
     if in_python or (plan.backends.connects_with_gloo and get_debug_level() != DebugLevel.DETAIL):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+        # torch 2.14 has a public name for it, and a FutureWarning for the old one.
+        set_timeout = getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)
+        set_timeout(timedelta(seconds=timeout_s))
 
 
 def _advice(plan: WorkerPlan, kind: type[RendezvousError], error: Exception) -> str:

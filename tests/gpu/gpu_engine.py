@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import torch
 
+from tests.processes import train_worker_processes
+
 ROOT = Path(__file__).parents[2]
 _START_S = 90.0
 # Ray starts as many idle workers at once.
@@ -74,6 +76,17 @@ class Engine:
         self._process.stdin.write(json.dumps({"name": name, "engine": self.version, "out": out, **job}) + "\n")
         self._process.stdin.flush()
         return self._answer(timeout_s, f"job {name} {job}")
+
+    def start_report(self) -> dict[str, Any]:
+        """The report beside the results of the last job's start, also of a start that failed."""
+        folder = Path(self._folder.name) / f"job{self._num_jobs}_storage"
+        report: dict[str, Any] = json.loads((folder / "run" / "start_report.json").read_text())
+        return report
+
+    def train_workers(self) -> list[psutil.Process]:
+        """The processes of Ray Train's workers that are there now."""
+        assert self._process is not None
+        return train_worker_processes(psutil.Process(self._process.pid))
 
     def close(self) -> None:
         """Ends the process, its Ray and all workers."""

@@ -12,7 +12,13 @@ from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
 from ray_fracbackend._ray import WorkerAddress
 from ray_fracbackend.collect import gather
-from ray_fracbackend.errors import FracBackendError, OutOfMemoryError, VerificationError, WorkerDiedError
+from ray_fracbackend.errors import (
+    FracBackendError,
+    MissingDeviceError,
+    OutOfMemoryError,
+    VerificationError,
+    WorkerDiedError,
+)
 from ray_fracbackend.timeouts import Deadline
 
 
@@ -54,3 +60,24 @@ def test_out_of_memory_without_a_text(failure_of: Any) -> None:
     error = failure_of(None, torch.cuda.OutOfMemoryError())
     assert isinstance(error, OutOfMemoryError)
     assert "(starting gloo): OutOfMemoryError. Free the device" in str(error)
+
+
+def test_what_torch_says_of_its_allocator_is_left_out(failure_of: Any) -> None:
+    """Fragmentation is not the cause at a start; who holds the memory may be."""
+    said = (
+        "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 MiB is free. "
+        "Process 4711 has 7.00 GiB memory in use. Including non-PyTorch memory, this process has 0 bytes memory in use. Of "
+        "the allocated memory 0 bytes is allocated by PyTorch. See documentation for Memory Management"
+    )
+    text = str(failure_of(torch.cuda.OutOfMemoryError(said)))
+    assert "Process 4711 has 7.00 GiB memory in use. Free the device of other processes" in text
+    assert "PyTorch" not in text
+
+
+def test_a_device_that_cuda_refuses_is_the_cause(failure_of: Any) -> None:
+    """Its rank ends, and the peers fail in whatever they do then: the error has neither their texts nor their ranks."""
+    refused = MissingDeviceError("cuda:0 cannot be used: busy.", ranks=[1])
+    error = failure_of(VerificationError("connection closed. Look at its node's network.", ranks=[0]), refused)
+    assert isinstance(error, MissingDeviceError)
+    assert error.ranks == (1,)
+    assert str(error) == "rank 1 (node 10.0.0.1, pid 4711): cuda:0 cannot be used: busy."

@@ -22,6 +22,8 @@ _GIB = 1 << 30
 def fractions(monkeypatch):
     """Calls of set_per_process_memory_fraction, on a device of 80 GiB of which 39.5 are taken."""
     told = []
+    # Else Ray's own context asks for the device of a worker.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: told.append((fraction, str(device)))
     )
@@ -74,6 +76,23 @@ def test_out_of_memory_names_the_cap(fractions):
     assert "torch holds 39.50" in text
     assert "ask for a larger GPU fraction per worker" in text
     assert caught.value.__cause__ is original
+
+
+def test_out_of_memory_under_v1(fractions):
+    """V1 raises an error of its own from that of the train function before the context is left."""
+    from ray.air._internal.util import StartTraceback
+    from ray.train._internal.utils import construct_train_func
+
+    def run_out():
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    memory_cap.set_cap(0.5, "cuda:0")
+    context = FracTorchConfig(limit_gpu_memory=True).train_func_context
+    with pytest.raises(StartTraceback) as caught:
+        construct_train_func(run_out, None, context, discard_returns=True)()
+    told = caught.value.__cause__
+    assert isinstance(told, torch.cuda.OutOfMemoryError)
+    assert str(told).startswith("CUDA out of memory. Tried to allocate 2.00 GiB.\nlimit_gpu_memory=True caps")
 
 
 def test_other_errors_pass(fractions):

@@ -1,35 +1,38 @@
-"""Why torch cannot use a CUDA device: every cause from the text that torch gives for it, and what is collected."""
+"""Why torch cannot use a CUDA device: every cause from the text that torch gives for it, and what is collected.
+
+The texts of ``recorded`` are those of real CUDA builds of torch on the emulated runtime: ci/cuda_texts.py. What that cannot make
+(ROCm and other builds, CUDA's unknown error, errors of broken hardware) is typed in, marked as such.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from ray_fracbackend.worker.missing_cuda import CudaFindings, cause_text, why_no_cuda
+from ray_fracbackend.worker.missing_cuda import CudaFindings, cause_text, is_cuda_error, why_no_cuda
 
-# Texts of c10/cuda/CUDAFunctions.cpp, and of cudaGetErrorString in them.
-_UNEXPECTED = (
-    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that "
-    "might have already set an error? Error "
-)
-NO_DRIVER = (
-    "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from "
-    "http://www.nvidia.com/Download/index.aspx"
-)
-TOO_OLD = (
-    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading and "
-    "installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
-    "https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
-)
-NO_GPUS = "No CUDA GPUs are available"
+RECORD = json.loads(Path(__file__).with_name("cuda_texts.json").read_text())
+RELEASES = tuple(RECORD)
+
+
+def recorded(name, release=RELEASES[0]):
+    """What torch of this release says in this case."""
+    return RECORD[release]["errors"][name]["text"]
+
+
+NO_DRIVER, TOO_OLD, NO_GPUS = recorded("no_driver"), recorded("old_driver"), recorded("no_device")
+_UNEXPECTED = recorded("not_initialized").partition("802")[0]
+BUSY = recorded("exclusive")
+# Typed in: c10/cuda/CUDAFunctions.cpp, for an error that the emulated runtime does not make.
 UNKNOWN = (
     "CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env variable "
     "CUDA_VISIBLE_DEVICES after program start. Setting the available devices to be zero."
 )
-BUSY = _UNEXPECTED + "46: CUDA-capable device(s) is/are busy or unavailable"
 
 
 def found(error=None, **own):
@@ -38,7 +41,7 @@ def found(error=None, **own):
         **{
             "torch_version": "2.13.0+cu130",
             "cuda_version": "13.0",
-            "error": error,
+            "error": error and error.splitlines()[0],
             "num_gpus": 1,
             "driver_version": "580.65",
             "variables": {"CUDA_VISIBLE_DEVICES": "0"},
@@ -50,6 +53,7 @@ def found(error=None, **own):
 _SEEN = "NVML counts 1 GPU with driver 580.65, CUDA_VISIBLE_DEVICES='0'"
 
 CASES = {
+    # Typed in: another build, as XPU and ROCm below.
     "CPU-only build": (
         found("Torch not compiled with CUDA enabled", build="cpu", torch_version="2.13.0+cpu"),
         "torch 2.13.0+cpu is a CPU-only build",
@@ -77,23 +81,24 @@ CASES = {
         "update the driver, or install a torch build for an older CUDA",
     ),
     "802": (
-        found(_UNEXPECTED + "802: system not yet initialized", num_gpus=8),
+        found(recorded("not_initialized"), num_gpus=8),
         'Fabric Manager, or another daemon of the driver, is not running on the node (CUDA says "Error 802: system not yet '
         'initialized", NVML counts 8 GPUs with driver 580.65',
         "start nvidia-fabricmanager in the version of the driver",
     ),
     "803": (
-        found(_UNEXPECTED + "803: system has unsupported display driver / cuda driver combination", num_gpus=None),
+        found(recorded("driver_mismatch"), num_gpus=None),
         'libcuda and the NVIDIA kernel driver of the node have different versions (CUDA says "Error 803: system has '
         'unsupported display driver / cuda driver combination", NVML does not answer',
         "reboot the node after an update of its driver",
     ),
     "804": (
-        found(_UNEXPECTED + "804: forward compatibility was attempted on non supported HW"),
+        found(recorded("no_forward_compatibility")),
         "the CUDA compat libraries do not support the node's GPUs (CUDA says \"Error 804: forward compatibility was "
         f'attempted on non supported HW", {_SEEN})',
         "remove them from LD_LIBRARY_PATH",
     ),
+    # Typed in, as the next: broken hardware.
     "GPU lost by NVML": (
         found(UNKNOWN, num_gpus=2, num_lost_gpus=1),
         'a GPU of the node is lost (CUDA says "CUDA unknown error - this may be due to an incorrectly set up environment, '
@@ -108,7 +113,7 @@ CASES = {
     ),
     "busy": (
         found(BUSY, compute_modes=("default",)),
-        'the GPU is busy or unavailable (CUDA says "Error 46: CUDA-capable device(s) is/are busy or unavailable"',
+        'the GPU is busy or unavailable (CUDA says "CUDA error: CUDA-capable device(s) is/are busy or unavailable"',
         "end the process that holds it",
     ),
     "exclusive mode": (
@@ -116,7 +121,68 @@ CASES = {
         "a GPU of the node is in compute mode EXCLUSIVE_PROCESS and busy (CUDA says",
         "run nvidia-smi -c DEFAULT on the node, or start the MPS daemon",
     ),
+    "busy, and no NVML to ask for the mode": (
+        found(BUSY, num_gpus=None, driver_version=None),
+        "the GPU is busy or unavailable (CUDA says",
+        "run nvidia-smi -c DEFAULT on the node, as another compute mode has this error too",
+    ),
     "prohibited mode": (
+        found(recorded("prohibited"), compute_modes=("prohibited",)),
+        "a GPU of the node is in compute mode PROHIBITED (CUDA says",
+        "run nvidia-smi -c DEFAULT on the node",
+    ),
+    "MPS has no room": (
+        found(recorded("mps_clients")),
+        'the MPS server has no room for this process (CUDA says "CUDA error: the hardware resources required to create MPS '
+        'client have been exhausted"',
+        "let fewer ranks share the GPU",
+    ),
+    # Typed in: cudaGetErrorString(cudaErrorMpsServerNotReady).
+    "MPS does not serve": (
+        found("CUDA error: MPS server is not ready to accept new MPS client requests"),
+        "the MPS daemon of the node does not serve this process (CUDA says",
+        "`nvidia-cuda-mps-control -d`",
+    ),
+    "no memory for a context": (
+        found(recorded("device_full")),
+        'the GPU has no memory left for this process (CUDA says "CUDA error: out of memory"',
+        "let fewer ranks share it",
+    ),
+    "no memory for a tensor": (
+        found(recorded("out_of_memory")),
+        'the GPU has no memory left for this process (CUDA says "CUDA out of memory"',
+        "let fewer ranks share it",
+    ),
+    "forked": (
+        found(recorded("forked_child")),
+        'this process was forked from one that uses CUDA (CUDA says "Cannot re-initialize CUDA in forked subprocess"',
+        "the spawn method of multiprocessing",
+    ),
+    "a kernel failed": (
+        found(recorded("device_lost")),
+        "a kernel of this process failed or the GPU did, so CUDA refuses all that follows "
+        '(CUDA says "CUDA error: unspecified launch failure"',
+        "see dmesg of the node for an Xid",
+    ),
+    "a kernel failed, and NVML says why": (
+        found(recorded("device_lost"), num_lost_gpus=1),
+        'a GPU of the node is lost (CUDA says "CUDA error: unspecified launch failure"',
+        "reboot the node",
+    ),
+    # Typed in: cudaGetErrorString(cudaErrorNoKernelImageForDevice).
+    "a GPU that torch was not built for": (
+        found("CUDA error: no kernel image is available for execution on the device"),
+        "torch 2.13.0+cu130 with CUDA 13.0 has no kernels for this GPU (CUDA says",
+        "for the GPU's compute capability",
+    ),
+    # Typed in: cudaGetErrorString(cudaErrorECCUncorrectable).
+    "broken memory": (
+        found("CUDA error: uncorrectable ECC error encountered"),
+        "the GPU reports a hardware error (CUDA says",
+        "reset the GPU",
+    ),
+    # Typed in: an older driver, which counts no device then.
+    "prohibited mode, and CUDA counts no device": (
         found(NO_GPUS, compute_modes=("prohibited",)),
         "a GPU of the node is in compute mode PROHIBITED (CUDA says",
         "run nvidia-smi -c DEFAULT on the node",
@@ -126,6 +192,11 @@ CASES = {
         "CUDA_VISIBLE_DEVICES='3' names none of the node's GPUs (CUDA says \"No CUDA GPUs are available\", NVML counts 1 GPU "
         "with driver 580.65)",
         "num_gpus of the node may be too high: correct it, or the variable",
+    ),
+    "variable that names a GPU twice": (
+        found(NO_GPUS, num_gpus=2, variables={"CUDA_VISIBLE_DEVICES": "0, 0"}),
+        "CUDA_VISIBLE_DEVICES='0, 0' names a GPU twice, and CUDA uses none then (CUDA says",
+        "correct it",
     ),
     "driver without a GPU": (
         found(NO_GPUS, num_gpus=0),
@@ -164,6 +235,7 @@ CASES = {
         "is a ROCm build and finds no usable AMD GPU",
         "install a CUDA build of torch for the node's NVIDIA GPUs",
     ),
+    # Typed in.
     "anything else": (
         found("CUDA driver initialization failed, you might not have a CUDA gpu."),
         f'cannot use CUDA (CUDA says "CUDA driver initialization failed, you might not have a CUDA gpu", {_SEEN})',
@@ -201,10 +273,68 @@ def test_causes_differ():
     assert "names none" not in "".join(cause_text(found(case)) for case in (NO_GPUS, TOO_OLD, BUSY, UNKNOWN))
 
 
+# What each recorded failure is called, in every release of torch.
+CALLED = {
+    "no_driver": "finds no libcuda",
+    "old_driver": "is too old for torch",
+    "no_device": "the driver finds no GPU",
+    "not_initialized": "Fabric Manager",
+    "driver_mismatch": "have different versions",
+    "no_forward_compatibility": "the CUDA compat libraries",
+    "prohibited": "busy or unavailable",
+    "exclusive": "busy or unavailable",
+    "mps_clients": "the MPS server has no room",
+    "device_full": "has no memory left",
+    "out_of_memory": "has no memory left",
+    "device_lost": "a kernel of this process failed",
+    "no_pinned_memory": "has no memory left",  # CUDA's text is that of device memory
+    "forked_child": "forked",
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", CALLED)
+def test_what_every_torch_says(name, release):
+    """Releases have other lines below the first; the cause is the same, quoted without them."""
+    text = cause_text(found(recorded(name, release), num_gpus=0 if name == "no_device" else 1))
+    assert CALLED[name] in text
+    assert "Search for" not in text
+    assert "asynchronously" not in text
+    assert len(text) < 450
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(("name", "refused"), [("exclusive", True), ("device_full", True), ("no_driver", False)])
+def test_errors_of_a_context(name, refused, release):
+    """What CUDA refuses after its start is told by torch's words before it: the class is another one in each release."""
+    assert is_cuda_error(RuntimeError(recorded(name, release))) == refused
+    assert not is_cuda_error(ValueError(recorded(name, release)))
+    assert not is_cuda_error(None)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_variables_under_which_torch_counts_no_gpu(release):
+    """Of two GPUs; the cause is the variable in each."""
+    hidden = {value for value, told in RECORD[release]["visible"].items() if told["error"]}
+    assert hidden == {"", "-1", "2", "0,0", "9,0", "NoDevFiles", "GPU-0123abcd"}
+    for value in hidden:
+        error = RECORD[release]["visible"][value]["error"]
+        text = cause_text(found(error, num_gpus=2, variables={"CUDA_VISIBLE_DEVICES": value}))
+        assert text.startswith(f"CUDA_VISIBLE_DEVICES={value!r} names ")
+
+
 @pytest.mark.parametrize("visible", ["", "-1", "1", "NoDevFiles", "GPU-0123abcd", "9,0"])
 def test_variable_that_names_none(visible):
     """CUDA stops at the first entry that is no GPU, so an index beyond the GPUs hides those that follow."""
     text = cause_text(found(NO_GPUS, variables={"CUDA_VISIBLE_DEVICES": visible}))
+    assert text.startswith(f"CUDA_VISIBLE_DEVICES={visible!r} names none of the node's GPUs")
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_variable_that_can_name_none(visible):
+    """That is known without NVML, too."""
+    variables = {"CUDA_VISIBLE_DEVICES": visible}
+    text = cause_text(found(NO_GPUS, num_gpus=None, driver_version=None, variables=variables))
     assert text.startswith(f"CUDA_VISIBLE_DEVICES={visible!r} names none of the node's GPUs")
 
 
@@ -285,7 +415,7 @@ def cuda_build(monkeypatch):
 
 def test_cuda_is_asked_first(cuda_build):
     """The error of torch.cuda.init() decides, not that the variable is set."""
-    cuda_build(RuntimeError(_UNEXPECTED + "802: system not yet initialized"), Nvml())
+    cuda_build(RuntimeError(recorded("not_initialized")), Nvml())
     text = why_no_cuda()
     assert "Fabric Manager" in text
     assert f'CUDA says "Error 802: system not yet initialized", {_SEEN}' in text
@@ -308,9 +438,7 @@ def test_compute_mode_is_found_by_nvml(cuda_build):
 def test_error_that_came_earlier(cuda_build):
     """What a call of torch.cuda raised is used as it is, without another initialization of CUDA."""
     cuda_build(AssertionError("initialized again"), Nvml())
-    text = why_no_cuda(
-        RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported late")
-    )
+    text = why_no_cuda(RuntimeError(recorded("device_lost")))
     assert 'CUDA says "CUDA error: unspecified launch failure", NVML' in text
 
 
@@ -334,7 +462,7 @@ def test_error_without_text(cuda_build):
 )
 def test_nvml_is_optional(cuda_build, nvml, says):
     """Whatever NVML refuses is unknown; the cause is reported all the same."""
-    cuda_build(RuntimeError(_UNEXPECTED + "804: forward compatibility was attempted on non supported HW"), nvml)
+    cuda_build(RuntimeError(recorded("no_forward_compatibility")), nvml)
     text = why_no_cuda()
     assert text.startswith("the CUDA compat libraries do not support the node's GPUs")
     assert says in text

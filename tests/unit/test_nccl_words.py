@@ -2,7 +2,15 @@
 
 import pytest
 
-from ray_fracbackend.decide.nccl import cause_of, is_invalid_usage, refusal_in, refused_ranks
+from ray_fracbackend.decide.nccl import (
+    cause_of,
+    is_invalid_usage,
+    is_out_of_memory,
+    is_own_failure,
+    is_timeout,
+    refusal_in,
+    refused_ranks,
+)
 
 _HEAD = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN for "
@@ -58,3 +66,48 @@ def test_cause_in_one_line():
     assert cause_of(RuntimeError(torch_text("remote process exited"))).endswith("2.28.9: remote process exited")
     assert cause_of(RuntimeError("first\nsecond")) == "first"
     assert cause_of(TimeoutError()) == "TimeoutError"
+
+
+# torch's text by NCCL's result, as ProcessGroupNCCL of torch 2.14.1 raises it on the emulated NCCL (tests/cuda/test_nccl.py).
+_RESULTS = {
+    "system error": (
+        "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.30.7\nncclSystemError: System call "
+        "(e.g. socket, malloc) or external library call failed or device error. \nLast error:\n"
+    ),
+    "cuda error": (
+        "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.30.7\nncclUnhandledCudaError: Call to "
+        "CUDA function failed.\nLast error:\n"
+    ),
+    "remote error": (
+        "remote process exited or there was a network error, NCCL version 2.30.7\nncclRemoteError: A call failed possibly due "
+        "to a network error or a remote process exiting prematurely.\nLast error:\n"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("result", "last", "is_own", "is_full"),
+    [
+        ("system error", "Call to posix_memalign failed : Cannot allocate memory", True, False),
+        ("system error", "Call to connect to 10.0.0.3<4711> failed : Connection refused", False, False),
+        ("cuda error", "Cuda failure 2 'out of memory'", True, True),
+        ("cuda error", "Cuda failure 719 'unspecified launch failure'", True, False),
+        ("remote error", "socketProgress: Connection closed by remote peer node1<4711>", False, False),
+    ],
+)
+def test_whose_failure_it_is(result, last, is_own, is_full):
+    """A rank that fails by itself is at fault, one that lost a peer is not."""
+    text = f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:92, {_RESULTS[result]}{last}\n"
+    assert is_own_failure(text) == is_own
+    assert is_out_of_memory(text) == is_full
+    assert not is_timeout(text)
+
+
+def test_a_wait_that_ended():
+    """torch names the timeout of the group, not the limit of the wait."""
+    assert is_timeout(
+        "[PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE, "
+        "NumelIn=1, NumelOut=1, Timeout(ms)=1800000) ran for 19970 milliseconds before timing out."
+    )
+    assert not is_own_failure("CUDA error: out of memory")
+    assert not is_out_of_memory("CUDA error: out of memory")

@@ -251,6 +251,7 @@ class TestShared:
         """An explicit choice of ipc is taken, and not silently replaced when it fails."""
         found = plan(job(gpu(), gpu(), **_IPC), on_shared_device="ipc")
         assert (found.backend, found.fallback, found.warnings) == ("ipc", None, ())
+        assert found.reason.endswith("using ipc (as asked for)")
 
     def test_ipc_policy_without_device_memory(self):
         """Where ranks cannot map each other's device memory, ipc stages CUDA tensors, and the warning says why."""
@@ -368,6 +369,11 @@ class TestShared:
         """Windows workers that share a device use Gloo and the reason is NCCL's absence."""
         found = plan(job(gpu(), gpu(), nccl_available=False, nccl_version=None))
         assert found.reason.endswith("using gloo (torch has no NCCL)")
+
+    def test_a_newer_nccl_refuses_by_default(self):
+        """From 2.30 on on_shared_device='nccl' makes it take them, which the doctor's line on NCCL says as well."""
+        found = plan(job(gpu(), gpu(), nccl_version=(2, 30, 7)))
+        assert found.reason.endswith("using gloo (NCCL 2.30.7 refuses shared devices by default)")
 
     def test_gloo_for_fractions_is_a_warning(self):
         """What sharing costs, how many ranks share, and what to do, in one line."""

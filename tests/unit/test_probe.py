@@ -139,6 +139,23 @@ def test_a_slice_is_what_the_driver_calls_it(cuda, monkeypatch):
     assert describe().uuid == f"MIG-{own}"
 
 
+@pytest.mark.parametrize(
+    ("name", "other", "uuid_prefix", "parent"),
+    [
+        ("NVIDIA H200 MIG 1g.18gb", None, "MIG", None),
+        ("NVIDIA H200", "ab12cd34-0000-0000-0000-000000000002", "MIG", "GPU-ab12cd34-0000-0000-0000-000000000002"),
+        ("NVIDIA H200", None, "GPU", None),
+        ("NVIDIA H200", "00000000-0000-0000-0000-000000000000", "GPU", None),
+    ],
+)
+def test_a_slice_without_nvml(cuda, monkeypatch, name, other, uuid_prefix, parent):
+    """Its name, or a GPU of another UUID in the properties, tell: a rank that has NVML gives it the same UUID."""
+    monkeypatch.setattr("ray_fracbackend.ipc.device.driver.device_uuid", lambda index: _UUID)
+    cuda(known=(), name=name, uuid=uuid.UUID(other or _UUID))
+    facts = describe()
+    assert (facts.uuid, facts.parent_uuid) == (f"{uuid_prefix}-{_UUID}", parent)
+
+
 def test_without_nvml(monkeypatch, cuda):
     """Without NVML the UUID is still CUDA's, the rest is unknown."""
     cuda(known=())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +19,19 @@ from torch.distributed import DebugLevel, set_debug_level
 
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import WorkerRendezvous
-from ray_fracbackend.errors import BackendUnavailableError, GroupFormationError, RendezvousError
+from ray_fracbackend.errors import (
+    BackendUnavailableError,
+    GroupFormationError,
+    MissingDeviceError,
+    RendezvousError,
+    VerificationError,
+)
 from ray_fracbackend.timeouts import Deadline
 from ray_fracbackend.worker import gloo_trial, process_group
 from ray_fracbackend.worker.process_group import start_worker
 from ray_fracbackend.worker.store import connect_store, hold_store
 from tests.processes import CONTEXT, free_port, loopback_name, run_processes, wait_for_port
+from tests.unit.test_missing_cuda import RELEASES, recorded
 
 
 def plan_of(backend: str, device: str) -> WorkerPlan:
@@ -244,3 +252,62 @@ def start_and_look(rank: int, num_processes: int, port: int) -> tuple[bool, bool
 def test_what_is_for_the_start_alone_is_gone_in_training() -> None:
     """Processes that the train function starts do not inherit the loopback interface."""
     assert run_processes(start_and_look, 2, timeout_s=120) == [(True, False)] * 2
+
+
+def failing_verification(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
+    """Let the verification fail by this error of torch's, and NVML hang as that of a broken GPU may."""
+
+    def fail(**options: Any) -> None:
+        raise VerificationError("all_reduce of 1 KiB failed on rank 0 (<...>). Look at nvidia-smi.") from cause
+
+    monkeypatch.setattr(process_group, "backends_by_device", lambda: {"cuda": "gloo"})
+    monkeypatch.setattr(process_group, "other_devices", lambda device: [])
+    monkeypatch.setattr(process_group, "verify_process_group", fail)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_device_that_cuda_refuses_is_no_failure_of_the_group(
+    release: str, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first context is made in the verification: its error has the cause and what to do, and no search follows."""
+    failing_verification(monkeypatch, RuntimeError(recorded("mps_clients", release)))
+    monkeypatch.setattr(process_group, "_NVML_S", 0.2)
+    why = threading.Event().wait if hangs else lambda: "MPS has no room; let fewer ranks share it"
+    monkeypatch.setattr(process_group, "why_no_cuda", lambda error: why())
+    with pytest.raises(MissingDeviceError) as caught:
+        process_group._verify(plan_of("gloo", "cuda:0"), Deadline(10))
+    says = (
+        "all_reduce of 1 KiB failed on rank 0 (<...>). Look at nvidia-smi."
+        if hangs
+        else "MPS has no room; let fewer ranks share it."
+    )
+    assert str(caught.value) == f"cuda:0 cannot be used: {says}"
+    assert caught.value.ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [("Connection closed by peer", VerificationError), (recorded("no_pinned_memory"), BackendUnavailableError)],
+)
+def test_a_group_that_fails_is_no_refused_device(
+    cause: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the network stays what it is; without pinned memory Gloo cannot carry CUDA tensors."""
+    failing_verification(monkeypatch, RuntimeError(cause))
+    with pytest.raises(kind, match="all_reduce of 1 KiB failed on rank 0"):
+        process_group._verify(plan_of("gloo", "cuda:0"), Deadline(10))
+
+
+def timeout_that_was_set(rank: int, world_size: int, port: int) -> float:
+    """The timeout of the group after it was set, with warnings as errors."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    warnings.simplefilter("error")
+    process_group._set_group_timeout(plan_of("gloo", "cpu"), 5)
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    return float(backend.options._timeout.total_seconds())
+
+
+def test_the_timeout_is_set_without_a_warning() -> None:
+    """Under the name that this torch wants it to have."""
+    assert run_processes(timeout_that_was_set, 1) == [5.0]

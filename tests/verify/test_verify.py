@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ray_fracbackend import SharedDeviceError, VerificationError, VerificationResult, verify, verify_process_group
 from ray_fracbackend.decide.nccl import is_invalid_usage
 from tests.processes import run_processes
+from tests.unit.test_missing_cuda import RELEASES, recorded
 from tests.unit.test_nccl_words import DUPLICATE, torch_text
 
 
@@ -262,6 +263,56 @@ def test_out_of_memory_passes_through():
     (error,) = run_processes(out_of_memory, 1)
     assert isinstance(error, torch.cuda.OutOfMemoryError)
     assert "Tried to allocate" in str(error)
+
+
+def refused_device(rank, world_size, port, name):
+    """CUDA refuses something to one rank, while its peer is in the collective."""
+    init(rank, world_size, port)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError(recorded(name))
+
+    if rank == 1:
+        dist.all_reduce = fail
+    verify_process_group(timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "advice"),
+    [
+        ("mps_clients", "resources required to create MPS client", "look at nvidia-smi on that rank's node"),
+        ("no_pinned_memory", "CUDA error: out of memory", "No host memory can be pinned"),
+    ],
+)
+def test_what_cuda_refuses(name, says, advice):
+    """The rank that has the error says so, blames nobody else and not the network."""
+    peer, error = run_processes(refused_device, 2, name)
+    assert isinstance(peer, VerificationError)
+    assert isinstance(error, VerificationError)
+    assert error.ranks == (1,)
+    assert says in str(error)
+    assert advice in str(error)
+    assert "network" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("free", "is_full"), [(None, True), (0, True), (1 << 30, False)], ids=["no context", "full", "pinned memory"]
+)
+@pytest.mark.parametrize("release", RELEASES)
+def test_no_memory_for_a_context(monkeypatch, release, free, is_full):
+    """It is no OutOfMemoryError of torch's, and a refusal to pin host memory has the same text."""
+    assert recorded("device_full", release) == recorded("no_pinned_memory", release)
+
+    def mem_get_info(device):
+        if free is None:
+            raise RuntimeError(recorded("device_full", release))
+        return free, 1 << 30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    error = RuntimeError(recorded("device_full", release))
+    assert verify._has_no_memory(error, torch.device("cuda:0")) == is_full
+    assert not verify._has_no_memory(error, torch.device("cpu"))
+    assert not verify._has_no_memory(RuntimeError(recorded("exclusive", release)), torch.device("cuda:0"))
 
 
 def never_ends(rank, world_size, port):

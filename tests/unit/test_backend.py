@@ -1,0 +1,42 @@
+"""The backend's calls of Ray Train, without Ray's processes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError, RayTaskError
+
+from ray_fracbackend import FracTorchConfig, _ray
+from ray_fracbackend.backend import FracTorchBackend
+from tests.unit.test_missing_cuda import RELEASES, recorded
+
+
+def shut_down(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Shut down a worker group whose workers raise this error."""
+
+    def fail(backend: Any, worker_group: Any, config: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(_ray.TorchBackend, "on_shutdown", fail)
+    FracTorchBackend().on_shutdown(None, FracTorchConfig())
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_worker_that_fails_in_the_shutdown_does_not_hide_the_cause(
+    release: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray empties torch's cache there, which a worker that has lost its GPU cannot."""
+    error = RayTaskError("_shutdown_torch", "<traceback>", RuntimeError(recorded("device_lost", release)))
+    with caplog.at_level(logging.WARNING, _ray.logger.name):
+        shut_down(monkeypatch, error)
+    assert [record.getMessage() for record in caplog.records] == [
+        "ray_fracbackend: a worker failed while its process group was shut down: CUDA error: unspecified launch failure"
+    ]
+
+
+def test_other_errors_of_the_shutdown_are_rays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of a worker that died, which Ray handles itself."""
+    with pytest.raises(GetTimeoutError):
+        shut_down(monkeypatch, GetTimeoutError("late"))
