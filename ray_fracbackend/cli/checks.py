@@ -327,7 +327,10 @@ def _ipc(worker: WorkerInfo) -> list[Check]:
     if not worker.devices:
         return [host]
     if worker.ipc_device_memory_missing is None:
-        return [host, Check("ipc", "ok", "ranks on one device can share its memory")]
+        return [
+            host,
+            Check("ipc", "ok", "ranks on one device can share its memory, as far as one process can find out"),
+        ]
     text = f"ranks cannot share device memory: {worker.ipc_device_memory_missing}"
     return [
         host,
