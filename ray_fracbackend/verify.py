@@ -315,7 +315,7 @@ class _Verification:
             )
         elapsed_s = time.perf_counter() - self._started
         text = f"{self._step} failed on rank {self._own_rank} after {elapsed_s:.1f} s"
-        if str(error).startswith(_CUDA_ERROR):  # of this rank, whoever else is missing
+        if str(error).startswith(_CUDA_ERROR):  # of this rank, also where another one is missing
             self.record_failure()
             advice = f"CUDA refused {self._device}: look at nvidia-smi on that rank's node."
             if "out of memory" in str(error):  # and the device has some

@@ -53,6 +53,8 @@ class DeviceWatch:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
+                # A forked child may hold a copy of this end: closing it alone would not wake the thread.
+                os.write(self._write, b"x")
                 os.close(self._write)
 
     def _run(self) -> None:
@@ -69,7 +71,7 @@ class DeviceWatch:
         del peers[self._engines[0].rank]
         with contextlib.ExitStack() as stack:
             poll, limit_ms = select.poll(), None
-            poll.register(self._read, 0)
+            poll.register(self._read, select.POLLIN)
             for peer in peers.values():
                 try:
                     descriptor = os.pidfd_open(peer.pid)
@@ -85,13 +87,15 @@ class DeviceWatch:
                     del peers[rank]
                     # Its descriptor stays readable: from here on, look at times.
                     poll, limit_ms = select.poll(), _LOOK_S * 1e3
-                    poll.register(self._read, 0)
+                    poll.register(self._read, select.POLLIN)
                 if any(descriptor == self._read for descriptor, _ in poll.poll(limit_ms)):
                     return None
 
     def _report(self, rank: int) -> None:
         """Poison the group, and end the process if it may wait for the device, or use what that computed."""
         what = f"{self._names[rank]} (pid {self._engines[0].waiter.peers[rank].pid}) died"
+        if self._is_closed:
+            return
         last = self._stream.last
         is_pending = last is not None and not last.query()
         for engine in self._engines:
