@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from ipc_calls import bare_group, options
 from ipc_device_calls import CALLS, device_group, filled, phases
 from ipc_device_faults import check_signal, error_of, struck_by_exception
+from ipc_fault_runs import strike
 from ipc_harness import Job, run_ranks, typed, values
 from ipc_random_faults import check_random
 from ipc_table import SMALL_CHUNKS, whole_table
@@ -20,6 +23,7 @@ from test_ipc_torch import ddp_cases, meshes_and_objects, odd_uses
 
 from ray_fracbackend.ipc.device import memory
 from ray_fracbackend.ipc.device.runtime import DeviceCall
+from tests.processes import wait_until
 
 FAKE = {**SMALL_CHUNKS, "FAKE_CUDA_SEED": "1"}
 PATH = "RAY_FRACBACKEND_IPC_DEVICE_PATH"
@@ -271,6 +275,58 @@ def test_memory_that_a_peer_left_mapped_is_not_freed() -> None:
     first, second = values(run_ranks(left_behind, 2, limit_s=60, env=FAKE))
     assert first == [True]
     assert second == []
+
+
+def is_watched() -> bool:
+    """Whether the thread lives that looks for ranks that die."""
+    return any(thread.name == "ipc device watch" for thread in threading.enumerate())
+
+
+def watched_with_a_forked_child(job: Job) -> list[bool]:
+    """Whether the group is watched: before a fork, once the child has left its copy of the group, and after `shutdown` here."""
+    pg = device_group(job, "fork", job.rank, job.size, 20.0)
+    pg.barrier(options("Barrier"))
+    seen = [is_watched()]
+    (left, has_left), (end, ends) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        pg.shutdown()
+        pg.abort()
+        os.close(ends)
+        os.write(has_left, b"x")
+        os.read(end, 1)  # until the parent has closed its side
+        os._exit(0)
+    os.read(left, 1)
+    seen.append(not wait_until(lambda: not is_watched(), 0.5))
+    pg.shutdown()
+    seen.append(not wait_until(lambda: not is_watched(), 20))
+    os.close(ends)
+    os.waitpid(child, 0)
+    return seen
+
+
+def test_a_forked_child_does_not_change_the_watch() -> None:
+    """It holds the parent's pipe, and neither ends the parent's watch nor keeps it from ending."""
+    assert values(run_ranks(watched_with_a_forked_child, 2, limit_s=60, env=FAKE)) == [[True, True, False]] * 2
+
+
+def leaves_after_a_death(job: Job) -> tuple[str, bool]:
+    """The error of a call after rank 1 has died and the watch has ended, and whether the group is watched after `shutdown`."""
+    pg = device_group(job, "death", job.rank, job.size, 20.0)
+    pg.barrier(options("Barrier"))
+    if job.rank == 1:
+        strike("kill")
+    assert wait_until(lambda: not is_watched(), 20)
+    error = error_of(lambda: pg.barrier(options("Barrier")))[0]
+    pg.shutdown()
+    pg.shutdown()
+    return error, is_watched()
+
+
+def test_a_group_whose_watch_has_ended_is_shut_down() -> None:
+    """The watch ends with the first death; the group is closed later, by what the caller does about its error."""
+    outcomes = run_ranks(leaves_after_a_death, 2, limit_s=60, env=FAKE, needed=1)
+    assert values(outcomes[:1]) == [("GroupPoisonedError", False)]
 
 
 def test_a_call_that_fails_keeps_its_tensors_until_the_device_is_through() -> None:

@@ -44,7 +44,7 @@ class DeviceWatch:
         self._names = names
         self._read, self._write = os.pipe()
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self._is_over = False
         # Of the interpreter's exit nothing may wait for it.
         threading.Thread(target=self._run, name="ipc device watch", daemon=True).start()
 
@@ -53,8 +53,9 @@ class DeviceWatch:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                # A forked child may hold a copy of this end: closing it alone would not wake the thread.
-                os.write(self._write, b"x")
+                if not self._is_over:
+                    # A forked child may hold a copy of this end: closing it alone would not wake the thread.
+                    os.write(self._write, b"x")
                 os.close(self._write)
 
     def _run(self) -> None:
@@ -63,7 +64,9 @@ class DeviceWatch:
             if rank is not None:
                 self._report(rank)
         finally:
-            os.close(self._read)
+            with self._lock:
+                self._is_over = True
+                os.close(self._read)
 
     def _wait_for_death(self) -> int | None:
         """Return the local rank whose process ends without having left the group; None once the group is closed."""
