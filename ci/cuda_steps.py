@@ -62,6 +62,7 @@ STEPS = {
     "errors": _tests("errors on demand, in torch's own words", "tests/cuda/test_errors.py"),
     "nccl": _tests("torch's ProcessGroupNCCL over the emulated NCCL", "tests/cuda/test_nccl.py"),
     "counters": _tests("copies, kernels, events and waits of a collective", "tests/cuda/test_counters.py"),
+    "delays": _tests("equal results with three seeds of delays and with none", "tests/cuda/test_delays.py"),
     "ipc": _tests("every test of `ipc` on device memory, 1 to 8 ranks", "tests/gpu/test_gpu_ipc.py", limit_s=1800.0),
     "staged": _tests(
         "every test of `staged` and of the verification", "tests/gpu/test_gpu_staged.py", "tests/gpu/test_gpu_verify.py"

@@ -62,14 +62,18 @@ struct Stream {
   bool busy = false, closed = false, has_thread = false;
   std::vector<std::function<void()>>* captured = nullptr;
 
-  // Mostly short, some none, a few long: whoever does not wait meets each case.
+  // Mostly short, some none, a few long: what does not wait meets each case.
   static void hold_up(std::minstd_rand& random) {
     std::uniform_real_distribution<double> uniform(0, 1);
     double kind = uniform(random), us = kind < 0.1 ? 0 : kind < 0.99 ? 2 * delay_us() * uniform(random) : 20 * delay_us();
     if (us >= 1) usleep((useconds_t)us);
   }
   static void run(std::shared_ptr<Stream> self) {
-    std::minstd_rand random((unsigned)(rig::number("CUDA_RIG_SEED", 0) * 1000 + self->number + 1));
+    // The ranks of a job have other delays than each other.
+    long row = 0;
+    with_machine([&](Machine& machine, Process& own) { row = &own - machine.processes; });
+    std::seed_seq seeds{(long)rig::number("CUDA_RIG_SEED", 0), row, (long)self->number};
+    std::minstd_rand random(seeds);
     std::unique_lock<std::mutex> lock(self->mutex);
     for (;;) {
       self->changed.wait(lock, [&] { return self->closed || !self->queue.empty(); });
@@ -161,12 +165,18 @@ void synchronize_device(int device) {
   });
 }
 
-// ---- events: the counts of one that is shared are in a page that other processes map
+// ---- events: the state of one that is shared is in a page that other processes map
 
+// Records of one event on several streams are complete in any order, and a wait is for one of them.
 struct EventState {
-  std::atomic<uint32_t> recorded, done;
+  static constexpr uint32_t kSlots = 512;  // more records of one event are not on the way at a time
+  std::atomic<uint32_t> recorded, bell;
+  std::atomic<uint32_t> done[kSlots];  // number of the last record that is complete, of those that share the slot
   double at_s;
+
+  bool is_done(uint32_t number) const { return (int32_t)(done[number % kSlots] - number) >= 0; }
 };
+static_assert(sizeof(EventState) <= 4096);
 struct Event {
   std::shared_ptr<EventState> state;
   unsigned flags;
@@ -184,20 +194,19 @@ static void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, co
 }
 static void record(EventState& state, uint32_t number) {
   state.at_s = now_s();
-  uint32_t done = state.done;
-  while ((int32_t)(number - done) > 0 && !state.done.compare_exchange_weak(done, number)) {
-  }
-  futex(&state.done, FUTEX_WAKE, INT32_MAX, nullptr);
+  state.done[number % EventState::kSlots] = number;
+  state.bell++;
+  futex(&state.bell, FUTEX_WAKE, INT32_MAX, nullptr);
 }
 static void wait_for(EventState& state, uint32_t number, const std::shared_ptr<int>& exporter) {
   for (;;) {
-    uint32_t done = state.done;
+    uint32_t bell = state.bell;
     // What becomes of a wait for an event of a process that has died is not documented: here it never ends.
     bool ended = has_ended(exporter);
-    if (is_lost() || (!ended && (int32_t)(done - number) >= 0)) return;
+    if (is_lost() || (!ended && state.is_done(number))) return;
     timespec limit = {0, 20'000'000};
     if (ended) usleep(20'000);
-    else futex(&state.done, FUTEX_WAIT, done, &limit);
+    else futex(&state.bell, FUTEX_WAIT, bell, &limit);
   }
 }
 
@@ -376,7 +385,7 @@ RIG_EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) 
 RIG_EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
   return cudaEventRecord(event, stream);
 }
-static bool is_done(const Event& event) { return event.state->done == event.state->recorded; }
+static bool is_done(const Event& event) { return event.state->is_done(event.state->recorded); }
 RIG_EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
   RIG_ENTER();
   if (is_done(*(Event*)event)) return cudaSuccess;

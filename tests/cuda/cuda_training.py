@@ -82,7 +82,7 @@ def weights_of(model: nn.Module) -> list[float]:
 
 
 def tell(config: dict[str, Any], **found: Any) -> None:
-    """Leaves what this rank found for whoever runs the job."""
+    """Leave what this rank found for the caller of the job."""
     folder = Path(config["out"])
     folder.mkdir(parents=True, exist_ok=True)
     told = {"backend": dist.get_backend(), "report": get_start_report().to_dict(), "pid": os.getpid(), **found}

@@ -211,4 +211,3 @@ def test_a_rank_that_fails_in_training(engine_of, version, backend, fault):
     assert found["seconds"] < _LIMIT_S
     if fault.startswith("raise"):
         assert (found["error"]["cause_class"], found["error"]["cause"]) == ("OSError", "the disk is on fire")
-    print(found)

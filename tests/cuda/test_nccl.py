@@ -406,7 +406,7 @@ def test_who_is_refused(run, version, refused):
     ],
 )
 def test_flags_for_several_ranks(run, version, env, refusal):
-    """2.30 takes them when it is told to, and not together with NVLS."""
+    """2.30 takes them with its variable set, and not together with NVLS."""
     for text in values(run(first_call, 2, CUDA_RIG_NCCL=version, **ONE_DEVICE, **env)):
         assert is_sum(text, 2) if refusal is None else (refusal_in(text) or "").startswith(refusal)
 

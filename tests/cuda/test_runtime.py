@@ -201,6 +201,25 @@ def test_counters_count_what_was_asked_for():
     assert found.host_waits >= 2
 
 
+def test_a_wait_is_for_the_record_at_its_time():
+    """An event that is recorded again, on a stream that is through sooner: who waited for the first record still waits."""
+    slow, fast, reader = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    x, event = torch.zeros(1000, device="cuda"), torch.cuda.Event()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(slow):
+        torch.cuda._sleep(100_000_000)
+        x.fill_(1)
+        event.record()
+    reader.wait_event(event)
+    event.record(fast)
+    with torch.cuda.stream(reader):
+        y = x.clone()
+    event.synchronize()
+    assert not slow.query()
+    torch.cuda.synchronize()
+    assert bool((y == 1).all())
+
+
 def test_one_seed_gives_one_order_of_delays():
     """Values do not depend on the seed, and a run can be repeated."""
     program = """

@@ -73,7 +73,7 @@ def losses_of_one_process(device: str) -> list[float]:
 
 
 def tell(config: dict[str, Any], found: dict[str, Any]) -> None:
-    """Leaves what this rank found for whoever runs the job."""
+    """Leave what this rank found for the caller of the job."""
     folder = Path(config["out"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
@@ -158,7 +158,7 @@ def _config(job: dict[str, Any]) -> TorchConfig:
 
 
 def make_trainer(job: dict[str, Any], function: Any, out: str, **more: Any) -> TorchTrainer:
-    """A trainer whose workers share the GPU; the function is told ``more`` as well."""
+    """A trainer whose workers share the GPU; the function gets ``more`` as well."""
     num_workers = job.get("num_workers", 2)
     fraction = job.get("fraction", int(10_000 / num_workers) / 10_000)
     return TorchTrainer(

@@ -26,7 +26,7 @@ def first_uuid():
 @pytest.mark.parametrize("noset", [None, "1"], ids=["ray sets it", "ray leaves it"])
 @pytest.mark.parametrize("form", ["index", "uuid"])
 def test_uuid(form, noset):
-    """Both ranks report the GPU's own UUID and are told that they share it."""
+    """Both ranks report the GPU's own UUID, and the report says that they share it."""
     uuid = first_uuid()
     engine = Engine("v2", **{"CUDA_VISIBLE_DEVICES": "0" if form == "index" else uuid, NOSET: noset})
     try:

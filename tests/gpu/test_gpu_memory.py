@@ -1,4 +1,4 @@
-"""limit_gpu_memory on a GPU: who takes too much is told, and the neighbour goes on."""
+"""limit_gpu_memory on a GPU: a worker that takes too much gets an error, and its neighbour goes on."""
 
 from __future__ import annotations
 

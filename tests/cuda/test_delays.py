@@ -1,0 +1,118 @@
+"""Collectives compute the same whatever the device's delays are: with three seeds, and with kernels that never run late."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cuda.emulated import needs_rig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
+
+from ipc_harness import BACKEND_ENV_VAR, DEVICE_ENV_VAR, run_ranks, values
+from ipc_table import MOVERS, REDUCERS, SMALL_CHUNKS, cases_of, pairwise
+
+pytestmark = needs_rig
+
+DELAYS = [{"CUDA_RIG_SEED": "1"}, {"CUDA_RIG_SEED": "2"}, {"CUDA_RIG_SEED": "3"}, {"CUDA_RIG_DELAY_US": "0"}]
+ONE_GPU = {
+    DEVICE_ENV_VAR: "cuda:0",
+    "CUDA_RIG_NCCL": "2.30.7",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    **SMALL_CHUNKS,
+}
+# What every backend can do.
+COMMON = ("broadcast", "all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "reduce_scatter_tensor")
+COMMON_OPS = (None, dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+COMMON_SHAPES = ("scalar", "small", "large")
+
+
+def digest(*tensors):
+    """Of the bits of tensors on the device."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def results_of(case):
+    """What one collective gives to this rank."""
+    name, dtype, op, shape, async_op, root = case
+    if name in MOVERS:
+        return MOVERS[name][0](dist.group.WORLD, dtype, shape, root, async_op)
+    result = REDUCERS[name][0](dist.group.WORLD, dtype, op, shape, root, async_op)
+    return [] if result is None else [result]
+
+
+def overlapping_sums(job):
+    """Sums of random numbers, issued without a wait in between on two streams; and how many kernels ran late."""
+    generator = torch.Generator().manual_seed(job.rank)
+    tensors = [torch.randn(numel, generator=generator).cuda() for numel in (5, 1024, 70_001, 400_003) * 6]
+    streams, num_late, works = (torch.cuda.current_stream(), torch.cuda.Stream()), 0, []
+    streams[1].wait_stream(streams[0])
+    for number, tensor in enumerate(tensors):
+        with torch.cuda.stream(streams[number % 2]):
+            tensor.mul_(1.5).sin_()
+            num_late += not streams[number % 2].query()
+            works.append(dist.all_reduce(tensor, async_op=True))
+    for number, work in enumerate(works):
+        with torch.cuda.stream(streams[number % 2]):
+            work.wait()
+    torch.cuda.synchronize()
+    return tensors, num_late
+
+
+def losses():
+    """Ten steps under DDP with small buckets."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).cuda()
+    net = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.02)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    torch.manual_seed(dist.get_rank())
+    found = []
+    for _ in range(10):
+        loss = (net(torch.randn(32, 64).cuda()) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *net.parameters()]
+
+
+def everything(job, is_ours):
+    """Digest of each case of the table, of overlapping sums and of training; and how many kernels ran late."""
+    job.init()
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool] if is_ours else [torch.float32, torch.int64]
+    cases = cases_of(job.size, dtypes)
+    if not is_ours:
+        cases = [c for c in cases if c.name in COMMON and c.op in COMMON_OPS and c.shape in COMMON_SHAPES]
+    cases = pairwise(cases, 0)
+    found = {str(case): digest(*results_of(case)) for case in cases}
+    sums, num_late = overlapping_sums(job)
+    found["sums"], found["training"] = digest(*sums), digest(*losses())
+    return found, num_late
+
+
+@pytest.mark.parametrize(
+    ("backend", "num_ranks"),
+    [("ipc", 2), ("ipc", 4), ("staged", 2), ("staged", 3), ("gloo", 2), ("nccl", 2), ("nccl", 3)],
+)
+def test_no_result_depends_on_the_delays(backend, num_ranks):
+    """Bitwise; and kernels do run late, but in the last run."""
+    base, is_ours = {**ONE_GPU, BACKEND_ENV_VAR: backend}, backend in ("ipc", "staged")
+    runs = [
+        values(run_ranks(everything, num_ranks, is_ours, limit_s=200, env={**base, **delays}, fresh=True))
+        for delays in DELAYS
+    ]
+    assert len(runs[0][0][0]) > 30
+    for run in runs[1:]:
+        for first, other in zip(runs[0], run, strict=True):
+            assert other[0] == first[0]
+    num_late = [sum(late for _, late in run) for run in runs]
+    assert num_late[-1] == 0
+    assert min(num_late[:-1]) > 0
