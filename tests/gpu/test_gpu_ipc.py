@@ -32,6 +32,7 @@ from ipc_workloads import busy
 
 from ray_fracbackend.ipc import device_memory_support
 from ray_fracbackend.ipc.device.memory import DeviceMemory
+from ray_fracbackend.ipc.device.runtime import CudaRuntime
 from ray_fracbackend.ipc.protocol.schedule import Action
 
 pytestmark = [
@@ -169,6 +170,31 @@ def test_thousands_of_calls_are_exact_and_take_no_memory(size: int) -> None:
         assert wrong == 0
         assert reserved <= 64 << 20
         assert used <= 256 << 20
+
+
+def dropped(job: Job, keeps: bool) -> bool:
+    """Rank 1 drops its tensor while the device still waits for rank 0, and its memory is used again; whether the sum is right."""
+    if not keeps:
+        CudaRuntime.keep = lambda *args: None  # type: ignore[method-assign]
+    pg = device_group(job, "dropped", job.rank, job.size, 60.0)
+    tensor = torch.ones(400_000, device="cuda:0")
+    torch.cuda.synchronize()
+    if job.rank == 0:
+        torch.cuda._sleep(LONG_KERNEL_CYCLES)
+    pg.allreduce([tensor], options("Allreduce", asyncOp=True))
+    pg.barrier(options("Barrier"))  # on the host: both calls are issued
+    if job.rank == 1:
+        del tensor
+        _ = [torch.full((400_000,), 99.0, device="cuda:0") for _ in range(3)]
+    pg.barrier(options("Barrier"))
+    torch.cuda.synchronize()
+    return job.rank == 1 or bool((tensor == job.size).all())
+
+
+def test_memory_of_a_call_is_not_reused_before_the_device_is_through() -> None:
+    """Also where nobody holds its tensors any more; without a record of the stream the sum is wrong."""
+    assert values(run_ranks(dropped, 2, True, limit_s=60, env=SMALL)) == [True, True]
+    assert values(run_ranks(dropped, 2, False, limit_s=60, env=SMALL)) == [False, True]
 
 
 @pytest.mark.parametrize("size", [2, 3])
