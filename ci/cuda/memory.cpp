@@ -130,6 +130,14 @@ cudaError_t allocate(void** pointer, size_t size) {
   return cudaSuccess;
 }
 
+// Each process that has the memory of another one mapped holds a lock on its file, which goes with the process.
+static short lock_file(int fd, int command, short type) {
+  struct flock lock = {};
+  lock.l_type = type;
+  if (fcntl(fd, command, &lock)) rig_abort("the file behind device memory cannot be locked");
+  return lock.l_type;
+}
+
 static bool find_own(void* pointer, Block* block) {
   return find_block(pointer, block) && block->base == (uintptr_t)pointer && block->type == cudaMemoryTypeDevice && block->fd >= 0;
 }
@@ -140,8 +148,9 @@ static cudaError_t release_now(void* pointer) {
     std::lock_guard<std::mutex> lock(s_mutex);
     Block& there = s_blocks[block.base];
     if (there.exporter >= 0 && --there.opens > 0) return cudaSuccess;
-    // Another process that still has it mapped finds garbage.
-    if (there.exporter < 0 && there.exported) poison(there.mapped, there.size);
+    // "Will result in undefined behavior".
+    if (there.exporter < 0 && there.exported && lock_file(there.fd, F_OFD_GETLK, F_WRLCK) != F_UNLCK)
+      rig_abort("device memory was freed that another process still has mapped");
     unmap_device(there);
     s_blocks.erase(block.base);
   }
@@ -207,6 +216,7 @@ cudaError_t import_block(void** pointer, const void* in) {
     if (exporter >= 0) close(exporter);
     return cudaErrorMapBufferObjectFailed;
   }
+  lock_file(fd, F_OFD_SETLK, F_RDLCK);
   s_blocks[block.base] = block;
   *pointer = (void*)block.base;
   return cudaSuccess;

@@ -142,6 +142,42 @@ def test_a_wait_for_an_event_of_a_dead_process_never_ends():
     assert run_program(DEAD_PEER, "kill").stdout == "waits\n"
 
 
+# A parent that frees memory which a child has mapped, or has unmapped before.
+FREED = """
+import os, sys
+import torch
+from ray_fracbackend.ipc.device.runtime import CudaRuntime
+from_parent, to_child = os.pipe()
+from_child, to_parent = os.pipe()
+if pid := os.fork():
+    torch.zeros(1, device="cuda")
+    runtime = CudaRuntime(torch.device("cuda", 0))
+    memory = runtime.allocate(4096)
+    os.write(to_child, runtime.export(memory))
+    os.read(from_child, 1)
+    runtime.release(memory)
+    print("freed", flush=True)
+else:
+    torch.zeros(1, device="cuda")
+    runtime = CudaRuntime(torch.device("cuda", 0))
+    memory = runtime.open(os.read(from_parent, 64), 4096)
+    if "unmap" in sys.argv:
+        runtime.release(memory)
+    os.write(to_parent, b"x")
+    os.close(to_child)
+    os.read(from_parent, 1)
+    os._exit(0)
+"""
+
+
+def test_memory_that_another_process_has_mapped_is_not_freed():
+    """By the documentation that is undefined behavior: here it ends the process."""
+    assert run_program(FREED, "unmap").stdout == "freed\n"
+    done = run_program(FREED)
+    assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
+    assert "device memory was freed that another process still has mapped" in done.stderr
+
+
 def test_the_processes_of_a_machine_share_the_devices_memory():
     """Another process's memory is missing here, and comes back when it is killed."""
     program = """

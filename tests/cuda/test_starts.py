@@ -48,6 +48,7 @@ def ranks_of(answer, expected):
         assert rank["losses"] == pytest.approx(expected, rel=1e-4)
         assert rank["spread"] == 0
         assert rank["files"] == [f"rank{number}.pt" for number in range(len(ranks))]
+    assert ranks[0]["report"]["verification"]["device"] == ranks[0]["device"]
     return ranks
 
 

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
 from ipc_calls import bare_group, options
 from ipc_device_calls import CALLS, device_group
 from ipc_device_faults import check_signal, error_of
+from ipc_fault_runs import strike
 from ipc_harness import DEVICE_ENV_VAR, Job, run_ranks, values
 from ipc_random_faults import check_random
 from ipc_reference import ALL_DTYPES
@@ -245,42 +246,70 @@ except RuntimeError as error:
 """
 
 
-def test_a_survivor_process_ends_by_itself() -> None:
-    """With a peer killed while its kernels run, the other's interpreter and CUDA still come down in bounded time."""
+def run_survivor(program: str) -> tuple[int, str, str]:
+    """Exit code and output of rank 0, whose peer is killed while its kernels run."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-    commands = [[sys.executable, "-c", SURVIVOR, str(rank), str(store.port)] for rank in (0, 1)]
-    processes = [subprocess.Popen(c, env=env, stdout=subprocess.PIPE, text=True) for c in commands]
+    commands = [[sys.executable, "-c", program, str(rank), str(store.port)] for rank in (0, 1)]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(c, env=env, stdout=pipe, stderr=pipe, text=True) for c in commands]
     try:
-        output = processes[0].communicate(timeout=120)[0]
+        output = processes[0].communicate(timeout=120)
         assert processes[1].wait(timeout=10) == -signal.SIGKILL
     finally:
         for process in processes:
             process.kill()
-    assert processes[0].returncode == 7
+    return processes[0].returncode, *output
+
+
+def test_a_survivor_process_ends_by_itself() -> None:
+    """With a peer killed while its kernels run, the other's interpreter and CUDA still come down in bounded time."""
+    code, output, _ = run_survivor(SURVIVOR)
+    assert code == 7
     assert "PeerLostError" in output or "GroupPoisonedError" in output
-
-
-WAITS_FOR_THE_DEVICE = SURVIVOR.replace(
-    "        dist.all_reduce(x)\nexcept", "        dist.all_reduce(x)\n        x.cpu()\nexcept"
-)
 
 
 def test_a_survivor_that_waits_for_its_device_ends() -> None:
     """What the device computes once a peer has died is unknown, and a wait for it may never end: the process says so and ends."""
-    assert WAITS_FOR_THE_DEVICE != SURVIVOR
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-    commands = [[sys.executable, "-c", WAITS_FOR_THE_DEVICE, str(rank), str(store.port)] for rank in (0, 1)]
-    processes = [subprocess.Popen(c, env=env, stderr=subprocess.PIPE, text=True) for c in commands]
-    try:
-        output = processes[0].communicate(timeout=120)[1]
-    finally:
-        for process in processes:
-            process.kill()
-    assert processes[0].returncode == -signal.SIGABRT
-    assert "ray_fracbackend: rank 1 (pid " in output
-    assert "Ending this process" in output
+    program = SURVIVOR.replace(
+        "        dist.all_reduce(x)\nexcept", "        dist.all_reduce(x)\n        x.cpu()\nexcept"
+    )
+    assert program != SURVIVOR
+    code, _, errors = run_survivor(program)
+    assert code == -signal.SIGABRT
+    assert "ray_fracbackend: rank 1 (pid " in errors
+    assert "Ending this process" in errors
+
+
+def leaves_the_other_group(job: Job) -> tuple[str, bool, float]:
+    """Ranks 0 and 1 in a group that rank 2 leaves stuck, and in one of their own: its error, their sum, seconds of both shutdowns."""
+    pg = device_group(job, "three", job.rank, 3, 60.0)
+    own = device_group(job, "two", job.rank, 2, 60.0) if job.rank < 2 else None
+    tensor = torch.ones(1_000_000, device="cuda:0")
+    torch.cuda.synchronize()
+    if own is None:
+        torch.cuda._sleep(4 * LONG_KERNEL_CYCLES)
+    pg.allreduce([tensor], options("Allreduce", asyncOp=True))
+    pg.barrier(options("Barrier"))  # on the host: all have issued their calls
+    if own is None:
+        strike("kill")
+    error = error_of(lambda: [pg.barrier(options("Barrier")) for _ in range(1000)])[0]
+    other = torch.ones(1000, device="cuda:0")
+    own.allreduce([other], options("Allreduce"))
+    is_right = bool((other == 2).all())
+    started = time.monotonic()
+    own.shutdown()
+    pg.shutdown()
+    return error, is_right, time.monotonic() - started
+
+
+def test_a_group_beside_a_stuck_one_is_left_in_time() -> None:
+    """Freeing and unmapping its memory would wait for all streams of the process, one of which may never go on."""
+    outcomes = run_ranks(leaves_the_other_group, 3, limit_s=90, env=SMALL, needed=2)
+    for error, is_right, seconds in values(outcomes[:2]):
+        assert error in ("PeerLostError", "GroupPoisonedError")
+        assert is_right
+        assert seconds < 30
 
 
 def train(job: Job, backend: str) -> list[torch.Tensor]:

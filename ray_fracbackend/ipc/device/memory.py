@@ -33,15 +33,20 @@ class DeviceParts:
     blocks: list[DeviceBlock | None] = field(default_factory=list)
     events: list[list[Any]] = field(default_factory=list)
 
-    def close_imports(self, runtime: CudaRuntime, rank: int) -> None:
-        """Unmap the blocks of the other ranks; the device must be through with them."""
+    def close_imports(self, runtime: CudaRuntime, rank: int) -> bool:
+        """Unmap the blocks of the other ranks, with which the device must be through; false where that `is_impossible`."""
+        if is_impossible():
+            return False
         for r, block in enumerate(self.blocks):
             if r != rank and block is not None:
                 self.blocks[r] = None
                 runtime.release(block)
+        return True
 
     def free_own(self, runtime: CudaRuntime, rank: int) -> None:
-        """Free this rank's block; no other rank may have it mapped."""
+        """Free this rank's block, unless that `is_impossible`; no other rank may have it mapped."""
+        if is_impossible():
+            return
         block, self.blocks[rank] = self.blocks[rank], None
         if block is not None:
             runtime.release(block)
@@ -80,10 +85,7 @@ class DeviceMemory(SlotMemory):
     def close_imports(self) -> bool:
         """Unmap the other ranks' memory, and return whether that could be done. The stream must be idle."""
         self.close()
-        if _lost:
-            return False
-        self._parts.close_imports(self._runtime, self._rank)
-        return True
+        return self._parts.close_imports(self._runtime, self._rank)
 
     def retire(self, is_unused: Callable[[], bool]) -> None:
         """Free this rank's memory and events now or, if ``is_unused()`` is false, when a later group sees it true."""
@@ -96,6 +98,21 @@ _retired: list[tuple[Callable[[], bool], CudaRuntime, DeviceParts, int]] = []
 _retired_lock = threading.Lock()
 # Not empty once a stream of this process may be stuck: freeing and unmapping wait for all streams.
 _lost: list[bool] = []
+# Whether the stream of a group may be stuck, for each group whose streams wait for other ranks.
+_may_be_stuck: list[Callable[[], bool]] = []
+
+
+def look_at(may_be_stuck: Callable[[], bool]) -> Callable[[], None]:
+    """Ask from now on whether a group's stream may be stuck, before memory of any group is freed; returns how to stop that."""
+    _may_be_stuck.append(may_be_stuck)
+    return lambda: _may_be_stuck.remove(may_be_stuck)
+
+
+def is_impossible() -> bool:
+    """Return whether memory can be neither freed nor unmapped any more, because a stream of this process may be stuck."""
+    if not _lost and any(may_be_stuck() for may_be_stuck in tuple(_may_be_stuck)):
+        give_up()
+    return bool(_lost)
 
 
 def give_up() -> None:
@@ -112,6 +129,6 @@ def free_retired() -> None:
     with _retired_lock:
         for entry in list(_retired):
             is_unused, runtime, parts, rank = entry
-            if not _lost and is_unused():
+            if is_unused() and not is_impossible():
                 _retired.remove(entry)
                 parts.free_own(runtime, rank)

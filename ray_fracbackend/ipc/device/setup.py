@@ -93,9 +93,9 @@ class DeviceSetup:
             arena = self._connect(parts)
         except IpcUnavailableError:
             # Nothing has been issued to the device, so all can be given back.
-            parts.close_imports(self._runtime, self._rank)
-            self._share(dict)
-            parts.free_own(self._runtime, self._rank)
+            answers = self._share(lambda: {"unmapped": parts.close_imports(self._runtime, self._rank)})
+            if all(answer["unmapped"] for answer in answers):
+                parts.free_own(self._runtime, self._rank)
             raise
         try:
             return self._start(parts, arena, plan)

@@ -8,8 +8,9 @@ then staging through pinned host memory, which always works. A group of one rank
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ from ..protocol.engine import Engine
 from ..protocol.local import LocalCollectives
 from ..protocol.lone import LoneCollectives
 from . import runtime
-from .memory import free_retired, give_up
+from .memory import free_retired, give_up, look_at
 from .runtime import CommunicationStream, wait_on_host
 from .setup import DeviceLane, DeviceSetup
 from .staged import set_up_staging
@@ -61,6 +62,7 @@ class DeviceSide:
         self._device: torch.device | None = None
         self._lane: DeviceLane | None = None
         self._watch: DeviceWatch | None = None
+        self._stop_looking: Callable[[], None] | None = None
         self._collectives: Collectives | None = None
         self._streams: dict[torch.device, CommunicationStream] = {}
 
@@ -115,6 +117,7 @@ class DeviceSide:
                 self._collectives = self._lane.collectives
                 engines = self._lane.collectives.engine, self._shared_engine()
                 self._watch = DeviceWatch(engines, self.stream_of(device), self._names)
+                self._stop_looking = look_at(partial(_may_be_stuck, engines, self._streams))
                 return
             except IpcUnavailableError as error:
                 if knobs.device_path() == "memory":
@@ -163,6 +166,8 @@ class DeviceSide:
         else:
             engine.close(keeps_memory=not lane.memory.close_imports())
             lane.memory.retire(engine.waiter.is_alone)
+        assert self._stop_looking is not None
+        self._stop_looking()
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
@@ -176,3 +181,16 @@ class DeviceSide:
             free_retired()
             return True
         return False
+
+
+def _may_be_stuck(engines: Sequence[Engine], streams: Mapping[torch.device, CommunicationStream]) -> bool:
+    """Return whether a group's stream may wait for ever, for a rank that has failed or died."""
+    peers = enumerate(engines[0].waiter.peers)
+    if not any(engine.waiter.is_poisoned() for engine in engines) and all(
+        peer.is_alive() or engines[0].has_left(rank) for rank, peer in peers
+    ):
+        return False
+    try:
+        return any(stream.last is not None and not stream.last.query() for stream in tuple(streams.values()))
+    except RuntimeError:  # the device is broken
+        return True
