@@ -23,6 +23,9 @@ _BEGIN, _END = "<!-- table: ci/cuda.py --steps --record -->\n", "<!-- end of the
 _COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
 _PYTEST = ("pytest", "-p", "no:cacheprovider", "-q", "-rs", "--full")
 
+# For the tests of several devices; all others use the first.
+_TWO_GPUS = {"CUDA_RIG_DEVICES": "2"}
+
 
 @dataclass(frozen=True)
 class Step:
@@ -63,9 +66,14 @@ STEPS = {
     "nccl": _tests("torch's ProcessGroupNCCL over the emulated NCCL", "tests/cuda/test_nccl.py"),
     "counters": _tests("copies, kernels, events and waits of a collective", "tests/cuda/test_counters.py"),
     "delays": _tests("equal results with three seeds of delays and with none", "tests/cuda/test_delays.py"),
-    "ipc": _tests("every test of `ipc` on device memory, 1 to 8 ranks", "tests/gpu/test_gpu_ipc.py", limit_s=1800.0),
+    "ipc": _tests(
+        "every test of `ipc` on device memory, 1 to 8 ranks", "tests/gpu/test_gpu_ipc.py", limit_s=1800.0, env=_TWO_GPUS
+    ),
     "staged": _tests(
-        "every test of `staged` and of the verification", "tests/gpu/test_gpu_staged.py", "tests/gpu/test_gpu_verify.py"
+        "every test of `staged` and of the verification",
+        "tests/gpu/test_gpu_staged.py",
+        "tests/gpu/test_gpu_verify.py",
+        env=_TWO_GPUS,
     ),
     "training": _tests(
         "Ray: losses of one process with each backend, 2 to 8 ranks, Tune, libraries, memory caps, `bench`",
@@ -86,7 +94,6 @@ STEPS = {
 SMOKE = _tests(
     "the first seed",
     "tests/cuda/test_starts.py::test_the_first_seed[2.28.9-v2]",
-    "tests/gpu/test_gpu_ipc.py::test_ddp_trains_to_the_same_loss_as_on_gloo",
     limit_s=300.0,
 )
 
