@@ -188,9 +188,14 @@ def environment(rig: Rig, options: argparse.Namespace, state: Path) -> dict[str,
 
 
 class Command:
-    """Run one command: passes signals on to it, and ends what it leaves behind."""
+    """Run one command: passes signals on to it, and ends what it leaves behind.
+
+    Attributes:
+        signal: The last signal that was passed on; 0 for none.
+    """
 
     def __init__(self) -> None:
+        self.signal = 0
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._forward)
@@ -214,7 +219,7 @@ class Command:
             )
         except OSError as error:
             raise SystemExit(f"ci/cuda.py: cannot start {command[0]}: {error.strerror}") from None
-        timer = threading.Timer(limit_s, self._forward, (signal.SIGTERM, None))
+        timer = threading.Timer(limit_s, self._send, (signal.SIGTERM,))
         if limit_s:
             timer.start()
         try:
@@ -228,8 +233,15 @@ class Command:
             self._end_others()
 
     def _forward(self, number: int, _: FrameType | None) -> None:
+        self.signal = number
         if self._process is None:
             raise SystemExit(128 + number)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        assert self._process is not None
+        if self._process.returncode is not None:  # its number may be another's by now
+            return
         send = os.killpg if number == signal.SIGINT else os.kill  # as a terminal does
         with contextlib.suppress(ProcessLookupError):
             send(self._process.pid, number)
@@ -315,7 +327,7 @@ def state_folder() -> Iterator[Path]:
 
 
 def run_steps(command: Command, rig: Rig, options: argparse.Namespace) -> int:
-    """Run steps one after the other, each on a machine of its own; returns 1 if one failed."""
+    """Run steps one after the other, each on a machine of its own; returns 1 if one failed, 128 + N after signal N."""
     failed = False
     (rig.folder / "steps").mkdir(exist_ok=True)
     for name in options.command or cuda_steps.STEPS:
@@ -325,6 +337,9 @@ def run_steps(command: Command, rig: Rig, options: argparse.Namespace) -> int:
         log = rig.folder / "steps" / f"{name.replace(' ', '_')}.log"
         with state_folder() as state:
             found = cuda_steps.run(command.run, step, environment(rig, options, state), log)
+        if command.signal:
+            print(f"{name}: stopped by signal {command.signal}; {log}", flush=True)
+            return 128 + command.signal
         failed |= found["result"] != "passed"
         counts = ", ".join(f"{number} {word}" for word, number in found["counts"].items())
         print(f"{name}: {found['result']} in {found['seconds']} s ({counts}); {log}", flush=True)

@@ -32,6 +32,7 @@ from ipc_table import SMALL_CHUNKS, whole_table
 from ipc_workloads import busy
 
 from ray_fracbackend.ipc import device_memory_support
+from ray_fracbackend.ipc.device import memory
 from ray_fracbackend.ipc.device.memory import DeviceMemory
 from ray_fracbackend.ipc.device.runtime import CudaRuntime
 from ray_fracbackend.ipc.protocol.schedule import Action
@@ -202,6 +203,35 @@ def test_memory_of_a_call_is_not_reused_before_the_device_is_through() -> None:
 def test_two_groups_at_once(size: int) -> None:
     """Overlapping asynchronous calls on two groups, each with a stream, memory and events of its own."""
     assert values(run_ranks(busy, size, 1500, limit_s=200, env=SMALL)) == [0] * size
+
+
+def come_and_go(job: Job) -> list[int]:
+    """Bytes of the device that are in use after each of some groups, which rank 1 leaves later than the others."""
+    found = []
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+    for number in range(4):
+        pg = device_group(job, f"group{number}", job.rank, job.size, 60.0)
+        torch.cuda.synchronize()
+        if job.rank == 1:
+            time.sleep(0.3)
+        pg.shutdown()
+        store.set(f"left{number}{job.rank}", "")
+        store.wait([f"left{number}{rank}" for rank in range(job.size)])
+        memory.free_retired()
+        torch.cuda.empty_cache()  # torch keeps what a stream had
+        store.set(f"freed{number}{job.rank}", "")
+        store.wait([f"freed{number}{rank}" for rank in range(job.size)])
+        unused, total = torch.cuda.mem_get_info()
+        found.append(total - unused)
+        store.set(f"seen{number}{job.rank}", "")
+        store.wait([f"seen{number}{rank}" for rank in range(job.size)])
+    return found
+
+
+def test_groups_that_come_and_go_free_their_memory() -> None:
+    """Each rank's block, once no rank has it mapped any more."""
+    for first, *later in values(run_ranks(come_and_go, 3, limit_s=120, env=ON_DEVICE)):
+        assert later == [first] * 3
 
 
 STRUCK = [("all_reduce", action) for action in Action] + [("broadcast", Action.AWAIT), ("all_to_all", Action.TAKE)]

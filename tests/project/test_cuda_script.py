@@ -1,0 +1,60 @@
+"""ci/cuda.py as a program that runs commands: a signal ends it with the step that runs, and a command leaves no process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import wait_until
+
+_ROOT = Path(__file__).parents[2]
+_RIG = """
+import sys, types
+sys.path.insert(0, sys.argv[1])
+import cuda, cuda_steps
+from pathlib import Path
+folder = Path(sys.argv[2])
+def step(*code):
+    return cuda_steps.Step("", [sys.executable, "-c", "; ".join(code)], float(sys.argv[3]))
+started = f"open({str(folder / 'started')!r}, 'w').close()"
+cuda_steps.STEPS = {
+    "first": step("import time", started, "time.sleep(60)"),
+    "second": step(f"open({str(folder / 'second')!r}, 'w').close()"),
+}
+cuda.environment = lambda *args: {}
+options = types.SimpleNamespace(command=[], torch=next(iter(cuda.CELLS)), record=False)
+sys.exit(cuda.run_steps(cuda.Command(), types.SimpleNamespace(folder=folder), options))
+"""
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ci/cuda.py is for Linux")
+
+
+def start(folder, limit_s):
+    """Two steps, of which the first one sleeps."""
+    command = [sys.executable, "-c", _RIG, str(_ROOT / "ci"), str(folder), str(limit_s)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_steps(tmp_path, number):
+    """Not the step alone that runs: the others are not started."""
+    process = start(tmp_path, 50)
+    assert wait_until((tmp_path / "started").exists)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert f"first: stopped by signal {number:d}" in output
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_step_that_takes_too_long(tmp_path):
+    """It ends at its limit, and the next one runs."""
+    process = start(tmp_path, 2)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "first: timed out" in output
+    assert "second: passed" in output
+    assert (tmp_path / "second").exists()
