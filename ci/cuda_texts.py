@@ -4,7 +4,7 @@ usage: python ci/cuda_texts.py          writes tests/unit/cuda_texts.json, in so
 
 The errors' numbers are made by the emulated runtime (ci/cuda.py), which has the names and the texts of numbers from the real one; what
 is recorded is what torch makes of them. For each torch and each of tests/cuda/cuda_steps.py: the first step that fails, with type
-and text of its error. For each CUDA_VISIBLE_DEVICES on a machine with two GPUs: how many torch counts, and the error of
+and text of its error, or that none does. For each CUDA_VISIBLE_DEVICES on a machine with two GPUs: how many torch counts, and the error of
 torch.cuda.init().
 """
 
@@ -53,8 +53,6 @@ def record(torch: str) -> dict[str, Any]:
     errors, version = {}, ""
     for name, case in CASES.items():
         found = ask(torch, [], ["python", "-m", "tests.cuda.cuda_steps", name], **case.env)
-        if found["step"] is None:
-            raise SystemExit(f"ci/cuda_texts.py: torch {torch}: nothing fails with {name}")
         version = found.pop("torch")
         errors[name] = found
     start = ["python", "-c", _START]

@@ -81,6 +81,11 @@ _OWN_ERRORS = (
         "the GPU reports a hardware error",
         "see dmesg of the node for its Xid, and reset the GPU with nvidia-smi --gpu-reset",
     ),
+    (
+        "device < num_gpus",
+        "torch counts more GPUs than CUDA has for this process, as where several are in MIG mode",
+        "set CUDA_VISIBLE_DEVICES to the UUID of one slice, as nvidia-smi -L has it, or update torch",
+    ),
 )
 
 

@@ -303,6 +303,15 @@ def test_what_every_torch_says(name, release):
     assert len(text) < 450
 
 
+def test_several_gpus_in_mig_mode():
+    """torch 2.7 looks at each GPU that NVML counts, and CUDA shows a process one slice."""
+    text = cause_text(found(recorded("mig_gpus", "2.7.1"), num_gpus=2))
+    assert text.startswith("torch counts more GPUs than CUDA has for this process")
+    assert "device < num_gpus" in text
+    assert "CUDA_VISIBLE_DEVICES to the UUID of one slice" in text.rpartition("; ")[2]
+    assert RECORD["2.14.1"]["errors"]["mig_gpus"]["step"] is None
+
+
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("name", "refused"), [("exclusive", True), ("device_full", True), ("no_driver", False)])
 def test_errors_of_a_context(name, refused, release):
