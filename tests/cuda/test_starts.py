@@ -176,6 +176,16 @@ def test_mig_slices_of_one_gpu(machine, expected, nccl, backend):
     assert {rank["backend"] for rank in ranks} == {backend}
 
 
+def test_a_list_of_slices_that_workers_share(machine):
+    """Without the variable above: the error names it."""
+    slices = ",".join(uuid(0, number) for number in range(2))
+    engine = machine(1, num_gpus=2, CUDA_RIG_MIG="2", CUDA_VISIBLE_DEVICES=slices)
+    answer = engine.run("shape", scaling={"num_workers": 2, "use_gpu": True})
+    text = "\n".join(error["text"] for error in answer["errors"])
+    assert "rank 1" in text
+    assert "start Ray and the script with TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES=0" in text
+
+
 def test_two_workers_in_one_mig_slice(machine, expected):
     """They share the slice, whose memory both can map."""
     engine = machine(1, CUDA_RIG_MIG="2", CUDA_VISIBLE_DEVICES=uuid(0, 1))

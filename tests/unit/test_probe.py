@@ -265,6 +265,19 @@ def test_more_gpus_told_than_there_are(cuda, monkeypatch):
     assert probe._devices(True) == ([], missing)
 
 
+def test_a_list_of_slices_that_workers_share(cuda, monkeypatch):
+    """CUDA shows a process one MIG slice, whatever the list: no num_gpus is wrong."""
+    cuda(device_count=1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
+    monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:1")])
+    devices, missing = probe._devices(True)
+    assert devices == []
+    assert missing.startswith(
+        "Ray Train gives every worker the whole list of 2 MIG slices, of which CUDA shows a process 1; "
+    )
+    assert missing.endswith("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES=0")
+
+
 @pytest.mark.parametrize(("given", "says"), [([torch.device("cpu")], "cpu"), ([], "none")])
 def test_no_cuda_device_from_ray(cuda, monkeypatch, given, says):
     """A GPU worker to which Ray Train gives the CPU, as after `train_on_cpu`, reports why it has no device."""
