@@ -34,8 +34,8 @@ class DeviceParts:
     events: list[list[Any]] = field(default_factory=list)
 
     def close_imports(self, runtime: CudaRuntime, rank: int) -> bool:
-        """Unmap the blocks of the other ranks, with which the device must be through; false where that `is_impossible`."""
-        if is_impossible():
+        """Unmap the blocks of the other ranks, with which the device must be through; false, and nothing done, where that may hang."""
+        if freeing_may_hang():
             return False
         for r, block in enumerate(self.blocks):
             if r != rank and block is not None:
@@ -44,8 +44,8 @@ class DeviceParts:
         return True
 
     def free_own(self, runtime: CudaRuntime, rank: int) -> None:
-        """Free this rank's block, unless that `is_impossible`; no other rank may have it mapped."""
-        if is_impossible():
+        """Free this rank's block, unless that may hang; no other rank may have it mapped."""
+        if freeing_may_hang():
             return
         block, self.blocks[rank] = self.blocks[rank], None
         if block is not None:
@@ -102,14 +102,14 @@ _lost: list[bool] = []
 _may_be_stuck: list[Callable[[], bool]] = []
 
 
-def look_at(may_be_stuck: Callable[[], bool]) -> Callable[[], None]:
-    """Ask from now on whether a group's stream may be stuck, before memory of any group is freed; returns how to stop that."""
+def ask_before_freeing(may_be_stuck: Callable[[], bool]) -> Callable[[], None]:
+    """Ask whether a group's stream may be stuck before memory of any group is freed; returns how to stop asking."""
     _may_be_stuck.append(may_be_stuck)
     return lambda: _may_be_stuck.remove(may_be_stuck)
 
 
-def is_impossible() -> bool:
-    """Return whether memory can be neither freed nor unmapped any more, because a stream of this process may be stuck."""
+def freeing_may_hang() -> bool:
+    """Return whether freeing and unmapping may hang, from now on: they wait for all streams, of which one may be stuck."""
     if not _lost and any(may_be_stuck() for may_be_stuck in tuple(_may_be_stuck)):
         give_up()
     return bool(_lost)
@@ -129,6 +129,6 @@ def free_retired() -> None:
     with _retired_lock:
         for entry in list(_retired):
             is_unused, runtime, parts, rank = entry
-            if is_unused() and not is_impossible():
+            if is_unused() and not freeing_may_hang():
                 _retired.remove(entry)
                 parts.free_own(runtime, rank)

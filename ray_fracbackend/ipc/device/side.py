@@ -22,7 +22,7 @@ from ..protocol.engine import Engine
 from ..protocol.local import LocalCollectives
 from ..protocol.lone import LoneCollectives
 from . import runtime
-from .memory import free_retired, give_up, look_at
+from .memory import ask_before_freeing, free_retired, give_up
 from .runtime import CommunicationStream, wait_on_host
 from .setup import DeviceLane, DeviceSetup
 from .staged import set_up_staging
@@ -62,7 +62,7 @@ class DeviceSide:
         self._device: torch.device | None = None
         self._lane: DeviceLane | None = None
         self._watch: DeviceWatch | None = None
-        self._stop_looking: Callable[[], None] | None = None
+        self._stop_asking: Callable[[], None] | None = None
         self._collectives: Collectives | None = None
         self._streams: dict[torch.device, CommunicationStream] = {}
 
@@ -117,7 +117,7 @@ class DeviceSide:
                 self._collectives = self._lane.collectives
                 engines = self._lane.collectives.engine, self._shared_engine()
                 self._watch = DeviceWatch(engines, self.stream_of(device), self._names)
-                self._stop_looking = look_at(partial(_may_be_stuck, engines, self._streams))
+                self._stop_asking = ask_before_freeing(partial(_may_be_stuck, engines, self._streams))
                 return
             except IpcUnavailableError as error:
                 if knobs.device_path() == "memory":
@@ -166,8 +166,8 @@ class DeviceSide:
         else:
             engine.close(keeps_memory=not lane.memory.close_imports())
             lane.memory.retire(engine.waiter.is_alone)
-        assert self._stop_looking is not None
-        self._stop_looking()
+        assert self._stop_asking is not None
+        self._stop_asking()
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
