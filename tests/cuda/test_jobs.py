@@ -19,8 +19,6 @@ from tests.gpu.gpu_training import losses_of_one_process
 pytestmark = [needs_rig, pytest.mark.timeout(400)]
 
 full = pytest.mark.full()
-# Ray's own are minutes for what is found here in seconds.
-_ENV = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 # Of a group in the tests with faults: a stopped rank is noticed by it alone.
 _TIMEOUT_S = 12
 _LIMIT_S = 90
@@ -42,7 +40,7 @@ def engine_of(tmp_path_factory):
         if version not in engines:
             state = tmp_path_factory.mktemp("machine")
             run = {"RAY_FRACBACKEND_TEST_RUN": uuid.uuid4().hex}
-            engines[version] = Engine(version, CUDA_RIG_DEVICES="1", CUDA_RIG_STATE=str(state), **run, **_ENV)
+            engines[version] = Engine(version, CUDA_RIG_DEVICES="1", CUDA_RIG_STATE=str(state), **run)
         return engines[version]
 
     yield engine
@@ -122,7 +120,7 @@ def test_sharded_over_gloo_ends_the_workers(engine_of):
 @pytest.mark.parametrize("backend", ["ipc", "gloo", "staged"])
 def test_an_elastic_group_that_loses_a_node(tmp_path, alone, backend):
     """Three ranks on two devices; when a node is lost, two on one go on from the checkpoint in a group of their own."""
-    engine = Engine("v2", CUDA_RIG_DEVICES="2", CUDA_RIG_STATE=str(tmp_path), **_ENV)
+    engine = Engine("v2", CUDA_RIG_DEVICES="2", CUDA_RIG_STATE=str(tmp_path))
     try:
         ranks = run(engine, "elastic", backend, timeout_s=350)
     finally:

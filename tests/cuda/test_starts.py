@@ -60,7 +60,6 @@ def groups_of(rank):
 @pytest.mark.parametrize(
     ("nccl", "version"),
     [("2.18.5", "v2"), ("2.21.5", "v2"), ("2.28.9", "v1"), ("2.28.9", "v2"), ("2.30.7", "v2")],
-    ids="-".join,
 )
 def test_the_first_seed(machine, expected, nccl, version):
     """Two workers at half a GPU: stock ends in NCCL's refusal in the words of its version, ours trains."""
