@@ -25,10 +25,9 @@ from torch import nn
 from ray_fracbackend import FracTorchConfig, get_start_report, report_rank0
 from tests.faults.driver import described
 from tests.faults.planted import FAULT, strike, told_at
-from tests.gpu.gpu_training import Network, answers_in, batch
+from tests.gpu.gpu_training import NUM_STEPS, Network, answers_in, train_step
 from tests.processes import left_files, shared_files, train_worker_processes, wait_until
 
-NUM_STEPS = 6
 # After which step a checkpoint is saved, and before which rank 1 fails the first time.
 _SAVED_AFTER, _FAILS_BEFORE = 2, 3
 _WAIT_S = 120.0
@@ -45,26 +44,6 @@ def make_model(device: torch.device) -> nn.Module:
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """With a state, so that a checkpoint without it leads to other losses."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    device: torch.device,
-    rank: int = 0,
-    num_ranks: int = 1,
-) -> float:
-    """One step on this rank's part of the batch; the mean loss of all ranks."""
-    inputs, labels = (part[rank::num_ranks] for part in batch(step, device))
-    loss = nn.functional.cross_entropy(model(inputs), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    mean = loss.detach().clone()
-    if num_ranks > 1:
-        dist.all_reduce(mean)
-    return mean.item() / num_ranks
 
 
 def train_alone(device: str, num_steps: int = NUM_STEPS) -> tuple[list[float], list[float]]:

@@ -110,7 +110,7 @@ def test_why_cuda_does_not_start(tmp_path, fault):
     ("visible", "needs_nvml"), [("3", True), ("GPU-0123abcd", True), ("0,0", False), ("", False), ("-1", False)]
 )
 def test_a_variable_that_hides_the_gpus(tmp_path, visible, needs_nvml):
-    """Ray was told of more GPUs than there are, or somebody set the variable by hand."""
+    """Ray's num_gpus is more than there are, or somebody set the variable by hand."""
     found = probed(tmp_path, "", "no_nvml", CUDA_VISIBLE_DEVICES=visible)
     names = f"CUDA_VISIBLE_DEVICES={visible!r} names "
     assert found[""]["missing"].startswith(names)

@@ -49,21 +49,30 @@ def batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs.to(device), inputs[:, :10].argmax(dim=1).to(device)
 
 
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    device: torch.device,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> float:
+    """One step on this rank's part of the batch; the mean loss of all ranks."""
+    inputs, labels = (part[rank::num_ranks] for part in batch(step, device))
+    loss = nn.functional.cross_entropy(model(inputs), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    mean = loss.detach().clone()
+    if num_ranks > 1:
+        dist.all_reduce(mean)
+    return mean.item() / num_ranks
+
+
 def run_steps(model: nn.Module, device: torch.device, rank: int, num_ranks: int, lr: float = 0.5) -> list[float]:
-    """Trains on this rank's part of each batch; the mean loss of all ranks by step."""
+    """Train on this rank's part of each batch; the mean loss of all ranks by step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    losses = []
-    for step in range(NUM_STEPS):
-        inputs, labels = (part[rank::num_ranks] for part in batch(step, device))
-        loss = nn.functional.cross_entropy(model(inputs), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach().clone()
-        if num_ranks > 1:
-            dist.all_reduce(mean)
-        losses.append(mean.item() / num_ranks)
-    return losses
+    return [train_step(model, optimizer, step, device, rank, num_ranks) for step in range(NUM_STEPS)]
 
 
 def losses_of_one_process(device: str) -> list[float]:

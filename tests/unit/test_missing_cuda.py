@@ -315,7 +315,7 @@ def test_several_gpus_in_mig_mode():
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("name", "refused"), [("exclusive", True), ("device_full", True), ("no_driver", False)])
 def test_errors_of_a_context(name, refused, release):
-    """What CUDA refuses after its start is told by torch's words before it: the class is another one in each release."""
+    """torch's words before CUDA's tell what CUDA refuses after its start: the class is another one in each release."""
     assert is_cuda_error(RuntimeError(recorded(name, release))) == refused
     assert not is_cuda_error(ValueError(recorded(name, release)))
     assert not is_cuda_error(None)
