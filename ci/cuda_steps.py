@@ -73,7 +73,6 @@ STEPS = {
         "every test of `staged` and of the verification",
         "tests/gpu/test_gpu_staged.py",
         "tests/gpu/test_gpu_verify.py",
-        env=_TWO_GPUS,
     ),
     "training": _tests(
         "Ray: losses of one process with each backend, 2 to 8 ranks, Tune, libraries, memory caps, `bench`",
