@@ -206,7 +206,7 @@ def _devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
     beyond = [device.index for device in devices if (device.index or 0) >= count]
     if beyond:
         slices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if any(name.strip().startswith("MIG-") for name in slices):
+        if len(slices) > count and any(name.strip().startswith("MIG-") for name in slices):
             return [], (
                 f"Ray Train gives every worker the whole list of {len(slices)} MIG slices, of which CUDA shows a process {count}; "
                 "start Ray and the script with TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES=0"

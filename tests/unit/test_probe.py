@@ -257,9 +257,11 @@ def test_devices_by_index_and_by_uuid(cuda, monkeypatch, visible, gpu_ids):
     assert [device.index for device in devices] == [visible.split(",").index(str(gpu_ids[0]))]
 
 
-def test_more_gpus_told_than_there_are(cuda, monkeypatch):
-    """An overstated num_gpus gives a device index that does not exist: reported as that."""
+@pytest.mark.parametrize("visible", ["0", "MIG-1"])
+def test_more_gpus_told_than_there_are(cuda, monkeypatch, visible):
+    """An overstated num_gpus gives a device index that does not exist: reported as that, also with a slice."""
     cuda(device_count=1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:1")])
     missing = "num_gpus of the node exceeds the GPUs present: device 1 of 1; correct num_gpus"
     assert probe._devices(True) == ([], missing)
