@@ -73,11 +73,13 @@ STEPS = {
         "every test of `staged` and of the verification",
         "tests/gpu/test_gpu_staged.py",
         "tests/gpu/test_gpu_verify.py",
+        env=_TWO_GPUS,
     ),
     "training": _tests(
         "Ray: losses of one process with each backend, 2 to 8 ranks, Tune, libraries, memory caps, `bench`",
         *(f"tests/gpu/test_gpu_{name}.py" for name in ("training", "devices", "memory", "bench")),
         limit_s=1800.0,
+        env=_TWO_GPUS,
     ),
     "starts": _tests(
         "Ray: stock beside ours, every ScalingConfig, MIG, UUIDs, two jobs", "tests/cuda/test_starts.py", limit_s=3600.0

@@ -71,7 +71,10 @@ def check_second_device(job: Job, backend: str) -> set[int]:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", ["ipc", "staged", "nccl"])
 def test_no_context_on_another_device(backend: str):
-    """The check takes no memory of the device that is current in the process and another rank's."""
+    """The check takes no memory of the device that is current in the process and another rank's.
+
+    Not with Gloo: torch's thread for it destroys CUDA events while the first device is current, which makes a context there.
+    """
     assert values(run_ranks(check_second_device, 1, backend)) == [set()]
