@@ -43,6 +43,8 @@ _REPORT_S = 1.0
 _STALL_S = 0.2
 # Timed calls of a size, of which the best counts.
 _NUM_TIMED = 2
+# Between two looks at a call of NCCL.
+_MIN_PAUSE_S, _MAX_PAUSE_S = 20e-6, 1e-3
 # What torch puts before an error of CUDA's.
 _CUDA_ERROR = "CUDA error: "
 # Below this the device has no room for a context or for what torch allocates at once.
@@ -227,9 +229,21 @@ class _Verification:
         )
 
     def _wait(self, work: dist.Work | None) -> None:
-        left_s = self._timeout_s - (time.perf_counter() - self._started)
-        if work is not None:
-            work.wait(timedelta(seconds=max(left_s, 0.001)))
+        if work is None:
+            return
+        left_s = max(self._timeout_s - (time.perf_counter() - self._started), 0.001)
+        if backends_by_device(self._group).get(self._device.type) == "nccl":
+            # A wait for NCCL that reaches its own limit makes torch's watchdog end the process: torch 2.7 at once.
+            self._poll(work, left_s)
+        work.wait(timedelta(seconds=left_s))
+
+    def _poll(self, work: dist.Work, left_s: float) -> None:
+        end, pause_s = time.perf_counter() + left_s, _MIN_PAUSE_S
+        while not work.is_completed():
+            if time.perf_counter() > end:
+                raise TimeoutError(f"no answer within {left_s:.3g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _measure(self, num_bytes: int) -> float:
         """Return the seconds of an all_reduce, the best of a few; the first call connects the ranks and starts the device."""

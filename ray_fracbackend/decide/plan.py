@@ -86,6 +86,7 @@ class StartPlan:
                 timeout_s=settings.timeout_s,
                 budget_s=settings.start_timeout_s,
                 verify=settings.verify,
+                has_fallback=self.fallback is not None,
                 train_on_cpu=self.train_on_cpu and worker.gpu_fraction > 0,
                 memory_fraction=self.memory_fraction_of(worker) if settings.limit_gpu_memory else None,
                 env_defaults=self.env_of(worker),
@@ -132,6 +133,7 @@ class WorkerPlan:
         timeout_s: Timeout of the group's collectives once training runs, in seconds.
         budget_s: Bound on this worker's start, in seconds.
         verify: Run the collective check.
+        has_fallback: Where the check fails, the process goes on with a group of another backend.
         train_on_cpu: Ray reserved GPUs that torch cannot use: ``get_device()`` must return cpu.
         set_distributed_env: Set RANK, WORLD_SIZE, LOCAL_RANK, ... before ``init_process_group``, as Ray Train V2 does.
         memory_fraction: Cap on the process's share of its device's memory, None for no cap.
@@ -147,6 +149,7 @@ class WorkerPlan:
     timeout_s: float
     budget_s: float
     verify: bool
+    has_fallback: bool = False
     train_on_cpu: bool = False
     set_distributed_env: bool = False
     memory_fraction: float | None = None

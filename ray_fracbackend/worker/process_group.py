@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -25,6 +25,7 @@ from ray_fracbackend import _ray
 from ray_fracbackend.decide.nccl import cause_of
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import IFNAME
+from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import (
     BackendUnavailableError,
     FracBackendError,
@@ -46,6 +47,7 @@ from ray_fracbackend.worker.state import STATE
 _SILENCE_S = 1.0
 # For a failed group of NCCL to be aborted.
 ABORT_S = 5.0
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # For the NVML of a broken GPU to answer.
 _NVML_S = 2.0
 
@@ -75,10 +77,11 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
         environment.set_always(plan.rendezvous.start_env)
         _prepare(plan)
         _check_network(plan, deadline)
-        _init_process_group(plan, deadline)
-        _set_group_timeout(plan, deadline.left_s)
-        result = _verify(plan, deadline) if plan.verify else None
-        _set_group_timeout(plan, plan.timeout_s)
+        common = _connect(plan, deadline)
+        if plan.verify and plan.has_fallback and plan.backends.has_nccl and _HANDLING in os.environ:
+            _try_nccl(plan, common, deadline)
+        result = _form(plan, common, deadline)
+        common.set_timeout(timedelta(seconds=plan.timeout_s))
         environment.clear(plan.rendezvous.start_env)
     except BaseException as error:
         _release_frames(error)
@@ -101,6 +104,43 @@ def _release_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+def _form(
+    plan: WorkerPlan, common: TCPStore, deadline: Deadline, prefix: str = "default_pg"
+) -> VerificationResult | None:
+    """Create the default group and verify it."""
+    _init_process_group(plan, common, deadline, prefix)
+    # NCCL's watchdog ends the process at the timeout: the verification comes to its own end before.
+    _set_group_timeout(plan, deadline.left_s + (ABORT_S if plan.backends.has_nccl else 0))
+    result = _verify(plan, deadline) if plan.verify else None
+    _set_group_timeout(plan, plan.timeout_s)
+    return result
+
+
+def _try_nccl(plan: WorkerPlan, common: TCPStore, deadline: Deadline) -> None:
+    """Verify a group of NCCL that another backend may replace, and destroy it; all ranks fail where one does.
+
+    torch's watchdog ends the process of a group that has failed, up to a minute later and although it was aborted: in the
+    training on the fallback. Without its handling of errors it does not, so this group is not the one that trains.
+    """
+    handling = os.environ[_HANDLING]
+    os.environ[_HANDLING] = "0"
+    key, passed = "ray_fracbackend/tried", "passed"
+    try:
+        _form(plan, common, deadline, prefix="tried")
+    except BaseException:
+        with suppress(RuntimeError):
+            common.set(f"{key}/{plan.rank}", "failed")
+        raise
+    finally:
+        os.environ[_HANDLING] = handling
+    common.set(f"{key}/{plan.rank}", passed)
+    with _named(f"waiting for the other ranks' check of {plan.backend}", plan, GroupFormationError):
+        failed = [rank for rank in range(plan.world_size) if common.get(f"{key}/{rank}") != passed.encode()]
+    if failed:
+        raise VerificationError(f"the check of {plan.backend} failed on {ranks_text(failed)}.", ranks=failed)
+    stop_worker(failed=True)  # NCCL's way to leave without a wait
 
 
 def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
@@ -182,7 +222,7 @@ def _prepare(plan: WorkerPlan) -> None:
         _ray.set_torch_distributed_env()
     if plan.backends.has_nccl and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
         # As stock: a collective that times out must end the process instead of hanging it.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        os.environ.setdefault(_HANDLING, "1")
     memory_cap.set_cap(plan.memory_fraction, plan.device)
 
 
@@ -195,33 +235,36 @@ def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
         store.check_reachable(rendezvous.master_addr, rendezvous.master_port, min(store.REACH_S, deadline.left_s))
 
 
-def _init_process_group(plan: WorkerPlan, deadline: Deadline) -> None:
-    """Create the group on rank 0's store, in threads: torch's store client waits without a limit for a silent store."""
-    if plan.backends.has_ipc:
-        import ray_fracbackend.ipc  # registers the backend
-    if plan.backends.has_staged:
-        import ray_fracbackend.staged  # noqa: F401  registers the backend
+def _connect(plan: WorkerPlan, deadline: Deadline) -> TCPStore:
+    """Connect to rank 0's store, in a thread: torch's store client waits without a limit for a silent store."""
     address, port = plan.rendezvous.master_addr, plan.rendezvous.master_port
     with _named("rendezvous", plan, RendezvousError):
         left_s = deadline.left_s
         connect = partial(store.connect_store, plan.rank, plan.world_size, address, port, left_s)
-        common = bounded(connect, left_s + _SILENCE_S)
+        return bounded(connect, left_s + _SILENCE_S)
+
+
+def _init_process_group(plan: WorkerPlan, common: TCPStore, deadline: Deadline, prefix: str) -> None:
+    """Create the group on rank 0's store, in a thread for the same reason."""
+    if plan.backends.has_ipc:
+        import ray_fracbackend.ipc  # registers the backend
+    if plan.backends.has_staged:
+        import ray_fracbackend.staged  # noqa: F401  registers the backend
     with _named(f"creating the {plan.backend} process group", plan, GroupFormationError):
         left_s, abandoned = deadline.left_s, threading.Event()
         common.set_timeout(timedelta(seconds=left_s))
         try:
-            bounded(partial(_create, plan, common, abandoned), left_s + _SILENCE_S)
+            bounded(partial(_create, plan, common, abandoned, prefix), left_s + _SILENCE_S)
         except TimeoutError:
             abandoned.set()
             raise
-    common.set_timeout(timedelta(seconds=plan.timeout_s))
 
 
-def _create(plan: WorkerPlan, common: TCPStore, abandoned: threading.Event) -> None:
+def _create(plan: WorkerPlan, common: TCPStore, abandoned: threading.Event, prefix: str) -> None:
     dist.init_process_group(
         plan.backend,
-        # The same prefix as init_process_group puts before a store that it makes itself.
-        store=PrefixStore("default_pg", common),
+        # "default_pg" is what init_process_group puts before a store that it makes itself.
+        store=PrefixStore(prefix, common),
         rank=plan.rank,
         world_size=plan.world_size,
         # That of the training: Gloo's send and recv keep the one with which the group was made.
@@ -232,12 +275,12 @@ def _create(plan: WorkerPlan, common: TCPStore, abandoned: threading.Event) -> N
 
 
 def _set_group_timeout(plan: WorkerPlan, timeout_s: float) -> None:
-    """Set the timeout of the collectives of Gloo, ipc and staged: a group could not be destroyed while one of them waits for a peer.
+    """Set the timeout of the group's collectives: a group could not be destroyed while one of them waits for a peer.
 
     Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps Gloo and NCCL in a group whose timeout cannot be changed.
     """
     in_python = plan.backends.has_ipc or plan.backends.has_staged
-    if in_python or (plan.backends.connects_with_gloo and get_debug_level() != DebugLevel.DETAIL):
+    if in_python or get_debug_level() != DebugLevel.DETAIL:
         # torch 2.14 has a public name for it, and a FutureWarning for the old one.
         set_timeout = getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)
         set_timeout(timedelta(seconds=timeout_s))
