@@ -658,6 +658,23 @@ def test_the_group_after_one_that_failed(run, fault):
         assert number == 59
 
 
+def start_with_a_short_timeout(job):
+    """The error of a start whose NCCL hangs, with a timeout of the group that is shorter than the start's."""
+    torch.cuda.set_device(job.rank)
+    try:
+        started(job, "nccl", f"cuda:{job.rank}", budget_s=6, timeout_s=1)
+    except FracBackendError as error:
+        return str(error)
+    return "passed"
+
+
+def test_a_timeout_shorter_than_the_start(run):
+    """It is for the training: at a timeout in the verification the watchdog would end the process, without an error."""
+    for text in values(run(start_with_a_short_timeout, 2, CUDA_RIG_FAULT="nccl_hang=3", **WATCHDOG)):
+        assert "failed on rank" in text
+        assert "no answer within" in text
+
+
 def try_and_start(job):
     """Start NCCL where it has a fallback: the error handling that the process has in the end, the sum of a call, the result."""
     device = torch.device("cuda", job.rank)
