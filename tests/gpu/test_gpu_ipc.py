@@ -90,7 +90,7 @@ def random_sums(job: Job) -> list[str]:
             for tensor in inputs[1:]:
                 total += tensor.to(wide)
             mine = inputs[job.rank].cuda(0)
-            pg.allreduce([mine], options("Allreduce"))
+            pg.allreduce([mine], options("Allreduce")).wait()
             if not torch.equal(mine.cpu(), total.to(dtype)):
                 bad.append(f"{dtype} {numel}")
     lane_of(pg)
@@ -184,11 +184,11 @@ def dropped(job: Job, keeps: bool) -> bool:
     if job.rank == 0:
         torch.cuda._sleep(LONG_KERNEL_CYCLES)
     pg.allreduce([tensor], options("Allreduce", asyncOp=True))
-    pg.barrier(options("Barrier"))  # on the host: both calls are issued
+    pg.barrier(options("Barrier")).wait()  # on the host: both calls are issued
     if job.rank == 1:
         del tensor
         _ = [torch.full((400_000,), 99.0, device="cuda:0") for _ in range(3)]
-    pg.barrier(options("Barrier"))
+    pg.barrier(options("Barrier")).wait()
     torch.cuda.synchronize()
     return job.rank == 1 or bool((tensor == job.size).all())
 
@@ -320,12 +320,12 @@ def leaves_the_other_group(job: Job) -> tuple[str, bool, float]:
     if own is None:
         torch.cuda._sleep(4 * LONG_KERNEL_CYCLES)
     pg.allreduce([tensor], options("Allreduce", asyncOp=True))
-    pg.barrier(options("Barrier"))  # on the host: all have issued their calls
+    pg.barrier(options("Barrier")).wait()  # on the host: all have issued their calls
     if own is None:
         strike("kill")
-    error = error_of(lambda: [pg.barrier(options("Barrier")) for _ in range(1000)])[0]
+    error = error_of(lambda: [pg.barrier(options("Barrier")).wait() for _ in range(1000)])[0]
     other = torch.ones(1000, device="cuda:0")
-    own.allreduce([other], options("Allreduce"))
+    own.allreduce([other], options("Allreduce")).wait()
     is_right = bool((other == 2).all())
     started = time.monotonic()
     own.shutdown()
@@ -391,10 +391,10 @@ def captured(job: Job) -> str:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin()
-        text = error_of(lambda: pg.allreduce([x], options("Allreduce")))[1]
+        text = error_of(lambda: pg.allreduce([x], options("Allreduce")).wait())[1]
         x.add_(1)
         graph.capture_end()
-    CALLS["all_reduce"](pg)
+    CALLS["all_reduce"](pg).wait()
     return text
 
 
@@ -410,7 +410,7 @@ def two_names(job: Job) -> bool:
     os.environ[DEVICE_ENV_VAR] = f"cuda:{index}"
     pg = bare_group(job, "names", job.rank, job.size, 30.0)
     x = torch.full((50_000,), job.rank + 1.0, device=f"cuda:{index}")
-    pg.allreduce([x], options("Allreduce"))
+    pg.allreduce([x], options("Allreduce")).wait()
     lane_of(pg)
     return bool((x == 3).all())
 
@@ -437,7 +437,7 @@ def idle_while_a_peer_is_late(job: Job) -> bool:
     x = torch.ones(1000, device="cuda:0")
     if job.rank == 1:
         time.sleep(1.0)
-    pg.allreduce([x], options("Allreduce"))
+    pg.allreduce([x], options("Allreduce")).wait()
     return bool((x == 2).all())
 
 

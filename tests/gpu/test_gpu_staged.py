@@ -55,7 +55,7 @@ def test_every_collective_matches_the_reference(size: int, way: str) -> None:
 def long_kernel(job: Job, skip_waits: bool) -> list[bool]:
     """Each rank's data comes after a long kernel on a stream of the caller; which results are right."""
     pg = bare_group(job, "order", job.rank, job.size, 60.0)
-    CALLS["all_reduce_small"](pg)
+    CALLS["all_reduce_small"](pg).wait()
     if skip_waits:
         staged._wait_for = lambda event, terms: None
     tensors = [torch.zeros(200_000, device="cuda:0") for _ in range(4)]
@@ -85,7 +85,7 @@ def test_without_the_wait_the_same_gives_wrong_results() -> None:
 
 def pinned(job: Job) -> list[bool]:
     """Whether the buffers that the pool keeps are pinned."""
-    CALLS["all_reduce"](bare_group(job, "pinned", job.rank, job.size, 60.0))
+    CALLS["all_reduce"](bare_group(job, "pinned", job.rank, job.size, 60.0)).wait()
     (pool,) = staged._pools.values()
     return [buffer.is_pinned() for buffer, _ in pool._idle]
 
@@ -149,10 +149,10 @@ def test_training_ends_with_the_weights_of_one_process(way: str, how: str) -> No
 def killed(job: Job) -> tuple[str, str, float]:
     """An all_reduce in which the last rank is killed."""
     pg = bare_group(job, "killed", job.rank, job.size, 20.0)
-    CALLS["all_reduce_small"](pg)
+    CALLS["all_reduce_small"](pg).wait()
     if job.rank == job.size - 1:
         strike_at(pg, ("begin", 1), lambda: strike("kill"))
-    error = error_of(lambda: (CALLS["all_reduce"](pg), pg.barrier(options("Barrier"))))
+    error = error_of(lambda: (CALLS["all_reduce"](pg).wait(), pg.barrier(options("Barrier")).wait()))
     torch.cuda.synchronize()  # nothing of this rank's stream waits for another process
     return error
 

@@ -22,7 +22,7 @@ def device_group(
 ) -> IpcProcessGroup:
     """A bare process group whose device memory has been set up."""
     pg = bare_group(job, name, rank, size, timeout_s, ranks)
-    CALLS["all_reduce_small"](pg)
+    CALLS["all_reduce_small"](pg).wait()  # with torch 2.7 every call of a bare group is asynchronous
     engine_of(pg)
     return pg
 

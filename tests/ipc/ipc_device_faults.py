@@ -21,8 +21,8 @@ SURVIVORS = 2
 
 def call_then_barrier(pg: Any, name: str) -> None:
     """A rank struck after its last publication lets the others finish; the next call must report it."""
-    CALLS[name](pg)
-    pg.barrier(options("Barrier"))
+    CALLS[name](pg).wait()
+    pg.barrier(options("Barrier")).wait()
 
 
 def struck_by_signal(job: Job, memory: str, name: str, points: list[Any], kind: str, timeout_s: float) -> Any:
@@ -40,7 +40,7 @@ def struck_by_signal(job: Job, memory: str, name: str, points: list[Any], kind: 
             MEMORIES[memory].strike_at(pg, point, lambda: strike(kind))
         error = error_of(lambda pg=pg: call_then_barrier(pg, name))
         errors.append((point, *error))
-        again = error_of(lambda pg=pg: pg.barrier(options("Barrier")))
+        again = error_of(lambda pg=pg: pg.barrier(options("Barrier")).wait())
         if again[0] != "GroupPoisonedError" or again[2] > 5:
             errors.append((point, *again))
         pg.shutdown()

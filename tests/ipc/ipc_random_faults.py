@@ -81,7 +81,7 @@ def random_work(job: Job, seed: int, memory: str) -> str:
             point = shared.choice(kind.points(name, job.size))
             error = error_of(lambda name=name, point=point: _break(kind, pg, fault, name, point))
             return error[0] or fault
-        error = error_of(lambda name=name: kind.calls[name](pg))
+        error = error_of(lambda name=name: kind.calls[name](pg).wait())
         if error[0]:
             return error[0]
     raise AssertionError("the fault had no effect")
@@ -99,6 +99,6 @@ def _break(kind: Memory, pg: Any, fault: str, name: str, point: Any) -> None:
         return
     else:
         name = "all_reduce_small" if name == "barrier" else "barrier"
-    kind.calls[name](pg)
+    kind.calls[name](pg).wait()
     # A rank struck after its last publication lets the others finish; the next call must report it.
-    pg.barrier(options("Barrier"))
+    pg.barrier(options("Barrier")).wait()

@@ -20,7 +20,7 @@ _NUM_CHUNKS = 5
 def staged_group(job: Job, name: str, rank: int, size: int, timeout_s: float, ranks: tuple[int, ...] = ()) -> Any:
     """A bare process group that has staged a tensor."""
     pg = bare_group(job, name, rank, size, timeout_s, ranks)
-    CALLS["all_reduce_small"](pg)
+    CALLS["all_reduce_small"](pg).wait()
     assert isinstance(pg._device_side._collectives, staged.StagedCollectives)
     return pg
 
