@@ -112,7 +112,12 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument(
         "--rounds", type=_count(10**6), default=5, metavar="NUMBER", help="medians are over all rounds (default 5)"
     )
-    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default cpu)")
+    bench.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the tensors are (default cpu); cuda: all ranks on the first device",
+    )
     bench.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     bench.add_argument(
         "--plot",

@@ -59,7 +59,7 @@ def measure(
         rounds: How often everything is measured in one start; medians are over all rounds of all starts.
         starts: How often the processes are started anew.
         tries: Most tries of a case, while other processes use the machine.
-        device: ``"cpu"``, or ``"cuda"`` for tensors on the CUDA devices of this machine, the ranks on them in turn.
+        device: ``"cpu"``, or ``"cuda"`` for tensors on the first CUDA device that torch sees, which all ranks share.
 
     Returns:
         Plain values for JSON: date, hardware, versions, load and ``rows`` as `bench_ranks.run_benchmark` gives them.
@@ -280,19 +280,15 @@ def mpirun(num_ranks: int) -> list[str] | None:
 
 
 def _nccl_env(num_ranks: int) -> dict[str, str] | None:
-    """Return the variables with which NCCL accepts this many ranks on this machine's devices, None where it does not."""
-    num_devices = torch.cuda.device_count()
-    if num_ranks <= num_devices:
+    """Return the variables with which NCCL accepts this many ranks on one device, None where it does not."""
+    if num_ranks == 1:
         return {}
-    ranks_per_device = -(-num_ranks // num_devices)
-    return multi_rank_env(ranks_per_device) if (loaded_nccl_version() or ()) >= NCCL_MULTI_RANK else None
+    return multi_rank_env(num_ranks) if (loaded_nccl_version() or ()) >= NCCL_MULTI_RANK else None
 
 
 def _gpus(device: str) -> list[str]:
-    """Return the names of the devices that the tensors are on."""
-    if device == "cpu":
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    """Return the name of the device that the tensors are on."""
+    return [torch.cuda.get_device_name(0)] if device == "cuda" else []
 
 
 def _versions(device: str) -> dict[str, str]:

@@ -214,7 +214,7 @@ def _device(kind: str) -> torch.device:
     """Return the device of this rank, after making it the current one."""
     if kind == "cpu":
         return torch.device(kind)
-    device = torch.device(kind, dist.get_rank() % torch.cuda.device_count())
+    device = torch.device(kind, 0)
     torch.cuda.set_device(device)
     return device
 

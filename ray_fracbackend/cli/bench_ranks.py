@@ -54,7 +54,7 @@ def run_benchmark(
         starts: How often the processes are started anew: where they and their memory lie differs from start to start.
         tries: How often a case of a round is repeated while other processes use over a tenth of the machine. The
             quietest try counts, whatever its times are.
-        device: Where the tensors are: ``"cpu"``, or ``"cuda"`` for the ranks in turn on the devices that torch sees.
+        device: Where the tensors are: ``"cpu"``, or ``"cuda"`` for the first device that torch sees, which all ranks share.
         nccl_env: Variables with which NCCL takes the ranks, on ``"cuda"``; None leaves NCCL out.
         mpirun: Command that starts `num_ranks` processes under Open MPI, such as ``["mpirun", "-n", "2"]``; the ranks
             need mpi4py. None starts them directly and leaves Open MPI out.
