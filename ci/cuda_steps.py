@@ -85,7 +85,7 @@ STEPS = {
         "Ray: stock beside ours, every ScalingConfig, MIG, UUIDs, two jobs", "tests/cuda/test_starts.py", limit_s=3600.0
     ),
     "failing starts": _tests("Ray: starts that fail or fall back", "tests/cuda/test_failing_starts.py", limit_s=3600.0),
-    "jobs": _tests("Ray: elastic groups, restarts, FSDP2, DCP, checkpoints", "tests/cuda/test_jobs.py", limit_s=3600.0),
+    "jobs": _tests("Ray: elastic groups, restarts, FSDP2, DCP, checkpoints", "tests/cuda/test_jobs.py", limit_s=5400.0),
     "commands": _tests(
         "`doctor`, `plan`, `test`, `run`, `bench`, `demo`", "tests/cuda/test_commands.py", limit_s=1200.0
     ),
