@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, may_be_secret
+from ray_fracbackend.worker.cuda_driver import driver_facts
 from ray_fracbackend.worker.environment import user_environment
 from ray_fracbackend.worker.missing_cuda import COMPUTE_MODES, nvml_answer, nvml_session, why_no_cuda
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
@@ -125,7 +126,8 @@ def _info(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **
     own |= {"cuda_missing": unreadable} if unreadable else {}
     own |= _ipc_support(described) if ask_ipc else {}
     # On Windows it takes the place of Gloo wherever the job has devices.
-    own |= {"staged_missing": _staged_support()} if ask_ipc or sys.platform == "win32" else {}
+    ask_staged = ask_ipc or (sys.platform == "win32" and bool(devices))
+    own |= {"staged_missing": _staged_support()} if ask_staged else {}
     return WorkerInfo(
         **own,
         hostname=socket.gethostname(),
@@ -229,8 +231,10 @@ def _described(devices: list[torch.device], nvml: Any) -> tuple[tuple[DeviceInfo
 
 
 def _describe(index: int, properties: Any, nvml: Any) -> DeviceInfo:
-    bus_id, parent, mode = _torch_bus_id(properties), None, "unknown"
-    bare = _bare_uuid(index, properties)
+    facts, parent = driver_facts(index), None
+    bus_id = (facts.pci_bus_id if facts else None) or _torch_bus_id(properties)
+    mode = COMPUTE_MODES.get(facts.compute_mode if facts else None, "unknown")
+    bare = facts.uuid if facts else _bare(properties)
     # Old ROCm builds have no UUID, and some drivers give zeros.
     known = bool(bare.strip("0-"))
     uuid = f"GPU-{bare}" if known else f"BUS-{boot_id() or socket.gethostname()}/{bus_id or index}"
@@ -257,12 +261,8 @@ def _describe(index: int, properties: Any, nvml: Any) -> DeviceInfo:
     )
 
 
-def _bare_uuid(index: int, properties: Any) -> str:
-    """Return the UUID without prefix: the driver's, which is a MIG slice's own, else that of the runtime's properties."""
-    from ray_fracbackend.ipc.device.driver import DriverError, device_uuid
-
-    with suppress(DriverError):  # on ROCm and Windows, which have no slices
-        return device_uuid(index)
+def _bare(properties: Any) -> str:
+    """Return the UUID of the runtime's properties without its prefix, empty where they have none."""
     return str(getattr(properties, "uuid", None) or "").removeprefix("GPU-").removeprefix("MIG-")
 
 
@@ -271,7 +271,7 @@ def _gpu_of_slice(bare: str, properties: Any) -> str | None:
 
     The name of a slice ends in its profile, such as ``MIG 1g.10gb``; the runtime's properties may have the UUID of its GPU.
     """
-    whole = str(getattr(properties, "uuid", None) or "").removeprefix("GPU-").removeprefix("MIG-")
+    whole = _bare(properties)
     is_other = whole != bare and bool(whole.strip("0-"))
     if is_other or "MIG" in properties.name.split():
         return f"GPU-{whole}" if is_other else ""

@@ -35,6 +35,7 @@ for line in sys.stdin:
     found = {"missing": info.cuda_missing, "node": info.num_node_devices, "contexts": torch.cuda.memory_allocated() if devices else 0}
     for device in info.devices[:1]:
         found |= {name: getattr(device, name) for name in ("uuid", "parent_uuid", "pci_bus_id", "compute_mode", "name")}
+    assert "ray_fracbackend.ipc" not in sys.modules
     assert machine["devices"] == info.devices and machine["cuda_missing"] == info.cuda_missing
     print(json.dumps(found), flush=True)
 """
@@ -135,22 +136,14 @@ FUNCTIONS = (
 NVML_FAULTS = ("", "no_nvml", *(f"nvml_{name}" for name in FUNCTIONS))
 
 
-def bus_id_under(fault, *also_silent):
-    """The bus id that is found: older torch does not say it, and then NVML has to."""
-    silent = ("no_nvml", "nvml_Init", "nvml_DeviceGetHandleByUUID", "nvml_DeviceGetPciInfo", *also_silent)
-    says = hasattr(torch._C._CudaDeviceProperties, "pci_bus_id")
-    return BUS_ID if says or fault not in silent else None
-
-
 def test_a_whole_gpu_whatever_nvml_refuses(tmp_path):
-    """UUID and bus id are CUDA's own; only what NVML alone knows is missing."""
+    """UUID, bus id and compute mode are CUDA's own; only what NVML alone knows is missing."""
     for fault, found in probed(tmp_path, *NVML_FAULTS, base="exclusive").items():
         assert (found["uuid"], found["parent_uuid"], found["missing"]) == (GPU, None, None), fault
-        assert found["pci_bus_id"] == bus_id_under(fault), fault
+        assert found["pci_bus_id"] == BUS_ID, fault
         counts = fault not in ("no_nvml", "nvml_Init", "nvml_DeviceGetCount")
         assert found["node"] == (1 if counts else None), fault
-        reads = fault not in ("no_nvml", "nvml_Init", "nvml_DeviceGetComputeMode", "nvml_DeviceGetHandleByUUID")
-        assert found["compute_mode"] == ("exclusive_process" if reads else "unknown"), fault
+        assert found["compute_mode"] == "exclusive_process", fault
 
 
 def test_a_mig_slice_whatever_nvml_refuses(tmp_path):
@@ -158,7 +151,7 @@ def test_a_mig_slice_whatever_nvml_refuses(tmp_path):
     env = {"CUDA_RIG_MIG": "2", "CUDA_VISIBLE_DEVICES": SLICE}
     for fault, found in probed(tmp_path, *NVML_FAULTS, **env).items():
         assert (found["uuid"], found["missing"]) == (SLICE, None), fault
-        assert found["pci_bus_id"] == bus_id_under(fault, "nvml_DeviceGetDeviceHandleFromMigDeviceHandle"), fault
+        assert found["pci_bus_id"] == BUS_ID, fault
         known = fault not in ("nvml_DeviceGetUUID", "nvml_DeviceGetDeviceHandleFromMigDeviceHandle")
         assert found["parent_uuid"] == (GPU if known else None), fault
 
@@ -169,7 +162,8 @@ def test_no_library_of_nvml(tmp_path, visible):
     env = {"LD_LIBRARY_PATH": without_nvml_library()}
     env |= {"CUDA_RIG_MIG": "2", "CUDA_VISIBLE_DEVICES": visible} if visible else {}
     (found,) = probed(tmp_path, "", **env).values()
-    assert (found["uuid"], found["node"], found["compute_mode"]) == (visible or GPU, None, "unknown")
+    assert (found["uuid"], found["node"], found["compute_mode"]) == (visible or GPU, None, "default")
+    assert found["pci_bus_id"] == BUS_ID
 
 
 # Asks for a context under each fault and says why there is none.

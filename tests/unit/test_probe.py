@@ -14,6 +14,7 @@ import torch
 from ray_fracbackend import _ray
 from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.worker import probe
+from ray_fracbackend.worker.cuda_driver import DriverFacts
 from ray_fracbackend.worker.missing_cuda import nvml_session
 from ray_fracbackend.worker.probe import mps_reachable
 
@@ -134,7 +135,7 @@ def test_mig_slice(cuda):
 def test_a_slice_is_what_the_driver_calls_it(cuda, monkeypatch):
     """The runtime's properties may name the GPU that was cut up: its slices would count as one device."""
     own = "ab12cd34-0000-0000-0000-000000000002"
-    monkeypatch.setattr("ray_fracbackend.ipc.device.driver.device_uuid", lambda index: own)
+    monkeypatch.setattr(probe, "driver_facts", lambda index: DriverFacts(uuid=own))
     cuda(known=(f"MIG-{own}", f"GPU-{_UUID}"))
     assert describe().uuid == f"MIG-{own}"
 
@@ -150,17 +151,40 @@ def test_a_slice_is_what_the_driver_calls_it(cuda, monkeypatch):
 )
 def test_a_slice_without_nvml(cuda, monkeypatch, name, other, uuid_prefix, parent):
     """Its name, or a GPU of another UUID in the properties, tell: a rank that has NVML gives it the same UUID."""
-    monkeypatch.setattr("ray_fracbackend.ipc.device.driver.device_uuid", lambda index: _UUID)
+    monkeypatch.setattr(probe, "driver_facts", lambda index: DriverFacts(uuid=_UUID))
     cuda(known=(), name=name, uuid=uuid.UUID(other or _UUID))
     facts = describe()
     assert (facts.uuid, facts.parent_uuid) == (f"{uuid_prefix}-{_UUID}", parent)
 
 
 def test_without_nvml(monkeypatch, cuda):
-    """Without NVML the UUID is still CUDA's, the rest is unknown."""
+    """Without NVML all but a slice's GPU is still known, from the driver; without that library the UUID is torch's."""
     cuda(known=())
     facts = describe()
     assert (facts.uuid, facts.compute_mode, facts.pci_bus_id) == (f"GPU-{_UUID}", "unknown", None)
+    said = DriverFacts(uuid=_UUID, pci_bus_id="00000000:3b:00.0", compute_mode=3)
+    monkeypatch.setattr(probe, "driver_facts", lambda index: said)
+    facts = describe()
+    assert (facts.uuid, facts.compute_mode, facts.pci_bus_id) == (
+        f"GPU-{_UUID}",
+        "exclusive_process",
+        "00000000:3b:00.0",
+    )
+
+
+PROBE_A_DEVICE = """
+import sys, types, torch
+from ray_fracbackend.worker import probe
+torch.cuda.get_device_properties = lambda index: types.SimpleNamespace(name="a GPU", total_memory=1, uuid="UUID")
+assert probe._described([torch.device("cuda:0")], None)[1] is None
+print([name for name in sys.modules if name.startswith("ray_fracbackend.ipc")])
+"""
+
+
+def test_devices_are_probed_without_the_ipc_backend():
+    """Private names of torch that it uses may be missing in the next release, and jobs with NCCL must start there."""
+    found = subprocess.run([sys.executable, "-c", PROBE_A_DEVICE], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(

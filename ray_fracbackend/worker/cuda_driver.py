@@ -1,0 +1,72 @@
+"""What the CUDA driver says of a visible device, without a context. Linux, standard library only.
+
+The device's own identity is nowhere else: of a MIG slice, torch's properties may have the UUID of its GPU, and NVML may be missing.
+
+Source: CUDA driver API, "Device Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from functools import cache
+from uuid import UUID
+
+# CUcomputemode, which has the numbers of nvmlComputeMode_t.
+_COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+_BUS_ID_CHARS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverFacts:
+    """One device, as its driver describes it.
+
+    Attributes:
+        uuid: Without a prefix; of a MIG slice its own.
+        pci_bus_id: As ``00000000:1b:00.0``, lower case; of a MIG slice that of its GPU. None if the driver does not say it.
+        compute_mode: Number of ``CUcomputemode``, None if the driver does not say it.
+    """
+
+    uuid: str
+    pci_bus_id: str | None = None
+    compute_mode: int | None = None
+
+
+def driver_facts(index: int) -> DriverFacts | None:
+    """Ask the driver about a device.
+
+    Args:
+        index: torch's index of the device in this process.
+
+    Returns:
+        What it says; None where there is no NVIDIA driver, as on ROCm and on Windows, or where it refuses.
+    """
+    library = _library()
+    device = ctypes.c_int()
+    if library is None or library.cuInit(0) or library.cuDeviceGet(ctypes.byref(device), index):
+        return None
+    raw = (ctypes.c_ubyte * 16)()
+    # The first version names the GPU of a slice; drivers before CUDA 11.4 have no other.
+    get_uuid = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
+    if get_uuid(raw, device):
+        return None
+    bus_id, mode = ctypes.create_string_buffer(_BUS_ID_CHARS), ctypes.c_int()
+    has_bus_id = not library.cuDeviceGetPCIBusId(bus_id, _BUS_ID_CHARS, device)
+    has_mode = not library.cuDeviceGetAttribute(ctypes.byref(mode), _COMPUTE_MODE, device)
+    return DriverFacts(
+        uuid=str(UUID(bytes=bytes(raw))),
+        # NVML has eight digits of the domain, CUDA four.
+        pci_bus_id=bus_id.value.decode().lower().rjust(len("00000000:1b:00.0"), "0") if has_bus_id else None,
+        compute_mode=mode.value if has_mode else None,
+    )
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    if sys.platform != "linux":
+        return None
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
