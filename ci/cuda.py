@@ -64,6 +64,7 @@ FAULTS = {
     "nccl_late_error": ("N", "the N-th collective fails after it was started"),
     "nccl_refuse": ("N", "rank N fails to make its communicator"),
     "nccl_oom": ("N", "rank N has no memory for its communicator"),
+    "nccl_duplicate": ("", "NCCL takes all ranks of a host to be on one device"),
 }
 _MAX_DEVICES, _MAX_SLICES = 16, 7
 _GRACE_SECONDS = 5

@@ -31,8 +31,6 @@ from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.errors import (
     FracBackendError,
     GroupFormationError,
-    OutOfMemoryError,
-    SharedDeviceError,
     VerificationError,
 )
 from ray_fracbackend.report import StartReport, failed_start
@@ -45,7 +43,9 @@ REPORT_FILE = "start_report.json"
 _SAVE_S = 2.0
 # Workers keep the same deadline as the driver; this is for their answer to arrive.
 _ANSWER_S = 3.0
-_SEARCH_FROM_S = 40.0
+# The search for a fault takes what is left of the start, or this part of it from its end on, and no longer than this.
+_SEARCH_PART = 0.25
+_SEARCH_S = 60.0
 _NUM_FAULTS = 4
 
 
@@ -144,11 +144,11 @@ class _Start:
         while True:
             try:
                 return self._start(self._report(plan, workers), worker_plans, deadline)
-            except (SharedDeviceError, VerificationError, OutOfMemoryError) as error:
-                if plan.fallback is None:
+            except FracBackendError as error:
+                if not plan.falls_back_from(error):
                     raise
                 logger.debug("%s", error)
-                plan = plan.after_failure(str(error))
+                plan = plan.after_failure(error)
                 # Now, and not with the report: the second start may fail too.
                 logger.warning("%s", plan.warnings[-1])
                 self._logged.append(plan.warnings[-1])
@@ -202,8 +202,10 @@ class _Start:
 
     def _start(self, report: StartReport, plans: Sequence[WorkerPlan], deadline: Deadline) -> StartReport:
         started, plan = time.perf_counter(), report.plan
+        if plan.is_trial:
+            deadline = deadline.share(0.5)
         common = {
-            "budget_s": self._worker_budget_s(plan, deadline),
+            "budget_s": deadline.left_s,
             "set_distributed_env": _ray.sets_env_before_init(self._group),
             "report": ray.put(report),
         }
@@ -213,9 +215,10 @@ class _Start:
             slack_s = _ANSWER_S + (ABORT_S if plan.backends.has_nccl else 0)
             results = gather(refs, self._addresses, deadline, step, slack_s=slack_s)
         except FracBackendError as error:
-            raise self._located(
-                explain_failure(error, plan, report.workers), plan, plans, deadline
-            ) from error.__cause__
+            explained = explain_failure(error, plan, report.workers)
+            if not plan.falls_back_from(explained):
+                explained = self._located(explained, plans, deadline)
+            raise explained from error.__cause__
         finally:
             self._add_seconds("start", started)
         return replace(report, verification=results[0], seconds=self._seconds)
@@ -224,31 +227,19 @@ class _Start:
         """Add to a phase, which a start with a fallback goes through twice."""
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
-    def _located(
-        self, error: FracBackendError, plan: StartPlan, plans: Sequence[WorkerPlan], deadline: Deadline
-    ) -> FracBackendError:
+    def _located(self, error: FracBackendError, plans: Sequence[WorkerPlan], deadline: Deadline) -> FracBackendError:
         """Add the ranks, nodes and links at fault to the error of a group that did not form or failed its verification."""
-        if not isinstance(error, (GroupFormationError, VerificationError)):
-            return error
-        if plan.fallback is not None or not self._settings.verify:
+        if not isinstance(error, (GroupFormationError, VerificationError)) or not self._settings.verify:
             return error
         from ray_fracbackend.isolation.search import find_faults  # not on the good path
 
-        faults = find_faults(self._group, plans, self._addresses, deadline)
+        search_s = min(_SEARCH_S, max(deadline.left_s, self._settings.start_timeout_s * _SEARCH_PART))
+        faults = find_faults(self._group, plans, self._addresses, Deadline(search_s))
         if not faults:
             return error
         ranks = {rank for fault in faults for rank in fault.ranks} or error.ranks
         found = "; ".join(fault.text for fault in faults[:_NUM_FAULTS])
         return type(error)(f"{error} Search for the fault: {found}.", ranks=ranks)
-
-    def _worker_budget_s(self, plan: StartPlan, deadline: Deadline) -> float:
-        """Reserve half of the budget if the plan has a fallback, a quarter if a search for the fault may follow."""
-        budget_s = deadline.left_s
-        if plan.fallback:
-            budget_s *= 0.5
-        elif self._settings.verify and budget_s > _SEARCH_FROM_S:
-            budget_s *= 0.75
-        return budget_s
 
 
 def _gpus_by_node() -> dict[str, float]:

@@ -33,7 +33,8 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
         on_missing_cuda: What to do when Ray gave GPUs that torch cannot use: ``error``, or ``cpu`` to train there.
         verify: Verify the group with collectives of known results before training starts.
         start_timeout_s: Bound in seconds on rendezvous and verification together, once all workers have answered the probe. The
-            probe before them, with the imports of the workers, has a bound of its own of the same length.
+            probe before them, with the imports of the workers, has a bound of its own of the same length. After a failure, a
+            search for the rank or link at fault may add a quarter of it, 60 s at most.
         master_addr: Address of rank 0's node that all others reach, instead of the one that Ray knows.
         master_port: Port on rank 0's node, or an inclusive range ``(low, high)`` to take one from.
         limit_gpu_memory: Cap each worker's CUDA memory at its fraction of the device. A worker that needs more gets

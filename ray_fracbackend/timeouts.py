@@ -26,6 +26,12 @@ class Deadline:
         """Seconds left; a millisecond when it is over, as torch takes 0 for no limit."""
         return max(0.001, self._end - time.monotonic())
 
+    def share(self, part: float) -> Deadline:
+        """Return the deadline of what may take this part of the time left; the budget, for messages, stays that of the whole."""
+        shared = Deadline(self.left_s * part)
+        shared.budget_s = self.budget_s
+        return shared
+
 
 def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
     """Run a call that cannot be given a timeout, in a thread.

@@ -6,6 +6,7 @@
 //   nccl_init_hang      init does not end until it is aborted
 //   nccl_refuse=R       rank R alone fails in init with a system error; the others wait for it
 //   nccl_oom=R          as that, out of device memory
+//   nccl_duplicate      all ranks of a host are on one device, whatever CUDA says
 //   nccl_hang=N         the N-th collective of rank 0 never completes
 //   nccl_late_error=N   the N-th collective never completes, and ncclCommGetAsyncError says why
 // A process that dies is not noticed by the others: they wait until they abort, NCCL's worst case.
@@ -127,17 +128,18 @@ static void describe(Rank& own, int device) {
 // looks for others on its own device, from 2.30 on at all pairs.
 static ncclResult_t check_devices(const ncclComm& comm, const Meeting& meeting) {
   const bool is_new = version() >= NCCL_VERSION(2, 30, 0), by_uuid = version() >= NCCL_VERSION(2, 30, 7);
+  const bool all_one = fault("nccl_duplicate");
   bool same_gpu = false, same_device = false;
   for (int a = 0; a < comm.ranks; a++) {
     for (int b = 0; b < comm.ranks; b++) {
       const Rank &one = meeting.rank(a), &other = meeting.rank(b);
       if (a == b || one.host != other.host) continue;
-      const bool same_bus = one.bus == other.bus;
+      const bool same_bus = all_one || one.bus == other.bus;
       if (!is_new && same_bus && a == comm.rank)
         return nccl_failed(ncclInvalidUsage, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %lx", a, b,
                            one.bus);
       same_gpu |= same_bus;
-      same_device |= by_uuid ? !memcmp(one.uuid, other.uuid, sizeof one.uuid) : same_bus;
+      same_device |= by_uuid && !all_one ? !memcmp(one.uuid, other.uuid, sizeof one.uuid) : same_bus;
     }
   }
   if (is_new && same_device && number("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 1)

@@ -11,6 +11,13 @@ from ray_fracbackend.decide.device_sharing import ShareGroup, share_text
 from ray_fracbackend.decide.rendezvous import Rendezvous, WorkerRendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo
+from ray_fracbackend.errors import (
+    GroupFormationError,
+    OutOfMemoryError,
+    SharedDeviceError,
+    StartTimeoutError,
+    VerificationError,
+)
 
 # Cost of Gloo instead of NCCL for a job on GPUs.
 GLOO_COST = "gradients go through host memory and TCP"
@@ -31,7 +38,9 @@ class StartPlan:
         reason: The decision in one line, as logged.
         share_groups: Ranks that share a device, or that NCCL considers to share one.
         env_defaults: Environment variables to set on every worker where the user did not.
-        fallback: Backend to try when verification of ``backend`` fails, None where a failure is final.
+        fallback: Backend to try when ``backend`` does not work, None where a failure is final.
+        only_if_refused: The fallback is for NCCL's refusal of ranks on one GPU alone, which all ranks meet at once; else for any
+            failed verification, and half of the time is kept for it.
         train_on_cpu: ``ray.train.torch.get_device()`` must return cpu in workers for which Ray reserved GPUs.
         hints: Advice, one line each.
         debug_hints: Advice for the debug log, as it applies to most jobs of a kind.
@@ -45,6 +54,7 @@ class StartPlan:
     share_groups: tuple[ShareGroup, ...] = ()
     env_defaults: Mapping[str, str] = field(default_factory=dict)
     fallback: str | None = None
+    only_if_refused: bool = False
     train_on_cpu: bool = False
     hints: tuple[str, ...] = ()
     debug_hints: tuple[str, ...] = ()
@@ -55,6 +65,18 @@ class StartPlan:
     def backends(self) -> Backends:
         """The backend by device type."""
         return parse_backend(self.backend)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the processes go on with the fallback where the verification fails."""
+        return self.fallback is not None and not self.only_if_refused
+
+    def falls_back_from(self, error: Exception) -> bool:
+        """Return whether the fallback is for this error of a start."""
+        if self.fallback is None:
+            return False
+        failed = (GroupFormationError, VerificationError, OutOfMemoryError, StartTimeoutError) if self.is_trial else ()
+        return isinstance(error, (SharedDeviceError, *failed))
 
     def device_of(self, worker: WorkerInfo) -> str:
         """Return the torch device that the worker trains on, such as ``cuda:1``."""
@@ -86,7 +108,7 @@ class StartPlan:
                 timeout_s=settings.timeout_s,
                 budget_s=settings.start_timeout_s,
                 verify=settings.verify,
-                has_fallback=self.fallback is not None,
+                is_trial=self.is_trial,
                 train_on_cpu=self.train_on_cpu and worker.gpu_fraction > 0,
                 memory_fraction=self.memory_fraction_of(worker) if settings.limit_gpu_memory else None,
                 env_defaults=self.env_of(worker),
@@ -94,12 +116,12 @@ class StartPlan:
             for worker in workers
         ]
 
-    def after_failure(self, cause: str) -> StartPlan:
+    def after_failure(self, error: Exception) -> StartPlan:
         """Return the plan of the fallback, without a rendezvous.
 
         Args:
-            cause: Message of the failed verification; its first sentence goes into the warning, as the others advise
-                against a group that is not used.
+            error: Why ``backend`` does not work; the first sentence goes into the warning, as the others advise against a group
+                that is not used.
 
         Raises:
             ValueError: There is no fallback.
@@ -107,13 +129,19 @@ class StartPlan:
         if self.fallback is None:
             raise ValueError(f"no fallback from {self.backend}")
         shared = f"{share_text(self.share_groups)}: " if self.share_groups else ""
-        first = cause.partition(". ")[0]
-        warning = f"{shared}{self.backend} failed its verification, fell back to {self.fallback}, so that {GLOO_COST}: {first}"
+        first = str(error).partition(". ")[0]
+        why = f"{self.backend} did not start"
+        if isinstance(error, SharedDeviceError):
+            why = "NCCL refused the ranks"
+        elif isinstance(error, VerificationError):
+            why = f"{self.backend} failed its verification"
+        warning = f"{shared}{why}, fell back to {self.fallback}, so that {GLOO_COST}: {first}"
         return replace(
             self,
             backend=self.fallback,
-            reason=f"{shared}using {self.fallback} ({self.backend} failed its verification)",
+            reason=f"{shared}using {self.fallback} ({why})",
             fallback=None,
+            only_if_refused=False,
             env_defaults={},
             warnings=(*self.warnings, warning),
             rendezvous=None,
@@ -133,7 +161,7 @@ class WorkerPlan:
         timeout_s: Timeout of the group's collectives once training runs, in seconds.
         budget_s: Bound on this worker's start, in seconds.
         verify: Run the collective check.
-        has_fallback: Where the check fails, the process goes on with a group of another backend.
+        is_trial: Where the check fails, the process goes on with a group of another backend.
         train_on_cpu: Ray reserved GPUs that torch cannot use: ``get_device()`` must return cpu.
         set_distributed_env: Set RANK, WORLD_SIZE, LOCAL_RANK, ... before ``init_process_group``, as Ray Train V2 does.
         memory_fraction: Cap on the process's share of its device's memory, None for no cap.
@@ -149,7 +177,7 @@ class WorkerPlan:
     timeout_s: float
     budget_s: float
     verify: bool
-    has_fallback: bool = False
+    is_trial: bool = False
     train_on_cpu: bool = False
     set_distributed_env: bool = False
     memory_fraction: float | None = None

@@ -710,12 +710,13 @@ def _own_slices(job: Job) -> StartPlan:
     """nccl, with a warning. Gloo as fallback. See [MIG and containers](#mig-and-containers)."""
     # NCCL's source allows these, users saw it refuse them (nccl#1716): let the verification decide.
     doubt = f"{job.siblings[0].text}: NCCL {versions_text(job.workers)} may refuse them"
-    return replace(_own_nccl(job), fallback=_fallback(job), warnings=(doubt,))
+    return replace(_own_nccl(job), fallback=_fallback(job), only_if_refused=False, warnings=(doubt,))
 
 
 @_row("own devices", lambda job: True)
 def _own_nccl(job: Job) -> StartPlan:
-    """nccl, environment as in stock Ray."""
+    """nccl, environment as in stock Ray. Where NCCL refuses ranks all the same, Gloo under `"auto"` and `"gloo"`."""
     backend = "nccl" if job.settings.backends.is_auto else job.settings.backends.name
     reason = f"every rank has a device of its own: using {backend} (NCCL {versions_text(job.workers)})"
-    return StartPlan(backend=backend, device_type="cuda", reason=reason)
+    fallback = _fallback(job) if job.settings.on_shared_device in ("auto", "gloo") else None
+    return StartPlan(backend=backend, device_type="cuda", reason=reason, fallback=fallback, only_if_refused=True)

@@ -233,7 +233,7 @@ def _described(devices: list[torch.device], nvml: Any) -> tuple[tuple[DeviceInfo
 def _describe(index: int, properties: Any, nvml: Any) -> DeviceInfo:
     facts, parent = driver_facts(index), None
     bus_id = (facts.pci_bus_id if facts else None) or _torch_bus_id(properties)
-    mode = COMPUTE_MODES.get(facts.compute_mode if facts else None, "unknown")
+    mode = COMPUTE_MODES.get(facts.compute_mode, "unknown") if facts and facts.compute_mode is not None else "unknown"
     bare = facts.uuid if facts else _bare(properties)
     # Old ROCm builds have no UUID, and some drivers give zeros.
     known = bool(bare.strip("0-"))

@@ -78,7 +78,7 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
         _prepare(plan)
         _check_network(plan, deadline)
         common = _connect(plan, deadline)
-        if plan.verify and plan.has_fallback and plan.backends.has_nccl and _HANDLING in os.environ:
+        if plan.verify and plan.is_trial and plan.backends.has_nccl and _HANDLING in os.environ:
             _try_nccl(plan, common, deadline)
         result = _form(plan, common, deadline)
         common.set_timeout(timedelta(seconds=plan.timeout_s))

@@ -630,12 +630,12 @@ def started(job, backend, device, **more):
     return start_worker(planned(job, backend, device, int(job.store().get(backend)), **more))
 
 
-def fall_back_and_go_on(job, seconds):
+def fall_back_and_go_on(job, seconds, is_trial):
     """Start NCCL, which fails, then Gloo, and use it for that long; the failure, and the number of the last call."""
     device = torch.device("cuda", job.rank)
     torch.cuda.set_device(device)
     try:
-        started(job, "nccl", device, budget_s=4, has_fallback=True)
+        started(job, "nccl", device, budget_s=4, is_trial=is_trial)
         return "passed", 0
     except FracBackendError as error:
         text = str(error)
@@ -653,8 +653,15 @@ def fall_back_and_go_on(job, seconds):
 )
 def test_the_group_after_one_that_failed(run, fault):
     """What the watchdog of NCCL's group does to the process does not reach the group that has taken its place."""
-    for text, number in values(run(fall_back_and_go_on, 2, 6, CUDA_RIG_FAULT=fault, **WATCHDOG)):
+    for text, number in values(run(fall_back_and_go_on, 2, 6, True, CUDA_RIG_FAULT=fault, **WATCHDOG)):
         assert "failed on rank" in text
+        assert number == 59
+
+
+def test_the_group_after_one_that_was_refused(run):
+    """Nothing was started on it that the watchdog could look at, so that a first group for a trial is not needed."""
+    for text, number in values(run(fall_back_and_go_on, 2, 6, False, CUDA_RIG_FAULT="nccl_duplicate", **WATCHDOG)):
+        assert "NCCL refused ranks that share a GPU" in text
         assert number == 59
 
 
@@ -679,7 +686,7 @@ def try_and_start(job):
     """Start NCCL where it has a fallback: the error handling that the process has in the end, the sum of a call, the result."""
     device = torch.device("cuda", job.rank)
     torch.cuda.set_device(device)
-    result = started(job, "nccl", device, has_fallback=True)
+    result = started(job, "nccl", device, is_trial=True)
     tensor = torch.ones(4, device=device)
     dist.all_reduce(tensor)
     return os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"], tensor.sum().item(), result and result.backend
@@ -694,7 +701,7 @@ def lose_a_call(job):
     """Start NCCL where it has a fallback and one call never ends in the training."""
     device = torch.device("cuda", job.rank)
     torch.cuda.set_device(device)
-    started(job, "nccl", device, has_fallback=True, timeout_s=3)
+    started(job, "nccl", device, is_trial=True, timeout_s=3)
     for _ in range(200):
         dist.all_reduce(torch.ones(4, device=device))
         torch.cuda.synchronize()

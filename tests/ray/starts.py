@@ -55,7 +55,7 @@ def initialized():
 
 
 def replace_in_worker(module, name, action, times=1_000_000):
-    """Puts an action in place of a function of the package, in the worker that runs this, for so many calls."""
+    """Puts an action in place of a function of the package, in the worker that runs this, for so many calls; ``nap 5`` takes 5 s."""
     import importlib
     import time
 
@@ -78,8 +78,8 @@ def replace_in_worker(module, name, action, times=1_000_000):
             raise OSError("the disk is on fire")
         if action == "sleep":
             time.sleep(3600)
-        if action == "nap":
-            time.sleep(3)
+        if action.startswith("nap"):
+            time.sleep(float(action.removeprefix("nap") or 3))
         if action == "starve":
             import torch
 

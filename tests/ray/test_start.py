@@ -46,8 +46,11 @@ class TestGoodPath:
             (1, "start_worker"),
         ]
 
-    def test_the_probe_does_not_use_up_the_starts_time(self, pair, monkeypatch):
-        """Imports on a slow file system, in the probe, leave the start its whole budget."""
+    @pytest.mark.parametrize(
+        ("nap_s", "settings"), [(1, {"start_timeout_s": 30, "verify": False}), (0, {"start_timeout_s": 300})]
+    )
+    def test_the_workers_have_the_whole_bound(self, pair, monkeypatch, nap_s, settings):
+        """start_timeout_s is theirs: the probe, with imports on a slow file system, and a search after a failure have time of their own."""
         budgets = []
         original = pair.execute_single_async
 
@@ -55,11 +58,11 @@ class TestGoodPath:
             budgets.extend(args[0].budget_s for _ in [0] if function.__name__ == "start_worker")
             return original(rank, function, *args, **kwargs)
 
-        pair.execute_single(1, replace_in_worker, "ray_fracbackend.worker.probe", "probe_devices", "nap", 1)
+        pair.execute_single(1, replace_in_worker, "ray_fracbackend.worker.probe", "probe_devices", "nap", nap_s)
         monkeypatch.setattr(pair, "execute_single_async", recorded)
-        start(pair, start_timeout_s=30, verify=False)
+        start(pair, **settings)
         monkeypatch.undo()
-        assert min(budgets) > 30 - 2.9
+        assert min(budgets) > settings["start_timeout_s"] - 2.9
 
     @pytest.mark.linux(reason="needs a start that does not ask whether staged works; on Windows each does")
     def test_nothing_of_ipc_is_loaded_unasked(self, make_group):

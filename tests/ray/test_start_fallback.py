@@ -57,6 +57,16 @@ def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
     assert re.search(r"stall failed its verification, fell back to gloo, .*barrier failed on rank", told[0])
 
 
+@pytest.mark.full
+def test_second_choice_after_no_answer(pair, monkeypatch):
+    """A rank that does not answer in the first choice's half of the time leaves the other half to the second."""
+    plan = StartPlan(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
+    monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
+    pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap 15", 1)
+    start(pair, start_timeout_s=22)
+    assert {state["backend"] for state in pair.execute(group_state)} == {"gloo"}
+
+
 def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
     """NCCL's duplicate-GPU error is reported with the ranks, and a plan with a fallback takes it."""
     groups = shared_devices(job(gpu(), gpu()))
@@ -72,7 +82,10 @@ def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
 
     report = pair.execute(fetch)[1]
     assert report.backend == "gloo"
-    assert re.search(r"nccl failed .*ranks 0,1 share GPU-a .*Duplicate GPU detected", report.warnings[0])
+    assert re.search(
+        r"NCCL refused the ranks, fell back to gloo, .*ranks 0,1 share GPU-a .*Duplicate GPU detected",
+        report.warnings[0],
+    )
 
 
 def test_refusal_of_nccl_without_a_way_out(pair, monkeypatch):

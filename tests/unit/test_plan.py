@@ -10,7 +10,10 @@ from ray_fracbackend.errors import (
     BackendUnavailableError,
     IncompatibleWorkersError,
     MissingDeviceError,
+    OutOfMemoryError,
     SharedDeviceError,
+    StartTimeoutError,
+    VerificationError,
 )
 from tests.unit.builders import gpu, job, mig, worker
 
@@ -160,7 +163,19 @@ class TestOwnDevices:
         """Every worker on its own device: NCCL, with no environment at all."""
         found = plan(job(gpu("a"), gpu("b", index=1), num_visible_devices=2))
         assert (found.backend, found.device_type, dict(found.env_defaults)) == ("nccl", "cuda", {})
-        assert (found.share_groups, found.warnings, found.fallback, found.hints) == ((), (), None, ())
+        assert (found.share_groups, found.warnings, found.hints) == ((), (), ())
+
+    @pytest.mark.parametrize(
+        ("policy", "fallback"),
+        [("auto", "gloo"), ("gloo", "gloo"), ("error", None), ("nccl", None), ("ipc", None), ("staged", None)],
+    )
+    def test_gloo_where_nccl_refuses_them(self, policy, fallback):
+        """What NCCL refuses although nothing is shared trains with Gloo; no other failure does, and no time is kept for it."""
+        found = plan(job(gpu("a"), gpu("b", index=1), num_visible_devices=2), on_shared_device=policy)
+        assert (found.fallback, found.is_trial) == (fallback, False)
+        assert found.falls_back_from(SharedDeviceError("x")) == (fallback is not None)
+        for other in (VerificationError, OutOfMemoryError, StartTimeoutError):
+            assert not found.falls_back_from(other("x"))
 
     def test_pair_of_backends_is_kept(self):
         """A pair that names NCCL for CUDA stays as the user wrote it."""
@@ -471,7 +486,7 @@ class TestMig:
     def test_slices_of_different_gpus(self):
         """Slices of different GPUs are different devices at any version."""
         found = plan(job(mig("1", "a"), mig("2", "b")))
-        assert (found.backend, found.fallback) == ("nccl", None)
+        assert (found.backend, found.is_trial, found.warnings) == ("nccl", False, ())
 
 
 class TestComputeMode:
@@ -547,7 +562,9 @@ class TestFallback:
     def test_one_step_down(self, monkeypatch):
         """A failed ipc becomes Gloo with a warning that has the cause, and no further step."""
         monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
-        found = plan(job(gpu(), gpu(), **_IPC)).after_failure("wrong sum. Do not train with this group.")
+        found = plan(job(gpu(), gpu(), **_IPC)).after_failure(
+            VerificationError("wrong sum. Do not train with this group.")
+        )
         assert (found.backend, found.fallback) == ("gloo", None)
         assert found.reason == (
             "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: using gloo (ipc failed its verification)"
@@ -560,7 +577,7 @@ class TestFallback:
     def test_no_step_down(self):
         """A stock choice has no ladder."""
         with pytest.raises(ValueError, match="no fallback from gloo"):
-            plan(job(None)).after_failure("x")
+            plan(job(None)).after_failure(VerificationError("x"))
 
 
 class TestAccelerate:

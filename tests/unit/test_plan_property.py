@@ -202,6 +202,7 @@ def test_nccl_exactly_where_it_works(workers, backend, policy):
         assert not uses_nccl
     if plan.env_defaults:
         assert plan.fallback == (None if policy in ("nccl", "staged") else "gloo")
+        assert plan.is_trial == (plan.fallback is not None)
     # Never plain Gloo for CUDA tensors on Windows (pytorch#186535), and staged elsewhere by its policy alone.
     if not uses_nccl:
         assert plan.share_groups or not conflict
