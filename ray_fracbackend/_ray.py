@@ -43,14 +43,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-import ray.train.torch
 import ray.tune  # public; Ray imports it at a worker's first get_device(), which would be in the middle of a start
 
 if TYPE_CHECKING:
     import torch
-
-# Stock Ray's backend: runs backends that are not ours, and shutdown.
-TorchBackend = ray.train.torch.TorchConfig().backend_cls
 
 _NEWEST_CHECKED = "2.60"
 # A worker that takes longer to answer anything has not come back from a failed start.

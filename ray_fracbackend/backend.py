@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
+from ray.train.torch import TorchConfig
 
 from ray_fracbackend import _ray
 from ray_fracbackend._ray import logger
@@ -46,10 +47,12 @@ _ANSWER_S = 3.0
 # The search for a fault takes what is left of the start, or this part of it from its end on, and no longer than this.
 _SEARCH_PART = 0.25
 _SEARCH_S = 60.0
+# For the processes of an earlier start of the run to give master_port back: ending takes longest with CUDA.
+_PORT_WAIT_S = 20.0
 _NUM_FAULTS = 4
 
 
-class FracTorchBackend(_ray.TorchBackend):  # type: ignore[misc]
+class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     """Start torch process groups for workers that may share CUDA devices. Chosen by FracTorchConfig."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
@@ -193,7 +196,8 @@ class _Start:
     def _probe(self, deadline: Deadline) -> tuple[WorkerInfo, ...]:
         started, settings = time.perf_counter(), self._settings
         one_node = len({address.node_id for address in self._addresses}) == 1
-        common = (settings.master_addr, settings.master_port, one_node, asks_for_ipc(settings))
+        port_wait_s = min(_PORT_WAIT_S, deadline.left_s / 2)
+        common = (settings.master_addr, settings.master_port, one_node, asks_for_ipc(settings), port_wait_s)
         refs = self._execute(probe_worker, ((address.rank, *common) for address in self._addresses))
         workers = gather(refs, self._addresses, deadline, "probing the workers")
         self._add_seconds("probe", started)
@@ -212,7 +216,7 @@ class _Start:
         refs = self._execute(start_worker, ((replace(each, **common),) for each in plans))
         step = f"starting {plan.backend} at {report.master_addr}:{report.master_port}"
         try:
-            slack_s = _ANSWER_S + (ABORT_S if plan.backends.has_nccl else 0)
+            slack_s = _ANSWER_S + (0 if set(plan.backends.by_device.values()) == {"gloo"} else ABORT_S)
             results = gather(refs, self._addresses, deadline, step, slack_s=slack_s)
         except FracBackendError as error:
             explained = explain_failure(error, plan, report.workers)
@@ -257,7 +261,7 @@ _NUMBERS = itertools.count()
 
 
 def _save(worker_group: Any, report: dict[str, Any]) -> None:
-    """Write the report beside the run's results; slow or failing storage does not delay the start."""
+    """Write the report beside the run's results. Slow storage delays the start by seconds, and failing storage does not fail it."""
     number = next(_NUMBERS)
 
     def write() -> None:
@@ -273,5 +277,9 @@ def _save(worker_group: Any, report: dict[str, Any]) -> None:
 
     try:
         bounded(write, _SAVE_S)
+    except TimeoutError:
+        logger.warning(
+            "%s is not written beside the results yet, after %g s: the storage is slow", REPORT_FILE, _SAVE_S
+        )
     except Exception as error:  # storage of any kind, with errors of its own
         logger.warning("%s was not written beside the results: %s", REPORT_FILE, error)

@@ -88,12 +88,7 @@ class StagedProcessGroup(CollectiveGroup):
         share(self._host, self._names, _check_settings, Terms.within(_SET_UP, timeout.total_seconds()))
         over = "shared host memory" if reason is None else f"Gloo: {reason}"
         self._device_side = DeviceSide(self._host, self._names, staged_reason=f"over {over}")
-        logger.log(
-            logging.INFO if rank == 0 else logging.DEBUG,
-            "ray_fracbackend: staged process group of %d ranks over %s",
-            size,
-            over,
-        )
+        logger.debug("ray_fracbackend: staged process group of %d ranks over %s", size, over)
 
     def _join_host_memory(self, rank: int, size: int) -> str | None:
         """Share host memory with all ranks, or return why not, which is equal on all."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ray_fracbackend.decide.capacity import largest_fraction, workers_per_gpu
 from ray_fracbackend.decide.device_sharing import ShareGroup
 from ray_fracbackend.decide.nccl import MULTI_RANK_ENV, multi_rank_obstacle
-from ray_fracbackend.decide.plan import StartPlan
+from ray_fracbackend.decide.plan import GLOO_COST, StartPlan
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
 
 # What rounding of 1/k leaves.
@@ -26,7 +26,8 @@ def add_hints(plan: StartPlan, workers: Sequence[WorkerInfo], node_gpus: Mapping
     """
     another, beyond = _local_ranks(workers)
     # A warning that says what sharing costs has this advice already.
-    spread = None if plan.warnings else _spread(workers, plan.share_groups, node_gpus)
+    is_told = any(GLOO_COST in warning for warning in plan.warnings)
+    spread = None if is_told else _spread(workers, plan.share_groups, node_gpus)
     hints = [spread, _fraction(workers), another, _multi_rank(workers, plan)]
     return replace(
         plan,

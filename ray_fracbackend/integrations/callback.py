@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ray.train.torch import TorchConfig
-
 from ray_fracbackend import _ray
-from ray_fracbackend.config import FracTorchConfig, frac_config
+from ray_fracbackend.decide.settings import Settings
 
 CALLBACKS_ENV = "RAY_TRAIN_CALLBACKS"
 SETTINGS_ENV = "RAY_FRACBACKEND_SETTINGS"
@@ -40,8 +39,12 @@ class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[mis
         _ray.replace_backend_config(worker_group, self._replaced)
 
     def _replaced(self, config: Any) -> Any:
-        if not isinstance(config, TorchConfig):
+        # Without torch: the variable may be set for a cluster, of whose images some have none.
+        torch_trainers = sys.modules.get("ray.train.torch")
+        if torch_trainers is None or not isinstance(config, torch_trainers.TorchConfig):
             return config
+        from ray_fracbackend.config import frac_config
+
         # By now TorchTrainer has written "nccl" where the script left the choice open.
         left_open = {"backend": "auto"} if config.backend == "nccl" else {}
         return frac_config(config, {**left_open, **self._settings})
@@ -63,7 +66,7 @@ def _settings() -> dict[str, Any]:
     text = os.environ.get(SETTINGS_ENV, "{}")
     try:
         settings = json.loads(text)
-        FracTorchConfig(**settings)
+        Settings(**settings)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{SETTINGS_ENV}={text!r}: must be a JSON object of FracTorchConfig's settings, such as "

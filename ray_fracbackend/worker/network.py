@@ -44,9 +44,13 @@ def interfaces() -> dict[str, tuple[str, ...]]:
     """Return the addresses of the interfaces that are up, by name; without those that only have link-local ones."""
     import psutil
 
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    try:
+        up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+        addresses = psutil.net_if_addrs()
+    except (psutil.Error, OSError):  # as in a sandbox without netlink; the address that Ray knows may do
+        return {}
     found: dict[str, tuple[str, ...]] = {}
-    for name, entries in psutil.net_if_addrs().items():
+    for name, entries in addresses.items():
         inet = tuple(normal(entry.address) for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6))
         # An alias such as eth0:1 has no state of its own.
         if name.partition(":")[0] in up and not all(is_link_local(address) for address in inet):

@@ -36,6 +36,7 @@ def probe_worker(
     master_port: int | tuple[int, int] | None = None,
     one_node: bool = False,
     ask_ipc: bool = False,
+    port_wait_s: float = 0.0,
 ) -> WorkerInfo:
     """Collect devices, network and versions of the calling worker; rank 0 also creates the TCPStore of the rendezvous.
 
@@ -45,6 +46,7 @@ def probe_worker(
         master_port: The configured port of rank 0's store, or an inclusive range.
         one_node: Ray placed all workers on this node.
         ask_ipc: Whether to check what the ipc backend can use here, which imports and registers it.
+        port_wait_s: How long to wait for a configured port that is taken.
 
     Returns:
         Devices, network and versions of the worker.
@@ -53,7 +55,7 @@ def probe_worker(
         PortInUseError: The configured port, or every port of the range, is taken on rank 0's node.
     """
     info = probe_devices(rank, ask_ipc)
-    store_port = hold_store(master_port, one_node and master_addr is None) if rank == 0 else None
+    store_port = hold_store(master_port, one_node and master_addr is None, port_wait_s) if rank == 0 else None
     return replace(info, network=network_info(info.boot_id, master_addr, store_port))
 
 

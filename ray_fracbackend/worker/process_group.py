@@ -140,7 +140,7 @@ def _try_nccl(plan: WorkerPlan, common: TCPStore, deadline: Deadline) -> None:
         failed = [rank for rank in range(plan.world_size) if common.get(f"{key}/{rank}") != passed.encode()]
     if failed:
         raise VerificationError(f"the check of {plan.backend} failed on {ranks_text(failed)}.", ranks=failed)
-    stop_worker(failed=True)  # NCCL's way to leave without a wait
+    stop_worker()
 
 
 def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
@@ -182,8 +182,8 @@ def stop_worker(*, failed: bool = False) -> None:
     """Destroy the default process group in any state; peers that wait in it get an error at once.
 
     Args:
-        failed: A collective may still be running. Destroying an NCCL group would wait for it, so all but Gloo is aborted
-            instead.
+        failed: A collective may still be running, for which destroying a group would wait: all but Gloo is aborted instead. NCCL
+            always is: it waits for the other ranks of the node to destroy theirs (ncclCommDestroy), and they may have failed.
     """
     if not dist.is_initialized():
         # torch puts its count of groups into the store's keys and does not decrease it after a failure: the ranks of the
@@ -191,7 +191,8 @@ def stop_worker(*, failed: bool = False) -> None:
         distributed_c10d._world.group_count = 0
         return
     try:
-        if failed and set(backends_by_device().values()) != {"gloo"}:
+        backends = set(backends_by_device().values())
+        if "nccl" in backends or (failed and backends != {"gloo"}):
             bounded(_abort_process_group, ABORT_S)
         else:
             dist.destroy_process_group()

@@ -41,12 +41,13 @@ _IN_USE_TEXT = re.compile(
 )
 
 
-def hold_store(port: int | tuple[int, int] | None, one_node: bool = False) -> int:
+def hold_store(port: int | tuple[int, int] | None, one_node: bool = False, wait_s: float = 0.0) -> int:
     """Create the store of a start whose rank 0 is this worker, and keep it open until ``release_store``.
 
     Args:
         port: The configured port or inclusive range, None for any.
         one_node: All ranks are on this node, so that loopback is enough.
+        wait_s: How long to wait for a configured port that is taken, as by the processes of an earlier attempt that are ending.
 
     Returns:
         The store's port.
@@ -55,7 +56,8 @@ def hold_store(port: int | tuple[int, int] | None, one_node: bool = False) -> in
         PortInUseError: The port, or every port of the range, is taken.
     """
     release_store()
-    candidates = list(range(port[0], port[1] + 1)) if isinstance(port, tuple) else [port or 0] * _NUM_TRIES
+    num_tries = max(_NUM_TRIES, round(wait_s / _PAUSE_S)) if port else _NUM_TRIES
+    candidates = range(port[0], port[1] + 1) if isinstance(port, tuple) else [port or 0] * num_tries
     clash = ""
     for number, candidate in enumerate(candidates):
         if number > 0 and not isinstance(port, tuple):
@@ -208,7 +210,11 @@ def open_store(port: int = 0, host: str | None = None) -> TCPStore:
 
 def _listen(port: int, host: str | None) -> socket.socket:
     if host is None and socket.has_dualstack_ipv6():
-        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+        try:
+            return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+        except OSError as error:  # IPv6 that is turned off by sysctl, or by a container's rules
+            if is_address_in_use(error):
+                raise
     family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
     return socket.create_server((host or "0.0.0.0", port), family=family, backlog=_BACKLOG)
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend import FracTorchConfig
-from ray_fracbackend._ray import TorchBackend
 from ray_fracbackend.backend import FracTorchBackend
 
 # Events of a run, noted in its folder.
@@ -140,7 +139,7 @@ class _Plants:
             _note(folder, END)
 
 
-class PlantedStockBackend(_Plants, TorchBackend):  # type: ignore[misc]
+class PlantedStockBackend(_Plants, TorchConfig().backend_cls):  # type: ignore[misc]
     pass
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.train.torch import TorchConfig
 
 from ray_fracbackend import FracTorchConfig, _ray
 from ray_fracbackend.backend import FracTorchBackend
@@ -19,7 +20,7 @@ def shut_down(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(backend: Any, worker_group: Any, config: Any) -> None:
         raise error
 
-    monkeypatch.setattr(_ray.TorchBackend, "on_shutdown", fail)
+    monkeypatch.setattr(TorchConfig().backend_cls, "on_shutdown", fail)
     FracTorchBackend().on_shutdown(None, FracTorchConfig())
 
 

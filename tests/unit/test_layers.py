@@ -116,7 +116,7 @@ def test_no_private_ray_name_is_imported_at_the_top():
     tree = ast.parse((_PACKAGE / "_ray.py").read_text())
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
-    assert {name for name in names if name.split(".")[0] == "ray"} == {"ray", "ray.train.torch", "ray.tune"}
+    assert {name for name in names if name.split(".")[0] == "ray"} == {"ray", "ray.tune"}
 
 
 def test_without_ray():

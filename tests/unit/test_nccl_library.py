@@ -1,5 +1,10 @@
 """Which NCCL is loaded, from the names and numbers that a real one would give."""
 
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
 
 from ray_fracbackend.worker import nccl_library
@@ -13,10 +18,55 @@ def test_version_numbers(number, version):
     assert nccl_library.decode_version(number) == version
 
 
-def test_library_is_found_in_this_processs_maps(monkeypatch):
-    """A preloaded library comes before torch's own."""
-    paths = ["/site/nvidia/nccl/lib/libnccl.so.2", "/opt/libnccl.so.2", "/lib/libc.so"]
-    maps = "".join(f"7f0 r-xp 0 0 1 {path}\n" for path in paths)
-    monkeypatch.setattr(nccl_library.Path, "read_text", lambda self: maps)
-    monkeypatch.setenv("LD_PRELOAD", "/opt/libnccl.so.2")
-    assert nccl_library._loaded_paths() == ["/opt/libnccl.so.2", "/site/nvidia/nccl/lib/libnccl.so.2"]
+# Loads another package's copy, if one is named, and prints the version that is found with torch's library in this folder.
+FIND = """
+import ctypes, sys, torch, torch.distributed as dist
+from ray_fracbackend.worker import nccl_library
+torch.__file__ = sys.argv[1]
+dist.is_nccl_available = lambda: True
+for path in sys.argv[2:]:
+    ctypes.CDLL(path)
+print(nccl_library.loaded_nccl_version())
+"""
+
+
+def compiled(path, source, *options):
+    """A shared library."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", str(path), "-x", "c", "-", "-x", "none", *options],
+        input=source,
+        text=True,
+        check=True,
+    )
+    return str(path)
+
+
+def nccl(folder, number):
+    """A library that says it is this version of NCCL."""
+    source = f"int ncclGetVersion(int *number) {{ *number = {number}; return 0; }}"
+    return compiled(folder / "libnccl.so.2", source, "-Wl,-soname,libnccl.so.2")
+
+
+@pytest.mark.linux(reason="NCCL's library is found through the dynamic linker of Linux")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_the_library_that_torch_calls(tmp_path):
+    """Not the copy that another package has loaded before; a preloaded one comes before torch's own, as for torch."""
+    own = nccl(tmp_path / "own", 22809)
+    calls = "int ncclGetVersion(int *); int calls(int *number) { return ncclGetVersion(number); }"
+    compiled(
+        tmp_path / "torch" / "lib" / "libtorch_cuda.so",
+        calls,
+        own,
+        "-Wl,--disable-new-dtags",
+        f"-Wl,-rpath,{tmp_path}/own",
+    )
+    other = compiled(
+        tmp_path / "other" / "libnccl.so", "int ncclGetVersion(int *number) { *number = 21805; return 0; }"
+    )
+    newer = nccl(tmp_path / "newer", 23007)
+    command = [sys.executable, "-c", FIND, str(tmp_path / "torch" / "__init__.py"), other]
+    for preload, found in (("", (2, 28, 9)), (newer, (2, 30, 7))):
+        env = {**os.environ, "LD_PRELOAD": preload}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(found)

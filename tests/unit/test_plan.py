@@ -524,8 +524,11 @@ class TestHints:
         # The node has more GPUs than Ray was started with, as under `CUDA_VISIBLE_DEVICES=1 ray start --num-gpus=1`.
         assert plan(workers, {"node1": 1.0}, **accepted).hints == ()
         assert plan(workers, **accepted).hints == ()
-        # The warning has the same advice.
+        # The warning on its cost has the same advice, and no other one has.
         assert plan(workers, {"node1": 2.0}).hints == ()
+        found = plan(workers, {"node1": 2.0}, backend="nccl", **accepted)
+        assert "cannot be used as it is" in found.warnings[0]
+        assert found.hints == (hint,)
 
     def test_fraction(self):
         """A fraction that is not 1/k leaves a part of each GPU unused; a fraction of which one more fits is named."""

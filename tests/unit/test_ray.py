@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from ray_fracbackend import _ray
+from ray_fracbackend._ray import v2_enabled
 
 _SOURCE = Path(_ray.__file__).read_text()
 
@@ -87,6 +88,26 @@ assert issubclass(ray_fracbackend.FracTorchConfig().backend_cls, stock)
 def test_the_package_imports_without_private_names():
     """A Ray that removed or renamed all of them at once breaks neither the import nor FracTorchConfig()."""
     subprocess.run([sys.executable, "-c", _WITHOUT_PRIVATE_NAMES], check=True, timeout=200)
+
+
+_WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from types import SimpleNamespace
+from ray.train.v2._internal.callbacks import BackendSetupCallback
+from ray_fracbackend.integrations.callback import FracTorchCallback
+
+config = SimpleNamespace(backend_cls=lambda: None)
+group = SimpleNamespace(_callbacks=[BackendSetupCallback(config)])
+FracTorchCallback().after_worker_group_start(group)
+assert group._callbacks[0]._backend_config is config
+"""
+
+
+@pytest.mark.skipif(not v2_enabled(), reason="callbacks are of the V2 engine")
+def test_a_callback_for_all_runs_of_a_cluster_needs_no_torch():
+    """Jobs of XGBoost or JAX, on images without torch, start with it as without it."""
+    subprocess.run([sys.executable, "-c", _WITHOUT_TORCH], check=True, timeout=200)
 
 
 def test_every_function_is_called_here():

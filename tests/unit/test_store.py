@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -135,6 +137,28 @@ def test_a_taken_port_is_named() -> None:
         with pytest.raises(PortInUseError, match=f"master_port={port} is taken") as info:
             store.hold_store(port)
     assert info.value.ranks == (0,)
+
+
+def test_a_port_that_processes_of_an_earlier_attempt_still_hold() -> None:
+    """It is waited for as long as the caller says, and no longer."""
+    with listener() as taken:
+        port = taken.getsockname()[1]
+        threading.Timer(2.0, taken.close).start()
+        assert store.hold_store(port, wait_s=30) == port
+
+
+def test_a_node_whose_ipv6_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address family that the kernel knows and refuses leaves the other one."""
+    create = socket.create_server
+
+    def refuse(address: tuple[str, int], **options: object) -> socket.socket:
+        if options.get("family") == socket.AF_INET6:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return create(address, **options)
+
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
+    monkeypatch.setattr(socket, "create_server", refuse)
+    store.check_reachable("127.0.0.1", store.hold_store(None))
 
 
 def test_a_port_that_is_freed_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
