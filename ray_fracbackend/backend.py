@@ -71,6 +71,7 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
             except BaseException as error:
                 _ray.release_workers(worker_group)
                 if start is not None and isinstance(error, Exception):
+                    start.warn()
                     _save(worker_group, start.failed_report(error))
                 raise_for_engine(error, worker_group)
                 raise
@@ -110,6 +111,7 @@ def start_group(worker_group: Any, settings: Settings) -> StartReport:
         return start.run()
     except BaseException:
         _ray.release_workers(worker_group)
+        start.warn()
         raise
 
 
@@ -176,13 +178,19 @@ class _Start:
         self._plan = plan
         return StartReport(plan=plan, workers=workers, settings=self._settings.to_plain())
 
+    def warn(self) -> None:
+        """Log the warnings of the plan, of a start that fails too: one of them may be the cause."""
+        plan = self._plan
+        for warning in (*plan.warnings, *(plan.rendezvous.warnings if plan.rendezvous else ())) if plan else ():
+            if warning not in self._logged:
+                self._logged.append(warning)
+                logger.warning("%s", warning)
+
     def log(self, report: StartReport) -> None:
         """Log the report in one line, then its warnings, notes and hints."""
         # Training on the CPU is what was allowed, and seldom what is wanted.
         logger.log(logging.WARNING if report.plan.train_on_cpu else logging.INFO, "%s", report.log_line())
-        for warning in report.warnings:
-            if warning not in self._logged:
-                logger.warning("%s", warning)
+        self.warn()
         for note in report.rendezvous.notes:
             logger.info("%s", note)
         for hint in report.plan.hints:

@@ -13,8 +13,9 @@ from ray_fracbackend.cli.diagnosis import Check, Level, MachineInfo
 from ray_fracbackend.cli.failures import INSTALL_RAY, INSTALL_TORCH, failed_imports, failed_subjects, not_checked
 from ray_fracbackend.cli.summary import counted
 from ray_fracbackend.decide.device_sharing import short_uuid
+from ray_fracbackend.decide.interfaces import IFNAME
 from ray_fracbackend.decide.nccl import NCCL_COMPARES_UUID, NCCL_MULTI_RANK
-from ray_fracbackend.decide.rendezvous import IFNAME, is_loopback, normal, owner_of
+from ray_fracbackend.decide.rendezvous import is_loopback, normal, owner_of
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, version_text
 
 # Oldest versions that are supported.

@@ -340,7 +340,8 @@ def _staged(found: Found, node_ip: str) -> Found:
 def _gloo(found: Found, node_ip: str) -> Found:
     import torch.distributed as dist
 
-    from ray_fracbackend.decide.rendezvous import IFNAME, normal
+    from ray_fracbackend.decide.interfaces import IFNAME
+    from ray_fracbackend.decide.rendezvous import normal
     from ray_fracbackend.errors import RendezvousError
     from ray_fracbackend.worker.network import check_gloo_device, gloo_missing
 

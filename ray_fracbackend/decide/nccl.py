@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ray_fracbackend.decide.device_sharing import ShareGroup, different_devices, share_text, sharing_ranks
+from ray_fracbackend.decide.interfaces import NCCL_IFNAME, nccl_doubt
 from ray_fracbackend.decide.worker_info import DeviceInfo, NcclVersion, WorkerInfo, ranks_text, version_text
 from ray_fracbackend.errors import FracBackendError, SharedDeviceError, StartTimeoutError, VerificationError
 
@@ -99,12 +100,24 @@ def multi_rank_obstacle(workers: Sequence[WorkerInfo], groups: Sequence[ShareGro
     missing = [rank for rank in sharing_ranks(groups) if workers[rank].env.get(MULTI_RANK_ENV) != "1"]
     if missing:
         return f"it is not set on {ranks_text(missing)}"
+    if demanded := nvls_demanded(workers):
+        return demanded
     versions = {worker.nccl_version if worker.nccl_available else None for worker in workers}
     if len(versions) > 1 or None in versions:
         return "the workers do not all have one version of NCCL"
     if min(version for version in versions if version) < NCCL_MULTI_RANK:
         return f"NCCL {versions_text(workers)} is older than 2.30"
     return None
+
+
+def nvls_demanded(workers: Sequence[WorkerInfo]) -> str | None:
+    """Return who demands NVLS, in one clause: NCCL refuses it beside several ranks on a GPU. None where nobody does."""
+    ranks = [worker.rank for worker in workers if worker.env.get("NCCL_NVLS_ENABLE") == "1"]
+    return (
+        f"NCCL_NVLS_ENABLE=1 is set on {ranks_text(ranks)}, which NCCL refuses beside several ranks on one GPU"
+        if ranks
+        else None
+    )
 
 
 def refusal_in(text: str) -> str | None:
@@ -172,6 +185,16 @@ def kept_settings(workers: Sequence[WorkerInfo], env: Mapping[str, str]) -> tupl
     )
 
 
+def interface_doubts(workers: Sequence[WorkerInfo]) -> tuple[str, ...]:
+    """Return each ``NCCL_SOCKET_IFNAME`` by which NCCL finds no interface of the rank's node, in one line with the ranks."""
+    ranks_of: dict[str, list[int]] = {}
+    for worker in workers:
+        value, known = worker.env.get(NCCL_IFNAME, ""), list(worker.network.interfaces)
+        if known and (doubt := nccl_doubt(value, known)) is not None:
+            ranks_of.setdefault(f"{NCCL_IFNAME}={value} is kept, but {doubt}", []).append(worker.rank)
+    return tuple(f"{ranks_text(ranks)}: {doubt}" for doubt, ranks in ranks_of.items())
+
+
 def explain_failure(error: FracBackendError, plan: StartPlan, workers: Sequence[WorkerInfo]) -> FracBackendError:
     """Explain a failed start of NCCL from what all ranks reported; the error itself where that adds nothing.
 
@@ -187,6 +210,9 @@ def explain_failure(error: FracBackendError, plan: StartPlan, workers: Sequence[
     if not plan.backends.has_nccl:
         return error
     sentence = refusal_in(str(error))
+    doubts = interface_doubts(workers)
+    if sentence is None and doubts:  # which NCCL calls an invalid usage too
+        return type(error)(f"{error} {'; '.join(doubts)}.", ranks=error.ranks)
     if sentence is None and is_invalid_usage(str(error)) and plan.share_groups:
         sentence = "ncclInvalidUsage"
     if sentence is not None:

@@ -18,11 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ray_fracbackend.decide.backends import parse_backend
+from ray_fracbackend.decide.interfaces import IFNAME, gloo_doubt
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
 from ray_fracbackend.errors import BackendUnavailableError, RendezvousError
 
-IFNAME = "GLOO_SOCKET_IFNAME"
+# torchrun's, which leaks into what a script that it runs starts.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # Systems whose list of addresses may start with a link-local one; Linux lists IPv4, then the widest scope of IPv6 first.
 _LINK_LOCAL_FIRST = ("win32", "darwin")
 # c10d tries IPv6 first, and a Windows IPv6 socket does not take the IPv4 address in it; then it connects over IPv4.
@@ -169,6 +171,7 @@ def plan_rendezvous(workers: Sequence[WorkerInfo], settings: Settings, backend: 
         interfaces, doubts = choose_interfaces(workers, one_node)
         warnings += doubts
         gloo = f", Gloo {_over(interfaces)}"
+    warnings += _foreign_settings(workers)
     libuv = [worker.rank for worker in workers if worker.env.get("USE_LIBUV") == "1"]
     if windows and libuv:
         warnings += (f"USE_LIBUV=1 on {ranks_text(libuv)} is not kept: no torch for Windows has a libuv store",)
@@ -186,6 +189,24 @@ def plan_rendezvous(workers: Sequence[WorkerInfo], settings: Settings, backend: 
         notes=(NOTE_10049,) if windows else (),
         warnings=warnings,
     )
+
+
+def _foreign_settings(workers: Sequence[WorkerInfo]) -> tuple[str, ...]:
+    """Warn of what is not of Ray Train: a variable of torchrun's, systems that Gloo does not connect with each other."""
+    warnings = []
+    agents = [worker.rank for worker in workers if worker.env.get(AGENT_STORE) == "True"]
+    if agents:
+        warnings.append(
+            f"{AGENT_STORE}=True on {ranks_text(agents)} is not kept: torchrun sets it for its own workers, and every rank of a "
+            "group that the train function makes would wait for a store that no agent holds"
+        )
+    macs = [worker.rank for worker in workers if worker.platform == "darwin"]
+    if macs and len(macs) < len(workers):
+        warnings.append(
+            f"macOS on {ranks_text(macs)}, Linux on the others: Gloo between them is reported to hang (gloo#268); place all workers "
+            "on nodes of one system"
+        )
+    return tuple(warnings)
 
 
 def is_one_node(workers: Sequence[WorkerInfo]) -> bool:
@@ -381,11 +402,9 @@ def _choose(worker: WorkerInfo, one_node: bool) -> tuple[InterfaceChoice, list[s
 
 def _conflicts(worker: WorkerInfo, set_by_user: str, ruled: str | None) -> list[str]:
     known = worker.network.interfaces
-    missing = [name for name in set_by_user.split(",") if name not in known]
-    if known and missing:
-        return [
-            f"{IFNAME}={set_by_user} is kept, but {missing[0]!r} is none of this node's interfaces ({', '.join(known)})"
-        ]
+    doubt = gloo_doubt(set_by_user, list(known)) if known else None
+    if doubt is not None:
+        return [f"{IFNAME}={set_by_user} is kept, but {doubt}"]
     if ruled is not None and ruled not in set_by_user.split(","):
         return [f"{IFNAME}={set_by_user} is kept; without it {ruled} would be used"]
     return []

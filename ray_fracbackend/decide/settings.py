@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -33,7 +34,14 @@ def _is_address(value: object) -> bool:
         return True
     if not isinstance(value, str) or value in ("", "0.0.0.0", "::"):  # the last two are where to listen, not to connect
         return False
-    return not set(value) & set(" \t\n[]/,@") and value.count(":") != 1
+    return not set(value) & set(" \t\n[]/,@") and value.count(":") != 1 and not _is_number(value)
+
+
+def _is_number(text: str) -> bool:
+    """Return True for what is no dotted quad and is resolved to an address all the same: 6841231 is 0.104.99.143, and 10.1 10.0.0.1."""
+    parts = text.rstrip(".").split(".")
+    quad = len(parts) == 4 and all(part.isdecimal() and str(int(part)) == part and int(part) < 256 for part in parts)
+    return not quad and all(re.fullmatch(r"\d+|0[xX][\da-fA-F]*", part) for part in parts)
 
 
 def _is_port(value: object) -> bool:
@@ -82,8 +90,8 @@ class Settings:
         None,
         {
             "ok": _is_address,
-            "rule": "must be an IP address or a host name of rank 0's node without scheme, port, brackets or spaces, such as "
-            "'10.0.0.3' or 'fd00::3'; leave it out to use the address that Ray knows for that node",
+            "rule": "must be an IP address or a host name of rank 0's node without scheme, port, brackets or spaces, and no "
+            "number such as 10.1 or 6841231, which are taken for addresses, such as '10.0.0.3' or 'fd00::3'; leave it out to use the address that Ray knows for that node",
         },
         "address of rank 0's node that all others reach",
     )

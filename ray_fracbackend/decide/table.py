@@ -18,11 +18,13 @@ from ray_fracbackend.decide.hints import add_hints
 from ray_fracbackend.decide.nccl import (
     MULTI_RANK_ENV,
     NCCL_MULTI_RANK,
+    interface_doubts,
     kept_settings,
     mig_siblings,
     multi_rank_env,
     multi_rank_obstacle,
     nccl_conflicts,
+    nvls_demanded,
     versions_text,
 )
 from ray_fracbackend.decide.plan import GLOO_COST, StartPlan
@@ -259,6 +261,8 @@ def plan_start(
     """
     job = Job(workers, settings)
     plan = deciding_row(job).decide(job)  # type: ignore[misc]  # the rows with None were asked before the workers were
+    if plan.backends.has_nccl:
+        plan = replace(plan, warnings=(*plan.warnings, *interface_doubts(workers)))
     if plan.device_type not in plan.backends.by_device:
         lacks = f"backend={plan.backend!r} is for no {plan.device_type} tensors, and the workers train on {plan.device_type}"
         plan = replace(plan, warnings=(*plan.warnings, lacks))
@@ -355,6 +359,11 @@ def _multi_rank(job: Job, asked: str) -> StartPlan:
         )
     if len(_nccl_versions(job)) > 1:
         raise _mixed_versions(job)
+    if demanded := nvls_demanded(workers):
+        raise BackendUnavailableError(
+            f"{asked}, but {demanded}. Unset it or set it to 0, or use on_shared_device='auto'.",
+            ranks=[worker.rank for worker in workers if worker.env.get("NCCL_NVLS_ENABLE") == "1"],
+        )
     fullest = max(len(group.ranks) for group in groups)
     env = multi_rank_env(fullest, len({worker.node_id for worker in workers}) > 1)
     warnings = tuple(f"{setting} was set by the user and is kept" for setting in kept_settings(workers, env))
@@ -403,12 +412,31 @@ def _gloo_warning(job: Job, why: str, backend: str) -> str:
     if not any(group.same_device for group in groups):
         return f"{found} NCCL 2.30.7 or newer takes MIG slices for the different devices that they are; {accept}."
     if all(job.workers[rank].gpu_fraction >= 1 for rank in ranks):
+        chosen_early = _chosen_early(job)
+        if chosen_early:
+            return f"{found} {chosen_early}; {accept}."
         return (
             f"{found} Each of them asked for a whole GPU: this is how the cluster hands out GPUs (time-slicing in Kubernetes, "
             "containers or Ray nodes with one GPU in common, --num-gpus above what is there). Give every Ray node GPUs of its "
             f"own, or leave those nodes out; {accept}."
         )
     return f"{found} Ask for more than half a GPU per worker where Ray has as many GPUs as workers (`ray status`); {accept}."
+
+
+def _chosen_early(job: Job) -> str | None:
+    """Say of whole GPUs that Ray counts as different and CUDA as one that the device was chosen before Ray's variable was set."""
+    for group in job.conflicts:
+        for node_id in {job.workers[rank].node_id for rank in group.ranks}:
+            members = [job.workers[rank] for rank in group.ranks if job.workers[rank].node_id == node_id]
+            ids = sorted({",".join(member.gpu_ids) for member in members if member.gpu_ids})
+            if len(ids) == len(members) > 1:
+                return (
+                    f"Ray gave {ranks_text([member.rank for member in members])} the GPUs {' and '.join(ids[:4])} of node "
+                    f"{members[0].node_ip}, and in each of these processes CUDA has the same one: it was chosen before Ray set "
+                    "CUDA_VISIBLE_DEVICES, or the variable was overwritten. Do not use CUDA at the import of a module or in a "
+                    "worker_process_setup_hook, and leave the variable to Ray"
+                )
+    return None
 
 
 def _nccl_versions(job: Job) -> set[tuple[int, int, int] | None]:
@@ -476,7 +504,13 @@ def _nccl_without_gpus(job: Job) -> StartPlan:
 def _gloo_without_gpus(job: Job) -> StartPlan:
     """gloo. Or staged, or a pair without NCCL, as asked for."""
     if job.settings.backends.is_auto:
-        return _gloo(job, "using gloo (no GPUs were asked for)", device_type="cpu")
+        plan = _gloo(job, "using gloo (no GPUs were asked for)", device_type="cpu")
+        sees = [worker.rank for worker in job.workers if worker.num_visible_devices > 0]
+        hint = (
+            f"{ranks_text(sees)} can use GPUs that Ray did not reserve, so that torch.cuda.is_available() is true in the train function: "
+            "ScalingConfig(use_gpu=True) reserves them, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1 hides them"
+        )
+        return replace(plan, hints=(hint,)) if sees else plan
     backend = job.settings.backends.name
     make = _staged if job.settings.backends.has_staged else _gloo
     return make(job, f"using {backend} (as asked for)", device_type="cpu", backend=backend)

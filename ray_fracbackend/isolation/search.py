@@ -16,8 +16,9 @@ from typing import Any
 
 from ray_fracbackend._ray import WorkerAddress
 from ray_fracbackend.collect import collect
+from ray_fracbackend.decide.interfaces import IFNAME
 from ray_fracbackend.decide.plan import WorkerPlan
-from ray_fracbackend.decide.rendezvous import IFNAME, WorkerRendezvous
+from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.isolation.faults import Fault, Findings, diagnose, num_rounds, partner, peers_of
 from ray_fracbackend.isolation.helper import HelperAddress, HelperTask
 from ray_fracbackend.timeouts import Deadline, bounded

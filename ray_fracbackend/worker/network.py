@@ -10,7 +10,8 @@ import os
 import socket
 import sys
 
-from ray_fracbackend.decide.rendezvous import IFNAME, is_link_local, normal, parsed
+from ray_fracbackend.decide.interfaces import IFNAME, gloo_doubt
+from ray_fracbackend.decide.rendezvous import is_link_local, normal, parsed
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.errors import RendezvousError
 from ray_fracbackend.timeouts import bounded
@@ -124,9 +125,10 @@ def check_gloo_device(interface: str | None) -> None:
         if "unsupported gloo device" in cause:
             cause = no_transport_text(torch.__version__)
         setting = f"{IFNAME}={interface}" if interface is not None else f"{IFNAME} not set"
-        raise RendezvousError(
-            f"Gloo cannot use a network device here ({setting}): {cause}. This node has {', '.join(interfaces())}."
-        ) from error
+        known = list(interfaces())
+        doubt = gloo_doubt(interface, known) if interface is not None and known else None
+        here = f"{doubt}." if doubt else f"This node has {', '.join(known)}."
+        raise RendezvousError(f"Gloo cannot use a network device here ({setting}): {cause}. {here}") from error
 
 
 def route_interface(address: str) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ray_fracbackend.decide.rendezvous import AGENT_STORE
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, may_be_secret
 from ray_fracbackend.worker.cuda_driver import driver_facts
 from ray_fracbackend.worker.environment import user_environment
@@ -27,7 +28,7 @@ from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 from ray_fracbackend.worker.network import network_info
 from ray_fracbackend.worker.store import hold_store
 
-_ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV")
+_ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV", AGENT_STORE)
 
 
 def probe_worker(
@@ -214,6 +215,12 @@ def _devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
             return [], (
                 f"Ray Train gives every worker the whole list of {len(slices)} MIG slices, of which CUDA shows a process {count}; "
                 "start Ray and the script with TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES=0"
+            )
+        amd = {name: os.environ[name] for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in os.environ}
+        if torch.version.hip is not None and len(set(amd.values())) > 1:
+            return [], (
+                f"{' and '.join(f'{name}={value!r}' for name, value in amd.items())} mask AMD's devices one after the other, and Ray Train "
+                f"counts by one of them: device {beyond[0]} of {count}; unset HIP_VISIBLE_DEVICES for Ray and the script"
             )
         return [], f"num_gpus of the node exceeds the GPUs present: device {beyond[0]} of {count}; correct num_gpus"
     return devices, None

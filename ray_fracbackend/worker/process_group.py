@@ -22,9 +22,10 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from ray_fracbackend import _ray
+from ray_fracbackend.decide.interfaces import IFNAME
 from ray_fracbackend.decide.nccl import cause_of
 from ray_fracbackend.decide.plan import WorkerPlan
-from ray_fracbackend.decide.rendezvous import IFNAME
+from ray_fracbackend.decide.rendezvous import AGENT_STORE
 from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import (
     BackendUnavailableError,
@@ -212,6 +213,8 @@ def _abort_process_group() -> None:
 def _prepare(plan: WorkerPlan) -> None:
     environment.set_default(plan.env_defaults)
     environment.set_always(plan.rendezvous.env)
+    # With it torch takes every rank, of later groups too, for the client of a store that torchrun's agent holds.
+    os.environ.pop(AGENT_STORE, None)
     if plan.rendezvous.interface_by_route:
         interface = route_interface(plan.rendezvous.master_addr)
         environment.set_default({IFNAME: interface} if interface else {})

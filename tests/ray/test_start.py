@@ -102,6 +102,26 @@ class TestGoodPath:
         start(pair, init_method="tcp")
         assert {(s["backend"], s["addr"]) for s in pair.execute(group_state)} == {("gloo", None)}
 
+    def test_the_store_of_torchruns_agent(self, pair):
+        """A flag that torchrun left is removed, as no rank of a group that the train function makes is a client of an agent's store."""
+
+        def leave():
+            import os
+
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+        def own_group():
+            from datetime import timedelta
+
+            from torch.distributed.rendezvous import rendezvous
+
+            next(iter(rendezvous("tcp://127.0.0.1:0", 0, 1, timeout=timedelta(seconds=20))))
+            return True
+
+        pair.execute(leave)
+        start(pair)
+        assert pair.execute(own_group) == [True, True]
+
     def test_stop_and_start_again(self, pair):
         """A group can be stopped and started on the same workers, as after a restart."""
         for _ in range(2):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from ray.train.torch import TorchConfig
 
-from ray_fracbackend import FracTorchConfig, _ray
+from ray_fracbackend import FracTorchConfig
 from ray_fracbackend.backend import FracTorchBackend
 from ray_fracbackend.config import frac_config
 
@@ -54,6 +54,20 @@ _BAD = [
     ("master_addr", "10.0.0.1:29500", "without scheme, port"),
     ("master_addr", "[fd00::1]", "brackets"),
     ("master_addr", 10, "must be an IP address"),
+    *(
+        ("master_addr", number, "no number such as 10.1 or 6841231")
+        for number in (
+            "6841231",
+            "10.1",
+            "10.0.1",
+            "0x7f000001",
+            "0x7f.1",
+            "010.0.0.1",
+            "10.0.0.256",
+            "10.0.0.1.2",
+            "1.",
+        )
+    ),
     ("master_port", 0, "from 1 to 65535"),
     ("master_port", 65536, "from 1 to 65535"),
     ("master_port", "29500", "from 1 to 65535"),
@@ -105,7 +119,7 @@ def test_spellings_of_a_backend(given, taken):
 def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, backend, handed_over):
     """A field that a later Ray adds to TorchConfig is handed over too, and the user's own config is not changed."""
     seen = []
-    monkeypatch.setattr(_ray.TorchBackend, "on_start", lambda self, group, config: seen.append(config))
+    monkeypatch.setattr(TorchConfig().backend_cls, "on_start", lambda self, group, config: seen.append(config))
     config = FracTorchConfig(backend=backend, init_method="tcp", timeout_s=7)
     config.field_of_a_later_ray = 3
     group = SimpleNamespace(get_resources_per_worker=lambda: {"TPU": 1})
@@ -125,7 +139,7 @@ def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, backend, handed_
 )
 def test_a_likely_slip_is_a_warning(monkeypatch, caplog, backend, level, said):
     """torch refuses it later, and less clearly."""
-    monkeypatch.setattr(_ray.TorchBackend, "on_start", lambda self, group, config: None)
+    monkeypatch.setattr(TorchConfig().backend_cls, "on_start", lambda self, group, config: None)
     caplog.set_level("INFO")
     group = SimpleNamespace(get_resources_per_worker=lambda: {"TPU": 1})
     FracTorchBackend().on_start(group, FracTorchConfig(backend=backend))
@@ -150,6 +164,9 @@ def test_wrong_values(name, value, rule):
         {"master_port": (29500, 29500)},
         {"master_port": 29500, "master_addr": "node-1.example.com"},
         {"master_addr": "fd00::3"},
+        {"master_addr": "6841231.example.com"},
+        {"master_addr": "10.0.0.1"},
+        {"master_addr": "0x.example"},
         {"timeout_s": 0.5, "start_timeout_s": 3},
     ],
 )

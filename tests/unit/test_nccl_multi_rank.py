@@ -6,7 +6,14 @@ from ray_fracbackend.decide.nccl import explain_failure
 from ray_fracbackend.decide.plan import StartPlan
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import plan_start
-from ray_fracbackend.errors import RendezvousError, SharedDeviceError, StartTimeoutError, VerificationError
+from ray_fracbackend.decide.worker_info import NetworkInfo
+from ray_fracbackend.errors import (
+    BackendUnavailableError,
+    RendezvousError,
+    SharedDeviceError,
+    StartTimeoutError,
+    VerificationError,
+)
 from tests.unit.builders import gpu, job, mig
 from tests.unit.test_nccl_words import DUPLICATE, REFUSALS, torch_text
 
@@ -42,9 +49,47 @@ def test_bare_invalid_usage_of_ranks_that_share():
 
 def test_users_own_variables_are_named():
     """A variable of the user's that was kept is the first suspect."""
-    plan, workers = multi_rank(env={"NCCL_MULTI_RANK_GPU_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"})
+    plan, workers = multi_rank(env={"NCCL_MULTI_RANK_GPU_ENABLE": "0", "NCCL_MAX_CTAS": "16"})
     text = str(explain_failure(VerificationError(REFUSALS["2.30.7"]), plan, workers))
-    assert "The user set NCCL_MULTI_RANK_GPU_ENABLE=0, NCCL_NVLS_ENABLE=1, which was kept: unset it" in text
+    assert "The user set NCCL_MAX_CTAS=16, NCCL_MULTI_RANK_GPU_ENABLE=0, which was kept: unset it" in text
+
+
+_WRONG_INTERFACE = {
+    "env": {"NCCL_SOCKET_IFNAME": "nosuch0"},
+    "network": NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)}),
+}
+
+
+def test_an_interface_that_is_not_there_is_no_shared_device():
+    """NCCL calls both an invalid usage: the variable is named with the ranks, and sharing is not blamed."""
+    plan, workers = multi_rank(**_WRONG_INTERFACE)
+    doubt = "ranks 0,1: NCCL_SOCKET_IFNAME=nosuch0 is kept, but it matches none of this node's interfaces (lo, eth0)"
+    assert doubt in plan.warnings
+    error = explain_failure(VerificationError(torch_text().splitlines()[0], ranks=[1]), plan, workers)
+    assert (type(error), error.ranks) == (VerificationError, (1,))
+    assert str(error).endswith(f"{doubt}.")
+    refused = explain_failure(VerificationError(torch_text(DUPLICATE)), plan, workers)
+    assert isinstance(refused, SharedDeviceError)
+
+
+def test_an_interface_that_is_not_there_warns_where_nothing_is_shared():
+    """Before NCCL starts, and for NCCL alone."""
+    workers = job(gpu("a"), gpu("b"), **_WRONG_INTERFACE)
+    assert len(plan_start(workers, Settings()).warnings) == 1
+    assert plan_start(workers, Settings(backend="gloo")).warnings == ()
+
+
+def test_nvls_that_the_user_demands():
+    """NCCL refuses it by name: an error before the start where its flags were asked for, and Gloo where auto decides."""
+    env = {"NCCL_NVLS_ENABLE": "1"}
+    with pytest.raises(
+        BackendUnavailableError, match=r"NCCL_NVLS_ENABLE=1 is set on ranks 0,1, which NCCL refuses .* Unset it"
+    ):
+        multi_rank(env=env)
+    workers = job(gpu(), gpu(), nccl_version=_NEW, env={**env, "NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+    plan = plan_start(workers, Settings())
+    assert plan.backend == "gloo"
+    assert any("=1 has no effect: NCCL_NVLS_ENABLE=1 is set on ranks 0,1" in hint for hint in plan.hints)
 
 
 def test_mig_slices_are_named():

@@ -62,7 +62,8 @@ def test_this_machines_loopback_is_found() -> None:
 def test_a_missing_interface_is_named_with_those_there_are() -> None:
     """Gloo's 'Unable to find address' becomes the setting and the names that exist."""
     with pytest.raises(
-        RendezvousError, match=rf"GLOO_SOCKET_IFNAME=nope\d.*This node has .*{re.escape(loopback_name())}"
+        RendezvousError,
+        match=rf"GLOO_SOCKET_IFNAME=nope\d.*none of this node's interfaces .*{re.escape(loopback_name())}",
     ):
         network.check_gloo_device("nope9")
 

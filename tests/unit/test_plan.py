@@ -546,6 +546,24 @@ class TestHints:
         workers[0] = worker(0, gpu(), nccl_version=(2, 30, 7))
         assert any("=1 has no effect: it is not set on rank 0" in h for h in plan(workers).hints)
 
+    def test_gpus_that_nobody_asked_for(self):
+        """Ray 2.60 does not hide them from workers without any, and the train function would find them."""
+        (hint,) = plan(job(None, None, num_visible_devices=2)).hints
+        assert hint.startswith("ranks 0,1 can use GPUs that Ray did not reserve")
+        assert "use_gpu=True" in hint
+        assert "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1" in hint
+        assert plan(job(None, None)).hints == ()
+
+    def test_devices_that_were_chosen_before_rays_variable(self):
+        """Whole GPUs with ids of their own by Ray and one UUID by CUDA: not the cluster hands them out wrongly."""
+        workers = [worker(rank, gpu(), resources={"GPU": 1.0}, gpu_ids=(str(rank),)) for rank in range(2)]
+        (warning,) = plan(workers).warnings
+        assert "Ray gave ranks 0,1 the GPUs 0 and 1 of node 10.0.0.1" in warning
+        assert "chosen before Ray set CUDA_VISIBLE_DEVICES" in warning
+        assert "time-slicing" not in warning
+        apart = [worker(rank, gpu(), node=str(rank), resources={"GPU": 1.0}, gpu_ids=("0",)) for rank in range(2)]
+        assert "time-slicing" in plan(apart).warnings[0]
+
     def test_local_rank(self):
         """LOCAL_RANK beyond the visible devices is true of every job that shares: for the debug log, with the call to use instead."""
         found = plan(job(gpu(), gpu()))

@@ -291,6 +291,19 @@ def test_more_gpus_told_than_there_are(cuda, monkeypatch, visible):
     assert probe._devices(True) == ([], missing)
 
 
+def test_two_variables_that_mask_amds_devices(cuda, monkeypatch):
+    """Ray sets one of them and Ray Train shares another: both are named with their values, and which one to unset."""
+    cuda(device_count=1)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:1")])
+    devices, missing = probe._devices(True)
+    assert devices == []
+    assert "HIP_VISIBLE_DEVICES='1' and CUDA_VISIBLE_DEVICES='0,1' mask AMD's devices one after the other" in missing
+    assert "unset HIP_VISIBLE_DEVICES" in missing
+
+
 def test_a_list_of_slices_that_workers_share(cuda, monkeypatch):
     """CUDA shows a process one MIG slice, whatever the list: no num_gpus is wrong."""
     cuda(device_count=1)
