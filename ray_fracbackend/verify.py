@@ -49,7 +49,7 @@ _MIN_PAUSE_S, _MAX_PAUSE_S = 20e-6, 1e-3
 _CUDA_ERROR = "CUDA error: "
 # Below this the device has no room for a context or for what torch allocates at once.
 _SPARE_BYTES = 64 << 20
-_ADVICE = "Do not train with this group: check the node's memory and network, or use backend='gloo'."
+_ADVICE = "Do not train with this group: check the node's memory and network"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ class _Verification:
             held = self._global_ranks[int(contributed)] if contributed in range(self._world_size) else "none"
             raise VerificationError(
                 f"all_gather computed a wrong answer on rank {self._own_rank}: the slot of rank {ranks[0]} holds the data "
-                f"of rank {held}. {_ADVICE}",
+                f"of rank {held}. {self._or_gloo(_ADVICE)}.",
                 ranks=ranks,
             )
         return [(row[1], row[2]) for row in rows]
@@ -309,9 +309,14 @@ class _Verification:
         index = int((found != expected).nonzero()[0])
         raise VerificationError(
             f"{what} computed a wrong answer on rank {self._own_rank}: element {index} is {found[index].item():g} and must be "
-            f"{expected[index].item():g}. {_ADVICE}",
+            f"{expected[index].item():g}. {self._or_gloo(_ADVICE)}.",
             ranks=ranks,
         )
+
+    def _or_gloo(self, advice: str) -> str:
+        """Add Gloo to an advice for a group that is not Gloo, where torch has it."""
+        is_gloo = backends_by_device(self._group).get(self._device.type) == "gloo"
+        return advice if is_gloo or not dist.is_gloo_available() else f"{advice}, or use backend='gloo'"
 
     def record_failure(self) -> None:
         """Record this rank's failure in the store, so that peers do not report it as missing."""
@@ -324,7 +329,7 @@ class _Verification:
         if sentence := refusal_in(str(error)):
             self.record_failure()
             return SharedDeviceError(
-                f"NCCL refused ranks that share a GPU: {sentence}. Use backend='gloo', or a GPU for each rank.",
+                f"NCCL refused ranks that share a GPU: {sentence}. {self._or_gloo('Give each rank a GPU of its own')}.",
                 ranks=[self._global_ranks[rank] for rank in refused_ranks(sentence)],
             )
         elapsed_s = time.perf_counter() - self._started
@@ -340,9 +345,7 @@ class _Verification:
             return VerificationError(f"{text} ({cause_of(error)}). {advice}", ranks=[self._own_rank])
         if is_own_failure(str(error)):
             self.record_failure()
-            advice = (
-                "NCCL fails on that rank itself: NCCL_DEBUG=INFO writes the reason to its log; or use backend='gloo'."
-            )
+            advice = self._or_gloo("NCCL fails on that rank itself: NCCL_DEBUG=INFO writes the reason to its log") + "."
             return VerificationError(f"{text} ({cause_of(error)}). {advice}", ranks=[self._own_rank])
         try:
             # A call that has not come back may hold the store's client.
@@ -355,7 +358,7 @@ class _Verification:
         cause = f"no answer within {self._timeout_s:.3g} s" if is_late else cause_of(error)
         advice = "Look at the log of that rank and at its node's network."
         if is_late and not absent and backends_by_device(self._group).get(self._device.type) == "nccl":
-            advice = "NCCL hangs: NCCL_DEBUG=INFO writes where to the workers' logs; or use backend='gloo'."
+            advice = self._or_gloo("NCCL hangs: NCCL_DEBUG=INFO writes where to the workers' logs") + "."
         return VerificationError(f"{text} ({cause}). {advice}", ranks=absent)
 
     def _absent(self) -> list[int]:

@@ -217,8 +217,10 @@ def explain_failure(error: FracBackendError, plan: StartPlan, workers: Sequence[
         sentence = "ncclInvalidUsage"
     if sentence is not None:
         return _refused(sentence, error, plan, workers)
-    ended = "wrong answer" in str(error)
-    if plan.share_groups and isinstance(error, (StartTimeoutError, VerificationError)) and not ended:
+    hangs = isinstance(error, StartTimeoutError) or (
+        isinstance(error, VerificationError) and "no answer within" in str(error)
+    )
+    if plan.share_groups and hangs:
         advice = (
             "NCCL hangs where one GPU has too few resources for all of its ranks: set NCCL_MAX_CTAS lower, put fewer ranks "
             "on the GPU, run the MPS daemon, or use on_shared_device='gloo'."

@@ -8,6 +8,7 @@ node with one device, torch with NCCL 2.28.9::
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +33,7 @@ from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text, version_text
 from ray_fracbackend.errors import (
     BackendUnavailableError,
+    FracBackendError,
     IncompatibleWorkersError,
     MissingDeviceError,
     SharedDeviceError,
@@ -55,10 +57,12 @@ class Job:
     Attributes:
         workers: Every rank, in rank order, at least one.
         settings: What the user asked for.
+        is_asked: It is the job of a user, and not one that asks whether an advice would help.
     """
 
     workers: Sequence[WorkerInfo]
     settings: Settings
+    is_asked: bool = True
 
     @cached_property
     def wants_nccl(self) -> bool:
@@ -145,6 +149,21 @@ class Job:
             if worker.ipc_device_memory_missing:
                 return f"{worker.where}: {worker.ipc_device_memory_missing}"
         return None
+
+    def advice(self, text: str, **settings: str) -> str:
+        """Return the text where the start would go through with these settings in place of the user's, else nothing."""
+        if not self.is_asked:
+            return ""
+        changed = copy.copy(self.settings)
+        for name, value in settings.items():
+            setattr(changed, name, value)
+        other = Job(self.workers, changed, is_asked=False)
+        try:
+            plan = deciding_row(other).decide(other)  # type: ignore[misc]  # the rows with None were asked before
+        except FracBackendError:
+            return ""
+        dies = bool(self.on_windows) and plan.device_type == "cuda" and plan.backends.by_device.get("cuda") == "gloo"
+        return "" if dies else text
 
     @cached_property
     def found_without_cuda(self) -> str:
@@ -306,10 +325,10 @@ def _staged(
     """The staged backend, or an error that names the first worker that cannot."""
     if job.without_staged:
         first = job.without_staged[0]
-        instead = "install such a torch (2.8 to 2.10 have no Gloo on Windows)" if job.on_windows else "fix this"
+        fix = "install such a torch (2.8 to 2.10 have no Gloo on Windows)" if job.on_windows else "fix this"
+        gloo = job.advice(", or use backend='gloo'", backend="gloo")
         raise BackendUnavailableError(
-            f"{reason}, but the staged backend cannot be used: {first.where}: {first.staged_missing}. To go on, "
-            f"{instead}, or use backend='gloo'.",
+            f"{reason}, but the staged backend cannot be used: {first.where}: {first.staged_missing}. To go on, {fix}{gloo}.",
             ranks=[worker.rank for worker in job.without_staged],
         )
     return _gloo(job, reason, groups, device_type, backend)
@@ -324,11 +343,14 @@ def _fallback(job: Job) -> str | None:
 
 def _ipc(job: Job, asked: str, device_type: str) -> StartPlan:
     """The ipc backend, or an error that names the first worker that cannot share host memory."""
+    instead = job.advice(", or use backend='auto'", backend="auto") or job.advice(
+        ", or use on_shared_device='auto'", on_shared_device="auto"
+    )
     for worker in job.workers:
         if worker.ipc_host_memory_missing:
             raise BackendUnavailableError(
                 f"{asked}, but the ipc backend cannot be used: {worker.where}: {worker.ipc_host_memory_missing}. "
-                "Fix this, or use backend='gloo'.",
+                f"Fix this{instead}.",
                 ranks=(worker.rank,),
             )
     if device_type == "cpu":
@@ -352,16 +374,18 @@ def _multi_rank(job: Job, asked: str) -> StartPlan:
         w.rank for w in workers if not w.nccl_available or w.nccl_version is None or w.nccl_version < NCCL_MULTI_RANK
     ]
     if old:
+        auto = job.advice(" or use on_shared_device='auto'", on_shared_device="auto")
         raise BackendUnavailableError(
             f"{asked} with NCCL {versions_text([workers[rank] for rank in old])} ({ranks_text(old)}). Several "
-            "ranks on one GPU need NCCL 2.30 or newer; install a newer nvidia-nccl package or use on_shared_device='auto'.",
+            f"ranks on one GPU need NCCL 2.30 or newer; install a newer nvidia-nccl package{auto}.",
             ranks=old,
         )
     if len(_nccl_versions(job)) > 1:
         raise _mixed_versions(job)
     if demanded := nvls_demanded(workers):
+        auto = ", or use on_shared_device='auto'"
         raise BackendUnavailableError(
-            f"{asked}, but {demanded}. Unset it or set it to 0, or use on_shared_device='auto'.",
+            f"{asked}, but {demanded}. Unset it or set it to 0{job.advice(auto, on_shared_device='auto')}.",
             ranks=[worker.rank for worker in workers if worker.env.get("NCCL_NVLS_ENABLE") == "1"],
         )
     fullest = max(len(group.ranks) for group in groups)
@@ -449,9 +473,10 @@ def _mixed_versions(job: Job) -> IncompatibleWorkersError:
         for version in _nccl_versions(job)
     }
     listed = "; ".join(f"{ranks_text(ranks)}: {version}" for version, ranks in sorted(ranks_by_version.items()))
+    gloo = job.advice(", or use backend='gloo'", backend="gloo")
     return IncompatibleWorkersError(
         f"the workers loaded different NCCL versions ({listed}). NCCL needs one version on all ranks; install the same "
-        "torch and nvidia-nccl packages on every node, or use backend='gloo'."
+        f"torch and nvidia-nccl packages on every node{gloo}."
     )
 
 
@@ -491,9 +516,10 @@ def _nccl_without_gpus(job: Job) -> StartPlan:
     """as asked for. `MissingDeviceError` where a rank has no visible GPU or no NCCL."""
     without = [worker.rank for worker in job.workers if not worker.nccl_available or worker.num_visible_devices == 0]
     if without:
+        auto = job.advice(", or use backend='auto' or 'gloo'", backend="auto")
         raise MissingDeviceError(
             f"backend={job.settings.backend!r} for {ranks_text(without)} without a GPU, or with a torch without NCCL. NCCL "
-            "works on CUDA devices only; ask for GPUs in ScalingConfig(use_gpu=True), or use backend='auto' or 'gloo'.",
+            f"works on CUDA devices only; ask for GPUs in ScalingConfig(use_gpu=True){auto}.",
             ranks=without,
         )
     backend = job.settings.backends.name
@@ -541,9 +567,10 @@ def _asked_without_cuda(job: Job) -> StartPlan:
 )
 def _error_without_cuda(job: Job) -> StartPlan:
     """`MissingDeviceError`. With node and [cause](#causes-of-missing-cuda)."""
+    on_cpu = job.advice(", or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU", on_missing_cuda="cpu")
     raise MissingDeviceError(
         f"{job.found_without_cuda}. Every GPU worker needs a CUDA device; correct num_gpus of those nodes or their torch and "
-        "driver, or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU.",
+        f"driver{on_cpu}.",
         ranks=[worker.rank for worker in job.without_cuda],
     )
 
@@ -599,9 +626,10 @@ def _shared_error(job: Job) -> StartPlan:
     """`SharedDeviceError`. With the share map. [Shared](#what-counts-as-shared) from here on: by one device, or, where
     NCCL is wanted, also what NCCL would refuse.
     """
+    auto = job.advice(", or set on_shared_device to 'auto' or 'gloo'", on_shared_device="auto")
     raise SharedDeviceError(
         f"{share_text(job.conflicts)}, and on_shared_device='error' forbids it. Ask for a whole GPU per worker or for fewer "
-        "workers, or set on_shared_device to 'auto' or 'gloo'.",
+        f"workers{auto}.",
         ranks=sharing_ranks(job.conflicts),
     )
 

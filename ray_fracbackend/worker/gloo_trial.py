@@ -54,7 +54,11 @@ def try_gloo_on_cuda(device: str, timeout_s: float) -> None:
             return
         # Windows gives the code of an exception, such as 0xC0000005.
         how = f"ended with {code & 0xFFFFFFFF:#x}"
+    from ray_fracbackend.staged import staged_support  # not on the good path
+
+    missing = staged_support()
+    instead = f"Install a torch for it: {missing}" if missing else "Use it"
     raise BackendUnavailableError(
-        f"Gloo of torch {torch.__version__} cannot all_reduce a tensor on {device}: a trial process {how} (pytorch#186535). Use "
-        "backend='auto', which stages CUDA tensors through host memory."
+        f"Gloo of torch {torch.__version__} cannot all_reduce a tensor on {device}: a trial process {how} (pytorch#186535). "
+        f"backend='auto' stages CUDA tensors through host memory. {instead}."
     )

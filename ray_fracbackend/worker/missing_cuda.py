@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -95,6 +96,7 @@ class CudaFindings:
 
     Attributes:
         build: What torch was built for: ``cpu``, ``cuda``, ``rocm`` or ``xpu``.
+        platform: ``sys.platform``.
         torch_version: ``torch.__version__``.
         cuda_version: Version of CUDA that torch was built with, None for other builds.
         error: First line of torch.cuda's error, None where CUDA's initialization succeeded.
@@ -106,6 +108,7 @@ class CudaFindings:
     """
 
     build: str = "cuda"
+    platform: str = "linux"
     torch_version: str = ""
     cuda_version: str | None = None
     error: str | None = None
@@ -135,6 +138,7 @@ def why_no_cuda(error: Exception | None = None) -> str:
     with nvml_session() as nvml:
         found = CudaFindings(
             build=_build(),
+            platform=sys.platform,
             torch_version=torch.__version__,
             cuda_version=torch.version.cuda,
             error=None if error is None else next(iter(str(error).strip().splitlines()), type(error).__name__),
@@ -159,6 +163,8 @@ def cause_text(found: CudaFindings) -> str:
         One line without a full stop.
     """
     name, evidence, error = f"torch {found.torch_version}", _evidence(found), (found.error or "").lower()
+    if found.build == "cpu" and found.platform == "darwin":
+        return f"{name} for macOS has no CUDA; ask Ray for no GPUs there, of which it counts one on Apple silicon"
     if found.build == "cpu":
         return f"{name} is a CPU-only build; install a CUDA build of torch to use GPUs"
     if found.build == "xpu":

@@ -59,6 +59,11 @@ CASES = {
         "torch 2.13.0+cpu is a CPU-only build",
         "install a CUDA build of torch to use GPUs",
     ),
+    "macOS": (
+        found("Torch not compiled with CUDA enabled", build="cpu", platform="darwin", torch_version="2.13.0"),
+        "torch 2.13.0 for macOS has no CUDA",
+        "ask Ray for no GPUs there",
+    ),
     "XPU build": (
         found("Torch not compiled with CUDA enabled", build="xpu", torch_version="2.13.0+xpu"),
         "torch 2.13.0+xpu is a build for Intel GPUs (XPU)",
