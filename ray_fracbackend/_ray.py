@@ -24,7 +24,7 @@ Attributes of objects that Ray passes in need no import:
 V1 worker groups                                ``.workers``, ``.num_gpus_per_worker``, ``._remote_cls``, and no
                                                 ``.get_workers``, which those of V2 have
 V2 worker groups                                ``.get_workers()``, ``.abort()``, ``._worker_group_state``,
-                                                ``._storage_context``, ``._callbacks``; replica groups the first alone
+                                                ``._storage_context``, ``._callbacks``
 workers of both                                 ``.metadata``, ``.actor``
 ``TorchTrainer``                                ``._param_dict`` (V1), 2.40 to 2.60
 ==============================================  ====================================================================
@@ -116,7 +116,7 @@ def _private(module: str, *names: str, since: str = "2.40") -> Any:
 
 
 def _is_v1(worker_group: Any) -> bool:
-    """Return True for V1's worker groups, False for V2's worker groups and replica groups; imports no class of V1."""
+    """Return True for V1's worker groups, False for V2's; imports no class of V1."""
     return not hasattr(worker_group, "get_workers")
 
 
@@ -125,7 +125,7 @@ def _workers(worker_group: Any) -> list[Any]:
 
 
 def worker_addresses(worker_group: Any) -> list[WorkerAddress]:
-    """Return the addresses of all workers of a V1 or V2 worker group or of a V2 replica group, by rank."""
+    """Return the addresses of all workers of a V1 or V2 worker group, by rank."""
     found = enumerate(worker.metadata for worker in _workers(worker_group))
     return [WorkerAddress(rank, worker.node_ip, worker.pid, worker.node_id) for rank, worker in found]
 
@@ -146,15 +146,11 @@ def release_workers(worker_group: Any) -> None:
     An exception in ``on_start`` makes V2 forget the group that it has just made, with workers and placement group still
     there (WorkerGroup.create and _start, 2.48 to 2.60). ``abort`` ends them without a graceful shutdown of the backend,
     which would wait for a rank that hangs; in 2.48 it leaves the workers to this. V1 ends its workers itself, after a
-    graceful shutdown that waits 30 s for one that hangs (BackendExecutor.shutdown, 2.40 to 2.60). A replica group's owner
-    ends its own.
+    graceful shutdown that waits 30 s for one that hangs (BackendExecutor.shutdown, 2.40 to 2.60).
     """
-    is_v1 = _is_v1(worker_group)
-    if not is_v1 and not hasattr(worker_group, "abort"):
-        return
     try:
         _end_busy_workers(worker_group)
-        if is_v1:
+        if _is_v1(worker_group):
             return
         worker_group.abort()
         left = getattr(worker_group, "_worker_group_state", None)

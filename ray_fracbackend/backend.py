@@ -56,7 +56,7 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     """Start torch process groups for workers that may share CUDA devices. Chosen by FracTorchConfig."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Start the process group of one worker group or replica group.
+        """Start the process group of one worker group.
 
         Raises:
             FracBackendError: The start failed; the message names rank, node and step.

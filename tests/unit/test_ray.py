@@ -30,7 +30,7 @@ class V1Group:
 
 
 class V2Group:
-    """A worker group of V2 or a replica group, without a run."""
+    """A worker group of V2 without a run."""
 
     def get_workers(self):
         return []
@@ -153,11 +153,10 @@ def test_a_package_that_ray_needs_is_not_a_private_name(monkeypatch):
     [
         ("ray.train._internal.worker_group:WorkerGroup", True),
         ("ray.train.v2._internal.execution.worker_group:WorkerGroup", False),
-        ("ray.train.v2._internal.execution.worker_group.execution_group:ReplicaGroup", False),
     ],
 )
 def test_engines_are_told_apart_by_get_workers(path, is_v1):
-    """V1's own class has no get_workers; V2's worker groups and replica groups have it."""
+    """V1's own class has no get_workers; V2's worker groups have it."""
     module, _, name = path.partition(":")
     try:
         cls = getattr(importlib.import_module(module), name)
