@@ -227,10 +227,8 @@ class _Start:
             slack_s = _ANSWER_S + (0 if set(plan.backends.by_device.values()) == {"gloo"} else ABORT_S)
             results = gather(refs, self._addresses, deadline, step, slack_s=slack_s)
         except FracBackendError as error:
-            explained = explain_failure(error, plan, report.workers)
-            if not plan.falls_back_from(explained):
-                explained = self._located(explained, plans, deadline)
-            raise explained from error.__cause__
+            # Not kept in a variable here: its frame would be kept by the error, and the start by the frame.
+            raise self._explained(error, report, plans, deadline) from error.__cause__
         finally:
             self._add_seconds("start", started)
         return replace(report, verification=results[0], seconds=self._seconds)
@@ -238,6 +236,13 @@ class _Start:
     def _add_seconds(self, phase: str, started: float) -> None:
         """Add to a phase, which a start with a fallback goes through twice."""
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def _explained(
+        self, error: FracBackendError, report: StartReport, plans: Sequence[WorkerPlan], deadline: Deadline
+    ) -> FracBackendError:
+        """Return the error with what all ranks together tell, and with the fault where the error ends the start."""
+        explained = explain_failure(error, report.plan, report.workers)
+        return explained if report.plan.falls_back_from(explained) else self._located(explained, plans, deadline)
 
     def _located(self, error: FracBackendError, plans: Sequence[WorkerPlan], deadline: Deadline) -> FracBackendError:
         """Add the ranks, nodes and links at fault to the error of a group that did not form or failed its verification."""

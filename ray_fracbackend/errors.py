@@ -28,6 +28,16 @@ class FracBackendError(RuntimeError):
         super().__init__(message)
         self.ranks: tuple[int, ...] = tuple(sorted(ranks))
 
+    def to_probe_result(self) -> dict[str, object]:
+        """Return plain values with the fields of a health probe's result, as Ray's enhancement proposal 71 has them.
+
+        Returns:
+            ``passed`` False, ``events`` with the reason and with ``rank N`` for each rank at fault, ``detail`` with the message and
+            what a search for the fault found; no ``metrics`` and no ``devices``.
+        """
+        events = [self.reason, *(f"rank {rank}" for rank in self.ranks)]
+        return {"metrics": {}, "devices": {}, "events": events, "passed": False, "detail": str(self)}
+
     def __reduce__(self) -> tuple[object, ...]:
         # Without the constructor: Ray raises a subclass with one of its own, which up to 2.40 it does not reduce itself.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,25 @@ class VerificationResult:
     rank_seconds: tuple[float, ...]
     total_s: float
     path: str | None = None
+
+    def to_probe_result(self) -> dict[str, Any]:
+        """Return plain values with the fields of a health probe's result, as Ray's enhancement proposal 71 has them.
+
+        Returns:
+            ``metrics`` in seconds and bytes per second, ``devices`` with the seconds of each rank, no ``events``, ``passed``, and
+            ``detail`` in one line.
+        """
+        return {
+            "metrics": {
+                "all_reduce_latency_s": self.latency_s,
+                "all_reduce_bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+                "verification_s": self.total_s,
+            },
+            "devices": {f"rank {rank}": {"all_reduce_s": seconds} for rank, seconds in enumerate(self.rank_seconds)},
+            "events": [],
+            "passed": True,
+            "detail": f"collectives of {self.world_size} ranks over {self.backend} on {self.device} gave exact results",
+        }
 
 
 def verify_process_group(
@@ -329,7 +349,7 @@ class _Verification:
         if sentence := refusal_in(str(error)):
             self.record_failure()
             return SharedDeviceError(
-                f"NCCL refused ranks that share a GPU: {sentence}. {self._or_gloo('Give each rank a GPU of its own')}.",
+                f"NCCL refused ranks that share a GPU: {sentence}. Give each rank a GPU of its own, or use backend='gloo'.",
                 ranks=[self._global_ranks[rank] for rank in refused_ranks(sentence)],
             )
         elapsed_s = time.perf_counter() - self._started

@@ -1,6 +1,7 @@
 """Errors cross processes whole."""
 
 import gc
+import json
 import pickle
 import weakref
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from ray.train._internal.worker_group import WorkerGroup
 
 from ray_fracbackend import errors
 from ray_fracbackend.collect import LostWorkerError, raise_for_engine
+from ray_fracbackend.errors import VerificationError
+from tests.unit.builders import FIGURES
 
 _ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RuntimeError)]
 
@@ -82,3 +85,25 @@ def test_a_failed_start_is_freed_at_once(cls):
         assert seen() is None
     finally:
         gc.enable()
+
+
+def test_the_form_of_a_health_probe():
+    """What failed, on which ranks, and the whole message, as JSON takes it."""
+    found = VerificationError("rank 1 is not in it", ranks=[1]).to_probe_result()
+    assert json.loads(json.dumps(found)) == {
+        "metrics": {},
+        "devices": {},
+        "events": ["verification", "rank 1"],
+        "passed": False,
+        "detail": "rank 1 is not in it",
+    }
+
+
+def test_the_form_of_a_health_probe_that_passed():
+    """Figures by name with their units, and of each rank."""
+    found = FIGURES.to_probe_result()
+    assert json.loads(json.dumps(found)) == found
+    assert (found["passed"], found["events"]) == (True, [])
+    assert found["metrics"]["all_reduce_latency_s"] == FIGURES.latency_s
+    assert found["devices"] == {"rank 0": {"all_reduce_s": 0.002}, "rank 1": {"all_reduce_s": 0.003}}
+    assert found["detail"] == "collectives of 2 ranks over gloo on cuda:0 gave exact results"

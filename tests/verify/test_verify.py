@@ -158,7 +158,9 @@ def test_nccl_refuses_ranks_on_one_gpu():
     first, second = run_processes(refused, 3, torch_text(DUPLICATE))[1:]
     assert isinstance(first, SharedDeviceError)
     assert (first.ranks, second.ranks) == ((1, 2), (1, 2))
-    assert str(first).startswith(f"NCCL refused ranks that share a GPU: {DUPLICATE}. Use backend='gloo'")
+    assert str(first).startswith(
+        f"NCCL refused ranks that share a GPU: {DUPLICATE}. Give each rank a GPU of its own, or use backend='gloo'."
+    )
     bare = run_processes(refused, 3, torch_text())[1]
     assert isinstance(bare, VerificationError)
     assert is_invalid_usage(str(bare))
