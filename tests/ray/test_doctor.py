@@ -92,6 +92,7 @@ def test_tiny_shm(faulty_machine):
     assert lines(found)["Gloo"]["level"] == "ok"
 
 
+@pytest.mark.full
 def test_ray_claims_gpus_that_are_not_there(cluster):
     """On a running Ray with num_gpus=2: the number, the GPUs present, and what to do."""
     if torch.cuda.device_count() >= 2:
