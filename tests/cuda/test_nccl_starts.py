@@ -138,25 +138,37 @@ def test_the_same_ray_goes_on(engine, expected):
 # Without WATCHDOG: see test_the_group_after_one_that_failed.
 # The multi-rank NCCL that the user's variable asks for, and what becomes of it.
 FALLBACKS = {
-    "hang": ("nccl_hang=1", {}, "no answer within"),
-    "late error": ("nccl_late_error=1", {}, "Call to recv failed"),
-    "no memory for NCCL": ("nccl_oom=1", {}, "out of memory"),
-    "one rank fails": ("nccl_refuse=1", {}, "Call to socket failed"),
-    "refusal": ("", {"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE"),
+    "hang": ("nccl_hang=1", "no answer within"),
+    "late error": ("nccl_late_error=1", "Call to recv failed"),
+    "no memory for NCCL": ("nccl_oom=1", "out of memory"),
+    "one rank fails": ("nccl_refuse=1", "Call to socket failed"),
 }
 
 
 @pytest.mark.parametrize("case", FALLBACKS)
 def test_gloo_where_the_users_flags_fail(engine, expected, case):
     """Under auto it trains all the same, to the loss of one process, and warns with the cause."""
-    fault, env, cause = FALLBACKS[case]
-    ranks, text = run(engine, HALVES, fault, {**MULTI_RANK, **env})
+    fault, cause = FALLBACKS[case]
+    ranks, text = run(engine, HALVES, fault, MULTI_RANK)
     assert text == ""
     report = trained(ranks, expected, "gloo")
     warnings = "\n".join(report["plan"]["warnings"])
     assert ", fell back to gloo" in warnings
     assert cause in warnings
     assert engine.start_report()["seconds"]["start"] < START_S + OVER_S
+
+
+def test_flags_of_the_users_that_nccl_refuses(engine, expected):
+    """NVLS beside several ranks on a GPU: Gloo from the beginning under auto, and an error where NCCL was asked for."""
+    env = {**MULTI_RANK, "NCCL_NVLS_ENABLE": "1"}
+    ranks, text = run(engine, HALVES, env=env)
+    assert text == ""
+    plan = trained(ranks, expected, "gloo")["plan"]
+    assert "fell back" not in "\n".join(plan["warnings"])
+    assert any("NCCL_NVLS_ENABLE=1 is set on ranks 0,1" in hint for hint in plan["hints"])
+    ranks, text = run(engine, HALVES, env=env, on_shared_device="nccl")
+    assert ranks == []
+    assert "NCCL_NVLS_ENABLE=1 is set on ranks 0,1, which NCCL refuses" in text
 
 
 @pytest.mark.parametrize(
@@ -176,12 +188,11 @@ def test_no_fallback_from_what_was_asked_for(engine, fault, parts):
     gone(engine)
 
 
-@pytest.mark.parametrize("env", [{}, {"CUDA_RIG_FAULT": "nccl_hang=1"}], ids=["NVLS", "hang"])
-def test_fallback_under_v1(tmp_path, expected, env):
+@pytest.mark.parametrize("fault", ["nccl_late_error=1", "nccl_hang=1"])
+def test_fallback_under_v1(tmp_path, expected, fault):
     """The same, in the other engine."""
-    state = {"CUDA_RIG_DEVICES": "1", "CUDA_RIG_STATE": str(tmp_path)}
-    variables = {**state, **MULTI_RANK, **(env or {"NCCL_NVLS_ENABLE": "1"})}
-    engine = Engine("v1", **variables)
+    state = {"CUDA_RIG_DEVICES": "1", "CUDA_RIG_STATE": str(tmp_path), "CUDA_RIG_FAULT": fault}
+    engine = Engine("v1", **state, **MULTI_RANK)
     try:
         answer = engine.run("shape", 200.0, scaling=HALVES, settings={"start_timeout_s": START_S})
     finally:
