@@ -210,7 +210,7 @@ def explain_failure(error: FracBackendError, plan: StartPlan, workers: Sequence[
     if not plan.backends.has_nccl:
         return error
     sentence = refusal_in(str(error))
-    doubts = interface_doubts(workers)
+    doubts = interface_doubts(workers) if isinstance(error, (StartTimeoutError, VerificationError)) else ()
     if sentence is None and doubts:  # which NCCL calls an invalid usage too
         return type(error)(f"{error} {'; '.join(doubts)}.", ranks=error.ranks)
     if sentence is None and is_invalid_usage(str(error)) and plan.share_groups:

@@ -90,8 +90,8 @@ class Settings:
         None,
         {
             "ok": _is_address,
-            "rule": "must be an IP address or a host name of rank 0's node without scheme, port, brackets or spaces, and no "
-            "number such as 10.1 or 6841231, which are taken for addresses, such as '10.0.0.3' or 'fd00::3'; leave it out to use the address that Ray knows for that node",
+            "rule": "must be an IP address or a host name of rank 0's node, such as '10.0.0.3' or 'fd00::3', without scheme, port, "
+            "brackets or spaces, and no number such as 10.1 or 6841231; leave it out to use the address that Ray knows for that node",
         },
         "address of rank 0's node that all others reach",
     )

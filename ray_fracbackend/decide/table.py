@@ -343,11 +343,11 @@ def _fallback(job: Job) -> str | None:
 
 def _ipc(job: Job, asked: str, device_type: str) -> StartPlan:
     """The ipc backend, or an error that names the first worker that cannot share host memory."""
-    instead = job.advice(", or use backend='auto'", backend="auto") or job.advice(
-        ", or use on_shared_device='auto'", on_shared_device="auto"
-    )
     for worker in job.workers:
         if worker.ipc_host_memory_missing:
+            instead = job.advice(", or use backend='auto'", backend="auto") or job.advice(
+                ", or use on_shared_device='auto'", on_shared_device="auto"
+            )
             raise BackendUnavailableError(
                 f"{asked}, but the ipc backend cannot be used: {worker.where}: {worker.ipc_host_memory_missing}. "
                 f"Fix this{instead}.",

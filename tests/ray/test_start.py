@@ -47,9 +47,9 @@ class TestGoodPath:
         ]
 
     @pytest.mark.parametrize(
-        ("nap_s", "settings"), [(1, {"start_timeout_s": 30, "verify": False}), (0, {"start_timeout_s": 300})]
+        ("num_naps", "settings"), [(1, {"start_timeout_s": 30, "verify": False}), (0, {"start_timeout_s": 300})]
     )
-    def test_the_workers_have_the_whole_bound(self, pair, monkeypatch, nap_s, settings):
+    def test_the_workers_have_the_whole_bound(self, pair, monkeypatch, num_naps, settings):
         """start_timeout_s is theirs: the probe, with imports on a slow file system, and a search after a failure have time of their own."""
         budgets = []
         original = pair.execute_single_async
@@ -58,7 +58,7 @@ class TestGoodPath:
             budgets.extend(args[0].budget_s for _ in [0] if function.__name__ == "start_worker")
             return original(rank, function, *args, **kwargs)
 
-        pair.execute_single(1, replace_in_worker, "ray_fracbackend.worker.probe", "probe_devices", "nap", nap_s)
+        pair.execute_single(1, replace_in_worker, "ray_fracbackend.worker.probe", "probe_devices", "nap", num_naps)
         monkeypatch.setattr(pair, "execute_single_async", recorded)
         start(pair, **settings)
         monkeypatch.undo()

@@ -70,7 +70,7 @@ def starts(workers: list[WorkerInfo], chosen: Settings) -> bool:
     st.sampled_from(["error", "cpu"]),
 )
 def test_what_is_advised_starts(workers, backend, policy, on_missing_cuda):
-    """Each setting that a message names as the way out lets the start go through, with all others as they are."""
+    """Each setting that a message advises lets the start go through, with all others as they are."""
     chosen = Settings(backend=backend, on_shared_device=policy, on_missing_cuda=on_missing_cuda)
     if left_to_ray(backend, workers[0].resources):
         return

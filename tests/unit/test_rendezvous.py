@@ -418,7 +418,7 @@ def test_devices_in_doubt_are_checked_before_the_rendezvous(workers: list[Worker
 
 
 def test_the_store_of_torchruns_agent() -> None:
-    """The flag leaks into what a script under torchrun starts; the ranks whose it is are told."""
+    """The flag leaks into what a script under torchrun starts; the warning names the ranks that have it."""
     workers = [worker(0), worker(1, env={"TORCHELASTIC_USE_AGENT_STORE": "True"})]
     (warning,) = plan(workers).warnings
     assert warning.startswith("TORCHELASTIC_USE_AGENT_STORE=True on rank 1 is not kept: torchrun sets it")
