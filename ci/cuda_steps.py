@@ -63,7 +63,11 @@ def _gpu_call(name: str) -> Step:
 STEPS = {
     "runtime": _tests("the rig itself: as strict as a GPU", "tests/cuda/test_runtime.py"),
     "errors": _tests("errors on demand, in torch's own words", "tests/cuda/test_errors.py"),
-    "nccl": _tests("torch's ProcessGroupNCCL over the emulated NCCL", "tests/cuda/test_nccl.py"),
+    "nccl": _tests(
+        "torch's ProcessGroupNCCL over the emulated NCCL, and `check_devices` beside it",
+        "tests/cuda/test_nccl.py",
+        "tests/cuda/test_device_check.py",
+    ),
     "counters": _tests("copies, kernels, events and waits of a collective", "tests/cuda/test_counters.py"),
     "delays": _tests("equal results with three seeds of delays and with none", "tests/cuda/test_delays.py"),
     "ipc": _tests(
@@ -84,7 +88,12 @@ STEPS = {
     "starts": _tests(
         "Ray: stock beside ours, every ScalingConfig, MIG, UUIDs, two jobs", "tests/cuda/test_starts.py", limit_s=3600.0
     ),
-    "failing starts": _tests("Ray: starts that fail or fall back", "tests/cuda/test_failing_starts.py", limit_s=3600.0),
+    "failing starts": _tests(
+        "Ray: starts that fail or fall back",
+        "tests/cuda/test_failing_starts.py",
+        "tests/cuda/test_nccl_starts.py",
+        limit_s=3600.0,
+    ),
     "jobs": _tests("Ray: elastic groups, restarts, FSDP2, DCP, checkpoints", "tests/cuda/test_jobs.py", limit_s=5400.0),
     "commands": _tests(
         "`doctor`, `plan`, `test`, `run`, `bench`, `demo`", "tests/cuda/test_commands.py", limit_s=1200.0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray_fracbackend.checkpoint import report_rank0
     from ray_fracbackend.config import FracTorchConfig
+    from ray_fracbackend.device_check import DeviceCheck, check_devices
     from ray_fracbackend.errors import (
         BackendUnavailableError,
         FracBackendError,
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailableError",
+    "DeviceCheck",
     "FracBackendError",
     "FracTorchConfig",
     "GroupFormationError",
@@ -52,15 +54,18 @@ __all__ = [
     "VerificationError",
     "VerificationResult",
     "WorkerDiedError",
+    "check_devices",
     "get_start_report",
     "report_rank0",
     "verify_process_group",
 ]
 
 _MODULE_OF = {
+    "DeviceCheck": "device_check",
     "FracTorchConfig": "config",
     "StartReport": "report",
     "VerificationResult": "verify",
+    "check_devices": "device_check",
     "get_start_report": "worker.state",
     "report_rank0": "checkpoint",
     "verify_process_group": "verify",

@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,8 @@ def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
     Returns:
         Devices and versions of the worker.
     """
+    import ray
+
     from ray_fracbackend import _ray
 
     node_id, node_ip = _ray.node_ids()
@@ -83,8 +86,41 @@ def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
         rank=rank,
         node_id=node_id,
         node_ip=node_ip,
+        ray_version=ray.__version__,
         resources=dict(resources),
         gpu_ids=tuple(map(str, _ray.accelerator_ids().get("GPU", []))),
+        cuda_missing=cuda_missing,
+    )
+
+
+def probe_process(rank: int, device: torch.device | None = None) -> WorkerInfo:
+    """Collect the device and versions of the calling process, which no Ray Train started; needs no Ray.
+
+    Args:
+        rank: Its rank in the group that is to be made.
+        device: The CUDA device that it uses in this group, the current one if None.
+
+    Returns:
+        The process as a worker with a whole GPU, on a node with the name of its host; ``cuda_missing`` if there is no such device.
+    """
+    devices, cuda_missing = [], None
+    try:
+        # Before it is_available() counts by NVML, which knows nothing of a forked process.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        if device is None or device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        devices = [device]
+    except Exception as error:  # AssertionError, RuntimeError, or DeferredCudaCallError, which is neither
+        cuda_missing = why_no_cuda(error)
+    return _info(
+        devices,
+        True,
+        rank=rank,
+        node_id=boot_id(),
+        node_ip=socket.gethostname(),
+        resources={"GPU": 1.0},
+        # What a start has set here counts for this group too.
+        env=os.environ,
         cuda_missing=cuda_missing,
     )
 
@@ -119,10 +155,15 @@ def machine_ipc(devices: tuple[DeviceInfo, ...]) -> dict[str, str | None]:
     return _ipc_support(devices)
 
 
-def _info(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **own: Any) -> WorkerInfo:
+def _info(
+    devices: list[torch.device],
+    ask_nvml: bool,
+    ask_ipc: bool = False,
+    *,
+    env: Mapping[str, str] | None = None,
+    **own: Any,
+) -> WorkerInfo:
     """Complete the caller's values with those that any process of the machine can collect."""
-    import ray
-
     with nvml_session() if ask_nvml else nullcontext() as nvml:
         described, unreadable = _described(devices, nvml)
         num_node_devices = nvml_answer(nvml, nvml.nvmlDeviceGetCount) if nvml else None
@@ -138,7 +179,6 @@ def _info(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **
         pid=os.getpid(),
         platform=sys.platform,
         torch_version=torch.__version__,
-        ray_version=ray.__version__,
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         devices=described,
         num_visible_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -147,7 +187,7 @@ def _info(devices: list[torch.device], ask_nvml: bool, ask_ipc: bool = False, **
         nccl_version=loaded_nccl_version(),
         gloo_available=dist.is_gloo_available(),
         mps_reachable=mps_reachable(),
-        env={name: value for name, value in user_environment().items() if _is_shown(name)},
+        env={name: value for name, value in (env or user_environment()).items() if _is_shown(name)},
     )
 
 

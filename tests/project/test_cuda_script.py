@@ -58,3 +58,17 @@ def test_a_step_that_takes_too_long(tmp_path):
     assert "first: timed out" in output
     assert "second: passed" in output
     assert (tmp_path / "second").exists()
+
+
+def test_all_tests_of_cuda_tensors_are_in_a_step():
+    """A file that no step names would run nowhere."""
+    sys.path.insert(0, str(_ROOT / "ci"))
+    import cuda_steps
+
+    named = {word for step in cuda_steps.STEPS.values() for word in step.command if word.endswith(".py")}
+    files = {
+        f"tests/{folder}/{path.name}"
+        for folder in ("cuda", "gpu")
+        for path in (_ROOT / "tests" / folder).glob("test_*.py")
+    }
+    assert named == files

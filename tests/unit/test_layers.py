@@ -22,6 +22,7 @@ _PARTS = (
     "verify",
     "report",
     "worker",
+    "device_check",
     "collect",
     "isolation",
     "backend",
@@ -38,7 +39,7 @@ _PARTS = (
 _IPC_PARTS = ("errors", "knobs", "_torch", "host", "protocol", "device", "group")
 # Parts that need the standard library alone, and those that need torch but never Ray.
 _PURE = ("errors", "timeouts", "decide")
-_WITHOUT_RAY = ("verify", "report", "ipc", "staged")
+_WITHOUT_RAY = ("verify", "report", "device_check", "ipc", "staged")
 _MODULES = sorted(
     path for path in _PACKAGE.rglob("*.py") if path.parent != _PACKAGE or path.stem not in ("__init__", "__main__")
 )
@@ -124,7 +125,7 @@ def test_without_ray():
     code = (
         "import sys; sys.modules['ray'] = None; from ray_fracbackend.worker.nccl_library import loaded_nccl_version; "
         "import ray_fracbackend.isolation.helper, ray_fracbackend.cli; "
-        "from ray_fracbackend import verify_process_group, FracBackendError"
+        "from ray_fracbackend import check_devices, verify_process_group, FracBackendError"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

@@ -1,0 +1,243 @@
+"""Which of a set of processes share a CUDA device, and what a process group of them can use. Needs torch alone, no Ray.
+
+For groups beside the one that Ray Train starts: a trainer and its inference workers, or a part of the workers. The processes meet in a
+store, before any process group exists, and the decision is that of a start.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
+
+from ray_fracbackend import __version__
+from ray_fracbackend.decide.device_sharing import ShareGroup
+from ray_fracbackend.decide.settings import Settings, is_seconds
+from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, ranks_text
+from ray_fracbackend.errors import IncompatibleWorkersError, MissingDeviceError, RendezvousError
+from ray_fracbackend.worker.probe import probe_process
+
+# For rank 0's answer after its own wait has ended.
+_ANSWER_S = 5.0
+_MIN_PAUSE_S, _MAX_PAUSE_S = 1e-3, 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCheck:
+    """What `check_devices` found, equal on all ranks.
+
+    Attributes:
+        backend: What the group can use for CUDA tensors, as ``FracTorchConfig()`` would choose it: ``nccl`` if NCCL takes these
+            ranks, else ``gloo``, on Windows ``cpu:gloo,cuda:staged``.
+        reason: The decision in one line, as a start logs it.
+        share_groups: Ranks that share a device, or that NCCL considers to share one; empty if every rank has a device of its own.
+        devices: The device of each rank, in rank order.
+        env: Variables that ``backend`` needs on every rank before the group is made, for NCCL with several ranks per GPU.
+    """
+
+    backend: str
+    reason: str
+    share_groups: tuple[ShareGroup, ...]
+    devices: tuple[DeviceInfo, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_devices(
+    group: dist.ProcessGroup | None = None,
+    *,
+    store: Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    device: torch.device | str | int | None = None,
+    timeout_s: float = 60.0,
+) -> DeviceCheck:
+    """Find out which processes share a CUDA device and whether NCCL takes them, before they make a process group.
+
+    All processes must call it, with a store that they have in common, or with a process group that exists. It sends no tensor. What the
+    processes tell each other is pickled: use a store that only they can reach.
+
+    Args:
+        group: The processes are the ranks of this group, the default group if None and no store is given.
+        store: The processes meet in this store, such as a `torch.distributed.TCPStore`; with ``rank`` and ``world_size``.
+        rank: This process's rank, 0 to ``world_size`` - 1.
+        world_size: Number of processes.
+        device: The CUDA device that this process uses in the group, the current one if None.
+        timeout_s: Bound in seconds on the wait for the other processes.
+
+    Returns:
+        The backend that the group can use, and why; who shares a device; the device of each rank.
+
+    Raises:
+        MissingDeviceError: A process has no CUDA device, or its device is in compute mode PROHIBITED.
+        SharedDeviceError: A shared device is in compute mode EXCLUSIVE_PROCESS, and MPS is not reachable from all its ranks.
+        IncompatibleWorkersError: The processes have different versions of NCCL, of this package or of ``world_size``, or are on
+            Windows and on other systems.
+        BackendUnavailableError: What would take NCCL's place cannot run on these processes.
+        RendezvousError: Processes did not come in time, which are ``ranks``, or the store failed.
+        ValueError: An argument breaks its rule.
+    """
+    if not is_seconds(timeout_s):
+        raise ValueError(
+            f"check_devices(timeout_s={timeout_s!r}): timeout_s must be a number of seconds above 0, up to 1e9."
+        )
+    own = None if device is None else _cuda_device(device)
+    store, rank, world_size = _place(group, store, rank, world_size)
+    workers = _Meeting(store, rank, world_size, timeout_s).exchange(probe_process(rank, own))
+    without = [worker for worker in workers if not worker.devices]
+    if without:
+        causes = "; ".join(f"{worker.where}: {worker.cuda_missing}" for worker in without[:4])
+        raise MissingDeviceError(
+            f"{ranks_text([worker.rank for worker in without])} cannot use a CUDA device ({causes}). Every process of the group needs "
+            "one; give it one, or make the group with gloo for CPU tensors.",
+            ranks=[worker.rank for worker in without],
+        )
+    plan = plan_start(workers, Settings())
+    return DeviceCheck(
+        backend=plan.backend,
+        reason=plan.reason,
+        share_groups=plan.share_groups,
+        devices=tuple(worker.devices[0] for worker in workers),
+        env=plan.env_defaults,
+    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _cuda_device(device: torch.device | str | int) -> torch.device:
+    rule = "device must be a CUDA device, such as 'cuda:1' or 1"
+    try:
+        found = torch.device(f"cuda:{device}" if _is_int(device) else device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"check_devices(device={device!r}): {rule} ({str(error).splitlines()[0]}).") from None
+    if found.type != "cuda":
+        raise ValueError(f"check_devices(device={device!r}): {rule}.")
+    return found
+
+
+def _place(
+    group: dist.ProcessGroup | None, store: Store | None, rank: int | None, world_size: int | None
+) -> tuple[Store, int, int]:
+    """Return the store, this process's rank and the number of processes."""
+    if store is not None and group is not None:
+        raise ValueError("check_devices() takes a group or a store, not both.")
+    if store is not None:
+        is_rank = _is_int(rank) and _is_int(world_size) and 0 <= rank < world_size  # type: ignore[operator]
+        if not is_rank:
+            raise ValueError(
+                f"check_devices(rank={rank!r}, world_size={world_size!r}): with a store, rank must be an integer from 0 to world_size - 1."
+            )
+        return store, rank, world_size  # type: ignore[return-value]  # checked
+    if rank is not None or world_size is not None:
+        raise ValueError("check_devices() takes rank and world_size with a store alone: add store=, or leave both out.")
+    if not dist.is_initialized():
+        raise ValueError(
+            "check_devices() needs a store or a process group: pass store=, rank= and world_size=, or call "
+            "torch.distributed.init_process_group first."
+        )
+    group = group or distributed_c10d._get_default_group()
+    own_rank = dist.get_rank(group)
+    if own_rank < 0:
+        raise ValueError("check_devices() must be called by the ranks of the group alone, and this rank is not in it.")
+    return distributed_c10d._get_process_group_store(group), own_rank, dist.get_world_size(group)
+
+
+class _Meeting:
+    """One exchange of all ranks in a store, in which calls of other times have keys of their own."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._timeout_s, self._end = timeout_s, time.monotonic() + timeout_s
+        self._store = PrefixStore("ray_fracbackend/check_devices", store)
+
+    def exchange(self, info: WorkerInfo) -> list[WorkerInfo]:
+        """Return what all ranks have told, by rank, on every rank."""
+        try:
+            self._store = PrefixStore(str(self._store.add(f"calls/{self._rank}", 1)), self._store)
+            self._put(f"rank/{self._rank}", (__version__, self._world_size, pickle.dumps(info)))
+            # Rank 0 reads for all: a store of many ranks could not answer each of them for each other one.
+            told = self._collect() if self._rank == 0 else self._answer()
+            self._part(len(told))
+        except (RuntimeError, OSError) as error:  # of the store: c10d's errors are RuntimeErrors
+            if isinstance(error, RendezvousError):
+                raise
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise RendezvousError(
+                f"check_devices: the store failed on rank {self._rank} ({first}). The process that hosts it must run until all have "
+                "returned; look at its log and at the network."
+            ) from error
+        return self._checked(told)
+
+    def _collect(self) -> dict[int, bytes]:
+        """Wait for all ranks, read what they tell, and pass it on."""
+        awaited = list(range(self._world_size))
+
+        def all_came() -> bool:
+            while awaited and self._came(awaited[0]):
+                awaited.pop(0)
+            return not awaited
+
+        self._wait(all_came, self._end)
+        came = [rank for rank in range(self._world_size) if not awaited or self._came(rank)]
+        told = {rank: self._store.get(f"rank/{rank}") for rank in came}
+        self._put("answer", told)
+        return told
+
+    def _put(self, key: str, value: object) -> None:
+        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes too
+
+    def _came(self, rank: int) -> bool:
+        return self._store.check([f"rank/{rank}"])
+
+    def _answer(self) -> dict[int, bytes]:
+        if not self._wait(lambda: self._store.check(["answer"]), self._end + _ANSWER_S):
+            raise self._late([rank for rank in range(self._world_size) if not self._came(rank)] or [0])
+        answer: dict[int, bytes] = pickle.loads(self._store.get("answer"))
+        return answer
+
+    def _part(self, num_came: int) -> None:
+        """Wait until all have read the answer: the process that hosts the store may end next, where the answer is an error."""
+        self._store.add("read", 1)
+        with suppress(RuntimeError, OSError):  # the host has left, so all have read
+            self._wait(lambda: self._store.add("read", 0) >= num_came, time.monotonic() + _ANSWER_S)
+
+    def _checked(self, told: dict[int, bytes]) -> list[WorkerInfo]:
+        """Return the workers, if all ranks came, and as ranks of one group and of one release of this package."""
+        if absent := [rank for rank in range(self._world_size) if rank not in told]:
+            raise self._late(absent)
+        by_rank = [pickle.loads(told[rank]) for rank in range(self._world_size)]
+        for place, name in enumerate(("version of ray_fracbackend", "world_size")):
+            values = [each[place] for each in by_rank]
+            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                raise IncompatibleWorkersError(
+                    f"check_devices: {name} is {values[0]} on rank 0 and {values[other]} on rank {other}. All processes need the same.",
+                    ranks=[other],
+                )
+        return [pickle.loads(info) for _, _, info in by_rank]
+
+    def _late(self, absent: list[int]) -> RendezvousError:
+        return RendezvousError(
+            f"check_devices: {ranks_text(absent)} did not come within {self._timeout_s:g} s. All {self._world_size} processes must call "
+            "it, with the same store and world_size; look at the logs of these.",
+            ranks=absent,
+        )
+
+    @staticmethod
+    def _wait(is_done: Callable[[], bool], end: float) -> bool:
+        """Look until it is done; by looks and not by a wait of the store, during which its client can do nothing else."""
+        pause_s = _MIN_PAUSE_S
+        while not is_done():
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        return True

@@ -1,0 +1,252 @@
+"""check_devices on real processes and stores, without Ray; what each process has is made up, as this machine has no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ray_fracbackend import (
+    IncompatibleWorkersError,
+    MissingDeviceError,
+    RendezvousError,
+    SharedDeviceError,
+    check_devices,
+    device_check,
+)
+from tests.processes import run_processes
+from tests.unit.builders import gpu, mig, worker
+
+CHECKED = 20.0
+
+
+def tcp_store(rank, port):
+    return dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def check(rank, size, port, workers, device=None, rounds=1):
+    """Check made-up processes in a store; what it says of the last round, or its error."""
+    store = tcp_store(rank, port)
+    with mock.patch.object(device_check, "probe_process", lambda rank, device: workers[rank]):
+        for _ in range(rounds):
+            found = check_devices(store=store, rank=rank, world_size=size, timeout_s=CHECKED)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("devices", "facts", "backend", "reason"),
+    [
+        (
+            [gpu("a"), gpu("a")],
+            {},
+            "gloo",
+            "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: using gloo (NCCL 2.28.9 refuses shared devices)",
+        ),
+        ([gpu("a"), gpu("b"), gpu("c")], {}, "nccl", "every rank has a device of its own: using nccl (NCCL 2.28.9)"),
+        (
+            [mig("1"), mig("2")],
+            {},
+            "gloo",
+            "ranks 0,1 use MIG slices of GPU-a (NVIDIA H200 MIG 1g.18gb) on node 10.0.0.1: using gloo (NCCL 2.28.9 compares PCI bus "
+            "ids and refuses them)",
+        ),
+        (
+            [gpu("a"), gpu("a")],
+            {"platform": "win32", "nccl_available": False},
+            "cpu:gloo,cuda:staged",
+            "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: using staged (torch has no NCCL; on Windows an all_reduce of CUDA "
+            "tensors through Gloo ends the process (pytorch#186535))",
+        ),
+        (
+            [gpu("a"), gpu("a")],
+            {"nccl_version": (2, 30, 7), "env": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}},
+            "nccl",
+            "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: using nccl with several ranks per GPU "
+            "(NCCL_MULTI_RANK_GPU_ENABLE=1 is set, NCCL 2.30.7)",
+        ),
+    ],
+    ids=["shared", "own", "slices", "windows", "flags"],
+)
+def test_the_rule_is_that_of_a_start(devices, facts, backend, reason):
+    """Every rank gets the table's decision in the table's words, and the devices by rank."""
+    workers = [worker(rank, device, **facts) for rank, device in enumerate(devices)]
+    found = run_processes(check, len(workers), workers)
+    assert [each.reason for each in found] == [reason] * len(workers)
+    assert {each.backend for each in found} == {backend}
+    assert {each.devices for each in found} == {tuple(devices)}
+    sharing = [(0, 1)] if "share" in reason or "slices" in reason else []
+    assert [group.ranks for group in found[0].share_groups] == sharing
+    assert ("NCCL_MAX_CTAS" in found[0].env) == ("several ranks" in reason)
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind", "text"),
+    [
+        (
+            [{}, {"devices": (), "cuda_missing": "the driver is lost; restart the node"}],
+            MissingDeviceError,
+            r"^rank 1 cannot use a CUDA device \(rank 1 \(node 10\.0\.0\.1, pid 0\): the driver is lost; restart the node\)\. Every process",
+        ),
+        (
+            [{"devices": (gpu("a", compute_mode="exclusive_process"),)}] * 2,
+            SharedDeviceError,
+            "compute mode EXCLUSIVE_PROCESS",
+        ),
+        (
+            [{"devices": (gpu("b"),)}, {"nccl_version": (2, 30, 7)}],
+            IncompatibleWorkersError,
+            "different NCCL versions",
+        ),
+    ],
+    ids=["no device", "exclusive", "versions"],
+)
+def test_errors_are_those_of_all_ranks(facts, kind, text):
+    """Also on the ranks that are not at fault, and although rank 0 hosts the store and ends at once."""
+    workers = [worker(rank, **{"device": gpu("a"), **own}) for rank, own in enumerate(facts)]
+    found = run_processes(check, len(workers), workers)
+    assert [type(error) for error in found] == [kind] * 2
+    assert len({str(error) for error in found}) == 1
+    with pytest.raises(kind, match=text):
+        raise found[0]
+
+
+def test_calls_one_after_the_other_in_one_store():
+    """Each call has its own answer, at any number of ranks."""
+    workers = [worker(rank, gpu(str(rank // 2))) for rank in range(5)]
+    found = run_processes(check, 5, workers, None, 3)
+    assert [group.ranks for group in found[4].share_groups] == [(0, 1), (2, 3)]
+
+
+def absent(rank, size, port, missing):
+    """The ranks but one check; the others stay with the store until they know."""
+    store = tcp_store(rank, port)
+    error = None
+    if rank != missing:
+        with mock.patch.object(device_check, "probe_process", lambda rank, device: worker(rank, gpu("a"))):
+            try:
+                check_devices(store=store, rank=rank, world_size=size, timeout_s=1)
+            except RendezvousError as failed:
+                error = failed
+    store.add("left", 1)
+    while rank == 0 and store.add("left", 0) < size:
+        pass
+    return error
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_process_that_does_not_come(missing):
+    """All others name it within the bound, whoever it is."""
+    found = run_processes(absent, 3, missing)
+    for rank, error in enumerate(found):
+        if rank != missing:
+            assert str(error).startswith(f"check_devices: rank {missing} did not come within 1 s. All 3 processes must")
+            assert error.ranks == (missing,)
+
+
+def of_other_sizes(rank, size, port, name):
+    """Rank 1 has another idea of the job."""
+    store = tcp_store(rank, port)
+    version = "0.0.9" if rank and name == "version of ray_fracbackend" else device_check.__version__
+    with (
+        mock.patch.object(device_check, "probe_process", lambda rank, device: worker(rank, gpu("a"))),
+        mock.patch.object(device_check, "__version__", version),
+    ):
+        check_devices(store=store, rank=rank, world_size=size + (rank and name == "world_size"), timeout_s=2)
+
+
+@pytest.mark.parametrize("name", ["version of ray_fracbackend", "world_size"])
+def test_processes_that_disagree(name):
+    """What they tell is not read as something else."""
+    found = run_processes(of_other_sizes, 2, name)
+    assert isinstance(found[0], IncompatibleWorkersError)
+    assert str(found[0]).startswith(f"check_devices: {name} is ")
+    assert found[0].ranks == (1,)
+    assert isinstance(found[1], (IncompatibleWorkersError, RendezvousError))
+
+
+def host_dies(rank, size, port):
+    """The process with the store ends before anybody has come."""
+    store = tcp_store(rank, port)
+    if rank == 0:
+        store.wait(["1"], timedelta(seconds=20))
+        return
+    store.set("1", "")
+    check_devices(store=store, rank=rank, world_size=size, timeout_s=30)
+    return
+
+
+def test_a_store_that_ends():
+    """The others do not wait for its answer, and are told whose it was."""
+    found = run_processes(host_dies, 2)
+    with pytest.raises(
+        RendezvousError, match=r"^check_devices: the store failed on rank 1 \(.*The process that hosts it must run"
+    ):
+        raise found[1]
+
+
+def in_groups(rank, size, port):
+    """The default group, and one of its ranks 1 and 2; rank 0 is in the first alone."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    part = dist.new_group([1, 2])
+    mine = worker(rank, gpu("a" if rank else "b"))
+    with mock.patch.object(device_check, "probe_process", lambda own, device: worker(own, *mine.devices)):
+        whole = check_devices()
+        try:
+            found = check_devices(part)
+        except ValueError as error:
+            found = str(error)
+    dist.barrier()
+    return whole, found
+
+
+def test_groups():
+    """Ranks are those of the group that was passed."""
+    results = run_processes(in_groups, 3)
+    assert [[group.ranks for group in whole.share_groups] for whole, _ in results] == [[(1, 2)]] * 3
+    assert "this rank is not in it" in results[0][1]
+    assert [[group.ranks for group in found.share_groups] for _, found in results[1:]] == [[(0, 1)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "needs a store or a process group: pass store="),
+        ({"rank": 0}, "takes rank and world_size with a store alone"),
+        ({"store": None, "world_size": 2}, "takes rank and world_size with a store alone"),
+        ({"store": dist.HashStore()}, r"rank=None, world_size=None\): with a store, rank must be an integer from 0 to"),
+        ({"store": dist.HashStore(), "rank": 2, "world_size": 2}, r"\(rank=2, world_size=2\)"),
+        ({"store": dist.HashStore(), "rank": True, "world_size": 2}, r"\(rank=True, world_size=2\)"),
+        ({"store": dist.HashStore(), "rank": -1, "world_size": 2}, r"\(rank=-1, world_size=2\)"),
+        ({"store": dist.HashStore(), "group": object()}, "takes a group or a store, not both"),
+        ({"timeout_s": 0}, r"timeout_s=0\): timeout_s must be a number of seconds above 0"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan"),
+        ({"device": "cpu"}, r"device='cpu'\): device must be a CUDA device, such as 'cuda:1' or 1\.$"),
+        ({"device": "0"}, r"device='0'\): device must be a CUDA device, such as 'cuda:1' or 1 \(Invalid device string"),
+        ({"device": -1}, "device=-1"),
+        ({"device": True}, "device=True"),
+        ({"device": 1.5}, "device=1.5"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_arguments(arguments, text):
+    """Each has its rule, which the error tells with the value."""
+    with pytest.raises(ValueError, match=text):
+        check_devices(**arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_cuda_or_ray():
+    """The process itself is asked: here torch has no CUDA, which the error says; Ray is not imported."""
+    code = (
+        "import sys; sys.modules['ray'] = None; import torch.distributed as dist; from ray_fracbackend import check_devices\n"
+        "try: check_devices(store=dist.HashStore(), rank=0, world_size=1)\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("MissingDeviceError rank 0 cannot use a CUDA device (rank 0 (node ")
+    assert "CPU-only build; install a CUDA build of torch to use GPUs" in done.stdout
