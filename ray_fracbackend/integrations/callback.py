@@ -6,7 +6,8 @@
     RAY_FRACBACKEND_SETTINGS='{"on_missing_cuda": "cpu"}'
 
 V2 reads the first one wherever a trainer is fitted: set for a whole cluster, it needs no change of scripts or of how they are
-started. The second is optional.
+started. The second is optional. With ``limit_gpu_memory`` an OutOfMemoryError does not name the cap here: V2 has wrapped the train function
+with the script's own configuration before.
 """
 
 from __future__ import annotations
