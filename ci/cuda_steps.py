@@ -64,9 +64,10 @@ STEPS = {
     "runtime": _tests("the rig itself: as strict as a GPU", "tests/cuda/test_runtime.py"),
     "errors": _tests("errors on demand, in torch's own words", "tests/cuda/test_errors.py"),
     "nccl": _tests(
-        "torch's ProcessGroupNCCL over the emulated NCCL, and `check_devices` beside it",
+        "torch's ProcessGroupNCCL over the emulated NCCL; `check_devices` and device meshes beside it",
         "tests/cuda/test_nccl.py",
         "tests/cuda/test_device_check.py",
+        "tests/cuda/test_meshes.py",
     ),
     "counters": _tests("copies, kernels, events and waits of a collective", "tests/cuda/test_counters.py"),
     "delays": _tests("equal results with three seeds of delays and with none", "tests/cuda/test_delays.py"),

@@ -1,0 +1,54 @@
+"""Device meshes over ranks that share a device: which backend their groups have, by torch's release."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.torch_version import TorchVersion
+
+import ray_fracbackend.ipc
+import ray_fracbackend.staged  # noqa: F401  # both register their backends
+from ray_fracbackend.decide.nccl import is_invalid_usage
+from tests.cuda.emulated import needs_rig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
+
+from ipc_harness import run_ranks, values
+
+pytestmark = [needs_rig, pytest.mark.timeout(120)]
+
+# torch/distributed/device_mesh.py makes a group of "cpu:gloo,cuda:nccl" for a mesh of all ranks whose default group is "gloo".
+MAKES_NCCL = TorchVersion(torch.__version__) < (2, 8)
+
+
+def sums(job, backend, from_group):
+    """Sum over a mesh of all ranks; its result or error."""
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        backend, store=job.store(), rank=job.rank, world_size=job.size, timeout=timedelta(seconds=job.timeout_s)
+    )
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda") if from_group else init_device_mesh("cuda", (job.size,))
+    tensor = torch.full((3,), job.rank + 1.0, device="cuda")
+    try:
+        dist.all_reduce(tensor, group=mesh.get_group())
+        return tensor.tolist()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("from_group", [False, True], ids=["init_device_mesh", "from_group"])
+@pytest.mark.parametrize("backend", ["gloo", "ipc", "cpu:gloo,cuda:staged"])
+def test_a_mesh_of_all_ranks(tmp_path, backend, from_group):
+    """It uses the default group, or one of the same backend, but where old releases of torch take NCCL beside Gloo by themselves."""
+    env = {"CUDA_RIG_DEVICES": "1", "CUDA_RIG_STATE": str(tmp_path)}
+    for result in values(run_ranks(sums, 2, backend, from_group, env=env, limit_s=90.0)):
+        if backend == "gloo" and not from_group and MAKES_NCCL:
+            assert is_invalid_usage(result)
+        else:
+            assert result == [3.0] * 3
