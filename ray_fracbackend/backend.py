@@ -26,6 +26,7 @@ from ray_fracbackend.collect import gather, raise_for_engine
 from ray_fracbackend.decide import decide_start, with_rendezvous
 from ray_fracbackend.decide.nccl import cause_of, explain_failure
 from ray_fracbackend.decide.plan import StartPlan, WorkerPlan
+from ray_fracbackend.decide.rendezvous import explain_unreachable
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import asks_for_ipc, left_to_ray
 from ray_fracbackend.decide.worker_info import WorkerInfo
@@ -242,6 +243,7 @@ class _Start:
     ) -> FracBackendError:
         """Return the error with what all ranks together tell, and with the fault where the error ends the start."""
         explained = explain_failure(error, report.plan, report.workers)
+        explained = explain_unreachable(explained, report.workers, report.master_addr)
         return explained if report.plan.falls_back_from(explained) else self._located(explained, plans, deadline)
 
     def _located(self, error: FracBackendError, plans: Sequence[WorkerPlan], deadline: Deadline) -> FracBackendError:

@@ -85,6 +85,8 @@ RIG_EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
   if (context) rig::set_current_device(device_of(context));
   return CUDA_SUCCESS;
 }
+RIG_EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode*) { return CUDA_SUCCESS; }
+
 RIG_EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context) {
   RIG_DRIVER(rig::state());
   t_below.push_back(rig::current_device());

@@ -21,7 +21,7 @@ from ray_fracbackend.decide.backends import parse_backend
 from ray_fracbackend.decide.interfaces import IFNAME, gloo_doubt
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
-from ray_fracbackend.errors import BackendUnavailableError, RendezvousError
+from ray_fracbackend.errors import BackendUnavailableError, FracBackendError, RendezvousError, UnreachableMasterError
 
 # torchrun's, which leaks into what a script that it runs starts.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -188,6 +188,38 @@ def plan_rendezvous(workers: Sequence[WorkerInfo], settings: Settings, backend: 
         reason=f"rank 0 at {host}:{port} ({origin}){gloo}{', libuv off' if windows else ''}",
         notes=(NOTE_10049,) if windows else (),
         warnings=warnings,
+    )
+
+
+def explain_unreachable(error: FracBackendError, workers: Sequence[WorkerInfo], master_addr: str) -> FracBackendError:
+    """Add to the error of a rank that did not reach rank 0 where that address is from; the error itself where nothing is known of it.
+
+    Args:
+        error: The error of the start.
+        workers: Every rank, in rank order.
+        master_addr: The address that was tried.
+    """
+    first = workers[0]
+    if not isinstance(error, UnreachableMasterError) or normal(master_addr) != normal(first.node_ip):
+        return error
+    own = owner_of(first, master_addr)
+    found = f" Ray knows rank 0's node by {master_addr}{f' (interface {own})' if own else ''}"
+    twins = [w.rank for w in workers if w.node_ip == first.node_ip and w.network.network_id != first.network.network_id]
+    others = {
+        name: [address for address in addresses if not is_loopback(address) and not is_link_local(address)]
+        for name, addresses in first.network.interfaces.items()
+        if name != own
+    }
+    listed = "; ".join(f"{name} {','.join(addresses)}" for name, addresses in list(others.items())[:6] if addresses)
+    if not twins and not listed:
+        return error
+    if twins:
+        found += f", and the other machine of {ranks_text(twins)} by the same, as of a bridge that each of them has"
+    if listed:
+        found += f"; the node also has {listed}"
+    return UnreachableMasterError(
+        f"{error}{found}. If the nodes reach each other by another address, start Ray on each with --node-ip-address.",
+        ranks=error.ranks,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from pathlib import Path
 
 from ray_fracbackend.decide.interfaces import IFNAME, gloo_doubt
 from ray_fracbackend.decide.rendezvous import is_link_local, normal, parsed
@@ -129,6 +130,21 @@ def check_gloo_device(interface: str | None) -> None:
         doubt = gloo_doubt(interface, known) if interface is not None and known else None
         here = f"{doubt}." if doubt else f"This node has {', '.join(known)}."
         raise RendezvousError(f"Gloo cannot use a network device here ({setting}): {cause}. {here}") from error
+
+
+def no_port_left(error: BaseException) -> str | None:
+    """Say of an error of Gloo, which asks the system for any port, that it has none left; None for other errors."""
+    if "bind: Address already in use" not in str(error):
+        return None
+    try:
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        given = f"{low} to {high}, by net.ipv4.ip_local_port_range"
+    except (OSError, ValueError):
+        given = "of the system's own range"
+    return (
+        f"This node has no free port left ({given}): Gloo needs several for every pair of ranks. Widen the range, or end what holds so "
+        "many connections."
+    )
 
 
 def route_interface(address: str) -> str | None:

@@ -41,7 +41,7 @@ from ray_fracbackend.worker import environment, memory_cap, store
 from ray_fracbackend.worker.checkpoint_copies import copy_checkpoints_in_turn
 from ray_fracbackend.worker.gloo_trial import try_gloo_on_cuda
 from ray_fracbackend.worker.missing_cuda import is_cuda_error, why_no_cuda
-from ray_fracbackend.worker.network import check_gloo_device, route_interface
+from ray_fracbackend.worker.network import check_gloo_device, no_port_left, route_interface
 from ray_fracbackend.worker.state import STATE
 
 # Time past the deadline for c10d and Gloo to raise their own timeout; the driver waits longer for the result.
@@ -291,6 +291,8 @@ def _set_group_timeout(plan: WorkerPlan, timeout_s: float) -> None:
 
 
 def _advice(plan: WorkerPlan, kind: type[RendezvousError], error: Exception) -> str:
+    if (text := no_port_left(error)) is not None:
+        return text
     if kind is GroupFormationError and plan.backends.connects_with_gloo:
         interface = os.environ.get(IFNAME)
         over = f"over {interface}" if interface else "over the address of its host name"

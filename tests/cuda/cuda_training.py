@@ -23,6 +23,7 @@ from ray.train.torch import TorchTrainer
 from torch import nn
 
 from ray_fracbackend import FracTorchConfig, get_start_report, report_rank0
+from ray_fracbackend._ray import v2_enabled
 from tests.faults.driver import described
 from tests.faults.planted import FAULT, strike, told_at
 from tests.gpu.gpu_training import NUM_STEPS, Network, answers_in, train_step
@@ -80,9 +81,24 @@ def fails_now(config: dict[str, Any], first: int, step: int) -> None:
         device = ray.train.torch.get_device()
         works = [dist.all_reduce(torch.ones(_LATE, device=device), async_op=True) for _ in range(4)]
     if dist.get_rank() == 1:
+        if not v2_enabled():
+            _wait_for_tune(config["storage"], step)
         strike(fault.partition(" ")[0], config["storage"])
     for work in works:
         work.wait()
+
+
+def _wait_for_tune(storage: str, step: int) -> None:
+    """V1 asks all ranks for their next report, or error, once it has one of each: of a rank that is stopped with one under way it
+    waits for ever, and does not hear of the others' errors."""
+    num_reports = step + 2  # two more for the controller
+
+    def has_all() -> bool:
+        return any(
+            len(log.read_text().splitlines()) >= num_reports for log in Path(storage, "run").glob("*/result.json")
+        )
+
+    assert wait_until(has_all, 60)
 
 
 def report(loss: float, checkpoint: Checkpoint | None = None) -> None:

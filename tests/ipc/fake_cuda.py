@@ -278,6 +278,9 @@ class FakeDriver:
         _names[block.pointer] = name
         return block
 
+    def allow_queries_while_capturing(self) -> None:
+        """It has no graphs."""
+
     def trim(self) -> None:
         pass
 

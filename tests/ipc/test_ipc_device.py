@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import signal
 import threading
+import time
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -310,6 +314,67 @@ def test_a_forked_child_does_not_change_the_watch() -> None:
     assert values(run_ranks(watched_with_a_forked_child, 2, limit_s=60, env=FAKE)) == [[True, True, False]] * 2
 
 
+def with_a_device_that_is_late(job: Job, calls: bool, errors: Path) -> str:
+    """Rank 0's device does not come to the end of a call; it waits for it, or calls again, as rank 1 does."""
+    import fake_cuda
+
+    pg = device_group(job, "late", job.rank, job.size, 20.0)
+    pg.barrier(options("Barrier"))
+    (stream,) = pg._device_side._streams.values()
+    if job.rank == 0:
+        os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+        stream.last, stream.timeout_s = fake_cuda.FakeEvent(fake_cuda.FakeCuda.gpu, [1, 0]), 0.5
+        assert wait_until(lambda: pg._device_side._watch._seen is not None, 10)
+        time.sleep(0 if calls else 60)
+    end, text = time.monotonic() + 30, ""
+    while not text and time.monotonic() < end:
+        text = error_of(lambda: pg.barrier(options("Barrier")))[1]
+    return text
+
+
+@pytest.mark.parametrize("calls", [False, True], ids=["waits", "calls"])
+def test_a_device_that_is_late(tmp_path: Path, calls: bool) -> None:
+    """Nothing but the group's timeout ends a wait for a device: the others learn of it, and so does the process, or it ends."""
+    errors = tmp_path / "errors"
+    first, second = run_ranks(with_a_device_that_is_late, 2, calls, errors, limit_s=60, env=FAKE)
+    text = r"the device was not through with a collective within the group's timeout of 0\.5 s \(rank 1 \(pid \d+\) is running\)\."
+    assert re.search(text, str(second.value))
+    if calls:
+        assert re.search(text, str(first.value))
+    else:
+        assert first.exitcode == -signal.SIGABRT
+        assert re.search(text + " A collective is on .* Ending this process", errors.read_text())
+
+
+def stopped_for_longer_than_the_timeout(job: Job) -> str:
+    """Rank 0 is stopped while a call is on its device, which is through with it soon after: the error of its next call, if any."""
+    import fake_cuda
+
+    pg = device_group(job, "stopped", job.rank, job.size, 20.0)
+    pg.barrier(options("Barrier"))
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+    if job.rank == 0:
+        words = [1, 0]
+        (stream,) = pg._device_side._streams.values()
+        stream.last, stream.timeout_s = fake_cuda.FakeEvent(fake_cuda.FakeCuda.gpu, words), 4.0
+        store.set("pid", str(os.getpid()))
+        store.wait(["went on"])
+        words[1] = 1
+    else:
+        store.wait(["pid"])
+        os.kill(int(store.get("pid")), signal.SIGSTOP)
+        time.sleep(6)
+        os.kill(int(store.get("pid")), signal.SIGCONT)
+        store.set("went on", "")
+    return error_of(lambda: pg.barrier(options("Barrier")))[1]
+
+
+@pytest.mark.full
+def test_a_process_that_was_stopped_itself_is_not_late() -> None:
+    """It has not waited for its device meanwhile."""
+    assert values(run_ranks(stopped_for_longer_than_the_timeout, 2, limit_s=60, env=FAKE)) == ["", ""]
+
+
 def leaves_after_a_death(job: Job) -> tuple[str, bool]:
     """The error of a call after rank 1 has died and the watch has ended, and whether the group is watched after `shutdown`."""
     pg = device_group(job, "death", job.rank, job.size, 20.0)
@@ -334,11 +399,11 @@ def test_a_call_that_fails_keeps_its_tensors_until_the_device_is_through() -> No
     kept: list[tuple[Any, Any]] = []
     stream, tensor, error = MagicMock(), torch.ones(1), ValueError("in the middle")
     stream.runtime.keep = lambda *args: kept.append(args)
-    failing = DeviceCall(stream, lambda: None, MagicMock(side_effect=error), [tensor], is_async=False)
+    failing = DeviceCall(stream, lambda: None, MagicMock(side_effect=error), [tensor], is_async=False, timeout_s=20.0)
     with pytest.raises(ValueError, match="in the middle"):
         failing()
     assert [(id(one), on) for one, on in kept] == [(id(tensor), stream.stream)]
-    DeviceCall(stream, lambda: None, lambda: None, [tensor], is_async=False)()
+    DeviceCall(stream, lambda: None, lambda: None, [tensor], is_async=False, timeout_s=20.0)()
     assert len(kept) == 1
 
 

@@ -14,6 +14,7 @@ from ray_fracbackend.decide.rendezvous import plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.errors import (
     BackendUnavailableError,
+    GroupFormationError,
     PortInUseError,
     RendezvousError,
     UnreachableMasterError,
@@ -51,6 +52,7 @@ def test_t2_torch_without_a_gloo_transport_is_named_before_rendezvous(two_nodes:
 
 WRONG_NAMES = {
     "t3-debian": ("127.0.1.1 {}", "127.0.1.1 {}"),
+    "loopback-and-link-local": ("127.0.0.1 {}", "169.254.3.4 {}"),  # ray#24305
     "t4-foreign": ("203.0.113.7 {}", "203.0.113.8 {}"),
     "t4-unresolvable": ("203.0.113.7 other", "203.0.113.7 other"),
 }
@@ -259,6 +261,44 @@ def test_an_address_on_no_interface_uses_the_route(two_nodes: Nodes, tmp_path: P
     assert any("no interface has the node's address 198.51.100.9" in warning for warning in plan.warnings)
 
 
+@pytest.mark.full
+def test_a_bridge_that_every_node_has_does_no_harm(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Equal addresses on interfaces that are not the nodes' (libvirt's virbr0: nccl#913, ray#40850) are not used."""
+    for node in two_nodes:
+        own_interface(node, "virbr0", "192.168.122.1/24")
+    try:
+        results, _, workers = ours(two_nodes, tmp_path)
+        assert results == [SUM_OF_TWO, SUM_OF_TWO]
+        assert [worker.call(net_calls.gloo_env) for worker in workers] == ["eth0", "eth0"]
+    finally:
+        for node in two_nodes:
+            node.ip_command("link", "del", "virbr0")
+
+
+@pytest.mark.full
+def test_variables_of_the_user_for_the_rendezvous_do_no_harm(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Brackets around an IPv6 address, with which c10d finds nothing (verl#2550): a start has an address of its own."""
+    results, plan, _ = ours(two_nodes, tmp_path, MASTER_ADDR=f"[{two_nodes[0].ip6}]", MASTER_PORT="29500")
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    assert plan.master_addr == two_nodes[0].ip
+
+
+@pytest.mark.full
+def test_a_node_without_free_ports(two_nodes: Nodes, tmp_path: Path) -> None:
+    """Gloo's own error is of an address in use (ray#35907): ours names the range that is exhausted."""
+    node = two_nodes[0]
+    node.execute("sysctl", "-qw", "net.ipv4.ip_local_port_range=40000 40007")
+    try:
+        results, _, _ = ours([node] * 8, tmp_path)
+    finally:
+        node.execute("sysctl", "-qw", "net.ipv4.ip_local_port_range=32768 60999")
+    told = [str(result) for result in results if isinstance(result, GroupFormationError)]
+    assert told
+    assert all(
+        "This node has no free port left (40000 to 40007, by net.ipv4.ip_local_port_range)" in text for text in told
+    )
+
+
 def test_a_users_interface_is_kept_and_a_stale_one_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
     """GLOO_SOCKET_IFNAME of the user is never replaced; where it does not exist, warning and error say which do."""
     facts, workers = probe(two_nodes, tmp_path, GLOO_SOCKET_IFNAME="eth9")
@@ -267,6 +307,14 @@ def test_a_users_interface_is_kept_and_a_stale_one_is_named(two_nodes: Nodes, tm
     for result in results:
         assert isinstance(result, RendezvousError)
         assert "GLOO_SOCKET_IFNAME=eth9" in str(result)
+
+
+def own_interface(node: Node, name: str, network: str) -> None:
+    """An interface that leads to the node itself."""
+    node.ip_command("link", "add", name, "type", "veth", "peer", "name", f"{name}-peer")
+    node.ip_command("addr", "add", network, "dev", name)
+    for end in (name, f"{name}-peer"):
+        node.ip_command("link", "set", end, "up")
 
 
 def rename(node: Node, old: str, new: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from ray_fracbackend.decide.interfaces import IFNAME
 from ray_fracbackend.decide.rendezvous import (
     Rendezvous,
+    explain_unreachable,
     is_link_local,
     is_loopback,
     normal,
@@ -19,7 +20,12 @@ from ray_fracbackend.decide.rendezvous import (
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import plan_start
 from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerInfo
-from ray_fracbackend.errors import BackendUnavailableError, IncompatibleWorkersError, RendezvousError
+from ray_fracbackend.errors import (
+    BackendUnavailableError,
+    IncompatibleWorkersError,
+    RendezvousError,
+    UnreachableMasterError,
+)
 
 LO = {"lo": ("127.0.0.1", "::1")}
 WINDOWS_LO = {"Loopback Pseudo-Interface 1": ("127.0.0.1", "::1")}
@@ -462,3 +468,37 @@ def test_the_choice_is_linear() -> None:
         return sum(entry.callcount for entry in profile.getstats())
 
     assert num_calls(2_000) < 11 * num_calls(200)
+
+
+class TestExplainUnreachable:
+    """Where an address that a rank cannot reach is from."""
+
+    @staticmethod
+    def told(workers: list[WorkerInfo], master_addr: str = "10.8.0.2") -> str:
+        error = UnreachableMasterError("cannot reach 10.8.0.2.", ranks=(1,))
+        explained = explain_unreachable(error, workers, master_addr)
+        assert isinstance(explained, UnreachableMasterError)
+        assert explained.ranks == (1,)
+        return str(explained)
+
+    def test_a_vpn(self) -> None:
+        """Ray took the address of a VPN (vllm-metal#625); the node has another one."""
+        networks = {**LO, "tun0": ("10.8.0.2",), "eth0": ("10.0.0.1", "fe80::1"), "docker0": ("fe80::2",)}
+        workers = [worker(0, "10.8.0.2", network={"interfaces": networks}), worker(1, "10.8.0.3")]
+        assert self.told(workers) == (
+            "cannot reach 10.8.0.2. Ray knows rank 0's node by 10.8.0.2 (interface tun0); the node also has eth0 10.0.0.1. If the nodes "
+            "reach each other by another address, start Ray on each with --node-ip-address."
+        )
+
+    def test_a_bridge_that_two_machines_have(self) -> None:
+        """The other machine answers to the address itself."""
+        workers = [worker(rank, "10.8.0.2", node_id=str(rank), network={"network_id": str(rank)}) for rank in range(2)]
+        assert self.told(workers) == (
+            "cannot reach 10.8.0.2. Ray knows rank 0's node by 10.8.0.2 (interface eth0), and the other machine of rank 1 by the same, as "
+            "of a bridge that each of them has. If the nodes reach each other by another address, start Ray on each with --node-ip-address."
+        )
+
+    def test_nothing_to_add(self) -> None:
+        """An address that the user configured, or the only one of its node."""
+        assert self.told([worker(0, "10.0.0.1"), worker(1)], "10.8.0.2") == "cannot reach 10.8.0.2."
+        assert self.told([worker(0, "10.8.0.2"), worker(1)]) == "cannot reach 10.8.0.2."

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .driver import (
     GRANULARITY_BYTES,
     LAZY_ENABLE_PEER_ACCESS,
     DeviceBlock,
+    DriverError,
     Handle,
     call,
     current,
@@ -32,6 +34,8 @@ from .driver import (
 )
 
 logger = logging.getLogger(__name__)
+
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class AcceleratorRuntime:
@@ -94,6 +98,9 @@ class AcceleratorRuntime:
             logger.warning("ray_fracbackend: host memory cannot be pinned, so staged copies are slow: %s", error)
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
+    def allow_queries_while_capturing(self) -> None:
+        """Let this thread ask for events while another thread captures a graph, which would fail otherwise."""
+
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
         """Record `stream` with the allocator as a user of the tensor, so that its memory is not reused too early."""
         tensor.record_stream(stream)
@@ -135,6 +142,11 @@ class CudaRuntime(AcceleratorRuntime):
         with current(self._index):
             call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
         return DeviceBlock(pointer.value, False, tensor_at(pointer.value, num_bytes, self.device))
+
+    def allow_queries_while_capturing(self) -> None:
+        """See `AcceleratorRuntime.allow_queries_while_capturing`; the thread must not capture itself."""
+        with suppress(DriverError):
+            call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
 
     def trim(self) -> None:
         """Give what torch's allocator caches back to the device."""
@@ -191,12 +203,14 @@ class CommunicationStream:
         runtime: The device.
         stream: The stream.
         last: Event behind the last call, None before the first.
+        timeout_s: Timeout of that call.
     """
 
     def __init__(self, runtime: AcceleratorRuntime) -> None:
         self.runtime: Any = runtime
         self.stream = runtime.new_stream()
         self.last: Any = None
+        self.timeout_s = math.inf
 
     def renew(self) -> None:
         """Go on with a fresh stream, because the old one may be stuck."""
@@ -232,6 +246,7 @@ class DeviceCall:
         function: Issues the work.
         tensors: The call's tensors on the device.
         is_async: Whether the caller may free them before its stream has waited for the work.
+        timeout_s: How long the device may take.
 
     Attributes:
         done: Event behind the work, once it has been issued.
@@ -244,8 +259,10 @@ class DeviceCall:
         function: Callable[[], None],
         tensors: Sequence[torch.Tensor],
         is_async: bool,
+        timeout_s: float,
     ) -> None:
         self.stream = stream
+        self._timeout_s = timeout_s
         self._is_async = is_async
         self.done: Any = None
         self._prepare = prepare
@@ -271,6 +288,7 @@ class DeviceCall:
                 raise
             done = runtime.new_event()
             done.record(stream)
+        self.stream.timeout_s = self._timeout_s
         self.done = self.stream.last = done
         # The work that was issued keeps the memory; this object may live as long as the caller's Work.
         self._function, self._tensors = None, ()

@@ -116,6 +116,7 @@ class DeviceSide:
                 self._lane = self._set_up_memory(device, description, timeout_s)
                 self._collectives = self._lane.collectives
                 engines = self._lane.collectives.engine, self._shared_engine()
+                self.stream_of(device).timeout_s = timeout_s
                 self._watch = DeviceWatch(engines, self.stream_of(device), self._names)
                 self._stop_asking = ask_before_freeing(partial(_may_be_stuck, engines, self._streams))
                 return

@@ -1,15 +1,17 @@
-"""End a process whose device would wait for a rank that has died. Runs in every rank; imports torch through its callers.
+"""End a process whose device would wait for a rank for ever. Runs in every rank; imports torch through its callers.
 
 A stream that waits for an interprocess event of a dead process may wait for ever, or go on with whatever the memory holds: no
 document says which. The host learns of the death in its next call of the group. But a process that waits for its device first, as
 in ``loss.item()``, would hang there, or compute with garbage. So where a rank dies while a call with it is still on the device, and
-no call of this process has raised since, the process ends, as under NCCL's watchdog.
+no call of this process has raised since, the process ends, as under NCCL's watchdog. It ends in the same way where the device has not
+come to the end of a call within the group's timeout: whatever it waits for, such as a rank that was stopped, no call would tell.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
@@ -17,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from ..protocol.engine import Engine
 from .runtime import CommunicationStream
@@ -27,6 +30,8 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 10.0
 # Between looks at the peers where the system has no process descriptors (Linux before 5.3).
 _LOOK_S = 1.0
+# Between looks at the device: a part of the timeout within these bounds.
+_LOOKS_PER_TIMEOUT, _MIN_LOOK_S, _MAX_LOOK_S = 10, 0.5, 5.0
 
 
 class DeviceWatch:
@@ -45,6 +50,9 @@ class DeviceWatch:
         self._read, self._write = os.pipe()
         self._lock = threading.Lock()
         self._is_closed = self._is_over = False
+        # The call that the device was at in the last look, and for how long.
+        self._seen: Any = None
+        self._seen_s = 0.0
         # Of the interpreter's exit nothing may wait for it.
         threading.Thread(target=self._run, name="ipc device watch", daemon=True).start()
 
@@ -60,43 +68,63 @@ class DeviceWatch:
 
     def _run(self) -> None:
         try:
-            rank = self._wait_for_death()
-            if rank is not None:
-                self._report(rank)
+            self._stream.runtime.allow_queries_while_capturing()
+            what = self._wait_for_fault()
+            if what is not None:
+                self._report(what)
         finally:
             with self._lock:
                 self._is_over = True
                 os.close(self._read)
 
-    def _wait_for_death(self) -> int | None:
-        """Return the local rank whose process ends without having left the group; None once the group is closed."""
+    def _wait_for_fault(self) -> str | None:
+        """Return what has happened: a rank's process has ended without having left the group, or the device is late. None once the group
+        is closed.
+        """
         peers = dict(enumerate(self._engines[0].waiter.peers))
         del peers[self._engines[0].rank]
         with contextlib.ExitStack() as stack:
-            poll, limit_ms = select.poll(), None
+            poll, peers_s = select.poll(), math.inf
             poll.register(self._read, select.POLLIN)
             for peer in peers.values():
                 try:
                     descriptor = os.pidfd_open(peer.pid)
                 except (OSError, AttributeError):
-                    limit_ms = _LOOK_S * 1e3
+                    peers_s = _LOOK_S
                     continue
                 stack.callback(os.close, descriptor)
                 poll.register(descriptor, select.POLLIN)
             while True:
                 for rank in [rank for rank, peer in peers.items() if not peer.is_alive()]:
                     if not self._engines[0].has_left(rank):
-                        return rank
+                        return f"{self._names[rank]} (pid {peers[rank].pid}) died"
                     del peers[rank]
                     # Its descriptor stays readable: from here on, look at times.
-                    poll, limit_ms = select.poll(), _LOOK_S * 1e3
+                    poll, peers_s = select.poll(), _LOOK_S
                     poll.register(self._read, select.POLLIN)
-                if any(descriptor == self._read for descriptor, _ in poll.poll(limit_ms)):
+                timeout_s = self._stream.timeout_s
+                look_s = min(max(timeout_s / _LOOKS_PER_TIMEOUT, _MIN_LOOK_S), _MAX_LOOK_S)
+                started = time.monotonic()
+                if any(descriptor == self._read for descriptor, _ in poll.poll(min(look_s, peers_s) * 1e3)):
                     return None
+                # A process that was stopped itself has not waited for its device meanwhile.
+                if self._is_late(min(time.monotonic() - started, 2 * look_s), timeout_s):
+                    states = [f"{self._names[rank]} (pid {peer.pid}) is {peer.state()}" for rank, peer in peers.items()]
+                    return f"the device was not through with a collective within the group's timeout of {timeout_s:g} s ({', '.join(states[:4])})"
 
-    def _report(self, rank: int) -> None:
+    def _is_late(self, elapsed_s: float, timeout_s: float) -> bool:
+        """Return whether the device has been at one call for longer than the timeout; time since the last look is added."""
+        self._seen_s += elapsed_s
+        try:
+            is_over = self._seen is None or self._seen.query()
+        except RuntimeError:  # the device is broken, which its user learns by itself
+            is_over = True
+        if is_over:
+            self._seen, self._seen_s = self._stream.last, 0.0
+        return self._seen_s > timeout_s
+
+    def _report(self, what: str) -> None:
         """Poison the group, and end the process if it may wait for the device, or use what that computed."""
-        what = f"{self._names[rank]} (pid {self._engines[0].waiter.peers[rank].pid}) died"
         if self._is_closed:
             return
         last = self._stream.last
@@ -111,9 +139,8 @@ class DeviceWatch:
                 return
             time.sleep(0.05)
         text = (
-            f"ray_fracbackend: {what} while a collective with it was on this process's device ({self._stream.runtime.device}): what "
-            "the device computes is unknown, and waiting for it may never end. Ending this process, as torch does under NCCL. See "
-            f"the log of {self._names[rank]} for the cause."
+            f"ray_fracbackend: {what}. A collective is on {self._stream.runtime.device}: what it computes is unknown, and waiting for it may "
+            "never end. Ending this process, as torch does under NCCL. See the logs of the other ranks for the cause."
         )
         # Logging may be what the process is stuck in.
         print(text, file=sys.stderr, flush=True)  # noqa: T201

@@ -423,7 +423,10 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         is_async, call = wants_async(opts), None
         if device is not None:
             there = [tensor for tensor in tensors if tensor.device == device]
-            function = call = DeviceCall(self._device_side.stream_of(device), prepare, function, there, is_async)
+            timeout_s = timeout_of(opts, self._timeout_s)
+            function = call = DeviceCall(
+                self._device_side.stream_of(device), prepare, function, there, is_async, timeout_s
+            )
         if is_async:
             return IpcWork(self._executor.submit(hidden(function)), self._executor, results, call)
         self._executor.run(hidden(function))
