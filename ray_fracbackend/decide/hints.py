@@ -28,7 +28,7 @@ def add_hints(plan: StartPlan, workers: Sequence[WorkerInfo], node_gpus: Mapping
     # A warning that says what sharing costs has this advice already.
     is_told = any(GLOO_COST in warning for warning in plan.warnings)
     spread = None if is_told else _spread(workers, plan.share_groups, node_gpus)
-    hints = [spread, _fraction(workers), another, _multi_rank(workers, plan)]
+    hints = [spread, _fraction(workers), another, _one_host(workers), _multi_rank(workers, plan)]
     return replace(
         plan,
         hints=tuple(hint for hint in hints if hint),
@@ -92,6 +92,20 @@ def _local_ranks(workers: Sequence[WorkerInfo]) -> tuple[str | None, str | None]
         if another and beyond:
             break
     return another, beyond
+
+
+def _one_host(workers: Sequence[WorkerInfo]) -> str | None:
+    """Find Ray nodes on one machine: Ray counts local ranks by node, libraries such as DeepSpeed by host name (ray#37212)."""
+    nodes: dict[str, dict[str, str]] = defaultdict(dict)
+    for worker in workers:
+        nodes[f"{worker.hostname}\0{worker.boot_id}"][worker.node_id] = worker.hostname
+    several = next((found for found in nodes.values() if len(found) > 1), None)
+    if several is None:
+        return None
+    return (
+        f"{len(several)} Ray nodes are on host {next(iter(several.values()))}: LOCAL_RANK counts the ranks of each of them, and a library "
+        "that counts by host name, such as DeepSpeed, takes other numbers; use ray.train.torch.get_device()"
+    )
 
 
 def _multi_rank(workers: Sequence[WorkerInfo], plan: StartPlan) -> str | None:

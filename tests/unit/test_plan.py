@@ -1,6 +1,7 @@
 """Every row of the decision table, on made-up workers."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -577,6 +578,14 @@ class TestHints:
         devices = (gpu("a"), gpu("a"), gpu("b", index=1), gpu("b", index=1))
         hints = plan(job(*devices, num_visible_devices=2, num_node_devices=2)).hints
         assert any("LOCAL_RANK 1 is not the device of rank 1 on node 10.0.0.1, which is cuda:0" in h for h in hints)
+
+    def test_nodes_of_one_host(self):
+        """DeepSpeed counts local ranks by host name, over Ray's nodes (ray#37212)."""
+        apart = [worker(rank, gpu(str(rank)), node=str(rank)) for rank in range(2)]
+        assert not any("DeepSpeed" in hint for hint in plan(apart).hints)
+        together = [replace(each, hostname="host", boot_id="boot") for each in apart]
+        (hint,) = [hint for hint in plan(together).hints if "DeepSpeed" in hint]
+        assert hint.startswith("2 Ray nodes are on host host: LOCAL_RANK counts the ranks of each of them")
 
 
 class TestFallback:

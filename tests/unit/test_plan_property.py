@@ -303,6 +303,32 @@ def test_every_shared_rank_is_named(workers):
     assert named == {uuid: ranks for uuid, ranks in expected.items() if len(ranks) > 1}
 
 
+@given(st.floats(0.05, 0.95), st.integers(1, 4), st.data())
+def test_a_device_is_never_counted_from_the_local_rank(fraction, num_gpus, data):
+    """Workers packed as Ray packs fractions: each trains on its own device, and where LOCAL_RANK is another's, a hint says so
+    (ray_lightning#124)."""
+    num_fit = num_gpus * int(1 / fraction + 1e-9)
+    num_workers = data.draw(st.integers(1, min(num_fit, 16)))
+    of_gpu = sorted(data.draw(st.lists(st.integers(0, num_gpus - 1), min_size=num_workers, max_size=num_workers)))
+    workers = [
+        worker(
+            rank,
+            gpu(f"g{index}", index=index),
+            resources={"CPU": 1.0, "GPU": fraction},
+            num_visible_devices=num_gpus,
+            num_node_devices=num_gpus,
+        )
+        for rank, index in enumerate(of_gpu)
+    ]
+    plan = plan_start(workers, Settings())
+    assert [plan.device_of(each) for each in workers] == [f"cuda:{index}" for index in of_gpu]
+    others = [rank for rank, index in enumerate(of_gpu) if rank < num_gpus and rank != index]
+    told = [hint for hint in plan.hints if "is not the device of rank" in hint]
+    assert len(told) == bool(others)
+    assert not others or f"rank {others[0]} " in told[0]
+    assert bool(plan.debug_hints) == (num_workers > num_gpus)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_planning_is_linear(shared):
     """Ten times the workers make at most twelve times the calls: counted, not timed."""
