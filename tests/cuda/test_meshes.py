@@ -10,21 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.torch_version import TorchVersion
 
 import ray_fracbackend.ipc
 import ray_fracbackend.staged  # noqa: F401  # both register their backends
 from ray_fracbackend.decide.nccl import is_invalid_usage
-from tests.cuda.emulated import needs_rig
+from tests.cuda.emulated import MAKES_NCCL, needs_rig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
 
 from ipc_harness import run_ranks, values
 
 pytestmark = [needs_rig, pytest.mark.timeout(120)]
-
-# torch/distributed/device_mesh.py makes a group of "cpu:gloo,cuda:nccl" for a mesh of all ranks whose default group is "gloo".
-MAKES_NCCL = TorchVersion(torch.__version__) < (2, 8)
 
 
 def sums(job, backend, from_group):
