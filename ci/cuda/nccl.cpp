@@ -335,6 +335,11 @@ RIG_EXPORT Result ncclCommFinalize(ncclComm_t comm) {
 RIG_EXPORT Result ncclCommDestroy(ncclComm_t comm) {
   if (!comm) return ncclSuccess;
   flush(comm);
+  // "An intra-node collective call, which all ranks on the same node should call to avoid a hang": so it hangs where one does not.
+  if (auto meeting = comm->meeting) {
+    meeting->enter(comm->rank, kDestroys);
+    meeting->wait_for_all(comm->rank, [&] { return comm->aborted.load(); }, kDestroys);
+  }
   leave(comm);
   return ncclSuccess;
 }

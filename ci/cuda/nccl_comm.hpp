@@ -12,7 +12,7 @@
 namespace rig {
 
 // How far a rank is with its init.
-enum Stage : uint32_t { kAbsent, kHere, kAccepts, kRefuses };
+enum Stage : uint32_t { kAbsent, kHere, kAccepts, kRefuses, kDestroys };
 
 // What a rank tells the others of its communicator.
 struct Rank {

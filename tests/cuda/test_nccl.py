@@ -31,7 +31,7 @@ from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.timeouts import Deadline, bounded
 from ray_fracbackend.verify import verify_process_group
-from ray_fracbackend.worker.process_group import _verify, start_worker
+from ray_fracbackend.worker.process_group import _verify, start_worker, stop_worker
 from ray_fracbackend.worker.store import hold_store
 from tests.cuda.emulated import needs_rig, uuid
 
@@ -695,6 +695,33 @@ def try_and_start(job):
 def test_a_group_that_could_have_been_replaced(run):
     """It trains with torch's handling of errors, as stock's does."""
     assert values(run(try_and_start, 2)) == [("1", 8.0, "nccl"), ("1", 8.0, None)]
+
+
+def leave_alone(job, leave):
+    """Leave a group that works after the other rank has aborted it; whether that has ended in time."""
+    device = torch.device("cuda", job.rank)
+    torch.cuda.set_device(device)
+    started(job, "nccl", device)
+    store = job.store()
+    if job.rank == 1:
+        stop_worker(failed=True)
+        store.set("aborted", "")
+        store.wait(["left"])
+        return True
+    store.wait(["aborted"])
+    thread = threading.Thread(target=leave, daemon=True)
+    thread.start()
+    thread.join(HANGS_S)
+    store.set("left", "")
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("leave", "ends"), [(stop_worker, True), (dist.destroy_process_group, False)], ids=["ours", "torch's"]
+)
+def test_a_group_whose_other_rank_has_left_it(run, leave, ends):
+    """NCCL waits in its destruction for the ranks of the node; a start that comes after one that failed elsewhere must not."""
+    assert values(run(leave_alone, 2, leave)) == [ends, True]
 
 
 def lose_a_call(job):
