@@ -223,7 +223,7 @@ def explain_failure(error: FracBackendError, plan: StartPlan, workers: Sequence[
     if plan.share_groups and hangs:
         advice = (
             "NCCL hangs where one GPU has too few resources for all of its ranks: set NCCL_MAX_CTAS lower, put fewer ranks "
-            "on the GPU, run the MPS daemon, or use on_shared_device='gloo'."
+            f"on the GPU, run the MPS daemon{_or_gloo(workers)}."
         )
         return type(error)(f"{error} {advice}", ranks=error.ranks)
     return error
@@ -250,7 +250,13 @@ def _refused(
 def _advice(plan: StartPlan, workers: Sequence[WorkerInfo]) -> str:
     kept = kept_settings(workers, plan.env_defaults)
     if kept:
-        return f"The user set {', '.join(kept)}, which was kept: unset it, or use on_shared_device='gloo'."
+        return f"The user set {', '.join(kept)}, which was kept: unset it{_or_gloo(workers)}."
     if plan.env_defaults:
-        return "NCCL's flags for several ranks per GPU did not help; use on_shared_device='gloo'."
-    return "Set FracTorchConfig(backend='gloo'), or give every worker a GPU of its own."
+        return f"NCCL's flags for several ranks per GPU did not help: give every worker a GPU of its own{_or_gloo(workers)}."
+    return f"Give every worker a GPU of its own{_or_gloo(workers)}."
+
+
+def _or_gloo(workers: Sequence[WorkerInfo]) -> str:
+    """Return the advice to use Gloo, where it can be used."""
+    can = all(worker.gloo_available and worker.network.gloo_missing is None for worker in workers)
+    return ", or use backend='gloo'" if can else ""

@@ -174,7 +174,7 @@ def test_flags_of_the_users_that_nccl_refuses(engine, expected):
 @pytest.mark.parametrize(
     ("fault", "parts"),
     [
-        ("nccl_hang=1", ("no answer within", "set NCCL_MAX_CTAS lower", "on_shared_device='gloo'")),
+        ("nccl_hang=1", ("no answer within", "set NCCL_MAX_CTAS lower", "backend='gloo'")),
         ("nccl_refuse=1", ("rank 1 (node ", "Call to socket failed")),
     ],
 )

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ray_fracbackend.decide.nccl import explain_failure
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import left_to_ray, plan_start
 from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerInfo
-from ray_fracbackend.errors import FracBackendError
+from ray_fracbackend.errors import FracBackendError, SharedDeviceError, StartTimeoutError, VerificationError
 from tests.unit.builders import worker
 from tests.unit.test_plan_property import jobs
 
@@ -75,6 +76,27 @@ def test_what_is_advised_starts(workers, backend, policy, on_missing_cuda):
     if left_to_ray(backend, workers[0].resources):
         return
     text = refusal(workers, chosen)
+    for advice in advised(text):
+        assert starts(workers, replace(chosen, **advice)), text
+
+
+# What NCCL says of ranks on one GPU, of one that hangs, and of nothing in particular.
+FAILURES = [
+    VerificationError("all_reduce failed (ncclInvalidUsage). Look at the log.", ranks=(0,)),
+    SharedDeviceError("NCCL refused ranks that share a GPU: Duplicate GPU detected. Give each a GPU.", ranks=(0, 1)),
+    VerificationError("all_reduce failed (no answer within 9 s). Look at the log.", ranks=(0,)),
+    StartTimeoutError("rank 1 did not answer. Look at it.", ranks=(1,)),
+]
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(lacking(), st.sampled_from(["auto", "nccl", "error"]), st.sampled_from(FAILURES))
+def test_what_is_advised_after_a_failure_of_nccl_starts(workers, policy, failure):
+    """Also a setting that is advised once NCCL has been tried."""
+    chosen = Settings(backend="nccl", on_shared_device=policy)
+    if refusal(workers, chosen):
+        return
+    text = str(explain_failure(failure, plan_start(workers, chosen), workers))
     for advice in advised(text):
         assert starts(workers, replace(chosen, **advice)), text
 

@@ -35,7 +35,7 @@ def test_refusal_becomes_one_error(sentence):
     assert str(error).startswith(
         "NCCL 2.30.7 refused the start: ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1 ("
     )
-    assert str(error).endswith("use on_shared_device='gloo'.")
+    assert str(error).endswith("use backend='gloo'.")
 
 
 def test_bare_invalid_usage_of_ranks_that_share():
