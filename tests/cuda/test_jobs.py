@@ -216,4 +216,6 @@ def test_a_rank_that_fails_in_training(engine_of, version, backend, fault):
     assert found["error"] is not None
     assert found["seconds"] < _LIMIT_S
     if fault.startswith("raise"):
-        assert (found["error"]["cause_class"], found["error"]["cause"]) == ("OSError", "the disk is on fire")
+        # V2 of Ray 2.51 has an error of its own in place of the train function's.
+        assert found["error"]["cause_class"] in ("OSError", "UserExceptionWithTraceback")
+        assert found["error"]["cause"].endswith("the disk is on fire")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import namedtuple
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -50,6 +51,15 @@ def test_an_alias_has_the_state_of_its_interface(monkeypatch: pytest.MonkeyPatch
     listed = psutil.net_if_addrs()
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {**listed, "eth0:1": [Address(socket.AF_INET, "10.0.0.9")]})
     assert network.interfaces()["eth0:1"] == ("10.0.0.9",)
+
+
+@pytest.mark.parametrize("error", [PermissionError("no netlink here"), psutil.AccessDenied()])
+@pytest.mark.parametrize("name", ["net_if_stats", "net_if_addrs"])
+def test_interfaces_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
+    """As in a sandbox: none is known, and the probe goes on."""
+    monkeypatch.setattr(psutil, name, MagicMock(side_effect=error))
+    assert network.interfaces() == {}
+    assert network.network_info("boot").interfaces == {}
 
 
 def test_this_machines_loopback_is_found() -> None:

@@ -470,6 +470,13 @@ def test_the_choice_is_linear() -> None:
     assert num_calls(2_000) < 11 * num_calls(200)
 
 
+def test_nodes_whose_interfaces_cannot_be_listed() -> None:
+    """Ray's addresses are used as they are, and each worker looks for the interface of its route."""
+    found = plan([replace(each, network=replace(each.network, interfaces={})) for each in two_nodes()])
+    assert found.master_addr == "10.0.0.1"
+    assert [found.of(rank).interface_by_route for rank in range(2)] == [True, True]
+
+
 class TestExplainUnreachable:
     """Where an address that a rank cannot reach is from."""
 
