@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from ray_fracbackend import FracTorchConfig, get_start_report
+from ray_fracbackend import FracTorchConfig, check_devices, get_start_report
 from tests.cuda import cuda_training
 from tests.gpu.gpu_training import Network, answers_in, run_steps, state_of, tell
 
@@ -34,6 +34,9 @@ def look_and_train(config: dict[str, Any]) -> None:
     }
     if not config["stock"]:
         found["report"] = get_start_report().to_dict()
+    if not config["stock"] and device.type == "cuda":
+        check = check_devices()
+        found["check"] = [check.backend, [group.ranks for group in check.share_groups]]
     tell(config, found)
     with tempfile.TemporaryDirectory() as folder:
         torch.save(model.state_dict(), Path(folder) / f"rank{dist.get_rank()}.pt")

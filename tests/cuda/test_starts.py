@@ -123,7 +123,8 @@ SHAPES = {
 
 @pytest.mark.parametrize("case", SHAPES)
 def test_every_shape_of_a_scaling_config(machine, expected, case):
-    """NCCL where each worker has devices of its own, Gloo where some share, and get_devices() as many as were asked for."""
+    """NCCL where each worker has devices of its own, Gloo where some share, and get_devices() as many as were asked for. The train
+    function's own check says the same."""
     num_devices, scaling, backend, groups, num_own = SHAPES[case]
     ranks = ranks_of(machine(num_devices).run("shape", scaling=scaling), expected)
     assert {rank["backend"] for rank in ranks} == {backend}
@@ -132,6 +133,7 @@ def test_every_shape_of_a_scaling_config(machine, expected, case):
         assert len(rank["devices"]) == num_own
         assert rank["device"] == rank["devices"][0]
         assert rank["current"] == int(rank["device"].partition(":")[2])
+        assert rank["check"] == [backend, groups]
 
 
 @pytest.mark.parametrize("settings", [{}, {"backend": "gloo"}, {"backend": "ipc"}])
