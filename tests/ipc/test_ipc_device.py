@@ -332,7 +332,7 @@ def with_a_device_that_is_late(job: Job, calls: bool, errors: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("calls", [False, True], ids=["waits", "calls"])
+@pytest.mark.parametrize("calls", [pytest.param(False, marks=pytest.mark.full), True], ids=["waits", "calls"])
 def test_a_device_that_is_late(tmp_path: Path, calls: bool) -> None:
     """Nothing but the group's timeout ends a wait for a device: the others learn of it, and so does the process, or it ends."""
     errors = tmp_path / "errors"

@@ -48,19 +48,21 @@ def check(rank, size, port, workers, device=None, rounds=1):
             "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: using gloo (NCCL 2.28.9 refuses shared devices)",
         ),
         ([gpu("a"), gpu("b"), gpu("c")], {}, "nccl", "every rank has a device of its own: using nccl (NCCL 2.28.9)"),
-        (
+        pytest.param(
             [mig("1"), mig("2")],
             {},
             "gloo",
             "ranks 0,1 use MIG slices of GPU-a (NVIDIA H200 MIG 1g.18gb) on node 10.0.0.1: using gloo (NCCL 2.28.9 compares PCI bus "
             "ids and refuses them)",
+            marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             [gpu("a"), gpu("a")],
             {"platform": "win32", "nccl_available": False},
             "cpu:gloo,cuda:staged",
             "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: using staged (torch has no NCCL; on Windows an all_reduce of CUDA "
             "tensors through Gloo ends the process (pytorch#186535))",
+            marks=pytest.mark.full,
         ),
         (
             [gpu("a"), gpu("a")],
@@ -92,15 +94,17 @@ def test_the_rule_is_that_of_a_start(devices, facts, backend, reason):
             MissingDeviceError,
             r"^rank 1 cannot use a CUDA device \(rank 1 \(node 10\.0\.0\.1, pid 0\): the driver is lost; restart the node\)\. Every process",
         ),
-        (
+        pytest.param(
             [{"devices": (gpu("a", compute_mode="exclusive_process"),)}] * 2,
             SharedDeviceError,
             "compute mode EXCLUSIVE_PROCESS",
+            marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             [{"devices": (gpu("b"),)}, {"nccl_version": (2, 30, 7)}],
             IncompatibleWorkersError,
             "different NCCL versions",
+            marks=pytest.mark.full,
         ),
     ],
     ids=["no device", "exclusive", "versions"],
@@ -138,9 +142,9 @@ def absent(rank, size, port, missing):
     return error
 
 
-@pytest.mark.parametrize("missing", [0, 2])
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_a_process_that_does_not_come(missing):
-    """All others name it within the bound, whoever it is."""
+    """All others name it within the bound, also where it is rank 0."""
     found = run_processes(absent, 3, missing)
     for rank, error in enumerate(found):
         if rank != missing:
@@ -159,7 +163,7 @@ def of_other_sizes(rank, size, port, name):
         check_devices(store=store, rank=rank, world_size=size + (rank and name == "world_size"), timeout_s=2)
 
 
-@pytest.mark.parametrize("name", ["version of ray_fracbackend", "world_size"])
+@pytest.mark.parametrize("name", ["version of ray_fracbackend", pytest.param("world_size", marks=pytest.mark.full)])
 def test_processes_that_disagree(name):
     """What they tell is not read as something else."""
     found = run_processes(of_other_sizes, 2, name)
@@ -181,7 +185,7 @@ def host_dies(rank, size, port):
 
 
 def test_a_store_that_ends():
-    """The others do not wait for its answer, and are told whose it was."""
+    """The others do not wait for its answer, and learn whose it was."""
     found = run_processes(host_dies, 2)
     with pytest.raises(
         RendezvousError, match=r"^check_devices: the store failed on rank 1 \(.*The process that hosts it must run"
