@@ -68,10 +68,13 @@ class DeviceWatch:
 
     def _run(self) -> None:
         try:
-            self._stream.runtime.allow_queries_while_capturing()
-            what = self._wait_for_fault()
-            if what is not None:
-                self._report(what)
+            runtime = self._stream.runtime
+            runtime.allow_queries_while_capturing()
+            # A thread begins on the first device, where asking for an event may make a context.
+            with runtime.on(self._stream.stream):
+                what = self._wait_for_fault()
+                if what is not None:
+                    self._report(what)
         finally:
             with self._lock:
                 self._is_over = True
