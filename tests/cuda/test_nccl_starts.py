@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -76,9 +77,9 @@ def gone(engine):
 
 
 ENDINGS = {
-    "nccl_init_hang": ("barrier failed on rank 0 after 20", "(no answer within 20 s). "),
-    "nccl_hang=1": ("barrier failed on rank 0 after 20", "(no answer within 20 s). "),
-    "nccl_hang=9": ("all_reduce of 1 MiB failed on rank 1 after ", "(no answer within 20 s). "),
+    "nccl_init_hang": ("barrier failed on rank 0 after 20", "(no answer within "),
+    "nccl_hang=1": ("barrier failed on rank 0 after 20", "(no answer within "),
+    "nccl_hang=9": ("all_reduce of 1 MiB failed on rank 1 after ", "(no answer within "),
     "nccl_refuse=1": (
         "rank 1 (node ",
         "barrier failed on rank 1",
@@ -99,6 +100,8 @@ def test_a_start_that_fails_on_devices_of_its_own(engine, fault):
     for part in ENDINGS[fault]:
         assert part in text
     assert "not in it" not in text
+    # The whole of the bound, but for what came before on a busy machine.
+    assert all(START_S - 3 < float(seconds) <= START_S for seconds in re.findall(r"no answer within ([\d.]+) s", text))
     assert engine.start_report()["seconds"]["start"] < START_S + OVER_S
     gone(engine)
     assert {name for name in shared_files() - before if "ray_fracbackend" in name} == set()
