@@ -39,7 +39,7 @@ class DeviceCheck:
         reason: The decision in one line, as a start logs it.
         share_groups: Ranks that share a device, or that NCCL considers to share one; empty if every rank has a device of its own.
         devices: The device of each rank, in rank order.
-        env: Variables that ``backend`` needs on every rank before the group is made, for NCCL with several ranks per GPU.
+        env: Variables for every rank before the group is made, where they are not set: NCCL's, with several ranks per GPU.
     """
 
     backend: str
@@ -166,9 +166,9 @@ class _Meeting:
             # Rank 0 reads for all: a store of many ranks could not answer each of them for each other one.
             told = self._collect() if self._rank == 0 else self._answer()
             self._part(len(told))
+        except RendezvousError:
+            raise
         except (RuntimeError, OSError) as error:  # of the store: c10d's errors are RuntimeErrors
-            if isinstance(error, RendezvousError):
-                raise
             first = next(iter(str(error).splitlines()), type(error).__name__)
             raise RendezvousError(
                 f"check_devices: the store failed on rank {self._rank} ({first}). The process that hosts it must run until all have "

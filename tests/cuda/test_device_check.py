@@ -33,7 +33,8 @@ def then_nccl(job, device, set_current):
         store=job.store(), rank=job.rank, world_size=job.size, device=None if set_current else index, timeout_s=20
     )
     torch.cuda.set_device(index)
-    os.environ.update(found.env)
+    for name, value in found.env.items():
+        os.environ.setdefault(name, value)
     dist.init_process_group(
         "nccl", store=job.store(), rank=job.rank, world_size=job.size, timeout=timedelta(seconds=job.timeout_s)
     )
