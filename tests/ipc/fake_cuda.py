@@ -20,7 +20,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -347,6 +347,9 @@ class FakeCuda(FakeDriver):
 
     def current_stream(self) -> FakeStream:
         return _stack()[-1] if _stack() else self._host
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:

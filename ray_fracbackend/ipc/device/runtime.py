@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -70,11 +70,16 @@ class AcceleratorRuntime:
         """Return the calling thread's stream."""
         return self._module.current_stream(self.device)
 
+    def current(self) -> AbstractContextManager[Any]:
+        """Make the device the calling thread's: some of torch's calls make a context on whichever device that is."""
+        device: AbstractContextManager[Any] = self._module.device(self.device)
+        return device
+
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """Make `stream` and its device the calling thread's."""
         # The device first: leaving a stream alone makes a context on the device that the thread had before.
-        with self._module.device(self.device), self._module.stream(stream):
+        with self.current(), self._module.stream(stream):
             yield
 
     def is_capturing(self) -> bool:
@@ -274,8 +279,10 @@ class DeviceCall:
         """Issue the work."""
         function = self._function
         assert function is not None
-        self._prepare()
-        runtime, stream = self.stream.runtime, self.stream.stream
+        runtime = self.stream.runtime
+        with runtime.current():
+            self._prepare()
+        stream = self.stream.stream
         with runtime.on(stream):
             stream.wait_event(self._ready)
             if self._is_async:
