@@ -69,7 +69,9 @@ def check_second_device(job: Job, backend: str) -> set[int]:
     verify_process_group(device="cuda:1", timeout_s=60)
     # Until the group's thread that watches the others has looked, too.
     time.sleep(6)
-    return {os.getpid()} & processes_on(0)
+    found = {os.getpid()} & processes_on(0)
+    dist.destroy_process_group()
+    return found | {os.getpid()} & processes_on(0)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
