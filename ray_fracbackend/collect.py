@@ -113,8 +113,10 @@ class _Wait:
         self.results: list[Any] = [None] * len(refs)
 
     def run(self, slack_s: float) -> None:
-        left_s = self._deadline.left_s + slack_s
-        last = end = time.monotonic() + left_s
+        now, left_s = time.monotonic(), self._deadline.left_s
+        # Who fails at the deadline ends the wait after the grace, which for a long slack is not the end of that.
+        due, end = now + left_s + min(slack_s, _GRACE_S), now + left_s + slack_s
+        left_s += slack_s
         while self._pending and left_s > 0:
             done, self._pending = ray.wait(
                 self._pending, num_returns=len(self._pending), timeout=min(left_s, _POLL_S), fetch_local=True
@@ -124,8 +126,8 @@ class _Wait:
             if self._failures and not had_failures:
                 end = min(end, time.monotonic() + _GRACE_S)
             left_s = end - time.monotonic()
-        # Cut off in the grace after a failure, ranks without an answer are waiting for the failed one.
-        self._overdue = [self._rank_of[ref] for ref in self._pending] if time.monotonic() >= last else []
+        # Cut off in the grace after an earlier failure, ranks without an answer are waiting for the failed one.
+        self._overdue = [self._rank_of[ref] for ref in self._pending] if time.monotonic() >= due else []
         if self._failures or self._pending:
             raise self._error() from next(iter(self._failures.values()), None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from ray.exceptions import NodeDiedError
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
+from ray_fracbackend import collect
 from ray_fracbackend._ray import WorkerAddress
 from ray_fracbackend.collect import gather
 from ray_fracbackend.errors import (
     FracBackendError,
+    GroupFormationError,
     MissingDeviceError,
     OutOfMemoryError,
     VerificationError,
@@ -81,3 +84,31 @@ def test_a_device_that_cuda_refuses_is_the_cause(failure_of: Any) -> None:
     assert isinstance(error, MissingDeviceError)
     assert error.ranks == (1,)
     assert str(error) == "rank 1 (node 10.0.0.1, pid 4711): cuda:0 cannot be used: busy."
+
+
+@pytest.mark.parametrize(("budget_s", "is_named"), [(0.1, True), (60.0, False)])
+@pytest.mark.parametrize("slack_s", [0.2, 5.0])
+def test_a_rank_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch, slack_s: float, budget_s: float, is_named: bool
+) -> None:
+    """Named where another has come to the deadline, however long the slack; before it, the rank waits for the one that failed."""
+
+    def wait(refs: Any, timeout: float, **options: Any) -> tuple[list[int], list[int]]:
+        time.sleep(min(timeout, 0.15))
+        return [rank for rank in refs if rank == 0], [rank for rank in refs if rank != 0]
+
+    def get(refs: Any) -> Any:
+        if refs == []:
+            return []
+        raise GroupFormationError("creating the group failed.", ranks=[0])
+
+    monkeypatch.setattr(collect, "_GRACE_S", 0.2)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    addresses = [WorkerAddress(rank, "10.0.0.7", 4711, "node") for rank in (0, 1)]
+    with pytest.raises(GroupFormationError, match=r"rank 0 \(.*\): creating the group failed") as caught:
+        gather([0, 1], addresses, Deadline(budget_s), "starting ipc", slack_s)  # type: ignore[list-item]
+    assert caught.value.ranks == ((1,) if is_named else (0,))
+    assert (
+        "rank 1 (node 10.0.0.7, pid 4711) did not answer (starting ipc, start_timeout_s=0.1)" in str(caught.value)
+    ) is is_named
