@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TESTS = "python/ray/train/v2/tests"
 # Tests of ray_fracbackend that have to pass where Ray has the patches.
-PACKAGE_TESTS = ("test_trainer.py", "test_start_failures.py", "test_replica_group.py", "test_jobs.py")
+PACKAGE_TESTS = ("test_trainer.py", "test_start_failures.py", "test_jobs.py")
 MAX_CHANGED_LINES = 80
 STOCK, SERIES = "stock", "series"
 # Seconds for one test, and for one call of pytest.

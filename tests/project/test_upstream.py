@@ -41,6 +41,11 @@ def test_the_patches_apply(patches):
     assert "series: applies, clean" in done.stdout
 
 
+def test_our_own_tests_on_a_patched_ray_are_there(check):
+    """check.py would run none of them for one name that is wrong, and say so after half an hour."""
+    assert [name for name in check.PACKAGE_TESTS if not (_ROOT / "tests" / "ray" / name).is_file()] == []
+
+
 def test_the_page_has_every_patch(patches):
     """docs/development/upstream.md has a cover letter for each, with its size and its reproductions."""
     page = (_ROOT / "docs" / "development" / "upstream.md").read_text()
