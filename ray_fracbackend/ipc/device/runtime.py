@@ -279,10 +279,8 @@ class DeviceCall:
         """Issue the work."""
         function = self._function
         assert function is not None
-        runtime = self.stream.runtime
-        with runtime.current():
-            self._prepare()
-        stream = self.stream.stream
+        self._prepare()
+        runtime, stream = self.stream.runtime, self.stream.stream
         with runtime.on(stream):
             stream.wait_event(self._ready)
             if self._is_async:

@@ -111,6 +111,10 @@ class DeviceSide:
         if self._host.num_ranks == 1:
             self._collectives = LoneCollectives()
             return
+        with self.stream_of(device).runtime.current():
+            self._set_up(device, description, timeout_s)
+
+    def _set_up(self, device: torch.device, description: bytes, timeout_s: float) -> None:
         if self.staged_reason is None:
             try:
                 self._lane = self._set_up_memory(device, description, timeout_s)
