@@ -113,10 +113,10 @@ class _Wait:
         self.results: list[Any] = [None] * len(refs)
 
     def run(self, slack_s: float) -> None:
-        now, left_s = time.monotonic(), self._deadline.left_s
-        # Who fails at the deadline ends the wait after the grace, which for a long slack is not the end of that.
-        due, end = now + left_s + min(slack_s, _GRACE_S), now + left_s + slack_s
-        left_s += slack_s
+        left_s = self._deadline.left_s + slack_s
+        end = time.monotonic() + left_s
+        # A failure at the deadline ends the wait after the grace, which may be before the end of the slack.
+        due = end - max(0.0, slack_s - _GRACE_S)
         while self._pending and left_s > 0:
             done, self._pending = ray.wait(
                 self._pending, num_returns=len(self._pending), timeout=min(left_s, _POLL_S), fetch_local=True
