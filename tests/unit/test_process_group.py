@@ -64,6 +64,11 @@ def test_gloo_on_cuda_is_tried_in_a_process_that_may_end(
             gloo_trial.try_gloo_on_cuda("cpu", 4)
 
 
+def test_a_device_that_cuda_refuses_is_no_fault_of_gloo() -> None:
+    """The trial is the first to use the device; the verification, which follows, says what is wrong with it."""
+    gloo_trial.try_gloo_on_cuda("cuda:99", 120)
+
+
 @pytest.mark.parametrize(
     ("platform", "backend", "device", "is_tried"),
     [
@@ -276,7 +281,7 @@ def test_a_device_that_cuda_refuses_is_no_failure_of_the_group(
     why = threading.Event().wait if hangs else lambda: "MPS has no room; let fewer ranks share it"
     monkeypatch.setattr(process_group, "why_no_cuda", lambda error: why())
     with pytest.raises(MissingDeviceError) as caught:
-        process_group._verify(plan_of("gloo", "cuda:0"), Deadline(10))
+        process_group._verify(plan_of("gloo", "cuda:0"), Deadline(120))
     says = (
         "all_reduce of 1 KiB failed on rank 0 (<...>). Look at nvidia-smi."
         if hangs
@@ -296,7 +301,7 @@ def test_a_group_that_fails_is_no_refused_device(
     """An error of the network stays what it is; without pinned memory Gloo cannot carry CUDA tensors."""
     failing_verification(monkeypatch, RuntimeError(cause))
     with pytest.raises(kind, match="all_reduce of 1 KiB failed on rank 0"):
-        process_group._verify(plan_of("gloo", "cuda:0"), Deadline(10))
+        process_group._verify(plan_of("gloo", "cuda:0"), Deadline(120))
 
 
 def timeout_that_was_set(rank: int, world_size: int, port: int) -> float:
