@@ -222,11 +222,11 @@ def test_groups():
         ({}, "needs a store or a process group: pass store="),
         ({"rank": 0}, "takes rank and world_size with a store alone"),
         ({"store": None, "world_size": 2}, "takes rank and world_size with a store alone"),
-        ({"store": dist.HashStore()}, r"rank=None, world_size=None\): with a store, rank must be an integer from 0 to"),
-        ({"store": dist.HashStore(), "rank": 2, "world_size": 2}, r"\(rank=2, world_size=2\)"),
-        ({"store": dist.HashStore(), "rank": True, "world_size": 2}, r"\(rank=True, world_size=2\)"),
-        ({"store": dist.HashStore(), "rank": -1, "world_size": 2}, r"\(rank=-1, world_size=2\)"),
-        ({"store": dist.HashStore(), "group": object()}, "takes a group or a store, not both"),
+        ({"store": dist.Store()}, r"rank=None, world_size=None\): with a store, rank must be an integer from 0 to"),
+        ({"store": dist.Store(), "rank": 2, "world_size": 2}, r"\(rank=2, world_size=2\)"),
+        ({"store": dist.Store(), "rank": True, "world_size": 2}, r"\(rank=True, world_size=2\)"),
+        ({"store": dist.Store(), "rank": -1, "world_size": 2}, r"\(rank=-1, world_size=2\)"),
+        ({"store": dist.Store(), "group": object()}, "takes a group or a store, not both"),
         ({"timeout_s": 0}, r"timeout_s=0\): timeout_s must be a number of seconds above 0"),
         ({"timeout_s": float("nan")}, "timeout_s=nan"),
         ({"device": "cpu"}, r"device='cpu'\): device must be a CUDA device, such as 'cuda:1' or 1\.$"),
@@ -248,7 +248,8 @@ def test_without_cuda_or_ray():
     """The process itself is asked: here torch has no CUDA, which the error says; Ray is not imported."""
     code = (
         "import sys; sys.modules['ray'] = None; import torch.distributed as dist; from ray_fracbackend import check_devices\n"
-        "try: check_devices(store=dist.HashStore(), rank=0, world_size=1)\n"
+        "store = dist.TCPStore('127.0.0.1', 0, 1, True, use_libuv=False)\n"
+        "try: check_devices(store=store, rank=0, world_size=1)\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
