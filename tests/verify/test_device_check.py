@@ -19,6 +19,7 @@ from ray_fracbackend import (
     check_devices,
     device_check,
 )
+from ray_fracbackend.worker.store import uses_libuv
 from tests.processes import run_processes
 from tests.unit.builders import gpu, mig, worker
 
@@ -26,7 +27,8 @@ CHECKED = 20.0
 
 
 def tcp_store(rank, port):
-    return dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=20))
+    options = {"wait_for_workers": False, "timeout": timedelta(seconds=20), "use_libuv": uses_libuv()}
+    return dist.TCPStore("127.0.0.1", port, is_master=rank == 0, **options)
 
 
 def check(rank, size, port, workers, device=None, rounds=1):
