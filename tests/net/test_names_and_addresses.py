@@ -292,11 +292,12 @@ def test_a_node_without_free_ports(two_nodes: Nodes, tmp_path: Path) -> None:
         results, _, _ = ours([node] * 8, tmp_path)
     finally:
         node.execute("sysctl", "-qw", "net.ipv4.ip_local_port_range=32768 60999")
-    told = [str(result) for result in results if isinstance(result, GroupFormationError)]
+    # A rank that comes later meets the end of rank 0, which has failed, and its store.
+    told = [result for result in results if "bind: Address already in use" in str(result)]
     assert told
-    assert all(
-        "This node has no free port left (40000 to 40007, by net.ipv4.ip_local_port_range)" in text for text in told
-    )
+    for error in told:
+        assert isinstance(error, GroupFormationError)
+        assert "This node has no free port left (40000 to 40007, by net.ipv4.ip_local_port_range)" in str(error)
 
 
 def test_a_users_interface_is_kept_and_a_stale_one_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
