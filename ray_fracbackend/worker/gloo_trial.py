@@ -11,10 +11,12 @@ import sys
 
 import torch
 
-from ray_fracbackend.errors import BackendUnavailableError
+from ray_fracbackend.errors import BackendUnavailableError, MissingDeviceError
 
 # Where a driver hangs the trial must leave time for the error.
 _MAX_S = 120.0
+# Exit code of a trial to which CUDA refused its tensor. abort() ends with 3 on Windows.
+_REFUSED = 90
 _TRIAL = """
 import sys
 if sys.platform == "win32":
@@ -23,8 +25,9 @@ if sys.platform == "win32":
 import torch, torch.distributed as dist
 try:
     tensor = torch.ones(2, device=sys.argv[1])
-except Exception:
-    sys.exit(0)  # the verification meets the same error, and has its cause
+except Exception as error:
+    print(str(error).splitlines()[0])
+    sys.exit(90)
 store = dist.TCPStore("127.0.0.1", 0, 1, True, use_libuv=False)  # no Windows wheel has HashStore or libuv
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 dist.all_reduce(tensor)
@@ -35,30 +38,33 @@ sys.exit(tensor.tolist() != [1.0, 1.0])
 def try_gloo_on_cuda(device: str, timeout_s: float) -> None:
     """Run an all_reduce of a CUDA tensor over Gloo in a process of its own.
 
-    Returns too where CUDA refuses the device: that is no fault of Gloo, and the verification says why.
-
     Args:
         device: Of the tensor, such as ``cuda:0``.
         timeout_s: Bound on it; a trial that takes longer counts as failed.
 
     Raises:
+        MissingDeviceError: CUDA refused the device to that process, which is no fault of Gloo. The worker does not try it again:
+            where the refusal has passed by then, Gloo would end the worker.
         BackendUnavailableError: That process did not come to the right answer.
     """
     try:
-        code = subprocess.run(
+        trial = subprocess.run(
             [sys.executable, "-c", _TRIAL, device],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=min(timeout_s / 2, _MAX_S),
             check=False,
-        ).returncode
+        )
     except subprocess.TimeoutExpired as error:
         how = f"did not end within {error.timeout:.0f} s"
     else:
-        if code == 0:
+        if trial.returncode == 0:
             return
+        if trial.returncode == _REFUSED:
+            refused = trial.stdout.decode(errors="replace").strip()
+            raise MissingDeviceError(f"{device} cannot be used: {refused.rstrip('.')}. Look at nvidia-smi.")
         # Windows gives the code of an exception, such as 0xC0000005.
-        how = f"ended with {code & 0xFFFFFFFF:#x}"
+        how = f"ended with {trial.returncode & 0xFFFFFFFF:#x}"
     from ray_fracbackend.staged import staged_support  # not on the good path
 
     missing = staged_support()
