@@ -28,6 +28,7 @@ from torch.distributed import TCPStore
 
 from ray_fracbackend.decide.nccl import multi_rank_env, refusal_in
 from ray_fracbackend.decide.worker_info import version_text
+from ray_fracbackend.worker.group_end import destroy_process_groups
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 
 Row = dict[str, Any]
@@ -284,5 +285,6 @@ def in_rank(body: Callable[[Rank], None]) -> bool:
     rank = Rank(json.loads(os.environ[_SPEC]))
     body(rank)
     dist.barrier(rank.control)
-    dist.destroy_process_group()
+    del rank.control
+    destroy_process_groups()
     return True

@@ -333,8 +333,6 @@ def run_steps(command: Command, rig: Rig, options: argparse.Namespace) -> int:
     (rig.folder / "steps").mkdir(exist_ok=True)
     for name in options.command or cuda_steps.STEPS:
         step = cuda_steps.STEPS[name]
-        if step.newest_only and options.torch != next(iter(CELLS)):
-            continue
         log = rig.folder / "steps" / f"{name.replace(' ', '_')}.log"
         with state_folder() as state:
             found = cuda_steps.run(command.run, step, environment(rig, options, state), log)

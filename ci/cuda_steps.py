@@ -36,14 +36,12 @@ class Step:
         command: Program and arguments, in the project's folder.
         limit_s: Seconds after which it is ended.
         env: Variables beside those of the rig.
-        newest_only: It needs what the older torch release, or its Ray, does not have.
     """
 
     what: str
     command: Sequence[str]
     limit_s: float = 900.0
     env: Mapping[str, str] = field(default_factory=dict)
-    newest_only: bool = False
 
 
 def _tests(what: str, *arguments: str, limit_s: float = 900.0, **more: Any) -> Step:
@@ -57,17 +55,18 @@ def _ray(engine: str) -> dict[str, str]:
 def _gpu_call(name: str) -> Step:
     what = f"`ci/gpu.sh {name}`, without `--dry`"
     command = ("bash", "ci/gpu.sh", name, "--out", "{out}", "--scale", "3")
-    return Step(what, command, 1800.0, {"PYTHON": "python"}, newest_only=True)
+    return Step(what, command, 1800.0, {"PYTHON": "python"})
 
 
 STEPS = {
     "runtime": _tests("the rig itself: as strict as a GPU", "tests/cuda/test_runtime.py"),
     "errors": _tests("errors on demand, in torch's own words", "tests/cuda/test_errors.py"),
     "nccl": _tests(
-        "torch's ProcessGroupNCCL over the emulated NCCL; `check_devices` and device meshes beside it",
+        "torch's ProcessGroupNCCL over the emulated NCCL; `check_devices`, device meshes and the end of Gloo's groups beside it",
         "tests/cuda/test_nccl.py",
         "tests/cuda/test_device_check.py",
         "tests/cuda/test_meshes.py",
+        "tests/unit/test_group_end.py",
     ),
     "counters": _tests("copies, kernels, events and waits of a collective", "tests/cuda/test_counters.py"),
     "delays": _tests("equal results with three seeds of delays and with none", "tests/cuda/test_delays.py"),

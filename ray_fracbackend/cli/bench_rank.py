@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import ray_fracbackend.ipc  # noqa: F401 (as a script this module has to register the backend itself)
+from ray_fracbackend.worker.group_end import destroy_process_groups
 
 # Calls of one size in one round: many for small ones, few for those that take long anyway.
 _BYTES_PER_ROUND = 400 << 20
@@ -241,7 +242,7 @@ def _rank_main(spec: dict[str, Any]) -> None:
             sys.stdout.write(json.dumps(message) + "\n")
             sys.stdout.flush()
     dist.barrier()
-    dist.destroy_process_group()
+    destroy_process_groups()
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from ray_fracbackend.verify import VerificationResult, backends_by_device, other
 from ray_fracbackend.worker import environment, memory_cap, store
 from ray_fracbackend.worker.checkpoint_copies import copy_checkpoints_in_turn
 from ray_fracbackend.worker.gloo_trial import try_gloo_on_cuda
+from ray_fracbackend.worker.group_end import destroy_process_groups
 from ray_fracbackend.worker.missing_cuda import is_cuda_error, why_no_cuda
 from ray_fracbackend.worker.network import check_gloo_device, no_port_left, route_interface
 from ray_fracbackend.worker.state import STATE
@@ -196,18 +197,18 @@ def stop_worker(*, failed: bool = False) -> None:
         if "nccl" in backends or (failed and backends != {"gloo"}):
             bounded(_abort_process_group, ABORT_S)
         else:
-            dist.destroy_process_group()
+            destroy_process_groups()
     except (RuntimeError, TimeoutError) as error:
         _ray.logger.debug("the failed process group did not close cleanly: %s", error)
 
 
 def _abort_process_group() -> None:
     # torch before 2.6 has no such function; destroying aborts NCCL there.
-    abort = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+    abort = getattr(distributed_c10d, "_abort_process_group", destroy_process_groups)
     try:
         abort()
     except RuntimeError:  # a backend that cannot be aborted, such as the Gloo of a pair
-        dist.destroy_process_group()
+        destroy_process_groups()
 
 
 def _prepare(plan: WorkerPlan) -> None:
@@ -275,7 +276,7 @@ def _create(plan: WorkerPlan, common: TCPStore, abandoned: threading.Event, pref
         timeout=timedelta(seconds=plan.timeout_s),
     )
     if abandoned.is_set():  # a store that fell silent has come back, after this start has failed
-        dist.destroy_process_group()
+        destroy_process_groups()
 
 
 def _set_group_timeout(plan: WorkerPlan, timeout_s: float) -> None:

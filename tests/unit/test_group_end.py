@@ -1,0 +1,31 @@
+"""The end of process groups whose threads are still at work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ray_fracbackend.worker.process_group import start_worker, stop_worker
+from tests.processes import CONTEXT, run_processes
+from tests.unit.test_process_group import cpu_plan
+
+
+def end_while_gloo_runs(rank: int, num_processes: int, port: int, backend: str, over: Any) -> bool:
+    """End the group while an operation of it waits for the other rank, and only Gloo has its tensor; whether it has ended."""
+    start_worker(replace(cpu_plan(rank, port, budget_s=60), backend=backend, timeout_s=2))
+    if rank == 0:
+        dist.all_reduce(torch.ones(4), async_op=True)
+        stop_worker(failed=True)
+        over.set()
+    over.wait(60)
+    return rank == 1 or not dist.is_initialized()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo"])
+def test_a_group_ends_while_gloo_has_a_tensor(backend: str) -> None:
+    """Its thread needs the GIL to drop it. torch's own destroy_process_group() hangs in this before torch 2.8 (pytorch#154976)."""
+    assert run_processes(end_while_gloo_runs, 2, backend, CONTEXT.Event(), timeout_s=90) == [True, True]
