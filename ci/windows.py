@@ -98,7 +98,8 @@ class Counts:
 def count(report: Path) -> Iterator[tuple[str, Counts]]:
     """Read a JUnit report of pytest: folder and counts of each test."""
     for case in ElementTree.parse(report).iter("testcase"):
-        folder = "/".join(case.get("classname", "").split(".")[:2])
+        # A file that cannot be imported has its module as the name, and no class.
+        folder = "/".join((case.get("classname") or case.get("name", "")).split(".")[:2])
         found = Counts(seconds=float(case.get("time", 0)))
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:

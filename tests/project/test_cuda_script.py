@@ -71,4 +71,5 @@ def test_all_tests_of_cuda_tensors_are_in_a_step():
         for folder in ("cuda", "gpu")
         for path in (_ROOT / "tests" / folder).glob("test_*.py")
     }
-    assert named == files
+    assert files <= named
+    assert all((_ROOT / name).is_file() for name in named)

@@ -19,6 +19,7 @@ _REPORT = """<testsuites><testsuite>
 <testcase classname="tests.unit.test_plan.TestRows" name="a" time="1.5"/>
 <testcase classname="tests.unit.test_plan" name="b" time="0.5"><failure message="no"/></testcase>
 <testcase classname="tests.unit.test_plan" name="c" time="0"><error message="no"/></testcase>
+<testcase classname="" name="tests.unit.test_b" time="0"><error message="collection failure"/></testcase>
 <testcase classname="tests.net.test_a" name="d" time="0"><skipped message="linux: needs network namespaces"/></testcase>
 <testcase classname="tests.net.test_a" name="e" time="0"><skipped message="no rllib here"/></testcase>
 </testsuite></testsuites>"""
@@ -32,10 +33,10 @@ def test_tests_are_counted_by_folder(tmp_path: Path) -> None:
     for folder, found in windows.count(path):
         windows.added(counts, folder, found)
     assert counts == {
-        "tests/unit": windows.Counts(passed=1, failed=2, seconds=2.0),
+        "tests/unit": windows.Counts(passed=1, failed=3, seconds=2.0),
         "tests/net": windows.Counts(linux=1, skipped=1, reasons=["no rllib here"]),
     }
-    assert "| `tests/unit` | 1 | 2 | 0 | 0 | 2 |" in windows.table(counts)
+    assert "| `tests/unit` | 1 | 3 | 0 | 0 | 2 |" in windows.table(counts)
 
 
 @pytest.mark.parametrize(
