@@ -26,7 +26,8 @@ import torch.distributed as dist
 from rows import Rows, add_row
 from torch.distributed import TCPStore
 
-from ray_fracbackend.decide.nccl import multi_rank_env, refusal_in
+from ray_fracbackend.decide.error_texts import refusal_in
+from ray_fracbackend.decide.nccl import multi_rank_env
 from ray_fracbackend.decide.worker_info import version_text
 from ray_fracbackend.worker.group_end import destroy_process_groups
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version

@@ -13,7 +13,7 @@ from typing import Any
 from common import parser, save
 
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
 
 _GPUS_PER_NODE = 8
@@ -38,7 +38,6 @@ def made_up_workers(num_workers: int, ranks_per_gpu: int) -> list[WorkerInfo]:
                 resources={"CPU": 1.0, "GPU": 1 / ranks_per_gpu},
                 devices=(device,),
                 num_visible_devices=_GPUS_PER_NODE,
-                num_node_devices=_GPUS_PER_NODE,
                 nccl_available=True,
                 nccl_version=(2, 28, 9),
             )
@@ -71,7 +70,7 @@ def main() -> None:
             gc.callbacks.append(collector)
             for _ in range(_REPEATS):
                 started = time.perf_counter()
-                plan = plan_start(workers, Settings())
+                plan = decide_start(workers, Settings())
                 seconds.append(time.perf_counter() - started)
             gc.callbacks.remove(collector)
             median_s = statistics.median(seconds)

@@ -124,7 +124,7 @@ def planning(result: dict[str, Any], target: Path) -> None:
     plain(axis.yaxis)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    save(figure, target, result, "plan_start() on made-up facts; medians")
+    save(figure, target, result, "decide_start() on made-up facts; medians")
 
 
 def ipc(result: dict[str, Any], target: Path) -> None:

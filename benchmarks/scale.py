@@ -22,13 +22,12 @@ from common import parser, save
 from planning import made_up_workers
 
 from ray_fracbackend import backend, collect
-from ray_fracbackend._ray import WorkerAddress
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerInfo
+from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerAddress, WorkerInfo
 from ray_fracbackend.verify import VerificationResult
-from ray_fracbackend.worker import probe, process_group, store
+from ray_fracbackend.worker import group_end, probe, process_group, store
 
 _REPEATS = 3
 
@@ -101,7 +100,7 @@ def simulate(num_workers: int) -> dict[str, Any]:
     for _ in range(_REPEATS):
         group = SimulatedGroup(num_workers)
         started = time.perf_counter()
-        report = backend._Start(group, Settings()).run()
+        report = backend.Start(group, Settings()).run()
         total_s = time.perf_counter() - started
         told = time.perf_counter()
         report.log_line(), report.to_json()
@@ -136,7 +135,7 @@ def real(num_ranks: int) -> dict[str, Any]:
         replace(worker, node_id="node", network=NetworkInfo(store_port=port if worker.rank == 0 else None))
         for worker in made_up_workers(num_ranks, 1)
     ]
-    rendezvous = plan_rendezvous(facts, Settings(), "gloo")
+    rendezvous = plan_rendezvous(facts, Settings(), "gloo", facts[0].network.store_port)
     context = multiprocessing.get_context("fork")
     answers: Any = context.Queue()
     instructions = [
@@ -177,7 +176,7 @@ def start_one(answers: Any, instruction: WorkerPlan) -> None:
     answers.put((time.perf_counter() - started, figures))
     answers.close()
     answers.join_thread()
-    process_group.stop_worker()
+    group_end.end_process_group()
 
 
 def main() -> None:

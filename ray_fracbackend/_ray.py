@@ -34,16 +34,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.tune  # public; Ray imports it at a worker's first get_device(), which would be in the middle of a start
+
+from ray_fracbackend.decide.worker_info import WorkerAddress
+from ray_fracbackend.log import logger
 
 if TYPE_CHECKING:
     import torch
@@ -53,47 +53,14 @@ _NEWEST_CHECKED = "2.60"
 _BUSY_S = 2.0
 
 
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:  # which takes no parameter in Python 3.10
-    _Adapter = logging.LoggerAdapter
-
-
-class _Speaker(_Adapter):
-    """Says who speaks: Ray prints other lines before and after ours, without the names of loggers."""
-
-    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
-        return f"ray_fracbackend: {msg}", kwargs
-
-
-# Ray configures the level and the handlers of "ray.train" in its controller and workers, and of nothing else.
-logger = _Speaker(logging.getLogger("ray.train.fracbackend"), {})
-
-
-@dataclass(frozen=True)
-class WorkerAddress:
-    """Rank, node and process of a worker, known before the worker has answered anything.
-
-    Attributes:
-        rank: Index in its worker group.
-        node_ip: Ray's address of its node.
-        pid: Its process id.
-        node_id: Ray's id of its node.
-    """
-
-    rank: int
-    node_ip: str
-    pid: int
-    node_id: str
-
-    @property
-    def text(self) -> str:
-        """``rank 3 (node 10.0.0.3, pid 4711)``."""
-        return f"rank {self.rank} (node {self.node_ip}, pid {self.pid})"
-
-
-def _private(module: str, *names: str, since: str = "2.40") -> Any:
+def _private(module: str, *names: str, by: str, since: str = "2.40") -> Any:
     """Import a private module of Ray that has these names. Only called with literals, which ci/canary.py reads.
+
+    Args:
+        module: The module.
+        *names: What is used of it.
+        by: The function that needs it.
+        since: The first Ray that has it, of those that are supported.
 
     Raises:
         ImportError: This Ray has no such module, or the module lacks one of the names.
@@ -107,9 +74,8 @@ def _private(module: str, *names: str, since: str = "2.40") -> Any:
         if isinstance(error, ImportError) and not (error.name or "").startswith("ray."):
             raise  # a package that Ray needs is not installed
         raise ImportError(
-            f"Ray {ray.__version__} has no {module}.{missing}, which {sys._getframe(1).f_code.co_name}() of "
-            f"ray_fracbackend/_ray.py needs. Checked with Ray {since} to {_NEWEST_CHECKED}: install one of these, or a "
-            "ray-fracbackend that supports this Ray.",
+            f"Ray {ray.__version__} has no {module}.{missing}, which {by}() of ray_fracbackend/_ray.py needs. Checked with Ray "
+            f"{since} to {_NEWEST_CHECKED}: install one of these, or a ray-fracbackend that supports this Ray.",
             name=module,
         ) from error
     return found
@@ -185,7 +151,9 @@ def sets_env_before_init(worker_group: Any) -> bool:
 
 def set_torch_distributed_env() -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, ... as stock Ray Train does. On the worker."""
-    _private("ray.train.torch.config", "_set_torch_distributed_env_vars")._set_torch_distributed_env_vars()
+    _private(
+        "ray.train.torch.config", "_set_torch_distributed_env_vars", by="set_torch_distributed_env"
+    )._set_torch_distributed_env_vars()
 
 
 def node_ids() -> tuple[str, str]:
@@ -207,7 +175,7 @@ def accelerator_ids() -> Mapping[str, list[str]]:
 
 def worker_devices() -> list[torch.device]:
     """Return the devices that ``ray.train.torch.get_devices()`` will give this worker's train function."""
-    return list(_private("ray.air._internal.torch_utils", "get_devices").get_devices())
+    return list(_private("ray.air._internal.torch_utils", "get_devices", by="worker_devices").get_devices())
 
 
 def train_on_cpu() -> None:
@@ -217,6 +185,7 @@ def train_on_cpu() -> None:
         "CPUTorchDeviceManager",
         "_torch_device_manager",
         "_torch_device_manager_lock",
+        by="train_on_cpu",
     )
     with manager._torch_device_manager_lock:
         manager._torch_device_manager = manager.CPUTorchDeviceManager()
@@ -229,9 +198,14 @@ def wrap_checkpoint_copies(around: Callable[[str], AbstractContextManager[None]]
         around: Makes the context for the folder that is copied to.
     """
     if v2_enabled():
-        storage = _private("ray.train.v2._internal.execution.storage", "_pyarrow_fs_copy_files", since="2.48")
+        storage = _private(
+            "ray.train.v2._internal.execution.storage",
+            "_pyarrow_fs_copy_files",
+            by="wrap_checkpoint_copies",
+            since="2.48",
+        )
     else:
-        storage = _private("ray.train._internal.storage", "_pyarrow_fs_copy_files")
+        storage = _private("ray.train._internal.storage", "_pyarrow_fs_copy_files", by="wrap_checkpoint_copies")
     copy_files = storage._pyarrow_fs_copy_files
     if not hasattr(copy_files, "__wrapped__"):
         storage._pyarrow_fs_copy_files = _copying_inside(around, copy_files)
@@ -266,7 +240,12 @@ def v2_enabled() -> bool:
 
 def worker_group_callback_class() -> type:
     """Return V2's base class of worker group callbacks."""
-    execution = _private("ray.train.v2._internal.execution.callback", "WorkerGroupCallback", since="2.48")
+    execution = _private(
+        "ray.train.v2._internal.execution.callback",
+        "WorkerGroupCallback",
+        by="worker_group_callback_class",
+        since="2.48",
+    )
     base: type = execution.WorkerGroupCallback
     return base
 
@@ -278,7 +257,9 @@ def replace_backend_config(worker_group: Any, replace: Callable[[Any], Any]) -> 
         worker_group: A V2 group whose backend has not started yet.
         replace: Returns the configuration to use for the current one; the same object changes nothing.
     """
-    callbacks = _private("ray.train.v2._internal.callbacks", "BackendSetupCallback", since="2.48")
+    callbacks = _private(
+        "ray.train.v2._internal.callbacks", "BackendSetupCallback", by="replace_backend_config", since="2.48"
+    )
     for callback in worker_group._callbacks:
         if isinstance(callback, callbacks.BackendSetupCallback):
             config = replace(callback._backend_config)
@@ -289,7 +270,7 @@ def replace_backend_config(worker_group: Any, replace: Callable[[Any], Any]) -> 
 @contextmanager
 def learner_backend_config(config: Any) -> Iterator[None]:
     """Use this configuration for the torch learners of RLlib that this process starts inside the context."""
-    learner_group = _private("ray.rllib.core.learner.learner_group", "_get_backend_config")
+    learner_group = _private("ray.rllib.core.learner.learner_group", "_get_backend_config", by="learner_backend_config")
     original = learner_group._get_backend_config
     learner_group._get_backend_config = lambda learner_class: (
         config if learner_class.framework == "torch" else original(learner_class)
@@ -310,6 +291,6 @@ def results_folder(worker_group: Any) -> tuple[Any, str] | None:
         return storage.storage_filesystem, storage.experiment_fs_path
     if not _is_v1(worker_group):
         return None
-    session = _private("ray.train._internal.session", "get_session").get_session()
+    session = _private("ray.train._internal.session", "get_session", by="results_folder").get_session()
     storage = getattr(session, "storage", None)
     return (storage.storage_filesystem, storage.trial_fs_path) if storage is not None else None

@@ -2,7 +2,7 @@
 
 Ray Train merges the checkpoints of all ranks into one directory. Where two of them copy a file of one name at a time,
 Linux keeps the last one in silence, and Windows ends the second with ``PermissionError [WinError 32]``, unless FracTorchConfig
-started the workers: then they copy in turn there (worker/checkpoint_copies.py).
+started the workers: then they copy in turn there (checkpoint_turns.py).
 """
 
 from __future__ import annotations

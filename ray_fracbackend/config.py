@@ -10,9 +10,9 @@ from typing import Any
 
 from ray.train.torch import TorchConfig
 
-from ray_fracbackend._ray import logger
 from ray_fracbackend.backend import FracTorchBackend
 from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.log import logger
 from ray_fracbackend.worker.memory_cap import explain_out_of_memory
 
 

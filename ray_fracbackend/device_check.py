@@ -6,7 +6,9 @@ store, before any process group exists, and the decision is that of a start.
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,11 +20,14 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 
 from ray_fracbackend import __version__
 from ray_fracbackend.decide.device_sharing import ShareGroup
+from ray_fracbackend.decide.error_texts import cause_of
 from ray_fracbackend.decide.settings import Settings, is_seconds
-from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, ranks_text
 from ray_fracbackend.errors import IncompatibleWorkersError, MissingDeviceError, RendezvousError
-from ray_fracbackend.worker.probe import probe_process
+from ray_fracbackend.worker.devices import boot_id
+from ray_fracbackend.worker.missing_cuda import why_no_cuda
+from ray_fracbackend.worker.probe import collect_info
 
 # For rank 0's answer after its own wait has ended.
 _ANSWER_S = 5.0
@@ -89,7 +94,7 @@ def check_devices(
         )
     own = None if device is None else _cuda_device(device)
     store, rank, world_size = _place(group, store, rank, world_size)
-    workers = _Meeting(store, rank, world_size, timeout_s).exchange(probe_process(rank, own))
+    workers = _Meeting(store, rank, world_size, timeout_s).exchange(_probe_process(rank, own))
     without = [worker for worker in workers if not worker.devices]
     if without:
         causes = "; ".join(f"{worker.where}: {worker.cuda_missing}" for worker in without[:4])
@@ -98,13 +103,45 @@ def check_devices(
             "one; give it one, or make the group with gloo for CPU tensors.",
             ranks=[worker.rank for worker in without],
         )
-    plan = plan_start(workers, Settings())
+    plan = decide_start(workers, Settings())
     return DeviceCheck(
         backend=plan.backend,
         reason=plan.reason,
         share_groups=plan.share_groups,
         devices=tuple(worker.devices[0] for worker in workers),
         env=plan.env_defaults,
+    )
+
+
+def _probe_process(rank: int, device: torch.device | None = None) -> WorkerInfo:
+    """Collect the device and versions of the calling process, which no Ray Train started; needs no Ray.
+
+    Args:
+        rank: Its rank in the group that is to be made.
+        device: The CUDA device that it uses in this group, the current one if None.
+
+    Returns:
+        The process as a worker with a whole GPU, on a node with the name of its host; ``cuda_missing`` if there is no such device.
+    """
+    devices, cuda_missing = [], None
+    try:
+        # Before it is_available() counts by NVML, which knows nothing of a forked process.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        if device is None or device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        devices = [device]
+    except Exception as error:  # AssertionError, RuntimeError, or DeferredCudaCallError, which is neither
+        cuda_missing = why_no_cuda(error)
+    return collect_info(
+        devices,
+        True,
+        rank=rank,
+        node_id=boot_id(),
+        node_ip=socket.gethostname(),
+        resources={"GPU": 1.0},
+        # What a start has set here counts for this group too.
+        env=os.environ,
+        cuda_missing=cuda_missing,
     )
 
 
@@ -117,7 +154,7 @@ def _cuda_device(device: torch.device | str | int) -> torch.device:
     try:
         found = torch.device(f"cuda:{device}" if _is_int(device) else device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"check_devices(device={device!r}): {rule} ({str(error).splitlines()[0]}).") from None
+        raise ValueError(f"check_devices(device={device!r}): {rule} ({cause_of(error)}).") from None
     if found.type != "cuda":
         raise ValueError(f"check_devices(device={device!r}): {rule}.")
     return found
@@ -169,7 +206,7 @@ class _Meeting:
         except RendezvousError:
             raise
         except (RuntimeError, OSError) as error:  # of the store: c10d's errors are RuntimeErrors
-            first = next(iter(str(error).splitlines()), type(error).__name__)
+            first = cause_of(error)
             raise RendezvousError(
                 f"check_devices: the store failed on rank {self._rank} ({first}). The process that hosts it must run until all have "
                 "returned; look at its log and at the network."

@@ -1,32 +1,84 @@
-"""The errors of this package; collect.py adds the one that is also an error of Ray. Standard library only.
+"""The errors of this package; failure/merge.py adds the one that is also an error of Ray. Standard library only.
 
-Each message says what was found, which rule it breaks, and what to do next. Each error has also a short machine-readable
-``reason`` and the global ranks at fault, and can be pickled, because it usually crosses a process boundary.
+Each message says what was found, which rule it breaks, and what to do next. Whoever handles an error reads its attributes and
+never its text. Each can be pickled, because it usually crosses a process boundary.
+
+=================  ==============================================================================================
+``kind``           of a failure in a start
+=================  ==============================================================================================
+``refused``        NCCL refused ranks that it takes to share a GPU; ``cause`` is its sentence
+``invalid_usage``  NCCL refused a call and gave no reason
+``wrong_answer``   a collective computed a wrong answer
+``stalled``        a call did not return in time
+``own_failure``    NCCL or CUDA failed on the rank itself
+``failed``         a call failed for another reason, such as a peer that is gone
+=================  ==============================================================================================
+
+An error that is none of these has its ``reason`` as its kind.
 """
 
 from __future__ import annotations
 
+import copy
 import copyreg
 from collections.abc import Iterable
+from typing import TypeVar
+
+_Self = TypeVar("_Self", bound="FracBackendError")
 
 
 class FracBackendError(RuntimeError):
     """Base of all errors of ray_fracbackend.
 
     Args:
-        message: What was found, the rule that it breaks, and the next step.
+        message: What was found and the rule that it breaks; the next step too, unless it is the advice.
+        advice: The next step, a sentence that follows the message.
         ranks: Global ranks at fault, empty where no single rank is.
+        kind: Kind of the failure, by default the reason.
+        step: The step of the start in which it came, such as ``barrier``; empty where there is none.
+        cause: What a library said, in one line; empty where none did.
 
     Attributes:
-        reason: Short, stable, machine-readable name of the failure.
+        reason: Short, stable, machine-readable name of the class of failures.
+        kind: As given; finer than the reason.
+        found: The message without the advice and without a full stop.
         ranks: As given, sorted.
+        step: As given.
+        cause: As given.
     """
 
     reason = "error"
 
-    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        message: str,
+        *,
+        advice: str = "",
+        ranks: Iterable[int] = (),
+        kind: str = "",
+        step: str = "",
+        cause: str = "",
+    ) -> None:
+        super().__init__(f"{message} {advice}" if advice else message)
+        self.found = message.rstrip(".")
         self.ranks: tuple[int, ...] = tuple(sorted(ranks))
+        self.kind = kind or self.reason
+        self.step = step
+        self.cause = cause
+
+    def restated(self: _Self, message: str, *, found: str | None = None, ranks: Iterable[int] | None = None) -> _Self:
+        """Return the same failure in other words: class, kind, step and cause stay.
+
+        Args:
+            message: The whole new text.
+            found: The new `found`, None to keep it.
+            ranks: The new ranks at fault, None to keep them.
+        """
+        other = copy.copy(self)
+        other.args = (message,)
+        other.found = self.found if found is None else found
+        other.ranks = self.ranks if ranks is None else tuple(sorted(ranks))
+        return other
 
     def to_probe_result(self) -> dict[str, object]:
         """Return plain values with the fields of a health probe's result, as Ray's enhancement proposal 71 has them.

@@ -1,26 +1,23 @@
-"""Report of a start as a log line, a table, JSON or a notebook table. Driver and workers."""
+"""Report of a start: its line for the log, and its JSON. Driver and workers."""
 
 from __future__ import annotations
 
-import html
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from typing import Any
 
 from ray_fracbackend import __version__
-from ray_fracbackend.decide.device_sharing import short_uuid
-from ray_fracbackend.decide.plan import StartPlan
+from ray_fracbackend.decide.plan import Decision, StartPlan
 from ray_fracbackend.decide.rendezvous import Rendezvous
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.decide.worker_info import WorkerInfo, version_text
+from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.verify import VerificationResult
 
 # Of the JSON document: raised where a key goes or changes its meaning, not where one is added.
-SCHEMA_VERSION = 1
-_COLUMNS = ("rank", "node", "pid", "GPU", "device", "shared with", "NCCL", "check, ms")
+SCHEMA_VERSION = 2
 
 
 def now() -> str:
@@ -32,7 +29,8 @@ def failed_start(
     error: Exception,
     settings: Settings,
     workers: Sequence[WorkerInfo],
-    plan: StartPlan | None,
+    decision: Decision | None,
+    rendezvous: Rendezvous | None,
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
     """Return the report of a start that failed, with the keys of `StartReport.to_dict` and ``error``.
@@ -41,49 +39,63 @@ def failed_start(
         error: Why it failed.
         settings: Its settings.
         workers: Those that were probed, by rank; empty where the probe failed.
-        plan: The decision, None where there was none yet.
+        decision: The decision, None where there was none yet.
+        rendezvous: The rendezvous, None where there was none yet.
         seconds: Seconds of each phase.
     """
-    rendezvous = plan.rendezvous if plan else None
-    cause = {
-        "reason": getattr(error, "reason", type(error).__name__),
-        "message": str(error),
-        "ranks": list(getattr(error, "ranks", ())),
-    }
-    return {
-        **_head(False, now(), settings.to_plain(), workers),
-        "error": cause,
-        "backend": plan.backend if plan else None,
-        "plan": _plan_dict(plan) if plan else None,
-        "rendezvous": asdict(rendezvous) if rendezvous else None,
-        "init_method": settings.init_method,
-        "master_addr": rendezvous.master_addr if rendezvous else None,
-        "master_port": rendezvous.master_port if rendezvous else None,
-        "workers": [asdict(worker) for worker in workers],
-        "verification": None,
-        "seconds": dict(seconds),
-    }
+    return _document(now(), settings.to_plain(), workers, decision, rendezvous, None, seconds, error)
 
 
-def _head(ok: bool, date: str, settings: Mapping[str, Any], workers: Sequence[WorkerInfo]) -> dict[str, Any]:
+def _document(
+    date: str,
+    settings: Mapping[str, Any],
+    workers: Sequence[WorkerInfo],
+    decision: Decision | None,
+    rendezvous: Rendezvous | None,
+    verification: VerificationResult | None,
+    seconds: Mapping[str, float],
+    error: Exception | None = None,
+) -> dict[str, Any]:
+    """Return a report of any start as plain values."""
     versions = {"ray_fracbackend": __version__, "python": platform.python_version()}
     if workers:
         versions |= {"ray": workers[0].ray_version, "torch": workers[0].torch_version}
     return {
         "schema_version": SCHEMA_VERSION,
-        "ok": ok,
+        "ok": error is None,
         "date": date,
         "versions": versions,
         "settings": dict(settings),
+        **({"error": _error(error)} if error is not None else {}),
+        "backend": decision.backend if decision else None,
+        "plan": _decision(decision) if decision else None,
+        "rendezvous": asdict(rendezvous) if rendezvous else None,
+        "init_method": rendezvous.init_method if rendezvous else settings["init_method"],
+        "master_addr": rendezvous.master_addr if rendezvous else None,
+        "master_port": rendezvous.master_port if rendezvous else None,
+        "workers": [asdict(worker) for worker in workers],
+        "verification": asdict(verification) if verification else None,
+        "seconds": dict(seconds),
     }
 
 
-def _plan_dict(plan: StartPlan) -> dict[str, Any]:
-    values = asdict(replace(plan, rendezvous=None))
-    del values["rendezvous"]
+def _error(error: Exception) -> dict[str, Any]:
+    name = type(error).__name__
+    return {
+        "reason": getattr(error, "reason", name),
+        "kind": getattr(error, "kind", name),
+        "step": getattr(error, "step", ""),
+        "message": str(error),
+        "ranks": list(getattr(error, "ranks", ())),
+    }
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    values = {each.name: getattr(decision, each.name) for each in fields(Decision)}
+    values["env_defaults"] = dict(decision.env_defaults)
     values["share_groups"] = [
         {"ranks": list(group.ranks), "device_uuid": group.device.uuid, "nodes": list(group.nodes), "text": group.text}
-        for group in plan.share_groups
+        for group in decision.share_groups
     ]
     return values
 
@@ -108,6 +120,12 @@ class StartReport:
     settings: Mapping[str, Any] = field(default_factory=dict)
     date: str = field(default_factory=now)
 
+    def with_figures(
+        self, verification: VerificationResult | None, seconds: Mapping[str, float] | None = None
+    ) -> StartReport:
+        """Return the report once the start is over."""
+        return replace(self, verification=verification, seconds=dict(seconds or {}))
+
     @property
     def backend(self) -> str:
         """Backend of the process group."""
@@ -116,7 +134,6 @@ class StartReport:
     @property
     def rendezvous(self) -> Rendezvous:
         """Rendezvous of the ranks."""
-        assert self.plan.rendezvous is not None  # a report is made of whole plans
         return self.plan.rendezvous
 
     @property
@@ -169,18 +186,9 @@ class StartReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values that ``json.dumps`` takes; ``schema_version`` is `SCHEMA_VERSION`."""
-        return {
-            **_head(True, self.date, self.settings, self.workers),
-            "backend": self.backend,
-            "plan": _plan_dict(self.plan),
-            "rendezvous": asdict(self.rendezvous),
-            "init_method": self.init_method,
-            "master_addr": self.master_addr,
-            "master_port": self.master_port,
-            "workers": [asdict(worker) for worker in self.workers],
-            "verification": asdict(self.verification) if self.verification else None,
-            "seconds": dict(self.seconds),
-        }
+        return _document(
+            self.date, self.settings, self.workers, self.plan, self.rendezvous, self.verification, self.seconds
+        )
 
     def to_json(self) -> str:
         """Return the report as one JSON document."""
@@ -188,57 +196,14 @@ class StartReport:
 
     def to_text(self) -> str:
         """Return the share map as a plain table, then the reasons."""
-        rows = [_COLUMNS, *self._rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(
-            [
-                *lines,
-                "",
-                self.log_line(),
-                *(f"warning: {w}" for w in self.warnings),
-                *(f"hint: {hint}" for hint in self.plan.hints),
-            ]
-        )
+        from ray_fracbackend.report_table import text_of  # not on the good path
+
+        return text_of(self)
 
     def __str__(self) -> str:
         return self.to_text()
 
     def _repr_html_(self) -> str:
-        def line(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        from ray_fracbackend.report_table import html_of
 
-        body = "".join(line(row, "td") for row in self._rows())
-        marked = [*(("warning", text) for text in self.warnings), *(("hint", text) for text in self.plan.hints)]
-        items = "".join(f"<li><b>{kind}:</b> {html.escape(text)}</li>" for kind, text in marked)
-        listed = f"<ul>{items}</ul>" if items else ""
-        return (
-            f"<table><thead>{line(_COLUMNS, 'th')}</thead><tbody>{body}</tbody></table>"
-            f"<p>{html.escape(self.log_line())}</p>{listed}"
-        )
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        sharing = {rank: group.ranks for group in self.plan.share_groups for rank in group.ranks}
-        seconds = self.verification.rank_seconds if self.verification else ()
-        return [
-            (
-                str(worker.rank),
-                worker.node_ip,
-                str(worker.pid),
-                f"{worker.gpu_fraction:g}",
-                _device_text(worker),
-                ",".join(str(other) for other in sharing.get(worker.rank, ()) if other != worker.rank) or "-",
-                version_text(worker.nccl_version) if worker.nccl_version else "-",
-                f"{seconds[worker.rank] * 1e3:.2f}" if worker.rank < len(seconds) else "-",
-            )
-            for worker in self.workers
-        ]
-
-
-def _device_text(worker: WorkerInfo) -> str:
-    if worker.device is not None:
-        return f"{short_uuid(worker.device.uuid)} {worker.device.name}"
-    # Without the evidence and the advice, which are in the reason.
-    cause = (worker.cuda_missing or "").partition(" (")[0].partition("; ")[0]
-    return f"cpu ({cause})" if cause else "cpu"
+        return html_of(self)

@@ -18,17 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
-from ray_fracbackend.decide.nccl import (
-    cause_of,
-    is_out_of_memory,
-    is_own_failure,
-    is_timeout,
-    refusal_in,
-    refused_ranks,
-)
+from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.settings import is_seconds
-from ray_fracbackend.decide.worker_info import ranks_text
-from ray_fracbackend.errors import FracBackendError, SharedDeviceError, VerificationError
+from ray_fracbackend.errors import VerificationError
 from ray_fracbackend.timeouts import bounded
 
 SMALL_BYTES = 1024
@@ -36,21 +28,12 @@ LARGE_BYTES = 1024 * 1024
 # float64 holds every sum of integers that occurs exactly, up to tens of millions of ranks.
 _DTYPE = torch.float64
 _PERIOD = 7
-# Ranks that look up which ranks are missing when a collective stalls; the rest would only load the store.
-_NUM_REPORTERS = 8
-# How long they wait for the others' records: all keep the same deadline.
-_REPORT_S = 1.0
 # Above the time limit, before a backend that does not keep it is left: Gloo keeps it.
 _STALL_S = 0.2
 # Timed calls of a size, of which the best counts.
 _NUM_TIMED = 2
 # Between two looks at a call of NCCL.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 20e-6, 1e-3
-# What torch puts before an error of CUDA's.
-_CUDA_ERROR = "CUDA error: "
-# Below this the device has no room for a context or for what torch allocates at once.
-_SPARE_BYTES = 64 << 20
-_ADVICE = "Do not train with this group: check the node's memory and network"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,82 +160,96 @@ def _default_devices(group: dist.ProcessGroup) -> list[torch.device]:
 
 
 def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> VerificationResult:
-    verification = _Verification(group, device, timeout_s)
+    verification = Verification(group, device, timeout_s)
     del group
     try:
         # NCCL has waits without a limit, in the call, in the device and in its store.
         return bounded(verification.run, timeout_s + _STALL_S)
-    except (VerificationError, torch.cuda.OutOfMemoryError):
-        verification.record_failure()
-        raise
     except (RuntimeError, TimeoutError) as error:  # what c10d raises for a lost peer and a timeout; and of bounded()
-        if _has_no_memory(error, device):
-            verification.record_failure()
-            raise torch.cuda.OutOfMemoryError(cause_of(error)) from error
-        raise verification.explain(error) from error
+        from ray_fracbackend.verify_failure import raise_failure  # not on the good path
+
+        raise_failure(verification, error)
+        raise
     finally:
-        del verification._group
+        del verification.group
 
 
-def _has_no_memory(error: Exception, device: torch.device) -> bool:
-    """Return whether the device was full for its context or for NCCL, which is no OutOfMemoryError of torch's; nor is a refusal to pin memory."""
-    if is_out_of_memory(str(error)):
-        return True
-    if device.type != "cuda" or not str(error).startswith(_CUDA_ERROR + "out of memory"):
-        return False
-    try:
-        return torch.cuda.mem_get_info(device)[0] < _SPARE_BYTES
-    except RuntimeError:  # needs a context too
-        return True
+class Verification:
+    """One verification on one rank.
 
+    Args:
+        group: The group.
+        device: Device of the tensors.
+        timeout_s: Bound in seconds.
 
-class _Verification:
+    Attributes:
+        group: As given; its owner deletes it, as the frames of an error would keep it.
+        step: The step under way, for messages.
+    """
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        self._group = group
-        self._device = device
+        self.group = group
+        self.device = device
         if device.type == "cuda" and device.index is None:  # the current device is per thread
-            self._device = torch.device("cuda", torch.cuda.current_device())
-        self._timeout_s = timeout_s
-        self._started = time.perf_counter()
-        self._world_size = dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
-        self._global_ranks = dist.get_process_group_ranks(group)
-        self._own_rank = self._global_ranks[self._rank]
-        self._store = PrefixStore("ray_fracbackend/verify", distributed_c10d._get_process_group_store(group))
-        self._step = ""
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.timeout_s = timeout_s
+        self.started = time.perf_counter()
+        self.world_size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self.own_rank = self.global_ranks[self.rank]
+        self.store = PrefixStore("ray_fracbackend/verify", distributed_c10d._get_process_group_store(group))
+        self.step = ""
+
+    @property
+    def backend(self) -> str | None:
+        """The group's backend for tensors of the device."""
+        return backends_by_device(self.group).get(self.device.type)
+
+    @property
+    def has_gloo(self) -> bool:
+        """Whether Gloo can take the place of the backend."""
+        return self.backend != "gloo" and dist.is_gloo_available()
 
     def run(self) -> VerificationResult:
+        """Run the collectives.
+
+        Raises:
+            VerificationError: One computed a wrong answer.
+            RuntimeError: One failed, as torch says it.
+            TimeoutError: One did not return in time.
+        """
         # A thread begins on cuda:0, and a context there would take memory of another rank's device.
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             return self._run()
 
     def _run(self) -> VerificationResult:
-        self._step = "barrier"
+        self.step = "barrier"
         self._barrier()
-        self._step = "all_reduce of 1 KiB"
+        self.step = "all_reduce of 1 KiB"
         latency_s = self._measure(SMALL_BYTES)
-        self._step = "all_reduce of 1 MiB"
+        self.step = "all_reduce of 1 MiB"
         large_s = self._measure(LARGE_BYTES)
-        self._step = "broadcast"
+        self.step = "broadcast"
         self._broadcast()
-        self._step = "all_gather"
+        self.step = "all_gather"
         times = self._all_gather(latency_s, large_s)
         return VerificationResult(
-            backend=dist.get_backend(self._group),
-            device=str(self._device),
-            world_size=self._world_size,
+            backend=dist.get_backend(self.group),
+            device=str(self.device),
+            world_size=self.world_size,
             latency_s=statistics.median(row[0] for row in times),
             bandwidth_bytes_per_s=LARGE_BYTES / max(statistics.median(row[1] for row in times), 1e-9),
             rank_seconds=tuple(row[0] + row[1] for row in times),
-            total_s=time.perf_counter() - self._started,
-            path=getattr(self._group, "device_path", None) if self._device.type != "cpu" else None,
+            total_s=time.perf_counter() - self.started,
+            path=getattr(self.group, "device_path", None) if self.device.type != "cpu" else None,
         )
 
     def _wait(self, work: dist.Work | None) -> None:
         if work is None:
             return
-        left_s = max(self._timeout_s - (time.perf_counter() - self._started), 0.001)
-        if backends_by_device(self._group).get(self._device.type) == "nccl":
+        left_s = max(self.timeout_s - (time.perf_counter() - self.started), 0.001)
+        if self.backend == "nccl":
             # A wait for NCCL that reaches its own limit makes torch's watchdog end the process: torch 2.7 at once.
             self._poll(work, left_s)
         work.wait(timedelta(seconds=left_s))
@@ -271,56 +268,59 @@ class _Verification:
         return min(self._all_reduce(num_bytes) for _ in range(_NUM_TIMED))
 
     def _barrier(self) -> None:
-        on_cuda = self._device.type == "cuda" and "nccl" in backends_by_device(self._group).values()
-        device_ids = [self._device.index or 0] if on_cuda else None
-        self._wait(dist.barrier(self._group, async_op=True, device_ids=device_ids))
+        on_cuda = self.device.type == "cuda" and "nccl" in backends_by_device(self.group).values()
+        device_ids = [self.device.index or 0] if on_cuda else None
+        self._wait(dist.barrier(self.group, async_op=True, device_ids=device_ids))
 
     def _all_reduce(self, num_bytes: int, *, meet: bool = True) -> float:
         """Return the seconds of the call and its completion."""
         pattern = self._pattern(num_bytes)
-        tensor = pattern * (self._rank + 1)
+        tensor = pattern * (self.rank + 1)
         if meet:  # so that the time does not include another rank's tensor creation
             self._barrier()
         self._synchronize()
         started = time.perf_counter()
-        self._wait(dist.all_reduce(tensor, group=self._group, async_op=True))
+        self._wait(dist.all_reduce(tensor, group=self.group, async_op=True))
         self._synchronize()
         seconds = time.perf_counter() - started
         self._compare(
-            tensor, pattern * (self._world_size * (self._world_size + 1) // 2), f"all_reduce of {num_bytes} bytes"
+            tensor, pattern * (self.world_size * (self.world_size + 1) // 2), f"all_reduce of {num_bytes} bytes"
         )
         return seconds
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _broadcast(self) -> None:
-        source = self._world_size - 1
+        source = self.world_size - 1
         pattern = self._pattern(SMALL_BYTES) * (source + 1)
-        tensor = pattern.clone() if self._rank == source else torch.zeros_like(pattern)
-        global_source = self._global_ranks[source]
-        self._wait(dist.broadcast(tensor, global_source, group=self._group, async_op=True))
+        tensor = pattern.clone() if self.rank == source else torch.zeros_like(pattern)
+        global_source = self.global_ranks[source]
+        self._wait(dist.broadcast(tensor, global_source, group=self.group, async_op=True))
         self._compare(tensor, pattern, f"broadcast from rank {global_source}", (global_source,))
 
     def _all_gather(self, small_s: float, large_s: float) -> list[tuple[float, float]]:
-        mine = torch.tensor([self._rank + 1, small_s, large_s], dtype=_DTYPE, device=self._device)
-        gathered = [torch.zeros_like(mine) for _ in range(self._world_size)]
-        self._wait(dist.all_gather(gathered, mine, group=self._group, async_op=True))
+        mine = torch.tensor([self.rank + 1, small_s, large_s], dtype=_DTYPE, device=self.device)
+        gathered = [torch.zeros_like(mine) for _ in range(self.world_size)]
+        self._wait(dist.all_gather(gathered, mine, group=self.group, async_op=True))
         rows = torch.stack(gathered).tolist()
         wrong = [rank for rank, row in enumerate(rows) if row[0] != rank + 1]
         if wrong:
-            ranks, contributed = [self._global_ranks[rank] for rank in wrong], rows[wrong[0]][0] - 1
-            held = self._global_ranks[int(contributed)] if contributed in range(self._world_size) else "none"
+            ranks, contributed = [self.global_ranks[rank] for rank in wrong], rows[wrong[0]][0] - 1
+            held = self.global_ranks[int(contributed)] if contributed in range(self.world_size) else "none"
             raise VerificationError(
-                f"all_gather computed a wrong answer on rank {self._own_rank}: the slot of rank {ranks[0]} holds the data "
-                f"of rank {held}. {self._or_gloo(_ADVICE)}.",
+                f"all_gather computed a wrong answer on rank {self.own_rank}: the slot of rank {ranks[0]} holds the data "
+                f"of rank {held}.",
+                advice=advise("wrong answer", has_gloo=self.has_gloo),
                 ranks=ranks,
+                kind="wrong_answer",
+                step=self.step,
             )
         return [(row[1], row[2]) for row in rows]
 
     def _pattern(self, num_bytes: int) -> torch.Tensor:
-        count = torch.arange(num_bytes // _DTYPE.itemsize, dtype=_DTYPE, device=self._device)
+        count = torch.arange(num_bytes // _DTYPE.itemsize, dtype=_DTYPE, device=self.device)
         return count % _PERIOD + 1
 
     def _compare(self, found: torch.Tensor, expected: torch.Tensor, what: str, ranks: tuple[int, ...] = ()) -> None:
@@ -328,70 +328,10 @@ class _Verification:
             return
         index = int((found != expected).nonzero()[0])
         raise VerificationError(
-            f"{what} computed a wrong answer on rank {self._own_rank}: element {index} is {found[index].item():g} and must be "
-            f"{expected[index].item():g}. {self._or_gloo(_ADVICE)}.",
+            f"{what} computed a wrong answer on rank {self.own_rank}: element {index} is {found[index].item():g} and must be "
+            f"{expected[index].item():g}.",
+            advice=advise("wrong answer", has_gloo=self.has_gloo),
             ranks=ranks,
+            kind="wrong_answer",
+            step=self.step,
         )
-
-    def _or_gloo(self, advice: str) -> str:
-        """Add Gloo to an advice for a group that is not Gloo, where torch has it."""
-        is_gloo = backends_by_device(self._group).get(self._device.type) == "gloo"
-        return advice if is_gloo or not dist.is_gloo_available() else f"{advice}, or use backend='gloo'"
-
-    def record_failure(self) -> None:
-        """Record this rank's failure in the store, so that peers do not report it as missing."""
-        with contextlib.suppress(RuntimeError):  # the store's own host may be gone already
-            self._store.set(str(self._rank), "failed")
-
-    def explain(self, error: Exception) -> FracBackendError:
-        """Return the error of a collective that failed or did not return: the step, the rank and who is missing."""
-        # NCCL connects in the first collective, so its errors for shared GPUs are raised here.
-        if sentence := refusal_in(str(error)):
-            self.record_failure()
-            return SharedDeviceError(
-                f"NCCL refused ranks that share a GPU: {sentence}. Give each rank a GPU of its own, or use backend='gloo'.",
-                ranks=[self._global_ranks[rank] for rank in refused_ranks(sentence)],
-            )
-        elapsed_s = time.perf_counter() - self._started
-        text = f"{self._step} failed on rank {self._own_rank} after {elapsed_s:.1f} s"
-        if str(error).startswith(_CUDA_ERROR):  # of this rank, also where another one is missing
-            self.record_failure()
-            advice = f"CUDA refused {self._device}: look at nvidia-smi on that rank's node."
-            if "out of memory" in str(error):  # and the device has some
-                advice = (
-                    "No host memory can be pinned: raise the limit on locked memory (ulimit -l), free memory of the host, or use "
-                    "backend='staged', which does without."
-                )
-            return VerificationError(f"{text} ({cause_of(error)}). {advice}", ranks=[self._own_rank])
-        if is_own_failure(str(error)):
-            self.record_failure()
-            advice = self._or_gloo("NCCL fails on that rank itself: NCCL_DEBUG=INFO writes the reason to its log") + "."
-            return VerificationError(f"{text} ({cause_of(error)}). {advice}", ranks=[self._own_rank])
-        try:
-            # A call that has not come back may hold the store's client.
-            absent = bounded(self._absent, 2 * _REPORT_S)
-        except TimeoutError:
-            absent = []
-        if absent:
-            text += f": {ranks_text(absent)} {'is' if len(absent) == 1 else 'are'} not in it"
-        is_late = isinstance(error, TimeoutError) or is_timeout(str(error))
-        cause = f"no answer within {self._timeout_s:.3g} s" if is_late else cause_of(error)
-        advice = "Look at the log of that rank and at its node's network."
-        if is_late and not absent and backends_by_device(self._group).get(self._device.type) == "nccl":
-            advice = self._or_gloo("NCCL hangs: NCCL_DEBUG=INFO writes where to the workers' logs") + "."
-        return VerificationError(f"{text} ({cause}). {advice}", ranks=absent)
-
-    def _absent(self) -> list[int]:
-        """Return the global ranks without a record in the store; only the lowest ranks read them."""
-        absent = [rank for rank in range(self._world_size) if rank != self._rank]
-        end = time.monotonic() + _REPORT_S
-        try:
-            self._store.set(str(self._rank), "stuck")
-            if self._rank >= _NUM_REPORTERS:
-                return []
-            while absent and time.monotonic() < end:
-                absent = [rank for rank in absent if not self._store.check([str(rank)])]
-                time.sleep(0.02)
-        except (RuntimeError, ValueError):  # the store's own host is gone
-            return []
-        return [self._global_ranks[rank] for rank in absent]

@@ -9,12 +9,15 @@ import re
 from html import escape
 from pathlib import Path
 
-from ray_fracbackend.decide.table import ROWS, Row
+from ray_fracbackend.decide.left_to_ray import LEFT_TO_RAY
+from ray_fracbackend.decide.table import ROWS
 
 PICTURE = Path(__file__).with_name("decision.svg")
 PAGE = Path(__file__).parents[1] / "how-it-decides.md"
 _TABLE = re.compile(r"(<!-- the rows of decide/table.py -->\n).*?(<!-- end of the rows -->)", re.DOTALL)
 
+# Case and result of each row, in the order in which they are asked.
+CASES = [LEFT_TO_RAY, *((row.case, row.result) for row in ROWS)]
 # By what the result names.
 _COLORS = {"Error": "#b3392f", "gloo": "#2f6db3", "staged": "#1f7a8c", "ipc": "#6a4fa3", "nccl": "#2e7d4f"}
 _INK, _LINE, _GRAY = "#24292f", "#b8bec5", "#8a8a8a"
@@ -26,8 +29,8 @@ _LINE_CHARS = 78
 def table() -> str:
     """The rows as a table in markdown, numbered in the order in which they are asked."""
     lines = ["| # | Case | Result |", "|---|---|---|"]
-    for number, row in enumerate(ROWS, 1):
-        lines.append(f"| {number} | {row.case} | {row.result.rstrip('.')} |")
+    for number, (case, result) in enumerate(CASES, 1):
+        lines.append(f"| {number} | {case} | {result} |")
     return "\n".join(lines)
 
 
@@ -40,11 +43,11 @@ def svg() -> str:
     """The picture as one SVG document."""
     body: list[str] = []
     top = _GAP
-    for number, row in enumerate(ROWS, 1):
-        lines = _wrapped(_plain(row.case))
+    for number, (case, result) in enumerate(CASES, 1):
+        lines = _wrapped(_plain(case))
         height = _HEIGHT + _LINE_HEIGHT * (len(lines) - 1)
-        body += _case(lines, top, height, is_last=number == len(ROWS))
-        body += _result(number, row, top + height / 2)
+        body += _case(lines, top, height, is_last=number == len(CASES))
+        body += _result(number, result, top + height / 2)
         top += height + _GAP
     return "\n".join(
         [
@@ -88,9 +91,9 @@ def _case(lines: list[str], top: float, height: float, is_last: bool) -> list[st
     return drawn
 
 
-def _result(number: int, row: Row, middle: float) -> list[str]:
+def _result(number: int, text: str, middle: float) -> list[str]:
     """The result on the right: the row's number and the result."""
-    result = _plain(row.result).partition(". ")[0].rstrip(".")
+    result = _plain(text).partition(". ")[0]
     color = next((color for word, color in _COLORS.items() if word in result), _INK)
     return [
         f'<rect x="{_RIGHT}" y="{middle - 10:g}" width="26" height="20" rx="10" fill="{color}"/>',

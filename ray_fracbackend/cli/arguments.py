@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import Field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +17,35 @@ PROGRAM = "ray-fracbackend"
 MAX_WORKERS = 10_000
 # Seconds.
 _WAIT_S, _DOCTOR_S = 30.0, 60.0
+
+
+@dataclass(frozen=True)
+class _Option:
+    """Option of a setting of FracTorchConfig.
+
+    Attributes:
+        help: What ``--help`` says of it; for a switch that is on by default, of ``--no-NAME``.
+        name: Its name where it is not the setting's.
+    """
+
+    help: str
+    name: str = ""
+
+
+# By the name of the setting.
+_OPTIONS: Mapping[str, _Option] = {
+    "backend": _Option("auto, nccl, gloo, ipc, staged, or a pair such as cpu:gloo,cuda:nccl"),
+    "init_method": _Option("as in TorchConfig"),
+    # --timeout-s is how long plan and test wait for cluster and resources.
+    "timeout_s": _Option("timeout of collectives once training runs", name="collective_timeout_s"),
+    "on_shared_device": _Option("what to do when ranks share a device"),
+    "on_missing_cuda": _Option("what to do when Ray gave GPUs that torch cannot use"),
+    "verify": _Option("do not check the group before training"),
+    "start_timeout_s": _Option("bound on rendezvous and verification, and on the probe before them"),
+    "master_addr": _Option("address of rank 0's node that all others reach"),
+    "master_port": _Option("port on rank 0's node, or a range LOW-HIGH of ports"),
+    "limit_gpu_memory": _Option("cap each worker's CUDA memory at its GPU fraction"),
+}
 
 
 class UsageError(Exception):
@@ -169,7 +198,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
     """Add the settings of FracTorchConfig, each left out unless given; ``--no-NAME`` for those that are on by default."""
     group = command.add_argument_group("settings of FracTorchConfig")
     for setting in fields(Settings):
-        text, choices = setting.metadata["help"], setting.metadata["choices"]
+        text, choices = _OPTIONS[setting.name].help, setting.metadata["choices"]
         kind: dict[str, Any] = {"choices": choices} if choices else {"metavar": setting.name.split("_")[-1].upper()}
         if isinstance(setting.default, bool):
             kind = {"action": "store_false" if setting.default else "store_true"}
@@ -177,17 +206,17 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
             kind = {"type": _seconds, "metavar": "SECONDS"}
         elif setting.name == "master_port":
             kind = {"type": _ports, "metavar": "PORT"}
-        group.add_argument(_option(setting), dest=setting.name, default=argparse.SUPPRESS, help=text, **kind)
+        group.add_argument(_flag(setting), dest=setting.name, default=argparse.SUPPRESS, help=text, **kind)
 
 
-def _option(setting: Field[Any]) -> str:
-    name: str = setting.metadata["flag"] or setting.name
+def _flag(setting: Field[Any]) -> str:
+    name = _OPTIONS[setting.name].name or setting.name
     return f"--{'no-' if setting.default is True else ''}{name.replace('_', '-')}"
 
 
 def setting_options() -> dict[str, str]:
     """Return the option of each setting of FracTorchConfig."""
-    return {setting.name: _option(setting) for setting in fields(Settings)}
+    return {setting.name: _flag(setting) for setting in fields(Settings)}
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from packaging.version import InvalidVersion, Version
 from ray_fracbackend.cli.diagnosis import Check, Level, MachineInfo
 from ray_fracbackend.cli.failures import INSTALL_RAY, INSTALL_TORCH, failed_imports, failed_subjects, not_checked
 from ray_fracbackend.cli.summary import counted
+from ray_fracbackend.decide.addresses import is_loopback, normal, owner_of
 from ray_fracbackend.decide.device_sharing import short_uuid
 from ray_fracbackend.decide.interfaces import IFNAME
 from ray_fracbackend.decide.nccl import NCCL_COMPARES_UUID, NCCL_MULTI_RANK
-from ray_fracbackend.decide.rendezvous import is_loopback, normal, owner_of
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, version_text
 
 # Oldest versions that are supported.
@@ -184,7 +184,7 @@ def _interfaces(worker: WorkerInfo, num_nodes: int) -> Check:
     if num_nodes > 1 and is_loopback(worker.node_ip):
         found = f"Ray knows this node as {worker.node_ip}, which no other node reaches"
         return Check("interfaces", "problem", found, "start Ray there with --node-ip-address=ADDRESS")
-    if num_nodes > 1 and owner_of(worker, worker.node_ip) is None:
+    if num_nodes > 1 and owner_of(worker.network.interfaces, worker.node_ip) is None:
         found = f"none has the node's address {worker.node_ip} ({text}): a translated address (NAT)"
         return Check("interfaces", "warning", found, "run the container with --network=host: Gloo's ports are random")
     return Check("interfaces", "ok", text)
@@ -224,7 +224,7 @@ def _check_devices(machine: MachineInfo) -> tuple[Check, ...]:
     worker, missing = machine.worker, machine.not_done
     return (
         *_driver(machine),
-        *([] if "CUDA devices" in missing else _devices(worker)),
+        *([] if "CUDA devices" in missing else _devices(machine)),
         *_ray_gpus(machine),
         *([] if "NCCL" in missing else [_nccl(worker), _mps(worker)]),
         *([] if "ipc" in missing else _ipc(worker)),
@@ -240,17 +240,18 @@ def _driver(machine: MachineInfo) -> list[Check]:
     return [Check("driver", "ok", f"NVIDIA {machine.driver_version}{cuda}: {gpus}")]
 
 
-def _devices(worker: WorkerInfo) -> list[Check]:
+def _devices(machine: MachineInfo) -> list[Check]:
+    worker = machine.worker
     if worker.devices:
         return [_device(device, worker) for device in worker.devices]
-    if not worker.num_node_devices:
+    if not machine.num_node_devices:
         return [Check("CUDA devices", "ok", f"none ({worker.cuda_missing}): {_WITHOUT_DEVICES}")]
     # A cause that ends in what to do has it after its last semicolon.
     cause, _, advice = (worker.cuda_missing or "").rpartition("; ")
-    text = f"torch uses none of the node's {worker.num_node_devices} GPUs: {cause or advice}"
+    text = f"torch uses none of the node's {machine.num_node_devices} GPUs: {cause or advice}"
     if cause:
         return [Check("CUDA devices", "problem", text, advice)]
-    if worker.cuda_visible_devices is not None:
+    if machine.cuda_visible_devices is not None:
         return [Check("CUDA devices", "warning", text, "unset CUDA_VISIBLE_DEVICES, or set it to devices of the node")]
     return [Check("CUDA devices", "problem", text, "install a CUDA build of torch that the driver supports")]
 
@@ -279,7 +280,7 @@ def _device(device: DeviceInfo, worker: WorkerInfo) -> Check:
 
 
 def _ray_gpus(machine: MachineInfo) -> list[Check]:
-    unknown = "CUDA devices" in machine.not_done and machine.worker.num_node_devices is None
+    unknown = "CUDA devices" in machine.not_done and machine.num_node_devices is None
     return [] if unknown and machine.ray_gpus is not None else [_check_ray_gpus(machine)]
 
 
@@ -289,7 +290,7 @@ def _check_ray_gpus(machine: MachineInfo) -> Check:
         return Check("Ray's GPUs", "ok", "not checked; with --address num_gpus is compared with the devices")
     if any(device.is_mig for device in worker.devices):
         return Check("Ray's GPUs", "ok", f"{claimed:g} on a node with MIG slices, which are not counted here")
-    there = max(worker.num_visible_devices, worker.num_node_devices or 0)
+    there = max(worker.num_visible_devices, machine.num_node_devices or 0)
     if claimed > there:
         return Check(
             "Ray's GPUs",

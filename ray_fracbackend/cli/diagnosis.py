@@ -44,6 +44,8 @@ class MachineInfo:
         shm_total_bytes: Size of /dev/shm, None where there is none.
         shm_free_bytes: Free bytes of it.
         ray_gpus: num_gpus of the node in Ray, None without Ray.
+        cuda_visible_devices: The variable CUDA_VISIBLE_DEVICES, None where unset.
+        num_node_devices: Physical GPUs of the machine by NVML, None if unknown.
         vgpu_preloaded: A GPU-sharing library (HAMi's libvgpu) is preloaded into every process.
         name_server_silent: A look-up of the node's own address got no answer within a second; False off Linux.
         os_text: System with its version, and libc's.
@@ -67,6 +69,8 @@ class MachineInfo:
     shm_total_bytes: int | None = None
     shm_free_bytes: int | None = None
     ray_gpus: float | None = None
+    cuda_visible_devices: str | None = None
+    num_node_devices: int | None = None
     vgpu_preloaded: bool = False
     name_server_silent: bool = False
     os_text: str = ""

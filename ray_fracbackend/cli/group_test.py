@@ -17,9 +17,9 @@ import torch.distributed as dist
 from ray.train import ScalingConfig
 from torch import nn
 
-from ray_fracbackend._ray import worker_addresses
-from ray_fracbackend.backend import start_group
-from ray_fracbackend.cli.probe_workers import check_plannable, probe_workers
+from ray_fracbackend._ray import release_workers, worker_addresses
+from ray_fracbackend.backend import Start
+from ray_fracbackend.cli.probe_workers import ProbeGroup, check_plannable, probe_workers
 from ray_fracbackend.collect import gather
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.decide.worker_info import ranks_text
@@ -101,6 +101,17 @@ class GroupTest:
         return f"{self.report.to_text()}\n\n{text}"
 
 
+def _start(group: ProbeGroup, settings: FracTorchConfig) -> StartReport:
+    """Start the workers; where that fails, kill those that are busy with it."""
+    start = Start(group, settings)
+    try:
+        return start.run()
+    except BaseException:
+        release_workers(group)
+        start.warn()
+        raise
+
+
 def run_group_test(
     scaling_config: ScalingConfig, torch_config: FracTorchConfig, *, timeout_s: float = 30.0, fixed: bool = False
 ) -> GroupTest:
@@ -122,7 +133,7 @@ def run_group_test(
     settings = torch_config.checked_copy()
     check_plannable(scaling_config, settings)
     with probe_workers(scaling_config, settings, timeout_s, fixed) as group:
-        report = start_group(group, settings)
+        report = _start(group, settings)
         refs = [
             group.execute_single_async(worker.rank, train, report.plan.device_of(worker)) for worker in report.workers
         ]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_fracbackend import __version__
-from ray_fracbackend.decide.worker_info import may_be_secret
+from ray_fracbackend.decide.secret_names import may_be_secret
 
 # What the report shows of the environment: no tokens.
 _SHOWN_PREFIXES = ("NCCL_", "GLOO_", "CUDA_", "RAY_TRAIN_", "RAY_FRACBACKEND_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_")
@@ -172,8 +172,9 @@ def _host(found: Found, node_ip: str) -> Found:
     addresses, missing = _host_addresses()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     return Found(
-        {"env": _variables(_USED_PREFIXES), "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES")},
+        {"env": _variables(_USED_PREFIXES)},
         {
+            "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "host_addresses": addresses,
             "host_missing": missing,
             "host_lookup_s": time.perf_counter() - started,
@@ -284,21 +285,22 @@ def _driver(found: Found, node_ip: str) -> Found:
 
     with nvml_session() as nvml:
         if nvml is None:
-            return Found({"num_node_devices": None})
+            return Found()
         count = nvml_answer(nvml, nvml.nvmlDeviceGetCount)
         handles = [nvml_answer(nvml, nvml.nvmlDeviceGetHandleByIndex, index) for index in range(count or 0)]
         names = [nvml_answer(nvml, nvml.nvmlDeviceGetName, handle) if handle else None for handle in handles]
         cuda = nvml_answer(nvml, nvml.nvmlSystemGetCudaDriverVersion)
         values = {
+            "num_node_devices": count,
             "driver_version": nvml_answer(nvml, nvml.nvmlSystemGetDriverVersion),
             "driver_cuda": f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
             "driver_gpus": tuple(name or "GPU that does not answer" for name in names),
         }
-    return Found({"num_node_devices": count}, values)
+    return Found(machine=values)
 
 
 def _devices(found: Found, node_ip: str) -> Found:
-    from ray_fracbackend.worker.probe import machine_devices
+    from ray_fracbackend.worker.devices import machine_devices
 
     return Found(machine_devices(), {"vgpu_preloaded": _is_loaded("libvgpu")})
 
@@ -313,8 +315,8 @@ def _is_loaded(library: str) -> bool:
 def _nccl(found: Found, node_ip: str) -> Found:
     import torch.distributed as dist
 
+    from ray_fracbackend.worker.devices import mps_reachable
     from ray_fracbackend.worker.nccl_library import loaded_nccl_version
-    from ray_fracbackend.worker.probe import mps_reachable
 
     return Found(
         {
@@ -326,9 +328,9 @@ def _nccl(found: Found, node_ip: str) -> Found:
 
 
 def _ipc(found: Found, node_ip: str) -> Found:
-    from ray_fracbackend.worker.probe import machine_ipc
+    from ray_fracbackend.worker.probe import ipc_support
 
-    return Found(machine_ipc(found.worker.get("devices", ())))
+    return Found(ipc_support(found.worker.get("devices", ())))
 
 
 def _staged(found: Found, node_ip: str) -> Found:
@@ -340,8 +342,8 @@ def _staged(found: Found, node_ip: str) -> Found:
 def _gloo(found: Found, node_ip: str) -> Found:
     import torch.distributed as dist
 
+    from ray_fracbackend.decide.addresses import normal
     from ray_fracbackend.decide.interfaces import IFNAME
-    from ray_fracbackend.decide.rendezvous import normal
     from ray_fracbackend.errors import RendezvousError
     from ray_fracbackend.worker.network import check_gloo_device, gloo_missing
 

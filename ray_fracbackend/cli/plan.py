@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.train import ScalingConfig
 
-from ray_fracbackend.backend import plan_group
+from ray_fracbackend.backend import Start
 from ray_fracbackend.cli.probe_workers import check_plannable, probe_workers
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.report import StartReport
@@ -39,4 +39,4 @@ def plan_workers(
     settings = (torch_config or FracTorchConfig()).checked_copy()
     check_plannable(scaling_config, settings)
     with probe_workers(scaling_config, settings, timeout_s, fixed) as group:
-        return plan_group(group, settings)
+        return Start(group, settings).plan()

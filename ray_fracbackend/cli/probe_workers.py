@@ -21,10 +21,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_fracbackend import _ray
 from ray_fracbackend.cli.cluster import progress, root_cause, wait
+from ray_fracbackend.cli.places import why_no_place
 from ray_fracbackend.config import FracTorchConfig
-from ray_fracbackend.decide.capacity import why_no_place
+from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.decide.table import left_to_ray
 from ray_fracbackend.errors import FracBackendError, InsufficientResourcesError, StartTimeoutError
 
 _POLL_S = 0.5

@@ -4,36 +4,52 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from ray_fracbackend.decide.capacity import largest_fraction, workers_per_gpu
+from ray_fracbackend.decide.backends import parse_backend
 from ray_fracbackend.decide.device_sharing import ShareGroup
+from ray_fracbackend.decide.fractions import largest_fraction, workers_per_gpu
+from ray_fracbackend.decide.job import Job
 from ray_fracbackend.decide.nccl import MULTI_RANK_ENV, multi_rank_obstacle
-from ray_fracbackend.decide.plan import GLOO_COST, StartPlan
+from ray_fracbackend.decide.plan import GLOO_COST
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
 
 # What rounding of 1/k leaves.
 _NO_UNUSED_GPU = 0.01
 
 
-def add_hints(plan: StartPlan, workers: Sequence[WorkerInfo], node_gpus: Mapping[str, float]) -> StartPlan:
-    """Add advice on placement, fractions and device indices to a plan, at most one line a subject.
+def device_hints(job: Job, backend: str, groups: tuple[ShareGroup, ...], warnings: tuple[str, ...]) -> tuple[str, ...]:
+    """Advise on placement, fractions and device indices of a job that trains on CUDA devices, at most one line a subject.
 
     Args:
-        plan: The decision.
-        workers: Every rank, in rank order.
-        node_gpus: num_gpus of each node by Ray's node id; without an entry there is no advice on placement.
+        job: The job; a node that is missing in its ``node_gpus`` gets no advice on placement.
+        backend: The chosen backend.
+        groups: Ranks that share a device.
+        warnings: What is said already.
     """
-    another, beyond = _local_ranks(workers)
+    if not job.is_asked:
+        return ()
+    workers = job.workers
     # A warning that says what sharing costs has this advice already.
-    is_told = any(GLOO_COST in warning for warning in plan.warnings)
-    spread = None if is_told else _spread(workers, plan.share_groups, node_gpus)
-    hints = [spread, _fraction(workers), another, _one_host(workers), _multi_rank(workers, plan)]
-    return replace(
-        plan,
-        hints=tuple(hint for hint in hints if hint),
-        # Applies to every job whose ranks share a device; where it matters, CUDA raises an error.
-        debug_hints=(beyond,) if beyond else (),
+    is_told = any(GLOO_COST in warning for warning in warnings)
+    spread = None if is_told else _spread(workers, groups, job.node_gpus)
+    found = [
+        spread,
+        _fraction(workers),
+        _local_rank(workers),
+        _one_host(workers),
+        _multi_rank(workers, backend, groups),
+    ]
+    return tuple(hint for hint in found if hint)
+
+
+def reservation_hints(job: Job) -> tuple[str, ...]:
+    """Tell a job without GPUs that its train function sees some; Ray 2.60 does not hide them."""
+    sees = [worker.rank for worker in job.workers if worker.num_visible_devices > 0]
+    if job.asks_for_gpus or not sees or not job.settings.backends.is_auto:
+        return ()
+    return (
+        f"{ranks_text(sees)} can use GPUs that Ray did not reserve, so that torch.cuda.is_available() is true in the train function: "
+        "ScalingConfig(use_gpu=True) reserves them, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1 hides them",
     )
 
 
@@ -65,33 +81,24 @@ def _fraction(workers: Sequence[WorkerInfo]) -> str | None:
         return None
     return (
         f"{count} of {fraction:g} GPU fit{'s' if count == 1 else ''} on one GPU, and {unused:.2g} of it stays unused, as Ray does not "
-        f"divide a worker between GPUs; of {largest_fraction(count + 1):g} {count + 1} would fit"
+        f"divide a worker between GPUs; with {largest_fraction(count + 1):g} GPU per worker, {count + 1} would fit"
     )
 
 
-def _local_ranks(workers: Sequence[WorkerInfo]) -> tuple[str | None, str | None]:
-    """Find the first local rank that is another rank's device index, and the first that is no device index at all."""
-    another = beyond = None
+def _local_rank(workers: Sequence[WorkerInfo]) -> str | None:
+    """Find the first local rank that is another rank's device index. One that is no index at all is an error of CUDA's anyway."""
     local_ranks: dict[str, int] = defaultdict(int)
     for worker in workers:
         local_rank = local_ranks[worker.node_id]
         local_ranks[worker.node_id] += 1
-        if worker.device is None or local_rank == worker.device.index:
+        if worker.device is None or local_rank >= worker.num_visible_devices:
             continue
-        advice = "use ray.train.torch.get_device()"
-        if local_rank >= worker.num_visible_devices:
-            beyond = beyond or (
-                f"LOCAL_RANK {local_rank} is not a valid device index on node {worker.node_ip} "
-                f"({worker.num_visible_devices} visible); {advice}"
-            )
-        else:
-            another = another or (
+        if local_rank != worker.device.index:
+            return (
                 f"LOCAL_RANK {local_rank} is not the device of rank {worker.rank} on node {worker.node_ip}, which is "
-                f"cuda:{worker.device.index}; {advice}"
+                f"cuda:{worker.device.index}; use ray.train.torch.get_device()"
             )
-        if another and beyond:
-            break
-    return another, beyond
+    return None
 
 
 def _one_host(workers: Sequence[WorkerInfo]) -> str | None:
@@ -108,9 +115,9 @@ def _one_host(workers: Sequence[WorkerInfo]) -> str | None:
     )
 
 
-def _multi_rank(workers: Sequence[WorkerInfo], plan: StartPlan) -> str | None:
-    ranks = [rank for group in plan.share_groups for rank in group.ranks]
-    if plan.backends.has_nccl or not any(workers[rank].env.get(MULTI_RANK_ENV) == "1" for rank in ranks):
+def _multi_rank(workers: Sequence[WorkerInfo], backend: str, groups: tuple[ShareGroup, ...]) -> str | None:
+    ranks = [rank for group in groups for rank in group.ranks]
+    if parse_backend(backend).has_nccl or not any(workers[rank].env.get(MULTI_RANK_ENV) == "1" for rank in ranks):
         return None
-    why = multi_rank_obstacle(workers, plan.share_groups) or f"{plan.backend} was asked for"
+    why = multi_rank_obstacle(workers, groups) or f"{backend} was asked for"
     return f"{MULTI_RANK_ENV}=1 has no effect: {why}"

@@ -1,9 +1,16 @@
-"""Plan of one start, for the job and for each worker."""
+"""What a start does: the decision, the plan of the job, the plan of each worker. Each is complete when it is made.
+
+::
+
+    Decision          table.py   backend, devices, reason, fallback
+    StartPlan         + rendezvous.py
+    WorkerPlan        one for each rank, with what that rank verifies and how long it may take
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ray_fracbackend.decide.backends import Backends, parse_backend
@@ -12,6 +19,7 @@ from ray_fracbackend.decide.rendezvous import Rendezvous, WorkerRendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.errors import (
+    FracBackendError,
     GroupFormationError,
     OutOfMemoryError,
     SharedDeviceError,
@@ -29,8 +37,8 @@ ACCELERATE_ON_SHARED_DEVICE: Mapping[str, str] = {"ACCELERATE_BYPASS_DEVICE_MAP"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartPlan:
-    """Plan of one start.
+class Decision:
+    """The backend and the devices of one start, and why.
 
     Attributes:
         backend: Name for ``torch.distributed.init_process_group``.
@@ -43,9 +51,7 @@ class StartPlan:
             failed verification, and half of the time is kept for it.
         train_on_cpu: ``ray.train.torch.get_device()`` must return cpu in workers for which Ray reserved GPUs.
         hints: Advice, one line each.
-        debug_hints: Advice for the debug log, as it applies to most jobs of a kind.
         warnings: Settings that were overridden, costs of the choice, and risks, one line each.
-        rendezvous: Rendezvous of the ranks; None until it is decided.
     """
 
     backend: str
@@ -57,9 +63,7 @@ class StartPlan:
     only_if_refused: bool = False
     train_on_cpu: bool = False
     hints: tuple[str, ...] = ()
-    debug_hints: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    rendezvous: Rendezvous | None = None
 
     @property
     def backends(self) -> Backends:
@@ -78,6 +82,35 @@ class StartPlan:
         failed = (GroupFormationError, VerificationError, OutOfMemoryError, StartTimeoutError) if self.is_trial else ()
         return isinstance(error, (SharedDeviceError, *failed))
 
+    def after_failure(self, error: FracBackendError) -> Decision:
+        """Return the decision for the fallback.
+
+        Args:
+            error: Why ``backend`` does not work. What was found goes into the warning, without the advice, which is against a
+                group that is not used.
+
+        Raises:
+            ValueError: There is no fallback.
+        """
+        if self.fallback is None:
+            raise ValueError(f"no fallback from {self.backend}")
+        shared = f"{share_text(self.share_groups)}: " if self.share_groups else ""
+        why = f"{self.backend} did not start"
+        if isinstance(error, SharedDeviceError):
+            why = "NCCL refused the ranks"
+        elif isinstance(error, VerificationError):
+            why = f"{self.backend} failed its verification"
+        warning = f"{shared}{why}, fell back to {self.fallback}, so that {GLOO_COST}: {error.found}"
+        return replace(
+            self,
+            backend=self.fallback,
+            reason=f"{shared}using {self.fallback} ({why})",
+            fallback=None,
+            only_if_refused=False,
+            env_defaults={},
+            warnings=(*self.warnings, warning),
+        )
+
     def device_of(self, worker: WorkerInfo) -> str:
         """Return the torch device that the worker trains on, such as ``cuda:1``."""
         if self.device_type == "cpu":
@@ -95,9 +128,32 @@ class StartPlan:
             return {**self.env_defaults, **(ACCELERATE_ON_CPU if worker.gpu_fraction > 0 else {})}
         return {**self.env_defaults, **(ACCELERATE_ON_SHARED_DEVICE if self.share_groups else {})}
 
-    def worker_plans(self, workers: Sequence[WorkerInfo], settings: Settings) -> list[WorkerPlan]:
-        """Return the part of each worker, by rank; the rendezvous must have been decided."""
-        assert self.rendezvous is not None
+
+@dataclass(frozen=True, kw_only=True)
+class StartPlan(Decision):
+    """A decision, and how its ranks meet.
+
+    Attributes:
+        rendezvous: Rendezvous of the ranks.
+    """
+
+    rendezvous: Rendezvous
+
+    @classmethod
+    def of(cls, decision: Decision, rendezvous: Rendezvous) -> StartPlan:
+        """Make the plan of a decision."""
+        return cls(**{each.name: getattr(decision, each.name) for each in fields(Decision)}, rendezvous=rendezvous)
+
+    def worker_plans(
+        self,
+        workers: Sequence[WorkerInfo],
+        settings: Settings,
+        *,
+        budget_s: float,
+        set_distributed_env: bool = False,
+        report: Any = None,
+    ) -> list[WorkerPlan]:
+        """Return the plan of each worker, by rank; the arguments are as in `WorkerPlan`."""
         return [
             WorkerPlan(
                 rank=worker.rank,
@@ -106,46 +162,17 @@ class StartPlan:
                 device=self.device_of(worker),
                 rendezvous=self.rendezvous.of(worker.rank),
                 timeout_s=settings.timeout_s,
-                budget_s=settings.start_timeout_s,
+                budget_s=budget_s,
                 verify=settings.verify,
                 is_trial=self.is_trial,
                 train_on_cpu=self.train_on_cpu and worker.gpu_fraction > 0,
+                set_distributed_env=set_distributed_env,
                 memory_fraction=self.memory_fraction_of(worker) if settings.limit_gpu_memory else None,
                 env_defaults=self.env_of(worker),
+                report=report,
             )
             for worker in workers
         ]
-
-    def after_failure(self, error: Exception) -> StartPlan:
-        """Return the plan of the fallback, without a rendezvous.
-
-        Args:
-            error: Why ``backend`` does not work; the first sentence goes into the warning, as the others advise against a group
-                that is not used.
-
-        Raises:
-            ValueError: There is no fallback.
-        """
-        if self.fallback is None:
-            raise ValueError(f"no fallback from {self.backend}")
-        shared = f"{share_text(self.share_groups)}: " if self.share_groups else ""
-        first = str(error).partition(". ")[0]
-        why = f"{self.backend} did not start"
-        if isinstance(error, SharedDeviceError):
-            why = "NCCL refused the ranks"
-        elif isinstance(error, VerificationError):
-            why = f"{self.backend} failed its verification"
-        warning = f"{shared}{why}, fell back to {self.fallback}, so that {GLOO_COST}: {first}"
-        return replace(
-            self,
-            backend=self.fallback,
-            reason=f"{shared}using {self.fallback} ({why})",
-            fallback=None,
-            only_if_refused=False,
-            env_defaults={},
-            warnings=(*self.warnings, warning),
-            rendezvous=None,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +183,7 @@ class WorkerPlan:
         rank: The worker's rank.
         world_size: Workers in the job.
         backend: Name for ``init_process_group``.
-        device: torch device that the worker trains on and is verified on.
+        device: torch device that the worker trains on, without an index where Ray assigned none.
         rendezvous: The worker's part of the rendezvous.
         timeout_s: Timeout of the group's collectives once training runs, in seconds.
         budget_s: Bound on this worker's start, in seconds.
@@ -166,7 +193,7 @@ class WorkerPlan:
         set_distributed_env: Set RANK, WORLD_SIZE, LOCAL_RANK, ... before ``init_process_group``, as Ray Train V2 does.
         memory_fraction: Cap on the process's share of its device's memory, None for no cap.
         env_defaults: Variables to set where the user did not.
-        report: The start report without verification figures, or an object reference to it.
+        report: Ray's reference to the start report, fetched by who asks for it; None for a start without Ray.
     """
 
     rank: int
@@ -188,3 +215,18 @@ class WorkerPlan:
     def backends(self) -> Backends:
         """The backend by device type."""
         return parse_backend(self.backend)
+
+    @property
+    def verify_on(self) -> tuple[str, ...]:
+        """Devices that the group is verified on, one for each of its backends; the last is the one that the worker trains on.
+
+        Only the CPU and devices that Ray assigned: where it assigned none the script has yet to choose one, and on the current
+        device all ranks of a node would meet. Empty without verification, and where the group has no backend for any of them.
+        """
+        if not self.verify:
+            return ()
+        kind, _, index = self.device.partition(":")
+        by_device = self.backends.by_device
+        own = (self.device,) if kind in by_device and (kind == "cpu" or index) else ()
+        other = kind != "cpu" and by_device.get("cpu") not in (None, by_device.get(kind))
+        return ("cpu", *own) if other else own

@@ -15,7 +15,7 @@ MAX_S = 1e9
 _Self = TypeVar("_Self", bound="Settings")
 
 
-def _is_choice(*choices: str) -> dict[str, Any]:
+def _choice_rule(*choices: str) -> dict[str, Any]:
     rule = f"must be one of {', '.join(repr(choice) for choice in choices)}"
     return {"ok": lambda value: isinstance(value, str) and value in choices, "rule": rule, "choices": choices}
 
@@ -54,9 +54,9 @@ def _is_ports(value: object) -> bool:
     return value is None or _is_port(value)
 
 
-def _setting(default: Any, rule: dict[str, Any], help_text: str, *, kw_only: bool = True, flag: str = "") -> Any:
-    """Declare a setting with its rule, and its help and option on the command line; the option is its name unless given."""
-    return field(default=default, kw_only=kw_only, metadata={"choices": (), **rule, "help": help_text, "flag": flag})
+def _setting(default: Any, rule: dict[str, Any], *, kw_only: bool = True) -> Any:
+    """Declare a setting with its rule; its help on the command line is in cli/arguments.py."""
+    return field(default=default, kw_only=kw_only, metadata={"choices": (), **rule})
 
 
 @dataclass
@@ -69,23 +69,13 @@ class Settings:
         ValueError: A setting breaks its rule. The message has the value, the rule and the fix.
     """
 
-    backend: str | None = _setting(
-        "auto", {}, "auto, nccl, gloo, ipc, staged, or a pair such as cpu:gloo,cuda:nccl", kw_only=False
-    )
-    init_method: str = _setting("env", _is_choice("env", "tcp"), "as in TorchConfig", kw_only=False)
-    timeout_s: float = _setting(
-        1800, _SECONDS, "timeout of collectives once training runs", kw_only=False, flag="collective_timeout_s"
-    )
-    on_shared_device: str = _setting(
-        "auto", _is_choice("auto", "ipc", "staged", "gloo", "nccl", "error"), "what to do when ranks share a device"
-    )
-    on_missing_cuda: str = _setting(
-        "error", _is_choice("error", "cpu"), "what to do when Ray gave GPUs that torch cannot use"
-    )
-    verify: bool = _setting(True, _SWITCH, "do not check the group before training")
-    start_timeout_s: float = _setting(
-        300.0, _SECONDS, "bound on rendezvous and verification, and on the probe before them"
-    )
+    backend: str | None = _setting("auto", {}, kw_only=False)
+    init_method: str = _setting("env", _choice_rule("env", "tcp"), kw_only=False)
+    timeout_s: float = _setting(1800, _SECONDS, kw_only=False)
+    on_shared_device: str = _setting("auto", _choice_rule("auto", "ipc", "staged", "gloo", "nccl", "error"))
+    on_missing_cuda: str = _setting("error", _choice_rule("error", "cpu"))
+    verify: bool = _setting(True, _SWITCH)
+    start_timeout_s: float = _setting(300.0, _SECONDS)
     master_addr: str | None = _setting(
         None,
         {
@@ -93,7 +83,6 @@ class Settings:
             "rule": "must be an IP address or a host name of rank 0's node, such as '10.0.0.3' or 'fd00::3', without scheme, port, "
             "brackets or spaces, and no number such as 10.1 or 6841231; leave it out to use the address that Ray knows for that node",
         },
-        "address of rank 0's node that all others reach",
     )
     master_port: int | tuple[int, int] | None = _setting(
         None,
@@ -102,9 +91,8 @@ class Settings:
             "rule": "must be a port from 1 to 65535 or an inclusive range (low, high) of such ports, such as 29500 or "
             "(29500, 29600); leave it out to use any free port",
         },
-        "port on rank 0's node, or a range LOW-HIGH of ports",
     )
-    limit_gpu_memory: bool = _setting(False, _SWITCH, "cap each worker's CUDA memory at its GPU fraction")
+    limit_gpu_memory: bool = _setting(False, _SWITCH)
 
     def __post_init__(self) -> None:
         try:
@@ -126,6 +114,12 @@ class Settings:
     def backends(self) -> Backends:
         """Requested backend by device type."""
         return parse_backend(self.backend)
+
+    @property
+    def may_use_shared_memory(self) -> bool:
+        """Whether a start may choose the backends ipc or staged, so that their probe is worth its cost."""
+        by_name = self.backends.has_ipc or self.backends.has_staged
+        return by_name or self.on_shared_device in ("ipc", "staged")
 
     def to_plain(self) -> dict[str, Any]:
         """Return all settings as plain values that ``json.dumps`` takes."""

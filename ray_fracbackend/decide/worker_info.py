@@ -1,4 +1,4 @@
-"""Devices and network of one worker, as frozen dataclasses."""
+"""What a start knows of one worker: address, devices, network. Frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ from dataclasses import dataclass, field
 
 NcclVersion = tuple[int, int, int]
 
-_SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "_KEY")
 
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """Rank, node and process of a worker, known before the worker has answered anything.
 
-def may_be_secret(name: str) -> bool:
-    """Return whether an environment variable of this name may hold a secret, so that no report shows it."""
-    return any(word in name.upper() for word in _SECRET_WORDS)
+    Attributes:
+        rank: Index in its worker group.
+        node_ip: Ray's address of its node.
+        pid: Its process id.
+        node_id: Ray's id of its node.
+    """
+
+    rank: int
+    node_ip: str
+    pid: int
+    node_id: str
+
+    @property
+    def text(self) -> str:
+        """``rank 3 (node 10.0.0.3, pid 4711)``."""
+        return f"rank {self.rank} (node {self.node_ip}, pid {self.pid})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +100,8 @@ class WorkerInfo:
         ray_version: ``ray.__version__``.
         resources: Resources that Ray reserved for the worker, such as ``{"CPU": 1.0, "GPU": 0.5}``.
         gpu_ids: Ray's ids of the worker's GPUs; for messages only, never an identity.
-        cuda_visible_devices: The variable as the worker has it, None where unset.
         devices: The worker's own CUDA devices; the first is the one its collectives run on.
         num_visible_devices: Devices that torch sees in the worker's process, its neighbours' included.
-        num_node_devices: Physical GPUs of the node by NVML, None if unknown.
         cuda_missing: Why torch has no CUDA device for this worker, None where it has one.
         nccl_available: torch was built with NCCL.
         nccl_version: Version of the NCCL library that is loaded into the process, None if unknown or absent.
@@ -112,10 +125,8 @@ class WorkerInfo:
     ray_version: str = ""
     resources: Mapping[str, float] = field(default_factory=dict)
     gpu_ids: tuple[str, ...] = ()
-    cuda_visible_devices: str | None = None
     devices: tuple[DeviceInfo, ...] = ()
     num_visible_devices: int = 0
-    num_node_devices: int | None = None
     cuda_missing: str | None = None
     nccl_available: bool = False
     nccl_version: NcclVersion | None = None
@@ -144,8 +155,8 @@ class WorkerInfo:
 
     @property
     def where(self) -> str:
-        """The worker in an error message: ``rank 3 (node 10.0.0.3, pid 4711)``."""
-        return f"rank {self.rank} (node {self.node_ip}, pid {self.pid})"
+        """The worker in a message."""
+        return WorkerAddress(self.rank, self.node_ip, self.pid, self.node_id).text
 
 
 def version_text(version: NcclVersion | None) -> str:

@@ -11,7 +11,6 @@ import contextlib
 import hmac
 import json
 import os
-import re
 import socket
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import Any, TextIO
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
+from ray_fracbackend.decide.error_texts import cause_of, says_nothing_of_device
 from ray_fracbackend.isolation.faults import Findings, LinkFinding, PairFinding
 from ray_fracbackend.timeouts import bounded
 from ray_fracbackend.worker.store import open_store, uses_libuv
@@ -32,13 +32,7 @@ from ray_fracbackend.worker.store import open_store, uses_libuv
 BLOCK_BYTES = 64 * 1024
 _NUM_DATAGRAMS = 8
 _SIZES = (128, 131_072)
-# The helper gets no memory or no device beside the worker: no statement about the device. cuBLAS and MPS have own messages.
-_UNTRIED = re.compile(
-    r"out of memory|not enough memory|CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)|busy or unavailable|\bMPS\b"
-    r"|not compiled with CUDA|invalid device (?:ordinal|id)|no CUDA.capable device|no CUDA GPUs|no NVIDIA driver"
-    r"|cudaGetDeviceCount|driver version is insufficient|initialization (?:error|failed)|CUDA unknown error",
-    re.IGNORECASE,
-)
+_CAUSE_CHARS = 200
 # A helper whose worker is gone ends by itself.
 _LIFE_S = 300.0
 
@@ -132,8 +126,8 @@ class Helper:
         except TimeoutError:
             return Findings(right=True, seconds=None)
         except (RuntimeError, AssertionError) as error:  # of CUDA; the second of a torch without it
-            cause = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-            if _UNTRIED.search(cause):
+            cause = cause_of(error)[:_CAUSE_CHARS]
+            if says_nothing_of_device(error):
                 return Findings(right=True, seconds=0.0, untried=cause)
             return Findings(right=True, seconds=0.0, failure=cause)
         return Findings(right=right, seconds=time.perf_counter() - started)
@@ -184,8 +178,7 @@ class Helper:
         try:
             outcome, seconds = bounded(lambda: self._collectives(task, number, peer, end), end - time.monotonic())
         except (RuntimeError, TimeoutError) as error:
-            lines = str(error).strip().splitlines()
-            return PairFinding(peer=peer, outcome="failed", error=lines[0][:200] if lines else type(error).__name__)
+            return PairFinding(peer=peer, outcome="failed", error=cause_of(error)[:_CAUSE_CHARS])
         return PairFinding(peer=peer, outcome=outcome, seconds=seconds)
 
     def _collectives(self, task: HelperTask, number: int, peer: int, end: float) -> tuple[str, float]:

@@ -1,6 +1,6 @@
 """Search for the fault of a failed start with a helper process on every worker.
 
-Runs after a failure only. ``find_faults`` runs on the driver, the other functions on the workers.
+Runs after a failure only. ``with_faults`` and ``find_faults`` run on the driver, the other functions on the workers.
 """
 
 from __future__ import annotations
@@ -14,23 +14,57 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ray_fracbackend._ray import WorkerAddress
 from ray_fracbackend.collect import collect
 from ray_fracbackend.decide.interfaces import IFNAME
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import WorkerRendezvous
+from ray_fracbackend.decide.worker_info import WorkerAddress
+from ray_fracbackend.errors import FracBackendError, GroupFormationError, VerificationError
 from ray_fracbackend.isolation.faults import Fault, Findings, diagnose, num_rounds, partner, peers_of
 from ray_fracbackend.isolation.helper import HelperAddress, HelperTask
 from ray_fracbackend.timeouts import Deadline, bounded
 from ray_fracbackend.worker.network import route_address, route_interface
 from ray_fracbackend.worker.state import STATE
 
+# The search takes what is left of the start, or this part of it from its end on, and no longer than this.
+_PART = 0.25
+_MAX_S = 60.0
+_NUM_FAULTS = 4
 # Shortest time in which a helper can import torch and run a test, and the longest for each of its steps.
 MIN_S = 10.0
 _LINK_S, _ROUND_S, _ANSWER_S = 3.0, 3.0, 1.0
 
 # The resolver of a helper gives up a name server that does not answer after a second, not after 10.
 _RESOLVER = "timeout:1"
+
+
+def with_faults(
+    error: FracBackendError,
+    worker_group: Any,
+    plans: Sequence[WorkerPlan],
+    addresses: Sequence[WorkerAddress],
+    deadline: Deadline,
+    start_timeout_s: float,
+) -> FracBackendError:
+    """Add the ranks, nodes and links at fault to the error of a group that did not form or failed its verification.
+
+    Args:
+        error: The error of the start; one of another kind comes back as it is, and so does one whose fault is not found.
+        worker_group: Workers whose start has failed.
+        plans: Plan of each rank, by rank.
+        addresses: Node and process of each rank.
+        deadline: Deadline of the start.
+        start_timeout_s: Its time limit in seconds. The search takes what is left of it or, where that is less, a quarter of it.
+    """
+    if not isinstance(error, (GroupFormationError, VerificationError)):
+        return error
+    search_s = min(_MAX_S, max(deadline.left_s, start_timeout_s * _PART))
+    faults = find_faults(worker_group, plans, addresses, Deadline(search_s))
+    if not faults:
+        return error
+    found = "; ".join(fault.text for fault in faults[:_NUM_FAULTS])
+    ranks = {rank for fault in faults for rank in fault.ranks}
+    return error.restated(f"{error} Search for the fault: {found}.", ranks=ranks or None)
 
 
 def find_faults(

@@ -1,4 +1,4 @@
-"""End the process groups of a process without holding the GIL. Runs on the worker; imports no Ray."""
+"""End the process groups of a process, in any state and without holding the GIL. Runs on the worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ray_fracbackend.log import logger
+from ray_fracbackend.timeouts import bounded
 from ray_fracbackend.verify import backends_by_device
+
+# For a failed group of NCCL to be aborted.
+ABORT_S = 5.0
+
+
+def end_process_group(*, failed: bool = False) -> None:
+    """Destroy the default process group in any state; peers that wait in it get an error at once.
+
+    Args:
+        failed: A collective may still be running, for which destroying a group would wait: all but Gloo is aborted instead. NCCL
+            always is: it waits for the other ranks of the node to destroy theirs (ncclCommDestroy), and they may have failed.
+    """
+    if not dist.is_initialized():
+        # torch puts its count of groups into the store's keys and does not decrease it after a failure: the ranks of the
+        # next start would wait under different keys.
+        distributed_c10d._world.group_count = 0
+        return
+    try:
+        backends = set(backends_by_device().values())
+        if "nccl" in backends or (failed and backends != {"gloo"}):
+            bounded(_abort, ABORT_S)
+        else:
+            destroy_process_groups()
+    except (RuntimeError, TimeoutError) as error:
+        logger.debug("the failed process group did not close cleanly: %s", error)
 
 
 def destroy_process_groups() -> None:
@@ -25,3 +52,12 @@ def destroy_process_groups() -> None:
         dist.destroy_process_group()
     finally:
         backends.clear()  # an error keeps this frame
+
+
+def _abort() -> None:
+    # torch before 2.6 has no such function; destroying aborts NCCL there.
+    abort = getattr(distributed_c10d, "_abort_process_group", destroy_process_groups)
+    try:
+        abort()
+    except RuntimeError:  # a backend that cannot be aborted, such as the Gloo of a pair
+        destroy_process_groups()

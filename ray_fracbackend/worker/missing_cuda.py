@@ -148,11 +148,6 @@ def why_no_cuda(error: Exception | None = None) -> str:
     return cause_text(found)
 
 
-def is_cuda_error(error: BaseException | None) -> bool:
-    """Return whether CUDA refused a call of torch: an AcceleratorError since torch 2.8, a RuntimeError before."""
-    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error: ")
-
-
 def cause_text(found: CudaFindings) -> str:
     """Say why torch cannot use a CUDA device, and what to do. Pure.
 

@@ -11,8 +11,9 @@ import socket
 import sys
 from pathlib import Path
 
+from ray_fracbackend.decide.addresses import is_link_local, normal, parsed
+from ray_fracbackend.decide.error_texts import cause_of, has_no_transport
 from ray_fracbackend.decide.interfaces import IFNAME, gloo_doubt
-from ray_fracbackend.decide.rendezvous import is_link_local, normal, parsed
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.errors import RendezvousError
 from ray_fracbackend.timeouts import bounded
@@ -85,7 +86,7 @@ def gloo_missing() -> str | None:
         # A literal address, as a host name would need a name server.
         dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     except RuntimeError as error:
-        if "unsupported gloo device" in str(error):
+        if has_no_transport(error):
             return no_transport_text(torch.__version__)
     return None
 
@@ -122,9 +123,7 @@ def check_gloo_device(interface: str | None) -> None:
                 raise RuntimeError(f"{name!r} is not ASCII, and Windows passes variables to Gloo in another code page")
             dist.ProcessGroupGloo.create_device(interface=name)
     except RuntimeError as error:
-        cause = str(error).strip().splitlines()[0]
-        if "unsupported gloo device" in cause:
-            cause = no_transport_text(torch.__version__)
+        cause = no_transport_text(torch.__version__) if has_no_transport(error) else cause_of(error)
         setting = f"{IFNAME}={interface}" if interface is not None else f"{IFNAME} not set"
         known = list(interfaces())
         doubt = gloo_doubt(interface, known) if interface is not None and known else None
@@ -132,19 +131,13 @@ def check_gloo_device(interface: str | None) -> None:
         raise RendezvousError(f"Gloo cannot use a network device here ({setting}): {cause}. {here}") from error
 
 
-def no_port_left(error: BaseException) -> str | None:
-    """Say of an error of Gloo, which asks the system for any port, that it has none left; None for other errors."""
-    if "bind: Address already in use" not in str(error):
-        return None
+def port_range() -> str:
+    """Say which ports the system hands out by itself."""
     try:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-        given = f"{low} to {high}, by net.ipv4.ip_local_port_range"
     except (OSError, ValueError):
-        given = "of the system's own range"
-    return (
-        f"This node has no free port left ({given}): Gloo needs several for every pair of ranks. Widen the range, or end what holds so "
-        "many connections."
-    )
+        return "of the system's own range"
+    return f"{low} to {high}, by net.ipv4.ip_local_port_range"
 
 
 def route_interface(address: str) -> str | None:
@@ -197,5 +190,5 @@ def _default_device_missing() -> str | None:
         resolve(name)
         dist.ProcessGroupGloo.create_default_device()
     except (OSError, RuntimeError, UnicodeError) as error:
-        return f"the host name {name!r} leads to no device ({str(error).strip().splitlines()[0]})"
+        return f"the host name {name!r} leads to no device ({cause_of(error)})"
     return None

@@ -6,12 +6,10 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     DebugLevel,
@@ -23,35 +21,22 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from ray_fracbackend import _ray
 from ray_fracbackend.decide.interfaces import IFNAME
-from ray_fracbackend.decide.nccl import cause_of
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import AGENT_STORE
 from ray_fracbackend.decide.worker_info import ranks_text
-from ray_fracbackend.errors import (
-    BackendUnavailableError,
-    FracBackendError,
-    GroupFormationError,
-    MissingDeviceError,
-    RendezvousError,
-    VerificationError,
-)
+from ray_fracbackend.errors import GroupFormationError, RendezvousError, VerificationError
 from ray_fracbackend.timeouts import Deadline, bounded
-from ray_fracbackend.verify import VerificationResult, backends_by_device, other_devices, verify_process_group
+from ray_fracbackend.verify import VerificationResult, verify_process_group
 from ray_fracbackend.worker import environment, memory_cap, store
-from ray_fracbackend.worker.checkpoint_copies import copy_checkpoints_in_turn
-from ray_fracbackend.worker.gloo_trial import try_gloo_on_cuda
-from ray_fracbackend.worker.group_end import destroy_process_groups
-from ray_fracbackend.worker.missing_cuda import is_cuda_error, why_no_cuda
-from ray_fracbackend.worker.network import check_gloo_device, no_port_left, route_interface
+from ray_fracbackend.worker.group_end import ABORT_S, destroy_process_groups, end_process_group
+from ray_fracbackend.worker.network import check_gloo_device, route_interface
+from ray_fracbackend.worker.reach import REACH_S, check_reachable
+from ray_fracbackend.worker.start_failure import named_step, refused_by_cuda
 from ray_fracbackend.worker.state import STATE
 
 # Time past the deadline for c10d and Gloo to raise their own timeout; the driver waits longer for the result.
 _SILENCE_S = 1.0
-# For a failed group of NCCL to be aborted.
-ABORT_S = 5.0
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# For the NVML of a broken GPU to answer.
-_NVML_S = 2.0
 
 
 def start_worker(plan: WorkerPlan) -> VerificationResult | None:
@@ -74,7 +59,7 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
     before = environment.snapshot()
     STATE.report = None
     try:
-        stop_worker()  # what a failed attempt in this process may have left
+        end_process_group()  # what a failed attempt in this process may have left
         environment.clear()
         environment.set_always(plan.rendezvous.start_env)
         _prepare(plan)
@@ -87,7 +72,7 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
         environment.clear(plan.rendezvous.start_env)
     except BaseException as error:
         _release_frames(error)
-        stop_worker(failed=True)
+        end_process_group(failed=True)
         memory_cap.set_cap(None)
         environment.restore(before)
         raise
@@ -115,7 +100,7 @@ def _form(
     _init_process_group(plan, common, deadline, prefix)
     # NCCL's watchdog ends the process at the timeout: the verification comes to its own end before.
     _set_group_timeout(plan, deadline.left_s + (ABORT_S if plan.backends.has_nccl else 0))
-    result = _verify(plan, deadline) if plan.verify else None
+    result = _verify(plan, deadline)
     _set_group_timeout(plan, plan.timeout_s)
     return result
 
@@ -138,77 +123,30 @@ def _try_nccl(plan: WorkerPlan, common: TCPStore, deadline: Deadline) -> None:
     finally:
         os.environ[_HANDLING] = handling
     common.set(f"{key}/{plan.rank}", passed)
-    with _named(f"waiting for the other ranks' check of {plan.backend}", plan, GroupFormationError):
+    with named_step(f"waiting for the other ranks' check of {plan.backend}", plan, GroupFormationError):
         failed = [rank for rank in range(plan.world_size) if common.get(f"{key}/{rank}") != passed.encode()]
     if failed:
         raise VerificationError(f"the check of {plan.backend} failed on {ranks_text(failed)}.", ranks=failed)
-    stop_worker()
+    end_process_group()
 
 
 def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
-    """Verify the group with tensors of the device that the worker trains on, and both halves of ``cpu:gloo,cuda:nccl``.
+    """Verify the group on the devices of the plan; return the figures of the one that the worker trains on."""
+    if not plan.verify:
+        return None
+    if sys.platform == "win32" and plan.device.startswith("cuda") and plan.backends.by_device.get("cuda") == "gloo":
+        from ray_fracbackend.worker.gloo_trial import try_gloo_on_cuda
 
-    Of a group that is for CUDA alone, on a worker without CUDA, nothing can be verified; nor where Ray assigned no device: the
-    script has yet to choose one, and on the current one all ranks of a node would meet.
-    """
-    device = torch.device(plan.device)
-    is_assigned = device.type != "cuda" or device.index is not None
-    own = [device] if is_assigned and device.type in backends_by_device() else []
-    if device.type == "cuda" and sys.platform == "win32" and plan.backends.by_device.get("cuda") == "gloo":
         try_gloo_on_cuda(plan.device, deadline.left_s)
-    results = []
-    for each in (*other_devices(device), *own):
+    result = None
+    for device in plan.verify_on:
         try:
-            results.append(verify_process_group(device=each, timeout_s=deadline.left_s))
+            result = verify_process_group(device=device, timeout_s=deadline.left_s)
         except VerificationError as failed:
-            if is_cuda_error(failed.__cause__):
-                raise _refused(plan, failed) from failed.__cause__
+            if (refused := refused_by_cuda(plan, failed)) is not None:
+                raise refused from failed.__cause__
             raise
-    return results[-1] if results else None
-
-
-def _refused(plan: WorkerPlan, failed: VerificationError) -> FracBackendError:
-    """Return the error of what CUDA refused, which is no failure of the group: the first context is made in the verification."""
-    error = failed.__cause__
-    assert isinstance(error, Exception)
-    if "out of memory" in str(error):  # a full device is torch's OutOfMemoryError by now: what is left is host memory
-        return BackendUnavailableError(str(failed), ranks=(plan.rank,))
-    try:
-        why = bounded(partial(why_no_cuda, error), _NVML_S)
-    except TimeoutError:
-        why = str(failed).rstrip(".")
-    return MissingDeviceError(f"{plan.device} cannot be used: {why}.", ranks=(plan.rank,))
-
-
-def stop_worker(*, failed: bool = False) -> None:
-    """Destroy the default process group in any state; peers that wait in it get an error at once.
-
-    Args:
-        failed: A collective may still be running, for which destroying a group would wait: all but Gloo is aborted instead. NCCL
-            always is: it waits for the other ranks of the node to destroy theirs (ncclCommDestroy), and they may have failed.
-    """
-    if not dist.is_initialized():
-        # torch puts its count of groups into the store's keys and does not decrease it after a failure: the ranks of the
-        # next start would wait under different keys.
-        distributed_c10d._world.group_count = 0
-        return
-    try:
-        backends = set(backends_by_device().values())
-        if "nccl" in backends or (failed and backends != {"gloo"}):
-            bounded(_abort_process_group, ABORT_S)
-        else:
-            destroy_process_groups()
-    except (RuntimeError, TimeoutError) as error:
-        _ray.logger.debug("the failed process group did not close cleanly: %s", error)
-
-
-def _abort_process_group() -> None:
-    # torch before 2.6 has no such function; destroying aborts NCCL there.
-    abort = getattr(distributed_c10d, "_abort_process_group", destroy_process_groups)
-    try:
-        abort()
-    except RuntimeError:  # a backend that cannot be aborted, such as the Gloo of a pair
-        destroy_process_groups()
+    return result
 
 
 def _prepare(plan: WorkerPlan) -> None:
@@ -221,8 +159,6 @@ def _prepare(plan: WorkerPlan) -> None:
         environment.set_default({IFNAME: interface} if interface else {})
     if plan.train_on_cpu:
         _ray.train_on_cpu()
-    if sys.platform == "win32":
-        copy_checkpoints_in_turn()
     if plan.set_distributed_env:
         _ray.set_torch_distributed_env()
     if plan.backends.has_nccl and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
@@ -237,13 +173,13 @@ def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
     if rendezvous.check_device:
         check_gloo_device(os.environ.get(IFNAME))
     if rendezvous.check_reachable:
-        store.check_reachable(rendezvous.master_addr, rendezvous.master_port, min(store.REACH_S, deadline.left_s))
+        check_reachable(rendezvous.master_addr, rendezvous.master_port, min(REACH_S, deadline.left_s))
 
 
 def _connect(plan: WorkerPlan, deadline: Deadline) -> TCPStore:
     """Connect to rank 0's store, in a thread: torch's store client waits without a limit for a silent store."""
     address, port = plan.rendezvous.master_addr, plan.rendezvous.master_port
-    with _named("rendezvous", plan, RendezvousError):
+    with named_step("rendezvous", plan, RendezvousError):
         left_s = deadline.left_s
         connect = partial(store.connect_store, plan.rank, plan.world_size, address, port, left_s)
         return bounded(connect, left_s + _SILENCE_S)
@@ -255,7 +191,7 @@ def _init_process_group(plan: WorkerPlan, common: TCPStore, deadline: Deadline, 
         import ray_fracbackend.ipc  # registers the backend
     if plan.backends.has_staged:
         import ray_fracbackend.staged  # noqa: F401  registers the backend
-    with _named(f"creating the {plan.backend} process group", plan, GroupFormationError):
+    with named_step(f"creating the {plan.backend} process group", plan, GroupFormationError):
         left_s, abandoned = deadline.left_s, threading.Event()
         common.set_timeout(timedelta(seconds=left_s))
         try:
@@ -289,32 +225,3 @@ def _set_group_timeout(plan: WorkerPlan, timeout_s: float) -> None:
         # torch 2.14 has a public name for it, and a FutureWarning for the old one.
         set_timeout = getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)
         set_timeout(timedelta(seconds=timeout_s))
-
-
-def _advice(plan: WorkerPlan, kind: type[RendezvousError], error: Exception) -> str:
-    if (text := no_port_left(error)) is not None:
-        return text
-    if kind is GroupFormationError and plan.backends.connects_with_gloo:
-        interface = os.environ.get(IFNAME)
-        over = f"over {interface}" if interface else "over the address of its host name"
-        return (
-            f"Gloo connects every pair of ranks on random ports, on this node {over}: check that all nodes pass them, or set "
-            f"{IFNAME} to an interface that the others reach; and that rank 0 and the other ranks do not hang."
-        )
-    if isinstance(error, TimeoutError):  # of bounded(): c10d's own are of another class
-        return "Rank 0 hangs, the network to it is cut, or another rank did not connect: look at that process and at the nodes."
-    return "Check that every node reaches that address and port."
-
-
-@contextmanager
-def _named(step: str, plan: WorkerPlan, kind: type[RendezvousError]) -> Iterator[None]:
-    """Raise torch's errors in the block as one of ours that names the step."""
-    try:
-        yield
-    except FracBackendError:
-        raise
-    except (RuntimeError, ValueError, OSError) as error:
-        where = f"{plan.rendezvous.master_addr}:{plan.rendezvous.master_port}"
-        raise kind(
-            f"{step} at {where} failed ({cause_of(error)}). {_advice(plan, kind, error)}", ranks=(plan.rank,)
-        ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ray_fracbackend.report import StartReport
@@ -49,4 +49,4 @@ def get_start_report() -> StartReport | None:
 
     source, verification = STATE.report
     report: StartReport = ray.get(source)
-    return replace(report, verification=verification)
+    return report.with_figures(verification)

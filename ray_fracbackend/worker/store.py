@@ -7,10 +7,8 @@ open and does not answer is not reachable.
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
-import re
 import socket
 import sys
 import time
@@ -20,13 +18,12 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.torch_version import TorchVersion
 
-from ray_fracbackend.decide.rendezvous import bracketed
+from ray_fracbackend.decide.addresses import bracketed
+from ray_fracbackend.decide.error_texts import cause_of, is_address_in_use
 from ray_fracbackend.decide.worker_info import ranks_text
-from ray_fracbackend.errors import PortInUseError, RendezvousError, UnreachableMasterError
+from ray_fracbackend.errors import PortInUseError, RendezvousError
 from ray_fracbackend.worker.state import STATE
 
-# Bound on one worker's attempt to reach rank 0's store.
-REACH_S = 5.0
 _NUM_TRIES = 3
 _CONNECTED = "ray_fracbackend/connected"
 _PAUSE_S = 0.3
@@ -34,11 +31,6 @@ _PAUSE_S = 0.3
 _OPEN_S = 60.0
 # As many as the kernel allows: all ranks connect at once.
 _BACKLOG = 4096
-# Address in use: 48 on macOS, 98 on Linux, 10048 on Windows; 10013 is a port that Windows reserved or holds exclusively.
-_IN_USE_ERRNOS = {48, 98, 10048, 10013, errno.EADDRINUSE}
-_IN_USE_TEXT = re.compile(
-    r"address already in use|EADDRINUSE|(?:errno|error|code): -?(?:48|98|10048|10013)\b", re.IGNORECASE
-)
 
 
 def hold_store(port: int | tuple[int, int] | None, one_node: bool = False, wait_s: float = 0.0) -> int:
@@ -69,7 +61,7 @@ def hold_store(port: int | tuple[int, int] | None, one_node: bool = False, wait_
         except (RuntimeError, OSError) as error:
             if not is_address_in_use(error):
                 raise
-            clash = str(error).splitlines()[0]
+            clash = cause_of(error)
             continue
         return int(STATE.store.port)
     raise PortInUseError(_in_use_text(port, clash), ranks=(0,))
@@ -122,46 +114,6 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
 def uses_libuv() -> bool:
     """Return whether the store of this process may use libuv: never on Windows, elsewhere as torch itself reads USE_LIBUV."""
     return sys.platform != "win32" and os.environ.get("USE_LIBUV", "1") == "1"
-
-
-def is_address_in_use(error: BaseException) -> bool:
-    """Return True for the errors that c10d and the system raise when a port is taken."""
-    # Python turns Windows' 10013 into an errno of its own, and keeps the code beside it.
-    if isinstance(error, OSError) and {error.errno, getattr(error, "winerror", None)} & _IN_USE_ERRNOS:
-        return True
-    return _IN_USE_TEXT.search(str(error)) is not None
-
-
-def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None:
-    """Open and close one connection to rank 0's store, which is known to be open.
-
-    Args:
-        address: Rank 0's address, a literal IP.
-        port: Its store's port.
-        timeout_s: Bound on all attempts together, in seconds.
-
-    Raises:
-        UnreachableMasterError: No attempt succeeded.
-    """
-    end = time.monotonic() + timeout_s
-    cause: OSError | None = None
-    while (left_s := end - time.monotonic()) > 0:
-        try:
-            socket.create_connection((address, port), timeout=left_s).close()
-            return
-        except TimeoutError as error:
-            # Windows takes two seconds for a refusal, and the limit cuts the last attempt: those before it have told the cause.
-            cause = cause or error
-            break
-        except OSError as error:
-            cause = error
-        time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
-    where = f"{bracketed(address)}:{port}"
-    raise UnreachableMasterError(
-        f"cannot reach rank 0's store at {where} within {timeout_s:g} s ({_outcome(cause)}). The store is open: let the "
-        "firewalls of both nodes pass that port (FracTorchConfig(master_port=...) takes a fixed one or a range), or name an "
-        "address of rank 0's node that this node reaches (master_addr=...)."
-    )
 
 
 def _open_local(port: int) -> TCPStore:
@@ -236,11 +188,3 @@ def _in_use_text(port: int | tuple[int, int] | None, clash: str) -> str:
         f"master_port={port} is taken on rank 0's node ({clash}). Another job may use it: give a range (low, high), or "
         "leave master_port out to use any free port."
     )
-
-
-def _outcome(cause: OSError | None) -> str:
-    if cause is None or isinstance(cause, TimeoutError):
-        return "no answer: something drops the packets"
-    if isinstance(cause, ConnectionRefusedError):
-        return "refused: a firewall, or another machine has that address"
-    return cause.strerror or str(cause)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ray_fracbackend import MissingDeviceError, check_devices
-from ray_fracbackend.decide.nccl import refusal_in
+from ray_fracbackend.decide.error_texts import refusal_in
 from tests.cuda.emulated import needs_rig, run_program, uuid
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))

@@ -19,20 +19,25 @@ GPU = "GPU-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf"
 SLICE = "MIG-11a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf"
 BUS_ID = "00000000:1b:00.0"
 
-# What the probe finds, once for each set of faults that stdin names: a JSON line each. The last line tells which one crashed.
+# What the probe and the doctor's look at the driver find, once for each set of faults that stdin names: a JSON line each. The last line
+# tells which one crashed.
 PROBE = """
 import json, os, sys
 import torch
+from ray_fracbackend.cli.machine import STAGES, Found
 from ray_fracbackend.worker import missing_cuda, probe
+from ray_fracbackend.worker.devices import machine_devices
 base = os.environ.get("CUDA_RIG_FAULT", "")
 for line in sys.stdin:
     os.environ["CUDA_RIG_FAULT"] = ",".join(filter(None, [base, line.strip()]))
     print(line.strip(), end="\\t", flush=True)
-    machine = probe.machine_devices()
+    machine = machine_devices()
     devices = [torch.device("cuda", i) for i in range(machine["num_visible_devices"])]
     own = {} if devices else {"cuda_missing": machine["cuda_missing"]}
-    info = probe._info(devices, True, rank=0, node_id="", node_ip="127.0.0.1", resources={"GPU": 1.0}, **own)
-    found = {"missing": info.cuda_missing, "node": info.num_node_devices, "contexts": torch.cuda.memory_allocated() if devices else 0}
+    info = probe.collect_info(devices, True, rank=0, node_id="", node_ip="127.0.0.1", resources={"GPU": 1.0}, **own)
+    driver = STAGES["driver"].run(Found(), "127.0.0.1").machine
+    found = {"missing": info.cuda_missing, "node": driver.get("num_node_devices")}
+    found["contexts"] = torch.cuda.memory_allocated() if devices else 0
     for device in info.devices[:1]:
         found |= {name: getattr(device, name) for name in ("uuid", "parent_uuid", "pci_bus_id", "compute_mode", "name")}
     assert "ray_fracbackend.ipc" not in sys.modules
@@ -169,7 +174,8 @@ def test_no_library_of_nvml(tmp_path, visible):
 # Asks for a context under each fault and says why there is none.
 CONTEXT = """
 import torch
-from ray_fracbackend.worker.missing_cuda import is_cuda_error, why_no_cuda
+from ray_fracbackend.decide.error_texts import is_cuda_error
+from ray_fracbackend.worker.missing_cuda import why_no_cuda
 try:
     torch.zeros(1, device="cuda")
     torch.ones(1, device="cuda").add_(1).item()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ray_fracbackend.ipc
 import ray_fracbackend.staged  # noqa: F401  # both register their backends
-from ray_fracbackend.decide.nccl import is_invalid_usage
+from ray_fracbackend.decide.error_texts import is_invalid_usage
 from tests.cuda.emulated import MAKES_NCCL, needs_rig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))

@@ -1,6 +1,6 @@
 """The emulated NCCL under torch's real ProcessGroupNCCL: exact collectives, the refusals of every version, faults, and their endings.
 
-What NCCL refuses and how torch says it is what ray_fracbackend/decide/nccl.py reads.
+What NCCL refuses and how torch says it is what ray_fracbackend/decide/error_texts.py reads.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
 
 from ipc_harness import run_ranks, values
 
-from ray_fracbackend.decide.nccl import cause_of, is_invalid_usage, refusal_in, refused_ranks
+from ray_fracbackend.decide.error_texts import cause_of, is_invalid_usage, refusal_in, refused_ranks
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.timeouts import Deadline, bounded
 from ray_fracbackend.verify import verify_process_group
-from ray_fracbackend.worker.process_group import _verify, start_worker, stop_worker
+from ray_fracbackend.worker.group_end import end_process_group
+from ray_fracbackend.worker.process_group import _verify, start_worker
 from ray_fracbackend.worker.store import hold_store
 from tests.cuda.emulated import needs_rig, uuid
 
@@ -704,7 +705,7 @@ def leave_alone(job, leave):
     started(job, "nccl", device)
     store = job.store()
     if job.rank == 1:
-        stop_worker(failed=True)
+        end_process_group(failed=True)
         store.set("aborted", "")
         store.wait(["left"])
         return True
@@ -717,7 +718,7 @@ def leave_alone(job, leave):
 
 
 @pytest.mark.parametrize(
-    ("leave", "ends"), [(stop_worker, True), (dist.destroy_process_group, False)], ids=["ours", "torch's"]
+    ("leave", "ends"), [(end_process_group, True), (dist.destroy_process_group, False)], ids=["ours", "torch's"]
 )
 def test_a_group_whose_other_rank_has_left_it(run, leave, ends):
     """NCCL waits in its destruction for the ranks of the node; a start that comes after one that failed elsewhere must not."""

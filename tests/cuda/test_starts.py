@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_fracbackend.decide.nccl import refusal_in
+from ray_fracbackend.decide.error_texts import refusal_in
 from tests.cuda.emulated import needs_rig, uuid
 from tests.gpu.gpu_engine import Engine
 from tests.gpu.gpu_training import losses_of_one_process

@@ -7,6 +7,7 @@ A job is a dictionary of plain values: ``name`` of a function below, and its arg
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -109,14 +110,14 @@ def state_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
 
 
 def train_function(config: dict[str, Any]) -> None:
-    """Trains as a user would, and tells losses, backend, device and the start's report."""
+    """Trains as a user would, and tells losses, backend, device, visible devices and the start's report."""
     torch.manual_seed(0)
     device = ray.train.torch.get_device()
     model = ray.train.torch.prepare_model(Network(), parallel_strategy_kwargs={"find_unused_parameters": True})
     if config.get("num_trials"):
         _meet_other_trials(Path(config["out"]), config["num_trials"])
     losses = run_steps(model, device, dist.get_rank(), dist.get_world_size(), config.get("lr", 0.5))
-    found = {"losses": losses, **state_of(model, device)}
+    found = {"losses": losses, **state_of(model, device), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
     if not config["stock"]:
         found["report"] = get_start_report().to_dict()
     tell(config, found)

@@ -36,7 +36,7 @@ def test_uuid(form, noset):
     assert answer["errors"] == []
     report = answer["ranks"][0]["report"]
     assert [worker["devices"][0]["uuid"] for worker in report["workers"]] == [uuid, uuid]
-    assert {worker["cuda_visible_devices"] for worker in report["workers"]} == {"0" if form == "index" else uuid}
+    assert {rank["visible"] for rank in answer["ranks"]} == {"0" if form == "index" else uuid}
     assert [(group["ranks"], group["device_uuid"]) for group in report["plan"]["share_groups"]] == [([0, 1], uuid)]
 
 

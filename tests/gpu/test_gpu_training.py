@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK, is_invalid_usage, refusal_in
+from ray_fracbackend.decide.error_texts import is_invalid_usage, refusal_in
+from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK
 from ray_fracbackend.decide.worker_info import version_text
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 from tests.gpu.gpu_engine import gpu_missing

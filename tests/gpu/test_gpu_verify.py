@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ray_fracbackend.errors import VerificationError
 from ray_fracbackend.verify import verify_process_group
-from ray_fracbackend.worker.process_group import stop_worker
+from ray_fracbackend.worker.group_end import end_process_group
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
 
@@ -39,7 +39,7 @@ def stall(job: Job) -> tuple[str, bool, str]:
         text = ""
     except VerificationError as error:
         text = str(error)
-    stop_worker(failed=True)
+    end_process_group(failed=True)
     left = not dist.is_initialized()
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))

@@ -16,9 +16,9 @@ from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.ipc import host_memory_support
 from ray_fracbackend.isolation import helper
+from ray_fracbackend.worker.devices import boot_id
 from ray_fracbackend.worker.environment import user_environment
 from ray_fracbackend.worker.network import network_info
-from ray_fracbackend.worker.probe import boot_id
 from ray_fracbackend.worker.process_group import start_worker
 from ray_fracbackend.worker.store import hold_store
 

@@ -13,7 +13,7 @@ from net_nodes import Node, Worker
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import Rendezvous, plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import WorkerInfo
 
 # Stock gets this timeout where Ray Train would take 1800 s, so that its hang ends within a test.
@@ -67,8 +67,8 @@ def instructions(
 ) -> tuple[list[WorkerPlan], Rendezvous]:
     """What our decision has every rank do, on the CPU."""
     options = options or Settings()
-    backend = plan_start(facts, options).backend
-    plan = plan_rendezvous(facts, options, backend)
+    backend = decide_start(facts, options).backend
+    plan = plan_rendezvous(facts, options, backend, facts[0].network.store_port)
     found = [
         WorkerPlan(
             rank=rank,

@@ -92,7 +92,7 @@ def test_t5_nodes_without_a_common_family_are_refused(two_nodes: Nodes, tmp_path
     second.ip_command("addr", "del", f"{second.ip}/24", "dev", "eth0")
     facts, _ = probe(two_nodes, tmp_path, [first.ip, second.ip6])
     with pytest.raises(RendezvousError, match=r"cannot connect IPv4 with IPv6 .*rank 0 IPv4.*rank 1 IPv6"):
-        plan_rendezvous(facts, Settings(), "gloo")
+        plan_rendezvous(facts, Settings(), "gloo", facts[0].network.store_port)
 
 
 def test_t6_ipv6_literals_go_without_brackets(two_nodes: Nodes, tmp_path: Path, full: bool) -> None:
@@ -121,7 +121,7 @@ def test_t7_loopback_between_nodes_is_refused(two_nodes: Nodes, tmp_path: Path, 
         assert SUM_OF_TWO not in results
     facts, _ = probe(two_nodes, tmp_path, ["127.0.0.1", "127.0.0.1"])
     with pytest.raises(RendezvousError, match=r"loopback address \(rank 0 on node 127.0.0.1.*--node-ip-address"):
-        plan_rendezvous(facts, Settings(), "gloo")
+        plan_rendezvous(facts, Settings(), "gloo", facts[0].network.store_port)
 
 
 def test_t7_an_explicit_loopback_address_is_tried_and_named(two_nodes: Nodes, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_an_unresolvable_configured_name_names_the_rank(two_nodes: Nodes, tmp_pa
     with pytest.raises(
         RendezvousError, match=r"'train-master' cannot be resolved by rank 1 \(rank 1 \(node 10.77.0.2"
     ) as info:
-        plan_rendezvous(facts, options, "gloo")
+        plan_rendezvous(facts, options, "gloo", facts[0].network.store_port)
     assert info.value.ranks == (1,)
 
 

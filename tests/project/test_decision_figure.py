@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ray_fracbackend.decide.job import Job
+from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.decide.table import ROWS, Job, deciding_row
+from ray_fracbackend.decide.table import ROWS, decide_start, deciding_row
 from ray_fracbackend.errors import FracBackendError
 from tests.unit.builders import gpu, job, mig, worker
 
@@ -36,91 +38,98 @@ _ON_CPU = {"on_missing_cuda": "cpu"}
 
 # Jobs and settings that each row decides, by the row's name and in the order of the rows, and what each comes to.
 _EXAMPLES = {
-    "left to Ray": [(_OWN, {"backend": "ucc"}, "ray"), (job(None, resources={"TPU": 4}), {}, "ray")],
-    "_mixed_systems": [([worker(0, platform="win32"), worker(1)], {}, "error")],
-    "_ipc_without_gpus": [(_CPU_IPC, {"backend": "ipc"}, "ipc"), (_CPU, {"backend": "ipc"}, "error")],
-    "_nccl_without_gpus": [
-        (job(None, nccl_available=True, num_visible_devices=1), {"backend": "nccl"}, "nccl"),
-        (_CPU, {"backend": "nccl"}, "error"),
+    "mixed systems": [([worker(0, platform="win32"), worker(1)], {}, "error")],
+    "NCCL without GPUs": [(_CPU, {"backend": "nccl"}, "error")],
+    "missing CUDA": [(_MISSING, asked, "error") for asked in ({}, {"backend": "ipc"}, {"backend": "staged"})],
+    "compute mode": [
+        (job(gpu(compute_mode="prohibited")), {}, "error"),
+        (job(gpu(compute_mode="exclusive_process"), gpu(compute_mode="exclusive_process")), {}, "error"),
     ],
-    "_gloo_without_gpus": [(_CPU, {}, "gloo"), (_CPU, {"backend": "staged"}, "staged")],
-    "_asked_without_cuda": [(_MISSING, {"backend": "gloo"}, "gloo")],
-    "_error_without_cuda": [(_MISSING, asked, "error") for asked in ({}, {"backend": "ipc"}, {"backend": "staged"})],
-    "_cpu_with_ipc": [
-        (_MISSING_IPC, {"backend": "ipc", **_ON_CPU}, "ipc"),
-        (_MISSING, {"on_shared_device": "ipc", **_ON_CPU}, "error"),
-    ],
-    "_cpu_with_gloo": [(_MISSING, _ON_CPU, "gloo"), (_MISSING, {"backend": "nccl", **_ON_CPU}, "gloo")],
-    "_prohibited": [(job(gpu(compute_mode="prohibited")), {}, "error")],
-    "_exclusive": [(job(gpu(compute_mode="exclusive_process"), gpu(compute_mode="exclusive_process")), {}, "error")],
-    "_shared_error": [
+    "sharing forbidden": [
         (_SHARED, {"on_shared_device": "error"}, "error"),
         (_SHARED, {"on_shared_device": "error", "backend": "gloo"}, "error"),
     ],
-    "_ipc_asked": [(_IPC, {"backend": "ipc"}, "ipc"), (_SHARED, {"backend": "ipc"}, "error")],
-    "_staged_asked": [
-        (_SHARED, {"backend": "staged"}, "staged"),
-        (_OWN, {"backend": _STAGED}, _STAGED),
-        (job(gpu(), gpu(), staged_missing="no"), {"backend": "staged"}, "error"),
+    "mixed NCCL versions": [([_OWN[0], worker(1, gpu("b"), nccl_version=_NEW)], {}, "error")],
+    "no GPUs": [
+        (_CPU, {}, "gloo"),
+        (_CPU, {"backend": "staged"}, "staged"),
+        (_CPU_IPC, {"backend": "ipc"}, "ipc"),
+        (_CPU, {"backend": "ipc"}, "error"),
+        (job(None, nccl_available=True, num_visible_devices=1), {"backend": "nccl"}, "nccl"),
     ],
-    "_asked_on_devices": [
-        (_WINDOWS, {"backend": "gloo"}, "gloo"),
-        (_SHARED, {"backend": "gloo"}, "gloo"),
-        (_OWN, {"backend": "gloo"}, "gloo"),
+    "gloo without CUDA": [(_MISSING, {"backend": "gloo"}, "gloo")],
+    "training on the CPU": [
+        (_MISSING, _ON_CPU, "gloo"),
+        (_MISSING, {"backend": "nccl", **_ON_CPU}, "gloo"),
+        (_MISSING_IPC, {"backend": "ipc", **_ON_CPU}, "ipc"),
+        (_MISSING, {"on_shared_device": "ipc", **_ON_CPU}, "error"),
     ],
-    "_shared_nccl": [
+    "several ranks per GPU": [
         (_MULTI_RANK, {"on_shared_device": "nccl"}, "nccl"),
         (_SHARED, {"on_shared_device": "nccl", "backend": "nccl"}, "error"),
+        (_SWITCHED, {}, "nccl"),
+        (_SWITCHED, {"on_shared_device": "ipc"}, "nccl"),
     ],
-    "_shared_nccl_by_user": [(_SWITCHED, {}, "nccl"), (_SWITCHED, {"on_shared_device": "ipc"}, "nccl")],
-    "_shared_ipc": [
+    "ipc": [
+        (_IPC, {"backend": "ipc"}, "ipc"),
+        (_SHARED, {"backend": "ipc"}, "error"),
         (_IPC, {"on_shared_device": "ipc"}, "ipc"),
         (_SHARED, {"on_shared_device": "ipc"}, "error"),
     ],
-    "_shared_ipc_by_auto": [(_IPC, {}, "ipc")],
-    "_shared_staged": [(_SHARED, {"on_shared_device": "staged"}, _STAGED)],
-    "_shared_staged_by_auto": [(_SHARED, {}, _STAGED)],
-    "_shared_gloo": [
+    "staged": [
+        (_SHARED, {"backend": "staged"}, "staged"),
+        (_OWN, {"backend": _STAGED}, _STAGED),
+        (job(gpu(), gpu(), staged_missing="no"), {"backend": "staged"}, "error"),
+        (_SHARED, {"on_shared_device": "staged"}, _STAGED),
+    ],
+    "gloo": [
+        (_WINDOWS, {"backend": "gloo"}, "gloo"),
+        (_SHARED, {"backend": "gloo"}, "gloo"),
+        (_OWN, {"backend": "gloo"}, "gloo"),
         (_SHARED, {"on_shared_device": "gloo"}, "gloo"),
         (_WINDOWS, {"on_shared_device": "gloo"}, _STAGED),
     ],
-    "_shared_auto": [(workers, {}, "gloo") for workers in (_SHARED, _MULTI_RANK, _IPC)]
+    "shared": [(workers, {}, "gloo") for workers in (_SHARED, _MULTI_RANK, _IPC)]
     + [(_SHARED, {"backend": "nccl"}, "gloo"), (_WINDOWS, {}, _STAGED)],
-    "_own_without_nccl": [
+    "no NCCL": [
         ([_OWN[0], worker(1, gpu("b"), nccl_available=False, nccl_version=None)], {}, "gloo"),
         (_OWN_ON_WINDOWS, {}, _STAGED),
     ],
-    "_mixed_nccl": [([_OWN[0], worker(1, gpu("b"), nccl_version=_NEW)], {}, "error")],
-    "_own_slices": [(job(mig("1"), mig("2"), nccl_version=_NEW), {}, "nccl")],
-    "_own_nccl": [(_OWN, {}, "nccl"), (_OWN, {"backend": "nccl"}, "nccl")],
+    "own devices": [
+        (_OWN, {}, "nccl"),
+        (_OWN, {"backend": "nccl"}, "nccl"),
+        (job(mig("1"), mig("2"), nccl_version=_NEW), {}, "nccl"),
+    ],
 }
 
 
-def outcome(row, workers, settings):
-    """What a row makes of a job: a backend, ``error``, or ``ray``."""
-    if row.decide is None:
-        return "ray"
+def outcome(workers, settings):
+    """What a job comes to: a backend, or ``error``."""
     try:
-        return row.decide(Job(workers, Settings(**settings))).backend
+        return decide_start(workers, Settings(**settings)).backend
     except FracBackendError:
         return "error"
 
 
 def test_every_row_has_an_example():
     """In the order of the rows."""
-    assert [row.decide.__name__ if row.decide else "left to Ray" for row in ROWS] == list(_EXAMPLES)
+    assert [row.name for row in ROWS] == list(_EXAMPLES)
 
 
 @pytest.mark.parametrize(("row", "name"), zip(ROWS, _EXAMPLES, strict=True), ids=list(_EXAMPLES))
-def test_row(row, name, monkeypatch):
+def test_row(row, name):
     """The row is the first whose condition holds for its examples, and comes to what they say, which its result names."""
-    monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", name == "_shared_ipc_by_auto")
-    monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_STAGED", name == "_shared_staged_by_auto")
     for workers, settings, expected in _EXAMPLES[name]:
         assert deciding_row(Job(workers, Settings(**settings))) is row
-        assert outcome(row, workers, settings) == expected
+        assert outcome(workers, settings) == expected
         named = "staged" if expected == _STAGED else expected
         assert named in row.result.casefold() or "as asked for" in row.result
+
+
+@pytest.mark.parametrize(("workers", "settings"), [(_OWN, {"backend": "ucc"}), (job(None, resources={"TPU": 4}), {})])
+def test_left_to_ray(workers, settings):
+    """The row before all others, which is asked before the workers are."""
+    assert left_to_ray(Settings(**settings).backend, workers[0].resources) is not None
 
 
 def test_the_docs_have_the_code_s_table_and_picture():

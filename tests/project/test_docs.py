@@ -19,11 +19,12 @@ import ray.train.v2._internal.exceptions
 import ray.tune.error
 import torch.distributed as dist
 
-from ray_fracbackend import FracTorchConfig, collect, errors, ipc
+from ray_fracbackend import FracTorchConfig, errors, ipc
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli.arguments import parser
 from ray_fracbackend.decide.settings import setting_names
 from ray_fracbackend.errors import FracBackendError
+from ray_fracbackend.failure import merge
 from tests.processes import free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -148,7 +149,7 @@ def known_errors():
     """Names of exceptions that a page may name: ours, Python's, and those of Ray and torch that users get."""
     modules = [
         errors,
-        collect,
+        merge,
         ipc,
         builtins,
         ray.exceptions,

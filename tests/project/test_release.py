@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from ray_fracbackend import __version__
-from tests.unit.test_nccl_words import REFUSALS, torch_text
+from tests.unit.test_error_texts import REFUSALS, torch_text
 
 _ROOT = Path(__file__).parents[2]
 _PROJECT = (_ROOT / "pyproject.toml").read_text()

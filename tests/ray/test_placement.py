@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from ray.util.placement_group import placement_group_table
 
 from ray_fracbackend import FracTorchConfig, InsufficientResourcesError, MissingDeviceError
 from ray_fracbackend.cli.plan import plan_workers
-from ray_fracbackend.cli.probe_workers import rank_order
+from ray_fracbackend.cli.probe_workers import probe_workers, rank_order
 from tests.processes import actor_processes, wait_until
 from tests.ray.conftest import HALF_GPU
 
@@ -43,10 +44,15 @@ def test_plan(cluster):
     # Ray packs two workers on its first GPU and the third on its second, and Train ranks them in that order.
     assert [worker.gpu_ids for worker in report.workers] == [("0",), ("0",), ("1",)]
     assert len({worker.pid for worker in report.workers}) == 3
-    # As Ray Train does for its workers, so that indices of devices mean the same.
-    assert {worker.cuda_visible_devices for worker in report.workers} == {"0,1"}
     assert "not verified" in report.to_text()
     assert report._repr_html_().count("<tr>") == 4
+    assert wait_until(nothing_is_left)
+
+
+def test_visible_devices(cluster):
+    """Each worker sees the devices of all workers of its node, as under Ray Train, so that indices mean the same."""
+    with probe_workers(HALVES, FracTorchConfig(), timeout_s=30, fixed=False) as group:
+        assert ray.get(group.execute_async(os.getenv, "CUDA_VISIBLE_DEVICES")) == ["0,1"] * 3
     assert wait_until(nothing_is_left)
 
 

@@ -90,7 +90,7 @@ def failed_start(group, error, match, **settings):
         with stalls_of_this_process() as stalls:
             failure = failure_of(group, **settings)
         elapsed_s = time.monotonic() - started
-        assert [each for each in gc.get_objects() if isinstance(each, backend_module._Start)] == []
+        assert [each for each in gc.get_objects() if isinstance(each, backend_module.Start)] == []
     finally:
         gc.enable()
     assert elapsed_s - sum(stalls) < settings["start_timeout_s"] + 10  # the design's bound

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import fields
 
 import pytest
+import ray
 
 from ray_fracbackend import SharedDeviceError
 from ray_fracbackend.decide.device_sharing import shared_devices
-from ray_fracbackend.decide.plan import StartPlan
+from ray_fracbackend.decide.plan import Decision
+from ray_fracbackend.decide.worker_info import WorkerInfo
 from tests.processes import free_port
 from tests.ray.starts import START_S, group_state, replace_in_worker, start
 from tests.unit.builders import gpu, job
-from tests.unit.test_nccl_words import DUPLICATE, torch_text
+from tests.unit.test_error_texts import DUPLICATE, torch_text
 
 # On Windows Gloo does not notice that a peer has left its group: rank 1 waits for half of the budget.
 _BUDGET = {"start_timeout_s": 24} if sys.platform == "win32" else {}
@@ -22,13 +25,13 @@ _BUDGET = {"start_timeout_s": 24} if sys.platform == "win32" else {}
 @pytest.mark.parametrize("fixed_port", [False, True])
 def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port):
     """The first backend fails its verification, the second is started, verified and reported; on the same port too."""
-    plan = StartPlan(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
-    monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
+    plan = Decision(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
+    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap", 1)
     seconds = []
     monkeypatch.setattr(
-        "ray_fracbackend.backend._save", lambda group, report: seconds.append(report["seconds"]["start"])
+        "ray_fracbackend.backend.save_report", lambda group, report: seconds.append(report["seconds"]["start"])
     )
     start(pair, **_BUDGET, **({"master_port": free_port()} if fixed_port else {}))
 
@@ -44,10 +47,36 @@ def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port
     assert seconds[0] > 3  # the first one's nap
 
 
+def test_workers_are_asked_once(pair, monkeypatch):
+    """For the second choice rank 0 opens another store, and nobody is probed again; no worker is sent what others told."""
+    plan = Decision(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
+    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
+    pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
+    sent, execute = [], pair.execute_single_async
+
+    def recorded(rank, function, *arguments):
+        sent.append((function.__name__, rank, arguments))
+        return execute(rank, function, *arguments)
+
+    monkeypatch.setattr(pair, "execute_single_async", recorded)
+    start(pair, **_BUDGET)
+    assert [(name, rank) for name, rank, _ in sent] == [
+        *(("probe_worker", rank) for rank in range(2)),
+        *(("start_worker", rank) for rank in range(2)),
+        ("hold_store", 0),
+        *(("start_worker", rank) for rank in range(2)),
+    ]
+    plans = [arguments[0] for name, _, arguments in sent if name == "start_worker"]
+    assert {type(plan.report) for plan in plans} == {ray.ObjectRef}
+    assert plans[0].rendezvous.master_port != plans[-1].rendezvous.master_port
+    fields_of = (getattr(plan, field.name) for plan in plans for field in fields(plan))
+    assert not [value for value in fields_of if isinstance(value, WorkerInfo)]
+
+
 def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
     """A first choice that hangs in its first collective, and that only an abort ends, is left in time; reported once."""
-    plan = StartPlan(backend="stall", device_type="cpu", reason="first choice", fallback="gloo")
-    monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
+    plan = Decision(backend="stall", device_type="cpu", reason="first choice", fallback="gloo")
+    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute(register_stalling)
     with caplog.at_level("WARNING", logger="ray.train"):
         start(pair, start_timeout_s=12)
@@ -60,8 +89,8 @@ def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
 @pytest.mark.full
 def test_second_choice_after_no_answer(pair, monkeypatch):
     """A rank that does not answer in the first choice's half of the time leaves the other half to the second."""
-    plan = StartPlan(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
-    monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
+    plan = Decision(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
+    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap 15", 1)
     start(pair, start_timeout_s=22)
     assert {state["backend"] for state in pair.execute(group_state)} == {"gloo"}
@@ -70,8 +99,8 @@ def test_second_choice_after_no_answer(pair, monkeypatch):
 def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
     """NCCL's duplicate-GPU error is reported with the ranks, and a plan with a fallback takes it."""
     groups = shared_devices(job(gpu(), gpu()))
-    plan = StartPlan(backend="nccl", device_type="cpu", reason="first choice", share_groups=groups, fallback="gloo")
-    monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
+    plan = Decision(backend="nccl", device_type="cpu", reason="first choice", share_groups=groups, fallback="gloo")
+    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute(refuse_once, torch_text(DUPLICATE))
     start(pair)
 
@@ -90,8 +119,8 @@ def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
 
 def test_refusal_of_nccl_without_a_way_out(pair, monkeypatch):
     """An explicit choice of NCCL ends in one error that names the ranks and what to do."""
-    plan = StartPlan(backend="nccl", device_type="cpu", reason="nccl", share_groups=shared_devices(job(gpu(), gpu())))
-    monkeypatch.setattr("ray_fracbackend.decide.plan_start", lambda *args: plan)
+    plan = Decision(backend="nccl", device_type="cpu", reason="nccl", share_groups=shared_devices(job(gpu(), gpu())))
+    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute(refuse_once, torch_text())
     with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share .*\(ncclInvalidUsage\)\. .*gloo"):
         start(pair, start_timeout_s=START_S)

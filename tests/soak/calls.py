@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ray_fracbackend.decide.plan import WorkerPlan
-from ray_fracbackend.worker.process_group import start_worker, stop_worker
+from ray_fracbackend.worker.group_end import end_process_group
+from ray_fracbackend.worker.process_group import start_worker
 from tests.soak.belongings import belongings
 
 # The variables of a start that worked stay for the train function, until the next one.
@@ -44,7 +45,7 @@ def train(num_steps: int, pause_s: float) -> None:
 
 def stop() -> None:
     """What Ray Train's shutdown does, after a failure too."""
-    stop_worker()
+    end_process_group()
 
 
 def held() -> dict[str, Any]:

@@ -49,7 +49,6 @@ def worker(rank: int, device: DeviceInfo | None = None, node: str = "1", **facts
         "resources": {"CPU": 1.0, "GPU": 0.5} if device else {"CPU": 1.0},
         "devices": (device,) if device else (),
         "num_visible_devices": 1 if device else 0,
-        "num_node_devices": 1 if device else 0,
         "nccl_available": device is not None,
         "nccl_version": (2, 28, 9) if device else None,
         "ipc_device_memory_missing": "no ipc here",

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ray_fracbackend.decide.nccl import explain_failure
+from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.decide.table import left_to_ray, plan_start
+from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerInfo
 from ray_fracbackend.errors import FracBackendError, SharedDeviceError, StartTimeoutError, VerificationError
+from ray_fracbackend.failure.explain import explain_nccl
 from tests.unit.builders import worker
 from tests.unit.test_plan_property import jobs
 
@@ -50,7 +51,7 @@ def advised(text: str) -> list[dict[str, str]]:
 def refusal(workers: list[WorkerInfo], chosen: Settings) -> str:
     """The error of the decision, empty where there is none."""
     try:
-        plan_start(workers, chosen)
+        decide_start(workers, chosen)
     except FracBackendError as error:
         return str(error)
     return ""
@@ -58,7 +59,7 @@ def refusal(workers: list[WorkerInfo], chosen: Settings) -> str:
 
 def starts(workers: list[WorkerInfo], chosen: Settings) -> bool:
     """Whether nothing of ours refuses it: the decision, and on Windows the trial of Gloo on CUDA tensors."""
-    plan = plan_start(workers, chosen)
+    plan = decide_start(workers, chosen)
     on_windows = any(each.platform == "win32" for each in workers)
     return not (on_windows and plan.device_type == "cuda" and plan.backends.by_device.get("cuda") == "gloo")
 
@@ -82,10 +83,20 @@ def test_what_is_advised_starts(workers, backend, policy, on_missing_cuda):
 
 # What NCCL says of ranks on one GPU, of one that hangs, and of nothing in particular.
 FAILURES = [
-    VerificationError("all_reduce failed (ncclInvalidUsage). Look at the log.", ranks=(0,)),
-    SharedDeviceError("NCCL refused ranks that share a GPU: Duplicate GPU detected. Give each a GPU.", ranks=(0, 1)),
-    VerificationError("all_reduce failed (no answer within 9 s). Look at the log.", ranks=(0,)),
-    StartTimeoutError("rank 1 did not answer. Look at it.", ranks=(1,)),
+    VerificationError(
+        "all_reduce failed (ncclInvalidUsage).", advice="Look at the log.", ranks=(0,), kind="invalid_usage"
+    ),
+    SharedDeviceError(
+        "NCCL refused ranks that share a GPU: Duplicate GPU detected.",
+        advice="Give each a GPU.",
+        ranks=(0, 1),
+        kind="refused",
+        cause="Duplicate GPU detected",
+    ),
+    VerificationError(
+        "all_reduce failed (no answer within 9 s).", advice="Look at the log.", ranks=(0,), kind="stalled"
+    ),
+    StartTimeoutError("rank 1 did not answer.", advice="Look at it.", ranks=(1,)),
 ]
 
 
@@ -96,7 +107,7 @@ def test_what_is_advised_after_a_failure_of_nccl_starts(workers, policy, failure
     chosen = Settings(backend="nccl", on_shared_device=policy)
     if refusal(workers, chosen):
         return
-    text = str(explain_failure(failure, plan_start(workers, chosen), workers))
+    text = str(explain_nccl(failure, decide_start(workers, chosen), workers))
     for advice in advised(text):
         assert starts(workers, replace(chosen, **advice)), text
 

@@ -9,8 +9,9 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayTaskError
 from ray.train.torch import TorchConfig
 
-from ray_fracbackend import FracTorchConfig, _ray
+from ray_fracbackend import FracTorchConfig
 from ray_fracbackend.backend import FracTorchBackend
+from ray_fracbackend.log import logger
 from tests.unit.test_missing_cuda import RELEASES, recorded
 
 
@@ -30,7 +31,7 @@ def test_a_worker_that_fails_in_the_shutdown_does_not_hide_the_cause(
 ) -> None:
     """Ray empties torch's cache there, which a worker that has lost its GPU cannot."""
     error = RayTaskError("_shutdown_torch", "<traceback>", RuntimeError(recorded("device_lost", release)))
-    with caplog.at_level(logging.WARNING, _ray.logger.name):
+    with caplog.at_level(logging.WARNING, logger.name):
         shut_down(monkeypatch, error)
     assert [record.getMessage() for record in caplog.records] == [
         "ray_fracbackend: a worker failed while its process group was shut down: CUDA error: unspecified launch failure"

@@ -12,8 +12,8 @@ from ray.exceptions import NodeDiedError
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
 from ray_fracbackend import collect
-from ray_fracbackend._ray import WorkerAddress
 from ray_fracbackend.collect import gather
+from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.errors import (
     FracBackendError,
     GroupFormationError,
@@ -56,6 +56,21 @@ def test_a_worker_that_ray_s_memory_monitor_killed_is_dead(failure_of: Any, deat
     assert isinstance(error, WorkerDiedError)
     assert error.ranks == (1,)
     assert "rank 1 (node 10.0.0.1, pid 4711) died during start-up (starting gloo)" in str(error)
+
+
+def test_what_is_said_is_that_of_the_rank_that_knows_most(failure_of: Any) -> None:
+    """Kind, cause and the sentence for a fallback's warning are of NCCL's refusal, though another class comes first."""
+    refused = GroupFormationError(
+        "creating failed (Duplicate GPU).", advice="Look.", kind="refused", cause="Duplicate GPU"
+    )
+    lost = VerificationError("barrier failed (closed).", advice="Look.", ranks=[1], kind="failed", cause="closed")
+    for failures, rank in (((lost, refused), 1), ((refused, lost), 0)):
+        error = failure_of(*failures)
+        assert (type(error), error.kind, error.cause) == (GroupFormationError, "refused", "Duplicate GPU")
+        assert error.found == f"rank {rank} (node 10.0.0.{rank}, pid 4711): creating failed (Duplicate GPU)"
+        assert "closed" in str(error)
+    stalled = VerificationError("barrier failed (no answer).", kind="stalled")
+    assert failure_of(lost, stalled).kind == "stalled"
 
 
 def test_out_of_memory_without_a_text(failure_of: Any) -> None:

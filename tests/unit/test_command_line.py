@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_fracbackend.cli import main
+from ray_fracbackend.cli import arguments, main
 from ray_fracbackend.cli.arguments import parser, setting_options, settings_of
 from ray_fracbackend.decide.settings import Settings
 
@@ -44,6 +44,12 @@ def test_every_setting_has_an_option() -> None:
     """The options are made from the fields, so that a new setting is there too."""
     assert {setting.name for setting in fields(Settings)} == {name for _, settings in _OPTIONS for name in settings}
     assert set(setting_options().values()) == {option.split()[0] for option, _ in _OPTIONS}
+
+
+def test_every_setting_has_a_help() -> None:
+    """The texts are in a table of the command line, which has each setting and nothing else."""
+    assert list(arguments._OPTIONS) == [setting.name for setting in fields(Settings)]
+    assert all(option.help for option in arguments._OPTIONS.values())
 
 
 @pytest.mark.parametrize(

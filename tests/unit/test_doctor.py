@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from packaging.requirements import Requirement
 
 from ray_fracbackend.cli.checks import check_cluster, check_machine
 from ray_fracbackend.cli.diagnosis import Check, Diagnosis, Failure, MachineInfo
-from ray_fracbackend.cli.machine import STAGES, _variables, shown_variables
+from ray_fracbackend.cli.machine import STAGES, Found, _variables, shown_variables
 from ray_fracbackend.cli.summary import environment_lines, environment_of
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.worker import probe
@@ -43,6 +44,7 @@ def machine(device=None, network=_NETWORK, **facts):
             "shm_total_bytes": 8 << 30,
             "shm_free_bytes": 8 << 30,
             "ray_gpus": 1.0 if device else 0.0,
+            "num_node_devices": 1 if device else 0,
             **own,
         }
     )
@@ -273,8 +275,49 @@ def test_a_driver_without_torch():
     facts = replace(failed("torch"), driver_gpus=("NVIDIA H200", "NVIDIA H200"), driver_cuda="13.0", ray_gpus=2.0)
     assert line(facts, "driver").text == "NVIDIA 570.1 for CUDA 13.0: 2 x NVIDIA H200"
     assert line(facts, "Ray's GPUs").level == "problem"
-    unknown = replace(facts, worker=replace(facts.worker, num_node_devices=None))
+    unknown = replace(facts, num_node_devices=None)
     assert "Ray's GPUs" not in {check.name for check in check_machine(unknown)}
+
+
+def nvml(**functions):
+    """A pynvml with these functions, where the others raise its error."""
+
+    class Refused(Exception):
+        pass
+
+    def refuse(*_):
+        raise Refused
+
+    names = (
+        *("nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetName"),
+        *("nvmlSystemGetCudaDriverVersion", "nvmlSystemGetDriverVersion"),
+    )
+    working = {"nvmlInit": lambda: None, "nvmlShutdown": lambda: None, **functions}
+    return SimpleNamespace(NVMLError=Refused, **{**dict.fromkeys(names, refuse), **working})
+
+
+COUNTS = {
+    "no NVML": (None, None),
+    "NVML does not count": (nvml(), None),
+    "NVML counts": (nvml(nvmlDeviceGetCount=lambda: 8), 8),
+}
+
+
+@pytest.mark.parametrize(("module", "count"), COUNTS.values(), ids=COUNTS)
+def test_gpus_of_the_node(monkeypatch, module, count):
+    """The stage of the driver has NVML's number of GPUs, which is unknown where NVML does not count them."""
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    found = STAGES["driver"].run(Found(), "127.0.0.1").machine
+    assert found.get("num_node_devices") == count
+
+
+@pytest.mark.parametrize("visible", [None, "", "0,1"])
+def test_visible_devices(monkeypatch, visible):
+    """The report has the variable as the machine has it; an empty one hides all devices and is not an unset one."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert STAGES["host name"].run(Found(), "127.0.0.1").machine["cuda_visible_devices"] == visible
 
 
 def test_block_for_an_issue():

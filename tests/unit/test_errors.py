@@ -12,8 +12,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.train._internal.worker_group import WorkerGroup
 
 from ray_fracbackend import errors
-from ray_fracbackend.collect import LostWorkerError, raise_for_engine
 from ray_fracbackend.errors import VerificationError
+from ray_fracbackend.failure.merge import LostWorkerError, as_engine_error
 from tests.unit.builders import FIGURES
 
 _ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RuntimeError)]
@@ -24,6 +24,24 @@ def test_pickle(cls):
     """Type, message, ranks and reason survive pickling, as between worker and driver."""
     error = pickle.loads(pickle.dumps(cls("what happened", ranks=[3, 1])))
     assert (type(error), str(error), error.ranks, error.reason) == (cls, "what happened", (1, 3), cls.reason)
+
+
+def test_attributes_cross_processes():
+    """Kind, step, cause and what was found, which the driver reads in place of the text; other words keep them."""
+    error = VerificationError(
+        "barrier failed (no answer).", advice="Look.", ranks=[1], kind="stalled", step="barrier", cause="no answer"
+    )
+    assert str(error) == "barrier failed (no answer). Look."
+    for other in (pickle.loads(pickle.dumps(error)), error.restated("rank 1: barrier failed")):
+        assert (other.kind, other.step, other.cause, other.found, other.ranks) == (
+            "stalled",
+            "barrier",
+            "no answer",
+            "barrier failed (no answer)",
+            (1,),
+        )
+    assert str(error.restated("other words", ranks=[2])) == "other words"
+    assert (error.ranks, VerificationError("x").kind) == ((1,), "verification")
 
 
 def test_pickle_as_an_error_of_a_task():
@@ -67,8 +85,7 @@ def fail(found, worker_group):
     try:
         raise found
     except BaseException as error:
-        raise_for_engine(error, worker_group)
-        raise
+        raise as_engine_error(error, worker_group)  # noqa: B904
     finally:
         del found
 

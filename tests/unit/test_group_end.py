@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_fracbackend.worker.process_group import start_worker, stop_worker
+from ray_fracbackend.worker.group_end import end_process_group
+from ray_fracbackend.worker.process_group import start_worker
 from tests.processes import CONTEXT, run_processes
 from tests.unit.test_process_group import cpu_plan
 
@@ -19,7 +20,7 @@ def end_while_gloo_runs(rank: int, num_processes: int, port: int, backend: str, 
     start_worker(replace(cpu_plan(rank, port, budget_s=60), backend=backend, timeout_s=2))
     if rank == 0:
         dist.all_reduce(torch.ones(4), async_op=True)
-        stop_worker(failed=True)
+        end_process_group(failed=True)
         over.set()
     over.wait(60)
     return rank == 1 or not dist.is_initialized()

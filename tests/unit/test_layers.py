@@ -17,29 +17,31 @@ _PARTS = (
     "staged",
     "errors",
     "timeouts",
-    "_ray",
+    "log",
     "decide",
+    "_ray",
+    "verify_failure",
     "verify",
+    "report_table",
     "report",
+    "report_file",
     "worker",
     "device_check",
+    "failure",
     "collect",
     "isolation",
+    "checkpoint_turns",
     "backend",
     "config",
     "checkpoint",
     "integrations",
     "cli",
-    # Deprecated names.
-    "callback",
-    "placement",
-    "rllib",
 )
 # The rooms of the ipc backend, in the same way.
 _IPC_PARTS = ("errors", "knobs", "_torch", "host", "protocol", "device", "group")
 # Parts that need the standard library alone, and those that need torch but never Ray.
-_PURE = ("errors", "timeouts", "decide")
-_WITHOUT_RAY = ("verify", "report", "device_check", "ipc", "staged")
+_PURE = ("errors", "timeouts", "log", "decide")
+_WITHOUT_RAY = ("log", "verify", "verify_failure", "report_table", "report", "device_check", "ipc", "staged")
 _MODULES = sorted(
     path for path in _PACKAGE.rglob("*.py") if path.parent != _PACKAGE or path.stem not in ("__init__", "__main__")
 )
@@ -112,6 +114,44 @@ def test_private_ray_names_live_in_one_module():
     assert {path for path, _ in private} == {"_ray.py"}
 
 
+# Who may look for words in the text of an error: NCCL, CUDA and Gloo say what failed there and nowhere else.
+_TEXT_READERS = {"decide/error_texts.py", "worker/missing_cuda.py"}
+_LOOKS = {"startswith", "endswith", "partition", "rpartition", "split", "splitlines", "find", "count", "removeprefix"}
+_PATTERN_LOOKS = {"search", "match", "fullmatch", "findall"}
+
+
+def is_text_of_an_error(node: ast.AST) -> bool:
+    """``str(error)``, or what a method makes of it, such as ``str(error).lower()``."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return is_text_of_an_error(node.func.value)
+    named = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "str" and len(node.args) == 1
+    return named and isinstance(node.args[0], ast.Name) and node.args[0].id in ("error", "failed", "told", "cause")
+
+
+def looks_into_an_error(node: ast.AST) -> bool:
+    """A comparison, a method or a pattern that looks for something in such a text."""
+    if isinstance(node, ast.Compare):
+        return any(is_text_of_an_error(each) for each in (node.left, *node.comparators))
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    if node.func.attr in _LOOKS:
+        return is_text_of_an_error(node.func.value)
+    return node.func.attr in _PATTERN_LOOKS and any(map(is_text_of_an_error, node.args))
+
+
+def test_nothing_reads_the_text_of_an_error():
+    """Kind, step, ranks and cause of ours are attributes; texts of libraries have one reader each."""
+    found = {
+        path.relative_to(_PACKAGE).as_posix()
+        for path in _MODULES
+        if part_of(path) not in ("ipc", "cli")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if looks_into_an_error(node)
+    }
+    assert found - _TEXT_READERS == set()
+    assert "decide/error_texts.py" in found  # the scan finds what it is for
+
+
 def test_no_private_ray_name_is_imported_at_the_top():
     """_ray.py imports private names inside functions, so that the package imports with a Ray that lacks one."""
     tree = ast.parse((_PACKAGE / "_ray.py").read_text())
@@ -148,7 +188,7 @@ def test_it_imports_where_unix_modules_are_missing():
     names = {".".join(path.relative_to(_PACKAGE).with_suffix("").parts) for path in _MODULES if part_of(path) != "ipc"}
     names = {name.removesuffix(".__init__") for name in names} - {"cli.bench_rank"}
     if not v2_enabled():
-        names -= {"callback", "integrations.callback"}  # for V2 alone, which Ray 2.40 does not have
+        names -= {"integrations.callback"}  # for V2 alone, which Ray 2.40 does not have
     code = (
         # Ray, torch and psutil import them themselves, where they are.
         "import importlib, sys, psutil, ray.train.torch, ray.tune, ray.util.queue, torch.distributed; "

@@ -10,7 +10,7 @@ import torch
 
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.worker import memory_cap
 from ray_fracbackend.worker.state import STATE
 from tests.unit.builders import gpu, job
@@ -39,13 +39,13 @@ def fractions(monkeypatch):
 def test_fraction_of_a_worker(num_gpus, expected):
     """A fraction of a device is the cap; workers with whole devices have none."""
     workers = job(gpu("a"), gpu("a") if num_gpus < 1 else gpu("b"), resources={"GPU": num_gpus})
-    assert plan_start(workers, Settings()).memory_fraction_of(workers[0]) == expected
+    assert decide_start(workers, Settings()).memory_fraction_of(workers[0]) == expected
 
 
 def test_no_cap_on_the_cpu():
     """A job that trains on the CPU instead has no CUDA memory to cap."""
     workers = job(None, None, resources={"GPU": 0.5}, cuda_missing="no driver")
-    plan = plan_start(workers, Settings(on_missing_cuda="cpu"))
+    plan = decide_start(workers, Settings(on_missing_cuda="cpu"))
     assert plan.memory_fraction_of(workers[0]) is None
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_fracbackend.worker.missing_cuda import CudaFindings, cause_text, is_cuda_error, why_no_cuda
+from ray_fracbackend.decide.error_texts import is_cuda_error
+from ray_fracbackend.worker.missing_cuda import CudaFindings, cause_text, why_no_cuda
 
 RECORD = json.loads(Path(__file__).with_name("cuda_texts.json").read_text())
 RELEASES = tuple(RECORD)

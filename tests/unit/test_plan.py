@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from ray_fracbackend.decide.left_to_ray import left_to_ray
+from ray_fracbackend.decide.plan import WorkerPlan
+from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.decide.table import left_to_ray, plan_start
+from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.errors import (
     BackendUnavailableError,
     IncompatibleWorkersError,
@@ -20,7 +23,7 @@ from tests.unit.builders import gpu, job, mig, worker
 
 
 def plan(workers, node_gpus=None, **options):
-    return plan_start(workers, Settings(**options), node_gpus)
+    return decide_start(workers, Settings(**options), node_gpus)
 
 
 _IPC = {"ipc_host_memory_missing": None, "ipc_device_memory_missing": None}
@@ -143,13 +146,13 @@ class TestHalfOfAPair:
         """Their gradients are CUDA tensors."""
         found = plan(job(gpu("a"), gpu("b"), resources={"GPU": 1.0}), backend="cpu:gloo")
         assert (found.backend, found.device_type) == ("cpu:gloo", "cuda")
-        assert found.warnings == ("backend='cpu:gloo' is for no cuda tensors, and the workers train on cuda",)
+        assert found.warnings == ("backend='cpu:gloo' has no backend for cuda tensors, and the workers train on cuda",)
 
     def test_cuda_alone_for_workers_on_the_cpu(self):
         """The other way round."""
         found = plan(job(None, None), backend="cuda:gloo")
         assert (found.backend, found.device_type) == ("cuda:gloo", "cpu")
-        assert found.warnings == ("backend='cuda:gloo' is for no cpu tensors, and the workers train on cpu",)
+        assert found.warnings == ("backend='cuda:gloo' has no backend for cpu tensors, and the workers train on cpu",)
 
     def test_whole_pairs_lack_nothing(self):
         """No warning for a pair, nor for a name that stands for all devices."""
@@ -229,18 +232,6 @@ class TestShared:
         found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None))
         assert (found.backend, found.fallback) == ("gloo", None)
 
-    def test_auto_uses_ipc_where_every_worker_can(self, monkeypatch):
-        """With the rule turned, auto takes ipc where all workers can use it, and keeps Gloo as fallback."""
-        monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
-        found = plan(job(gpu(), gpu(), **_IPC))
-        assert (found.backend, found.fallback) == ("ipc", "gloo")
-
-    def test_one_worker_without_ipc_is_enough_for_gloo(self, monkeypatch):
-        """ipc needs all workers."""
-        monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
-        workers = [worker(0, gpu(), ipc_device_memory_missing=None), worker(1, gpu())]
-        assert plan(workers).backend == "gloo"
-
     def test_error_policy(self):
         """on_shared_device='error' has the share map, what to do, and the ranks."""
         with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share GPU-.*whole GPU per worker") as caught:
@@ -276,14 +267,12 @@ class TestShared:
         (warning,) = found.warnings
         assert re.search(r"stages CUDA tensors through host memory.*\(rank 0 \(.*\): no ipc here\)", warning)
 
-    def test_ipc_policy_on_several_devices(self, monkeypatch):
-        """Device memory carries a group on one device; auto leaves ipc where it would only stage."""
+    def test_ipc_policy_on_several_devices(self):
+        """Device memory carries a group on one device."""
         workers = job(gpu("a"), gpu("a"), gpu("b"), gpu("b"), **_IPC)
         (warning,) = plan(workers, on_shared_device="ipc").warnings
         assert "stages CUDA tensors through host memory" in warning
         assert "the workers are on 2 devices" in warning
-        monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
-        assert plan(workers).backend == "gloo"
 
     @pytest.mark.parametrize(
         ("platform", "options", "backend"),
@@ -326,13 +315,6 @@ class TestShared:
         ) as caught:
             plan(workers, **options)
         assert caught.value.ranks == (0, 1)
-
-    def test_auto_uses_staged_once_it_is_proven(self, monkeypatch):
-        """With the rule turned, auto takes it on Linux where every worker can, with Gloo as fallback."""
-        monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_STAGED", True)
-        found = plan(self.workers)
-        assert (found.backend, found.fallback) == ("cpu:gloo,cuda:staged", "gloo")
-        assert plan([self.workers[0], worker(1, gpu("ab12cd34-56"), staged_missing="no")]).backend == "gloo"
 
     @pytest.mark.parametrize(("ranks", "ctas"), [(2, "4"), (3, "2"), (8, "1"), (16, "1")])
     def test_nccl_policy_sets_the_flags(self, ranks, ctas):
@@ -520,7 +502,7 @@ class TestHints:
 
     def test_spread(self):
         """A node on which Ray has a GPU for every rank could have used NCCL."""
-        workers = job(gpu(), gpu(), num_node_devices=8)
+        workers = job(gpu(), gpu())
         accepted = {"on_shared_device": "gloo"}
         (hint,) = plan(workers, {"node1": 2.0}, **accepted).hints
         assert "Ray has 2 GPUs on node 10.0.0.1 and packed ranks 0,1" in hint
@@ -537,7 +519,7 @@ class TestHints:
         """A fraction that is not 1/k leaves a part of each GPU unused; a fraction of which one more fits is named."""
         workers = job(gpu(), gpu(), resources={"GPU": 0.3})
         said = "3 of 0.3 GPU fit on one GPU, and 0.1 of it stays unused"
-        assert any(said in h and h.endswith("; of 0.25 4 would fit") for h in plan(workers).hints)
+        assert any(said in h and h.endswith("; with 0.25 GPU per worker, 4 would fit") for h in plan(workers).hints)
         assert not any("unused" in h for h in plan(job(gpu(), gpu(), resources={"GPU": 1 / 3})).hints)
 
     def test_multi_rank_variable(self):
@@ -568,15 +550,13 @@ class TestHints:
         assert "time-slicing" in plan(apart).warnings[0]
 
     def test_local_rank(self):
-        """LOCAL_RANK beyond the visible devices is true of every job that shares: for the debug log, with the call to use instead."""
-        found = plan(job(gpu(), gpu()))
-        assert found.hints == ()
-        assert "LOCAL_RANK 1 is not a valid device index" in found.debug_hints[0]
+        """LOCAL_RANK beyond the visible devices is true of every job that shares, and CUDA says so itself."""
+        assert plan(job(gpu(), gpu())).hints == ()
 
     def test_local_rank_of_another_device(self):
         """Four ranks on two devices: LOCAL_RANK 1 is the index of a device, and not of its own rank's."""
         devices = (gpu("a"), gpu("a"), gpu("b", index=1), gpu("b", index=1))
-        hints = plan(job(*devices, num_visible_devices=2, num_node_devices=2)).hints
+        hints = plan(job(*devices, num_visible_devices=2)).hints
         assert any("LOCAL_RANK 1 is not the device of rank 1 on node 10.0.0.1, which is cuda:0" in h for h in hints)
 
     def test_nodes_of_one_host(self):
@@ -588,21 +568,48 @@ class TestHints:
         assert hint.startswith("2 Ray nodes are on host host: LOCAL_RANK counts the ranks of each of them")
 
 
+class TestVerifyOn:
+    """The devices that each worker verifies the group on."""
+
+    @pytest.mark.parametrize(
+        ("backend", "device", "expected"),
+        [
+            ("nccl", "cuda:1", ("cuda:1",)),
+            ("cpu:gloo,cuda:nccl", "cuda:1", ("cpu", "cuda:1")),
+            ("cpu:gloo,cuda:staged", "cuda:0", ("cpu", "cuda:0")),
+            ("gloo", "cuda:0", ("cuda:0",)),
+            ("ipc", "cuda:0", ("cuda:0",)),
+            ("gloo", "cpu", ("cpu",)),
+            # Halves for another kind of device than the worker's.
+            ("cpu:gloo", "cuda:0", ("cpu",)),
+            ("cuda:gloo", "cpu", ()),
+            ("cpu:gloo,cuda:staged", "cpu", ("cpu",)),
+            # Ray assigned no device: the script has yet to choose one.
+            ("nccl", "cuda", ()),
+            ("cpu:gloo,cuda:nccl", "cuda", ("cpu",)),
+        ],
+    )
+    def test_devices(self, backend, device, expected):
+        """One for each backend of the group, the worker's own last; never a device that Ray did not assign."""
+        rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=1)
+        facts = {"rank": 0, "world_size": 2, "rendezvous": rendezvous, "timeout_s": 9, "budget_s": 9}
+        assert WorkerPlan(backend=backend, device=device, verify=True, **facts).verify_on == expected
+        assert WorkerPlan(backend=backend, device=device, verify=False, **facts).verify_on == ()
+
+
 class TestFallback:
     """The failure ladder."""
 
-    def test_one_step_down(self, monkeypatch):
-        """A failed ipc becomes Gloo with a warning that has the cause, and no further step."""
-        monkeypatch.setattr("ray_fracbackend.decide.table.AUTO_TAKES_DEVICE_IPC", True)
-        found = plan(job(gpu(), gpu(), **_IPC)).after_failure(
-            VerificationError("wrong sum. Do not train with this group.")
-        )
+    def test_one_step_down(self):
+        """A failed NCCL becomes Gloo with a warning that has the cause, and no further step."""
+        workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, nccl_version=(2, 30, 7))
+        found = plan(workers).after_failure(VerificationError("wrong sum.", advice="Do not train with this group."))
         assert (found.backend, found.fallback) == ("gloo", None)
         assert found.reason == (
-            "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: using gloo (ipc failed its verification)"
+            "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: using gloo (nccl failed its verification)"
         )
         assert found.warnings == (
-            "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: ipc failed its verification, fell back to gloo, so that "
+            "ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1: nccl failed its verification, fell back to gloo, so that "
             "gradients go through host memory and TCP: wrong sum",
         )
 
@@ -618,7 +625,7 @@ class TestAccelerate:
     @staticmethod
     def env(workers, **options):
         """The variables of the last worker of a job."""
-        return dict(plan_start(workers, Settings(**options)).env_of(workers[-1]))
+        return dict(decide_start(workers, Settings(**options)).env_of(workers[-1]))
 
     def test_on_a_shared_device(self):
         """Ranks that share a device: Accelerate must not take LOCAL_RANK for its index."""

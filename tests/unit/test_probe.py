@@ -13,10 +13,11 @@ import torch
 
 from ray_fracbackend import _ray
 from ray_fracbackend.decide.worker_info import WorkerInfo
+from ray_fracbackend.worker import devices as devices_module
 from ray_fracbackend.worker import probe
 from ray_fracbackend.worker.cuda_driver import DriverFacts
+from ray_fracbackend.worker.devices import boot_id, described, mps_reachable, worker_devices
 from ray_fracbackend.worker.missing_cuda import nvml_session
-from ray_fracbackend.worker.probe import mps_reachable
 
 _UUID = "ab12cd34-0000-0000-0000-000000000001"
 
@@ -105,14 +106,14 @@ _BUS = {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}
 
 def facts_on(*devices, ask_nvml=True, **own):
     """Probe a worker with these devices, without Ray."""
-    return probe._info(
+    return probe.collect_info(
         [torch.device(device) for device in devices], ask_nvml, rank=0, node_id="", node_ip="127.0.0.1", **own
     )
 
 
 def describe():
     with nvml_session() as nvml:
-        (found,), missing = probe._described([torch.device("cuda:0")], nvml)
+        (found,), missing = described([torch.device("cuda:0")], nvml)
     assert missing is None
     return found
 
@@ -135,7 +136,7 @@ def test_mig_slice(cuda):
 def test_a_slice_is_what_the_driver_calls_it(cuda, monkeypatch):
     """The runtime's properties may name the GPU that was cut up: its slices would count as one device."""
     own = "ab12cd34-0000-0000-0000-000000000002"
-    monkeypatch.setattr(probe, "driver_facts", lambda index: DriverFacts(uuid=own))
+    monkeypatch.setattr(devices_module, "driver_facts", lambda index: DriverFacts(uuid=own))
     cuda(known=(f"MIG-{own}", f"GPU-{_UUID}"))
     assert describe().uuid == f"MIG-{own}"
 
@@ -151,7 +152,7 @@ def test_a_slice_is_what_the_driver_calls_it(cuda, monkeypatch):
 )
 def test_a_slice_without_nvml(cuda, monkeypatch, name, other, uuid_prefix, parent):
     """Its name, or a GPU of another UUID in the properties, tell: a rank that has NVML gives it the same UUID."""
-    monkeypatch.setattr(probe, "driver_facts", lambda index: DriverFacts(uuid=_UUID))
+    monkeypatch.setattr(devices_module, "driver_facts", lambda index: DriverFacts(uuid=_UUID))
     cuda(known=(), name=name, uuid=uuid.UUID(other or _UUID))
     facts = describe()
     assert (facts.uuid, facts.parent_uuid) == (f"{uuid_prefix}-{_UUID}", parent)
@@ -163,7 +164,7 @@ def test_without_nvml(monkeypatch, cuda):
     facts = describe()
     assert (facts.uuid, facts.compute_mode, facts.pci_bus_id) == (f"GPU-{_UUID}", "unknown", None)
     said = DriverFacts(uuid=_UUID, pci_bus_id="00000000:3b:00.0", compute_mode=3)
-    monkeypatch.setattr(probe, "driver_facts", lambda index: said)
+    monkeypatch.setattr(devices_module, "driver_facts", lambda index: said)
     facts = describe()
     assert (facts.uuid, facts.compute_mode, facts.pci_bus_id) == (
         f"GPU-{_UUID}",
@@ -175,8 +176,9 @@ def test_without_nvml(monkeypatch, cuda):
 PROBE_A_DEVICE = """
 import sys, types, torch
 from ray_fracbackend.worker import probe
+from ray_fracbackend.worker.devices import described
 torch.cuda.get_device_properties = lambda index: types.SimpleNamespace(name="a GPU", total_memory=1, uuid="UUID")
-assert probe._described([torch.device("cuda:0")], None)[1] is None
+assert described([torch.device("cuda:0")], None)[1] is None
 print([name for name in sys.modules if name.startswith("ray_fracbackend.ipc")])
 """
 
@@ -211,14 +213,6 @@ def test_what_nvml_refuses_is_unknown(cuda, refused, uuid_prefix, unknown):
     assert describe() == replace(whole, **unknown)
 
 
-@pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetCount"])
-def test_uncounted_gpus(cuda, refused):
-    """NVML that does not count leaves the number of the node's GPUs unknown."""
-    cuda(refused=refused)
-    found = facts_on("cuda:0")
-    assert (found.num_node_devices, found.devices[0].uuid, found.cuda_missing) == (None, f"GPU-{_UUID}", None)
-
-
 @pytest.mark.parametrize("missing", [None, types.ModuleType("pynvml")], ids=["not installed", "another module"])
 def test_without_pynvml(monkeypatch, cuda, missing):
     """A pynvml that cannot be imported or is not NVIDIA's is as good as no NVML."""
@@ -226,7 +220,7 @@ def test_without_pynvml(monkeypatch, cuda, missing):
     monkeypatch.setitem(sys.modules, "pynvml", missing)
     found = facts_on("cuda:0")
     assert (found.devices[0].uuid, found.devices[0].pci_bus_id) == (f"GPU-{_UUID}", "00000000:3b:00.0")
-    assert (found.devices[0].compute_mode, found.num_node_devices) == ("unknown", None)
+    assert found.devices[0].compute_mode == "unknown"
 
 
 @pytest.mark.parametrize("uuid_of", [None, uuid.UUID(int=0)], ids=["none", "zeros"])
@@ -235,7 +229,7 @@ def test_without_pynvml(monkeypatch, cuda, missing):
 def test_device_without_uuid(monkeypatch, cuda, uuid_of, bus, last, kernel):
     """Without a UUID the identity is host and PCI bus id, or the index where that is unknown."""
     cuda(uuid=uuid_of, **bus)
-    monkeypatch.setattr(probe, "boot_id", lambda: kernel)
+    monkeypatch.setattr(devices_module, "boot_id", lambda: kernel)
     found = describe()
     assert found.uuid == f"BUS-{kernel or socket.gethostname()}/{last}"
     assert (found.pci_bus_id, found.is_mig) == (last if bus else None, False)
@@ -276,7 +270,7 @@ def test_devices_by_index_and_by_uuid(cuda, monkeypatch, visible, gpu_ids):
     monkeypatch.setattr(
         _ray, "worker_devices", lambda: [torch.device("cuda", visible.split(",").index(str(g))) for g in gpu_ids]
     )
-    devices, missing = probe._devices(True)
+    devices, missing = worker_devices(True)
     assert missing is None
     assert [device.index for device in devices] == [visible.split(",").index(str(gpu_ids[0]))]
 
@@ -288,7 +282,7 @@ def test_more_gpus_told_than_there_are(cuda, monkeypatch, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:1")])
     missing = "num_gpus of the node exceeds the GPUs present: device 1 of 1; correct num_gpus"
-    assert probe._devices(True) == ([], missing)
+    assert worker_devices(True) == ([], missing)
 
 
 def test_two_variables_that_mask_amds_devices(cuda, monkeypatch):
@@ -298,7 +292,7 @@ def test_two_variables_that_mask_amds_devices(cuda, monkeypatch):
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:1")])
-    devices, missing = probe._devices(True)
+    devices, missing = worker_devices(True)
     assert devices == []
     assert "HIP_VISIBLE_DEVICES='1' and CUDA_VISIBLE_DEVICES='0,1' mask AMD's devices one after the other" in missing
     assert "unset HIP_VISIBLE_DEVICES" in missing
@@ -309,7 +303,7 @@ def test_a_list_of_slices_that_workers_share(cuda, monkeypatch):
     cuda(device_count=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
     monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:1")])
-    devices, missing = probe._devices(True)
+    devices, missing = worker_devices(True)
     assert devices == []
     assert missing.startswith(
         "Ray Train gives every worker the whole list of 2 MIG slices, of which CUDA shows a process 1; "
@@ -322,7 +316,7 @@ def test_no_cuda_device_from_ray(cuda, monkeypatch, given, says):
     """A GPU worker to which Ray Train gives the CPU, as after `train_on_cpu`, reports why it has no device."""
     cuda()
     monkeypatch.setattr(_ray, "worker_devices", lambda: given)
-    devices, missing = probe._devices(True)
+    devices, missing = worker_devices(True)
     assert devices == []
     expected = f"Ray Train gives this worker no CUDA device (ray.train.torch.get_devices() says {says})"
     assert missing.startswith(expected)
@@ -338,7 +332,7 @@ def test_visible_devices_that_do_not_fit(cuda, monkeypatch):
         raise ValueError("'0' is not in list")
 
     monkeypatch.setattr(_ray, "worker_devices", fail)
-    missing = probe._devices(True)[1]
+    missing = worker_devices(True)[1]
     assert "CUDA_VISIBLE_DEVICES='7' does not fit Ray's GPU ids ('0' is not in list)" in missing
     assert missing.endswith("leave the variable to Ray")
 
@@ -356,14 +350,14 @@ def test_why_there_is_no_cuda(monkeypatch, cuda, error, count, expected):
     """A worker whose torch has no device asks CUDA itself, then NVML, then the variable."""
     cuda(count=count, device_count=0, refused="nvmlInit" if count is None else "", error=error)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    devices, missing = probe._devices(True)
+    devices, missing = worker_devices(True)
     assert devices == []
     assert expected in missing
 
 
 def test_cpu_worker_has_no_devices():
     """For a worker without GPUs, missing CUDA is not reported."""
-    assert probe._devices(False) == ([], None)
+    assert worker_devices(False) == ([], None)
 
 
 @pytest.mark.linux(reason="needs named pipes in the file system")
@@ -383,13 +377,13 @@ def test_mps_needs_a_daemon_that_reads(monkeypatch, tmp_path):
 @pytest.mark.linux(reason="needs the boot id of the kernel")
 def test_boot_id_is_the_kernels():
     """Equal in all containers of a host, so it is read from the kernel."""
-    assert uuid.UUID(probe.boot_id())
+    assert uuid.UUID(boot_id())
 
 
 @pytest.mark.windows(reason="needs a system without Linux's boot id")
 def test_no_boot_id():
     """Other systems than Linux have no boot id."""
-    assert probe.boot_id() == ""
+    assert boot_id() == ""
 
 
 @pytest.fixture
@@ -417,7 +411,7 @@ def test_a_start_does_not_ask_for_ipc(monkeypatch, half_a_gpu):
     def fail(devices):
         raise AssertionError("ipc was asked")
 
-    monkeypatch.setattr(probe, "_ipc_support", fail)
+    monkeypatch.setattr(probe, "ipc_support", fail)
     assert ipc_missing(probe.probe_devices(0)) == _NOT_PROBED
     assert ipc_missing(probe.probe_worker(1)) == _NOT_PROBED
 
@@ -425,14 +419,14 @@ def test_a_start_does_not_ask_for_ipc(monkeypatch, half_a_gpu):
 def test_ipc_on_demand(monkeypatch, half_a_gpu):
     """ask_ipc asks of the worker's own devices, in probe_worker and probe_devices."""
     answer = {"ipc_host_memory_missing": None, "ipc_device_memory_missing": "a reason"}
-    monkeypatch.setattr(probe, "_ipc_support", lambda devices: answer if devices else {})
+    monkeypatch.setattr(probe, "ipc_support", lambda devices: answer if devices else {})
     assert ipc_missing(probe.probe_devices(0, ask_ipc=True)) == (None, "a reason")
     assert ipc_missing(probe.probe_worker(1, None, None, True, ask_ipc=True)) == (None, "a reason")
 
 
 def test_the_doctor_asks_for_ipc():
     """A machine's probe includes what ipc can use."""
-    assert "not probed" not in probe.machine_ipc(()).values()
+    assert "not probed" not in probe.ipc_support(()).values()
 
 
 def test_ipc_of_a_worker_without_a_device():
@@ -453,7 +447,7 @@ def test_probe_does_not_load_ipc():
     """A process that is probed without ask_ipc neither imports the ipc backend nor registers it with torch."""
     code = (
         "import sys; import torch.distributed as dist; from ray_fracbackend.worker import probe\n"
-        "probe._info([], True, rank=0, node_id='', node_ip='127.0.0.1')\n"
+        "probe.collect_info([], True, rank=0, node_id='', node_ip='127.0.0.1')\n"
         "assert 'ray_fracbackend.ipc' not in sys.modules, 'imported'\n"
         "assert 'ipc' not in dist.Backend.backend_list, 'registered'\n"
     )

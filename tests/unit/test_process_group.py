@@ -27,7 +27,7 @@ from ray_fracbackend.errors import (
     VerificationError,
 )
 from ray_fracbackend.timeouts import Deadline
-from ray_fracbackend.worker import gloo_trial, process_group
+from ray_fracbackend.worker import gloo_trial, process_group, start_failure
 from ray_fracbackend.worker.process_group import start_worker
 from ray_fracbackend.worker.store import connect_store, hold_store
 from tests.processes import CONTEXT, free_port, loopback_name, run_processes, wait_for_port
@@ -87,12 +87,11 @@ def test_gloo_on_cuda_is_tried_on_windows_alone(
     """Before the group's own tensors, which would end the worker."""
     steps: list[str] = []
     monkeypatch.setattr(process_group.sys, "platform", platform)
-    monkeypatch.setattr(process_group, "try_gloo_on_cuda", lambda tried, _: steps.append(tried))
-    monkeypatch.setattr(process_group, "backends_by_device", lambda: plan_of(backend, device).backends.by_device)
-    monkeypatch.setattr(process_group, "other_devices", lambda _: [])
+    monkeypatch.setattr(gloo_trial, "try_gloo_on_cuda", lambda tried, _: steps.append(tried))
     monkeypatch.setattr(process_group, "verify_process_group", lambda **_: steps.append("verified"))
-    process_group._verify(plan_of(backend, device), Deadline(60))
-    assert steps == [*([device] if is_tried else []), "verified"]
+    plan = plan_of(backend, device)
+    process_group._verify(plan, Deadline(60))
+    assert steps == [*([device] if is_tried else []), *["verified"] * len(plan.verify_on)]
 
 
 def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: int) -> int:
@@ -267,10 +266,8 @@ def failing_verification(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> N
     def fail(**options: Any) -> None:
         raise VerificationError("all_reduce of 1 KiB failed on rank 0 (<...>). Look at nvidia-smi.") from cause
 
-    monkeypatch.setattr(process_group, "backends_by_device", lambda: {"cuda": "gloo"})
-    monkeypatch.setattr(process_group, "other_devices", lambda device: [])
     monkeypatch.setattr(process_group, "verify_process_group", fail)
-    monkeypatch.setattr(process_group, "try_gloo_on_cuda", lambda device, timeout_s: None)  # on Windows
+    monkeypatch.setattr(gloo_trial, "try_gloo_on_cuda", lambda device, timeout_s: None)  # on Windows
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -280,9 +277,9 @@ def test_a_device_that_cuda_refuses_is_no_failure_of_the_group(
 ) -> None:
     """The first context is made in the verification: its error has the cause and what to do, and no search follows."""
     failing_verification(monkeypatch, RuntimeError(recorded("mps_clients", release)))
-    monkeypatch.setattr(process_group, "_NVML_S", 0.2)
+    monkeypatch.setattr(start_failure, "_NVML_S", 0.2)
     why = threading.Event().wait if hangs else lambda: "MPS has no room; let fewer ranks share it"
-    monkeypatch.setattr(process_group, "why_no_cuda", lambda error: why())
+    monkeypatch.setattr(start_failure, "why_no_cuda", lambda error: why())
     with pytest.raises(MissingDeviceError) as caught:
         process_group._verify(plan_of("gloo", "cuda:0"), Deadline(10))
     says = (

@@ -8,23 +8,16 @@ from typing import Any
 
 import pytest
 
+from ray_fracbackend.decide.addresses import is_link_local, is_loopback, normal
 from ray_fracbackend.decide.interfaces import IFNAME
-from ray_fracbackend.decide.rendezvous import (
-    Rendezvous,
-    explain_unreachable,
-    is_link_local,
-    is_loopback,
-    normal,
-    plan_rendezvous,
-)
+from ray_fracbackend.decide.rendezvous import NOTE_10049, Rendezvous, plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerInfo
 from ray_fracbackend.errors import (
     BackendUnavailableError,
     IncompatibleWorkersError,
     RendezvousError,
-    UnreachableMasterError,
 )
 
 LO = {"lo": ("127.0.0.1", "::1")}
@@ -46,7 +39,7 @@ def windows(rank: int, node_ip: str = "127.0.0.1", node_id: str = "w", **changes
 
 
 def plan(workers: list[WorkerInfo], backend: str = "gloo", **options: Any) -> Rendezvous:
-    return plan_rendezvous(workers, Settings(**options), backend)
+    return plan_rendezvous(workers, Settings(**options), backend, workers[0].network.store_port)
 
 
 def two_nodes(**changes: Any) -> list[WorkerInfo]:
@@ -150,10 +143,19 @@ class TestWindows:
         found = plan([worker(0, env={"USE_LIBUV": "0"})])
         assert "USE_LIBUV" not in found.of(0).env
 
-    def test_the_10049_line_is_explained_once(self) -> None:
-        """The expected c10d line is explained in the log on Windows and nowhere else."""
-        assert [("10049" in note, "harmless" in note) for note in plan([windows(0)]).notes] == [(True, True)]
-        assert plan([worker(0)]).notes == ()
+    def test_the_10049_line_is_explained(self) -> None:
+        """The note names the expected c10d line and calls it harmless."""
+        assert "10049" in NOTE_10049
+        assert "harmless" in NOTE_10049
+
+    @pytest.mark.parametrize(
+        ("workers", "off"),
+        [([windows(0)], True), ([worker(0)], False), ([worker(0, platform="darwin")], False)],
+        ids=["windows", "linux", "macos"],
+    )
+    def test_libuv_is_off_on_windows_alone(self, workers: list[WorkerInfo], off: bool) -> None:
+        """The plan switches it off exactly where no torch has a libuv store."""
+        assert plan(workers).libuv_off is off
 
     def test_the_interface_is_left_out_while_the_host_name_works(self) -> None:
         """Gloo's own look-up is safest there while it works."""
@@ -229,7 +231,7 @@ class TestWindows:
     def test_windows_and_linux_are_refused(self) -> None:
         """Gloo cannot connect the two systems."""
         with pytest.raises(IncompatibleWorkersError, match="Gloo cannot connect Windows"):
-            plan_start([windows(0), worker(1)], Settings())
+            decide_start([windows(0), worker(1)], Settings())
 
     def test_gpus_without_nccl_are_staged_whatever_was_asked(self) -> None:
         """Where torch has no NCCL, as on Windows, asking for it gives staged and a warning instead of a crash."""
@@ -245,8 +247,8 @@ class TestWindows:
             )
             for r in (0, 1)
         ]
-        assert plan_start(gpus, Settings()).backend == "cpu:gloo,cuda:staged"
-        forced = plan_start(gpus, Settings(backend="nccl"))
+        assert decide_start(gpus, Settings()).backend == "cpu:gloo,cuda:staged"
+        forced = decide_start(gpus, Settings(backend="nccl"))
         assert forced.backend == "cpu:gloo,cuda:staged"
         assert forced.warnings
 
@@ -258,7 +260,7 @@ class TestWindows:
         with pytest.raises(
             BackendUnavailableError, match=r"2\.8\.0 to 2\.10\.0.*2\.7\.1 or older, or 2\.11\.0 or newer"
         ):
-            plan_start([windows(0, network={"gloo_missing": text})], Settings())
+            decide_start([windows(0, network={"gloo_missing": text})], Settings())
 
 
 class TestSeveralNodes:
@@ -475,37 +477,3 @@ def test_nodes_whose_interfaces_cannot_be_listed() -> None:
     found = plan([replace(each, network=replace(each.network, interfaces={})) for each in two_nodes()])
     assert found.master_addr == "10.0.0.1"
     assert [found.of(rank).interface_by_route for rank in range(2)] == [True, True]
-
-
-class TestExplainUnreachable:
-    """Where an address that a rank cannot reach is from."""
-
-    @staticmethod
-    def told(workers: list[WorkerInfo], master_addr: str = "10.8.0.2") -> str:
-        error = UnreachableMasterError("cannot reach 10.8.0.2.", ranks=(1,))
-        explained = explain_unreachable(error, workers, master_addr)
-        assert isinstance(explained, UnreachableMasterError)
-        assert explained.ranks == (1,)
-        return str(explained)
-
-    def test_a_vpn(self) -> None:
-        """Ray took the address of a VPN (vllm-metal#625); the node has another one."""
-        networks = {**LO, "tun0": ("10.8.0.2",), "eth0": ("10.0.0.1", "fe80::1"), "docker0": ("fe80::2",)}
-        workers = [worker(0, "10.8.0.2", network={"interfaces": networks}), worker(1, "10.8.0.3")]
-        assert self.told(workers) == (
-            "cannot reach 10.8.0.2. Ray knows rank 0's node by 10.8.0.2 (interface tun0); the node also has eth0 10.0.0.1. If the nodes "
-            "reach each other by another address, start Ray on each with --node-ip-address."
-        )
-
-    def test_a_bridge_that_two_machines_have(self) -> None:
-        """The other machine answers to the address itself."""
-        workers = [worker(rank, "10.8.0.2", node_id=str(rank), network={"network_id": str(rank)}) for rank in range(2)]
-        assert self.told(workers) == (
-            "cannot reach 10.8.0.2. Ray knows rank 0's node by 10.8.0.2 (interface eth0), and the other machine of rank 1 by the same, as "
-            "of a bridge that each of them has. If the nodes reach each other by another address, start Ray on each with --node-ip-address."
-        )
-
-    def test_nothing_to_add(self) -> None:
-        """An address that the user configured, or the only one of its node."""
-        assert self.told([worker(0, "10.0.0.1"), worker(1)], "10.8.0.2") == "cannot reach 10.8.0.2."
-        assert self.told([worker(0, "10.8.0.2"), worker(1)]) == "cannot reach 10.8.0.2."

@@ -8,9 +8,10 @@ from datetime import datetime, timedelta
 import pytest
 
 from ray_fracbackend import __version__
+from ray_fracbackend.decide.plan import StartPlan
 from ray_fracbackend.decide.rendezvous import Rendezvous
 from ray_fracbackend.decide.settings import Settings, setting_names
-from ray_fracbackend.decide.table import plan_start
+from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.errors import VerificationError
 from ray_fracbackend.report import StartReport, failed_start
 from ray_fracbackend.worker.state import STATE, get_start_report
@@ -20,7 +21,7 @@ from tests.unit.builders import FIGURES, gpu, job
 @pytest.fixture
 def start_report():
     workers = tuple(job(gpu("ab12cd34-56<b>"), gpu("ab12cd34-56<b>")))
-    plan = plan_start(workers, Settings())
+    decision = decide_start(workers, Settings())
     rendezvous = Rendezvous(
         master_addrs=("10.0.0.1", "10.0.0.1"),
         master_port=29500,
@@ -32,7 +33,7 @@ def start_report():
     )
     settings = Settings(master_port=(29500, 29600)).to_plain()
     return StartReport(
-        plan=replace(plan, rendezvous=rendezvous), workers=workers, verification=FIGURES, settings=settings
+        plan=StartPlan.of(decision, rendezvous), workers=workers, verification=FIGURES, settings=settings
     )
 
 
@@ -77,7 +78,7 @@ def test_json(start_report):
 def test_json_says_what_it_is(start_report):
     """Version of its schema, date, versions of all that took part, and the settings."""
     data = json.loads(start_report.to_json())
-    assert (data["schema_version"], data["ok"]) == (1, True)
+    assert (data["schema_version"], data["ok"]) == (2, True)
     assert datetime.fromisoformat(data["date"]).utcoffset() == timedelta(0)
     assert data["versions"]["ray_fracbackend"] == __version__
     assert set(data["versions"]) == {"ray_fracbackend", "python", "ray", "torch"}
@@ -87,12 +88,29 @@ def test_json_says_what_it_is(start_report):
 
 def test_json_of_a_failed_start(start_report):
     """The same head, the error, and what was known when it came."""
-    error = VerificationError("all_reduce stalled. Look at rank 1.", ranks=[1])
-    data = json.loads(
-        json.dumps(failed_start(error, Settings(), start_report.workers, start_report.plan, {"probe": 1.0}))
+    error = VerificationError(
+        "all_reduce stalled.", advice="Look at rank 1.", ranks=[1], kind="stalled", step="barrier"
     )
-    assert (data["schema_version"], data["ok"]) == (1, False)
-    assert data["error"] == {"reason": "verification", "message": str(error), "ranks": [1]}
+    data = json.loads(
+        json.dumps(
+            failed_start(
+                error,
+                Settings(),
+                start_report.workers,
+                start_report.plan,
+                start_report.rendezvous,
+                {"probe": 1.0},
+            )
+        )
+    )
+    assert (data["schema_version"], data["ok"]) == (2, False)
+    assert data["error"] == {
+        "reason": "verification",
+        "kind": "stalled",
+        "step": "barrier",
+        "message": str(error),
+        "ranks": [1],
+    }
     assert (data["backend"], data["plan"]["reason"]) == ("gloo", start_report.reason)
     assert data["rendezvous"]["master_port"] == 29500
     assert len(data["workers"]) == 2
@@ -102,7 +120,7 @@ def test_json_of_a_failed_start(start_report):
 
 def test_json_of_a_probe_that_failed():
     """Nothing was known of any worker."""
-    data = failed_start(OSError("no such host"), Settings(), (), None, {})
+    data = failed_start(OSError("no such host"), Settings(), (), None, None, {})
     assert (data["error"]["reason"], data["backend"], data["plan"], data["workers"]) == ("OSError", None, None, [])
 
 

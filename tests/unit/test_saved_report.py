@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from pyarrow.fs import LocalFileSystem
 
-from ray_fracbackend import backend
-from ray_fracbackend.backend import REPORT_FILE
+from ray_fracbackend import report_file
+from ray_fracbackend.report_file import REPORT_FILE, save_report
 
 REPORT = {"backend": "gloo"}
 
@@ -23,7 +23,7 @@ def group(path, file_system=None):
 def warnings(monkeypatch):
     """What was logged as a warning."""
     found = []
-    monkeypatch.setattr(backend.logger, "warning", lambda text, *values: found.append(text % values))
+    monkeypatch.setattr(report_file.logger, "warning", lambda text, *values: found.append(text % values))
     return found
 
 
@@ -32,7 +32,7 @@ def test_it_is_written_and_replaced(tmp_path, warnings):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / REPORT_FILE).write_text("old " * 100)
     for name in ("run", "new/run"):
-        backend._save(group(tmp_path / name), REPORT)
+        save_report(group(tmp_path / name), REPORT)
         assert json.loads((tmp_path / name / REPORT_FILE).read_text()) == {"backend": "gloo"}
     assert not warnings
 
@@ -40,22 +40,22 @@ def test_it_is_written_and_replaced(tmp_path, warnings):
 def test_storage_that_refuses(tmp_path, warnings):
     """A warning with the reason, and the start goes on."""
     (tmp_path / "run").write_text("a file where the folder should be")
-    backend._save(group(tmp_path / "run"), REPORT)
+    save_report(group(tmp_path / "run"), REPORT)
     assert "start_report.json was not written beside the results: " in warnings[0]
 
 
 def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
     """The start goes on without it, while the storage still hangs."""
-    monkeypatch.setattr(backend, "_SAVE_S", 0.2)
+    monkeypatch.setattr(report_file, "_SAVE_S", 0.2)
     release = threading.Event()
-    backend._save(group(tmp_path, SimpleNamespace(create_dir=lambda *_, **__: release.wait())), REPORT)
+    save_report(group(tmp_path, SimpleNamespace(create_dir=lambda *_, **__: release.wait())), REPORT)
     assert "is not written beside the results yet, after 0.2 s" in warnings[0]
     release.set()
 
 
 def test_a_slow_write_of_an_earlier_start(tmp_path, warnings, monkeypatch):
     """A restart's report is not replaced by that of the start that failed before it, which the storage held up."""
-    monkeypatch.setattr(backend, "_SAVE_S", 0.2)
+    monkeypatch.setattr(report_file, "_SAVE_S", 0.2)
     release, done = threading.Event(), threading.Event()
 
     class Slow(SimpleNamespace):
@@ -68,8 +68,8 @@ def test_a_slow_write_of_an_earlier_start(tmp_path, warnings, monkeypatch):
             done.set()
             return LocalFileSystem().open_output_stream(path)
 
-    backend._save(group(tmp_path, Slow()), {"backend": None})
-    backend._save(group(tmp_path), REPORT)
+    save_report(group(tmp_path, Slow()), {"backend": None})
+    save_report(group(tmp_path), REPORT)
     release.set()
     assert not done.wait(1)
     assert json.loads((tmp_path / REPORT_FILE).read_text()) == {"backend": "gloo"}
@@ -77,5 +77,5 @@ def test_a_slow_write_of_an_earlier_start(tmp_path, warnings, monkeypatch):
 
 def test_group_of_no_run(warnings):
     """A worker group without a run has no place for it."""
-    backend._save(SimpleNamespace(), REPORT)
+    save_report(SimpleNamespace(), REPORT)
     assert not warnings

@@ -14,8 +14,10 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from ray_fracbackend.decide.error_texts import is_address_in_use
 from ray_fracbackend.errors import PortInUseError, UnreachableMasterError
-from ray_fracbackend.worker import store
+from ray_fracbackend.worker import reach, store
+from ray_fracbackend.worker.reach import check_reachable
 from ray_fracbackend.worker.state import STATE
 
 
@@ -119,9 +121,9 @@ def test_a_new_store_knows_nothing_of_the_last() -> None:
 def test_the_store_listens_on_both_families() -> None:
     """IPv4 and IPv6 loopback both reach it."""
     port = store.hold_store(None)
-    store.check_reachable("127.0.0.1", port)
+    check_reachable("127.0.0.1", port)
     if socket.has_ipv6:
-        store.check_reachable("::1", port)
+        check_reachable("::1", port)
 
 
 def test_a_range_skips_taken_ports() -> None:
@@ -159,7 +161,7 @@ def test_a_node_whose_ipv6_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
     monkeypatch.setattr(socket, "create_server", refuse)
-    store.check_reachable("127.0.0.1", store.hold_store(None))
+    check_reachable("127.0.0.1", store.hold_store(None))
 
 
 def test_a_port_that_is_freed_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +199,7 @@ def test_a_port_that_c10d_finds_taken_is_skipped_too(monkeypatch: pytest.MonkeyP
 )
 def test_address_in_use_of_every_platform(error: Exception, in_use: bool) -> None:
     """Linux, macOS and both Windows codes are known by number and by c10d's text."""
-    assert store.is_address_in_use(error) is in_use
+    assert is_address_in_use(error) is in_use
 
 
 def test_other_failures_of_the_store_are_not_called_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +218,7 @@ def test_a_refused_connection_is_named_within_its_bound() -> None:
     with listener() as closed:
         port = closed.getsockname()[1]
     with pytest.raises(UnreachableMasterError, match=rf"127\.0\.0\.1:{port} within 0\.5 s \(refused") as info:
-        store.check_reachable("127.0.0.1", port, 0.5)
+        check_reachable("127.0.0.1", port, 0.5)
     assert "master_addr" in str(info.value)
 
 
@@ -228,9 +230,9 @@ def test_a_slow_refusal_is_told_as_refused(monkeypatch: pytest.MonkeyPatch) -> N
         raise ConnectionRefusedError(10061, "refused") if timeout > 0.2 else TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", refuse)
-    monkeypatch.setattr(store, "_PAUSE_S", 0.1)
+    monkeypatch.setattr(reach, "_PAUSE_S", 0.1)
     with pytest.raises(UnreachableMasterError, match=r"within 0\.7 s \(refused: "):
-        store.check_reachable("127.0.0.1", 1, 0.7)
+        check_reachable("127.0.0.1", 1, 0.7)
 
 
 def test_windows_never_uses_libuv(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def tcp_store(rank, port):
 def check(rank, size, port, workers, device=None, rounds=1):
     """Check made-up processes in a store; what it says of the last round, or its error."""
     store = tcp_store(rank, port)
-    with mock.patch.object(device_check, "probe_process", lambda rank, device: workers[rank]):
+    with mock.patch.object(device_check, "_probe_process", lambda rank, device: workers[rank]):
         for _ in range(rounds):
             found = check_devices(store=store, rank=rank, world_size=size, timeout_s=CHECKED)
     return found
@@ -133,7 +133,7 @@ def absent(rank, size, port, missing):
     store = tcp_store(rank, port)
     error = None
     if rank != missing:
-        with mock.patch.object(device_check, "probe_process", lambda rank, device: worker(rank, gpu("a"))):
+        with mock.patch.object(device_check, "_probe_process", lambda rank, device: worker(rank, gpu("a"))):
             try:
                 check_devices(store=store, rank=rank, world_size=size, timeout_s=1)
             except RendezvousError as failed:
@@ -159,7 +159,7 @@ def of_other_sizes(rank, size, port, name):
     store = tcp_store(rank, port)
     version = "0.0.9" if rank and name == "version of ray_fracbackend" else device_check.__version__
     with (
-        mock.patch.object(device_check, "probe_process", lambda rank, device: worker(rank, gpu("a"))),
+        mock.patch.object(device_check, "_probe_process", lambda rank, device: worker(rank, gpu("a"))),
         mock.patch.object(device_check, "__version__", version),
     ):
         check_devices(store=store, rank=rank, world_size=size + (rank and name == "world_size"), timeout_s=2)
@@ -200,7 +200,7 @@ def in_groups(rank, size, port):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     part = dist.new_group([1, 2])
     mine = worker(rank, gpu("a" if rank else "b"))
-    with mock.patch.object(device_check, "probe_process", lambda own, device: worker(own, *mine.devices)):
+    with mock.patch.object(device_check, "_probe_process", lambda own, device: worker(own, *mine.devices)):
         whole = check_devices()
         try:
             found = check_devices(part)

@@ -13,11 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_fracbackend import SharedDeviceError, VerificationError, VerificationResult, verify, verify_process_group
-from ray_fracbackend.decide.nccl import is_invalid_usage
+from ray_fracbackend import (
+    SharedDeviceError,
+    VerificationError,
+    VerificationResult,
+    verify,
+    verify_failure,
+    verify_process_group,
+)
+from ray_fracbackend.decide.error_texts import is_invalid_usage
 from tests.processes import run_processes
+from tests.unit.test_error_texts import DUPLICATE, torch_text
 from tests.unit.test_missing_cuda import RELEASES, recorded
-from tests.unit.test_nccl_words import DUPLICATE, torch_text
 
 
 def init(rank, world_size, port):
@@ -227,7 +234,7 @@ def figures_by_a_clock(rank, world_size, port):
     """A clock by hand: a tensor takes 100 s, the first all_reduce of a size 10 s, the next 3, 1 and 2 s."""
     init(rank, world_size, port)
     now, calls = [0.0], {}
-    original, pattern = dist.all_reduce, verify._Verification._pattern
+    original, pattern = dist.all_reduce, verify.Verification._pattern
 
     def slow_pattern(self, num_bytes):
         now[0] += 100
@@ -240,7 +247,7 @@ def figures_by_a_clock(rank, world_size, port):
         return work
 
     verify.time = SimpleNamespace(perf_counter=lambda: now[0], sleep=time.sleep)
-    verify._Verification._pattern, dist.all_reduce = slow_pattern, slow_all_reduce
+    verify.Verification._pattern, dist.all_reduce = slow_pattern, slow_all_reduce
     return verify_process_group(timeout_s=100_000)
 
 
@@ -312,9 +319,9 @@ def test_no_memory_for_a_context(monkeypatch, release, free, is_full):
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     error = RuntimeError(recorded("device_full", release))
-    assert verify._has_no_memory(error, torch.device("cuda:0")) == is_full
-    assert not verify._has_no_memory(error, torch.device("cpu"))
-    assert not verify._has_no_memory(RuntimeError(recorded("exclusive", release)), torch.device("cuda:0"))
+    assert verify_failure._has_no_memory(error, torch.device("cuda:0")) == is_full
+    assert not verify_failure._has_no_memory(error, torch.device("cpu"))
+    assert not verify_failure._has_no_memory(RuntimeError(recorded("exclusive", release)), torch.device("cuda:0"))
 
 
 def never_ends(rank, world_size, port):
@@ -335,7 +342,7 @@ def store_hangs_too(rank, world_size, port):
     """The call that does not come back holds the client of the store."""
     init(rank, world_size, port)
     dist.all_reduce = lambda *args, **kwargs: threading.Event().wait()
-    verify._Verification._absent = lambda self: threading.Event().wait()
+    verify_failure._looked_up = lambda verification: threading.Event().wait()
     verify_process_group(timeout_s=0.5)
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
+from ray_fracbackend.decide.addresses import is_link_local
 from ray_fracbackend.decide.interfaces import IFNAME
-from ray_fracbackend.decide.rendezvous import is_link_local
 from ray_fracbackend.errors import RendezvousError
 from ray_fracbackend.worker.network import check_gloo_device, gloo_missing, interfaces, network_info, resolve
 from ray_fracbackend.worker.store import open_store

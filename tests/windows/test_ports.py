@@ -13,8 +13,10 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from ray_fracbackend.decide.error_texts import is_address_in_use
 from ray_fracbackend.errors import PortInUseError, UnreachableMasterError
-from ray_fracbackend.worker.store import check_reachable, hold_store, is_address_in_use, release_store
+from ray_fracbackend.worker.reach import check_reachable
+from ray_fracbackend.worker.store import hold_store, release_store
 from tests.processes import free_port, under_wine
 
 pytestmark = pytest.mark.windows(reason="Winsock's rules for ports")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ray_fracbackend.decide.nccl import (
+from ray_fracbackend.decide.error_texts import (
     cause_of,
     is_invalid_usage,
     is_out_of_memory,

@@ -15,12 +15,12 @@ from typing import Any
 
 import pyarrow.fs
 import pytest
+from ray.train.torch import TorchConfig
 
-from ray_fracbackend import _ray
+from ray_fracbackend import FracTorchConfig, _ray, checkpoint_turns
+from ray_fracbackend.checkpoint_turns import TURNS_ENV, copy_checkpoints_in_turn, in_turn
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.worker import checkpoint_copies, process_group
-from ray_fracbackend.worker.checkpoint_copies import copy_checkpoints_in_turn, in_turn
-from tests.unit.test_process_group import plan_of
+from ray_fracbackend.log import logger
 
 _STORAGES = {False: "ray.train._internal.storage", True: "ray.train.v2._internal.execution.storage"}
 
@@ -80,7 +80,7 @@ def test_processes_take_turns_by_folder(temporary: Path) -> None:
 
 def test_the_wait_for_a_turn_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """A worker that hangs in its copy does not stop the others: they copy, and say so."""
-    with in_turn("there"), caplog.at_level(logging.WARNING, _ray.logger.name), in_turn("there", turn_s=0.1):
+    with in_turn("there"), caplog.at_level(logging.WARNING, logger.name), in_turn("there", turn_s=0.1):
         pass
     assert "copying a checkpoint to there without waiting for other workers" in caplog.text
     with in_turn("there", turn_s=0.1):
@@ -133,24 +133,43 @@ def test_a_ray_without_the_name_is_a_warning(
 ) -> None:
     """Training goes on as with stock, and the warning says what to do."""
     monkeypatch.delattr(storage, "_pyarrow_fs_copy_files")
-    with caplog.at_level(logging.WARNING, _ray.logger.name):
+    with caplog.at_level(logging.WARNING, logger.name):
         copy_checkpoints_in_turn()
     assert "WinError 32" in caplog.text
     assert "report_rank0" in caplog.text
 
 
 @pytest.mark.parametrize(("platform", "takes_turns"), [("win32", True), ("linux", False), ("darwin", False)])
-def test_a_start_makes_workers_take_turns_on_windows(
-    platform: str, takes_turns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Elsewhere Ray's copy is left as it is."""
-    calls: list[None] = []
+def test_workers_take_turns_on_windows(platform: str, takes_turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the start of the training on; elsewhere Ray's copy is left as it is."""
+    calls: list[Any] = []
+    group = SimpleNamespace(execute=calls.append)
+    monkeypatch.setattr(TorchConfig().backend_cls, "on_training_start", lambda *_: calls.append("stock"))
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(process_group, "copy_checkpoints_in_turn", lambda: calls.append(None))
-    process_group._prepare(plan_of("gloo", "cpu"))
-    assert bool(calls) is takes_turns
+    FracTorchConfig().backend_cls().on_training_start(group, FracTorchConfig())
+    assert calls == ["stock", *([copy_checkpoints_in_turn] if takes_turns else [])]
+
+
+@pytest.mark.parametrize(("value", "wraps"), [(None, True), ("1", True), ("0", False)])
+def test_the_switch(value: str | None, wraps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable turns it off."""
+    calls: list[Any] = []
+    monkeypatch.setattr(_ray, "wrap_checkpoint_copies", calls.append)
+    if value is not None:
+        monkeypatch.setenv(TURNS_ENV, value)
+    copy_checkpoints_in_turn()
+    assert bool(calls) is wraps
+
+
+def test_a_wrong_value_of_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value, rule and fix."""
+    monkeypatch.setenv(TURNS_ENV, "no")
+    with pytest.raises(
+        ValueError, match=r"^RAY_FRACBACKEND_CHECKPOINT_TURNS='no': must be 0 or 1; leave it out for 1\.$"
+    ):
+        copy_checkpoints_in_turn()
 
 
 def test_the_wait_is_shorter_than_the_default_timeout_of_collectives() -> None:
     """The other ranks wait in their next collective meanwhile."""
-    assert Settings().timeout_s > checkpoint_copies._TURN_S
+    assert Settings().timeout_s > checkpoint_turns._TURN_S

@@ -1,7 +1,8 @@
-"""Copy checkpoints of one file name from several ranks one after the other, on Windows. Runs on the worker.
+"""Copy checkpoints of one file name from several ranks one after the other, on Windows. Runs on the worker, once the start is over.
 
 Ray Train merges the checkpoints of all ranks into one directory. A file that one rank is copying there cannot be opened by another
 on Windows, whose copy ends with ``PermissionError [WinError 32]``; elsewhere the last copy stays. In turn, it does on Windows too.
+``RAY_FRACBACKEND_CHECKPOINT_TURNS=0`` leaves Ray's copies as they are.
 """
 
 from __future__ import annotations
@@ -15,17 +16,28 @@ from contextlib import contextmanager
 from filelock import FileLock
 
 from ray_fracbackend import _ray
+from ray_fracbackend.log import logger
 
+TURNS_ENV = "RAY_FRACBACKEND_CHECKPOINT_TURNS"
 # Longer than all copies before this rank's take. A rank whose turn does not come copies all the same, as with stock Ray.
 _TURN_S = 600.0
 
 
 def copy_checkpoints_in_turn() -> None:
-    """Make this worker's ``ray.train.report`` wait for other workers of its machine that copy to the same folder."""
+    """Make this worker's ``ray.train.report`` wait for other workers of its machine that copy to the same folder.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
+    """
+    wanted = os.environ.get(TURNS_ENV, "1")
+    if wanted not in ("0", "1"):
+        raise ValueError(f"{TURNS_ENV}={wanted!r}: must be 0 or 1; leave it out for 1.")
+    if wanted == "0":
+        return
     try:
         _ray.wrap_checkpoint_copies(in_turn)
     except ImportError as error:
-        _ray.logger.warning(
+        logger.warning(
             "checkpoints with one file name from several ranks may end with PermissionError [WinError 32]: give each rank's file "
             "a name of its own, or use ray_fracbackend.report_rank0 (%s)",
             error,
@@ -45,7 +57,7 @@ def in_turn(folder: str, turn_s: float | None = None) -> Iterator[None]:
     try:
         lock.acquire(timeout=_TURN_S if turn_s is None else turn_s)
     except OSError as error:  # filelock.Timeout is one
-        _ray.logger.warning("copying a checkpoint to %s without waiting for other workers: %s", folder, error)
+        logger.warning("copying a checkpoint to %s without waiting for other workers: %s", folder, error)
     try:
         yield
     finally:

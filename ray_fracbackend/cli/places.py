@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Ray counts resources in ten-thousandths.
-_UNIT = 1e-4
+from ray_fracbackend.decide.fractions import RESOURCE_UNIT, largest_fraction, workers_per_gpu
+
 _MOST_PER_GPU = 1000
 
 
@@ -25,20 +25,10 @@ def places(node: Mapping[str, float], worker: Mapping[str, float]) -> int:
     return min(_places(name, node.get(name, 0.0), amount) for name, amount in worker.items() if amount > 0)
 
 
-def workers_per_gpu(fraction: float) -> int:
-    """Return how many workers with such a fraction, above 0 and below 1, fit on one GPU."""
-    return math.floor((1 + _UNIT / 2) / fraction)
-
-
-def largest_fraction(per_gpu: int) -> float:
-    """Return the largest fraction in Ray's precision of which so many fit on one GPU."""
-    return math.floor(round(1 / _UNIT) / per_gpu) * _UNIT
-
-
 def _places(name: str, there: float, amount: float) -> int:
     if name == "GPU" and amount < 1:
-        return math.floor(there + _UNIT / 2) * workers_per_gpu(amount)
-    return math.floor((there + _UNIT / 2) / amount)
+        return math.floor(there + RESOURCE_UNIT / 2) * workers_per_gpu(amount)
+    return math.floor((there + RESOURCE_UNIT / 2) / amount)
 
 
 def why_no_place(

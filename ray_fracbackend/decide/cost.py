@@ -1,0 +1,69 @@
+"""Why ranks that share a device cannot use NCCL, what it costs, and what to do."""
+
+from __future__ import annotations
+
+from ray_fracbackend.decide.device_sharing import share_text, sharing_ranks
+from ray_fracbackend.decide.job import Job
+from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK, versions_text
+from ray_fracbackend.decide.plan import GLOO_COST
+from ray_fracbackend.decide.worker_info import ranks_text
+
+
+def why_not_nccl(job: Job) -> str:
+    """Return why NCCL does not take these ranks, in one clause."""
+    if job.without_nccl:
+        every = len(job.without_nccl) == len(job.workers)
+        return "torch has no NCCL" if every else f"torch of {ranks_text(job.without_nccl)} has no NCCL"
+    version = versions_text(job.workers)
+    if not any(group.same_device for group in job.conflicts):
+        return f"NCCL {version} compares PCI bus ids and refuses them"
+    # One group that NCCL sees is refused at once, whatever becomes of the others.
+    seen = any(len({job.workers[rank].nccl_host for rank in group.ranks}) < len(group.ranks) for group in job.conflicts)
+    if not seen:
+        return f"NCCL {version} does not see it across host names and can hang"
+    can = all(worker.nccl_version and worker.nccl_version >= NCCL_MULTI_RANK for worker in job.workers)
+    return f"NCCL {version} refuses shared devices{' by default' if can else ''}"
+
+
+def without_nccl_warning(job: Job, why: str, backend: str) -> str:
+    """Return the warning about what it costs that another backend takes the place of NCCL.
+
+    Args:
+        job: Workers that share devices.
+        why: Why NCCL does not take them.
+        backend: The other backend.
+    """
+    groups, ranks = job.conflicts, sharing_ranks(job.conflicts)
+    found = (
+        f"{len(ranks)} of {len(job.workers)} ranks share a GPU ({share_text(groups)}), so all ranks use {backend} instead of "
+        f"nccl ({why}): {GLOO_COST}."
+    )
+    accept = "on_shared_device='gloo' accepts this without a warning, 'error' refuses such a start"
+    if not any(group.same_device for group in groups):
+        return f"{found} NCCL 2.30.7 or newer takes MIG slices for the different devices that they are; {accept}."
+    if all(job.workers[rank].gpu_fraction >= 1 for rank in ranks):
+        chosen_early = _chosen_early(job)
+        if chosen_early:
+            return f"{found} {chosen_early}; {accept}."
+        return (
+            f"{found} Each of them asked for a whole GPU: this is how the cluster hands out GPUs (time-slicing in Kubernetes, "
+            "containers or Ray nodes with one GPU in common, --num-gpus above what is there). Give every Ray node GPUs of its "
+            f"own, or leave those nodes out; {accept}."
+        )
+    return f"{found} Ask for more than half a GPU per worker where Ray has as many GPUs as workers (`ray status`); {accept}."
+
+
+def _chosen_early(job: Job) -> str | None:
+    """Say of whole GPUs that Ray counts as different and CUDA as one that the device was chosen before Ray's variable was set."""
+    for group in job.conflicts:
+        for node_id in {job.workers[rank].node_id for rank in group.ranks}:
+            members = [job.workers[rank] for rank in group.ranks if job.workers[rank].node_id == node_id]
+            ids = sorted({",".join(member.gpu_ids) for member in members if member.gpu_ids})
+            if len(ids) == len(members) > 1:
+                return (
+                    f"Ray gave {ranks_text([member.rank for member in members])} the GPUs {' and '.join(ids[:4])} of node "
+                    f"{members[0].node_ip}, and in each of these processes CUDA has the same one: it was chosen before Ray set "
+                    "CUDA_VISIBLE_DEVICES, or the variable was overwritten. Do not use CUDA at the import of a module or in a "
+                    "worker_process_setup_hook, and leave the variable to Ray"
+                )
+    return None

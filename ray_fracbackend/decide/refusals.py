@@ -1,0 +1,104 @@
+"""The errors of the guards: why a job cannot start like this, and what would let it start."""
+
+from __future__ import annotations
+
+import copy
+
+from ray_fracbackend.decide.device_sharing import share_text, sharing_ranks
+from ray_fracbackend.decide.job import Job
+from ray_fracbackend.decide.worker_info import ranks_text, version_text
+from ray_fracbackend.errors import FracBackendError, IncompatibleWorkersError, MissingDeviceError, SharedDeviceError
+
+
+def if_it_helps(job: Job, text: str, **settings: str) -> str:
+    """Return the text where the start would go through with these settings in place of the user's, else nothing."""
+    if not job.is_asked:
+        return ""
+    from ray_fracbackend.decide.table import decide_job  # the rows, which are made of these errors
+
+    changed = copy.copy(job.settings)
+    for name, value in settings.items():
+        setattr(changed, name, value)
+    try:
+        other = decide_job(Job(job.workers, changed, is_asked=False))
+    except FracBackendError:
+        return ""
+    dies = bool(job.on_windows) and other.device_type == "cuda" and other.backends.by_device.get("cuda") == "gloo"
+    return "" if dies else text
+
+
+def mixed_systems(job: Job) -> FracBackendError:
+    """Windows and other systems in one job."""
+    return IncompatibleWorkersError(
+        f"Windows on {ranks_text(job.on_windows)}, Linux or macOS on the others. Gloo cannot connect Windows with other "
+        "systems (gloo#386); place all workers on nodes of one system.",
+        ranks=job.on_windows,
+    )
+
+
+def cannot_use_nccl(job: Job) -> list[int]:
+    """Ranks of a job without GPUs that cannot use NCCL all the same."""
+    return [worker.rank for worker in job.workers if not worker.nccl_available or worker.num_visible_devices == 0]
+
+
+def nccl_without_gpus(job: Job) -> FracBackendError:
+    """NCCL by its name for workers that have no GPU of any kind."""
+    ranks = cannot_use_nccl(job)
+    auto = if_it_helps(job, ", or use backend='auto' or 'gloo'", backend="auto")
+    return MissingDeviceError(
+        f"backend={job.settings.backend!r} for {ranks_text(ranks)} without a GPU, or with a torch without NCCL. NCCL "
+        f"works on CUDA devices only; ask for GPUs in ScalingConfig(use_gpu=True){auto}.",
+        ranks=ranks,
+    )
+
+
+def missing_cuda(job: Job) -> FracBackendError:
+    """GPUs of Ray that torch cannot use."""
+    on_cpu = if_it_helps(
+        job, ", or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU", on_missing_cuda="cpu"
+    )
+    return MissingDeviceError(
+        f"{job.found_without_cuda}. Every GPU worker needs a CUDA device; correct num_gpus of those nodes or their torch and "
+        f"driver{on_cpu}.",
+        ranks=[worker.rank for worker in job.without_cuda],
+    )
+
+
+def compute_mode(job: Job) -> FracBackendError:
+    """A compute mode that lets no process, or no second one, use a device."""
+    if job.prohibited:
+        return MissingDeviceError(
+            f"the device of {ranks_text(job.prohibited)} is in compute mode PROHIBITED, which lets no process use it. "
+            "Run `nvidia-smi -c DEFAULT` on that node.",
+            ranks=job.prohibited,
+        )
+    group = job.exclusive[0]
+    return SharedDeviceError(
+        f"{group.text}, which is in compute mode EXCLUSIVE_PROCESS: one process at a time without MPS. Run "
+        "`nvidia-smi -c DEFAULT` on that node, or start the MPS daemon (`nvidia-cuda-mps-control -d`).",
+        ranks=group.ranks,
+    )
+
+
+def shared_error(job: Job) -> FracBackendError:
+    """Shared devices, which the policy forbids."""
+    auto = if_it_helps(job, ", or set on_shared_device to 'auto' or 'gloo'", on_shared_device="auto")
+    return SharedDeviceError(
+        f"{share_text(job.conflicts)}, and on_shared_device='error' forbids it. Ask for a whole GPU per worker or for fewer "
+        f"workers{auto}.",
+        ranks=sharing_ranks(job.conflicts),
+    )
+
+
+def mixed_versions(job: Job) -> IncompatibleWorkersError:
+    """NCCL of different versions."""
+    ranks_by_version = {
+        version_text(version): [worker.rank for worker in job.workers if worker.nccl_version == version]
+        for version in job.nccl_versions
+    }
+    listed = "; ".join(f"{ranks_text(ranks)}: {version}" for version, ranks in sorted(ranks_by_version.items()))
+    gloo = if_it_helps(job, ", or use backend='gloo'", backend="gloo")
+    return IncompatibleWorkersError(
+        f"the workers loaded different NCCL versions ({listed}). NCCL needs one version on all ranks; install the same "
+        f"torch and nvidia-nccl packages on every node{gloo}."
+    )

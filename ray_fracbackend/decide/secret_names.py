@@ -1,0 +1,10 @@
+"""Names of environment variables that may hold a secret, so that no report shows them."""
+
+from __future__ import annotations
+
+_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "_KEY")
+
+
+def may_be_secret(name: str) -> bool:
+    """Return whether a variable of this name may hold a secret."""
+    return any(word in name.upper() for word in _WORDS)

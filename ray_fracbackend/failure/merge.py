@@ -1,0 +1,158 @@
+"""One error from what all ranks of a start answered, and the class of it that Ray Train handles. Driver or controller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ray.exceptions import NodeDiedError, RayActorError, RayError
+from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
+
+from ray_fracbackend._ray import restarts_lost_workers
+from ray_fracbackend.decide.advice import advise
+from ray_fracbackend.decide.error_texts import cause_of, without_allocator
+from ray_fracbackend.decide.worker_info import WorkerAddress, ranks_text
+from ray_fracbackend.errors import (
+    BackendUnavailableError,
+    FracBackendError,
+    GroupFormationError,
+    MissingDeviceError,
+    OutOfMemoryError,
+    RendezvousError,
+    SharedDeviceError,
+    StartTimeoutError,
+    UnreachableMasterError,
+    VerificationError,
+    WorkerDiedError,
+)
+
+_NUM_NAMED = 4
+# The most specific failure is the error: where NCCL refused a rank, its peers fail the verification.
+_ORDER = (
+    SharedDeviceError,
+    MissingDeviceError,
+    VerificationError,
+    UnreachableMasterError,
+    GroupFormationError,
+    RendezvousError,
+    FracBackendError,
+)
+# What NCCL refused is the cause of all else; within one class who has lost a peer knows least.
+_CAUSES = ("refused", "invalid_usage")
+_KINDS = (*_CAUSES, "wrong_answer", "own_failure", "stalled")
+_REFUSALS = (MissingDeviceError, BackendUnavailableError)
+# Ray's memory monitor ends a worker with an error of its own.
+_DEATHS = (RayActorError, NodeDiedError, RayOutOfMemoryError)
+
+
+class LostWorkerError(WorkerDiedError, RayActorError):  # type: ignore[misc]
+    """WorkerDiedError where Ray Train restarts the workers on a RayActorError of a start: with the V2 engine."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        RayActorError.__init__(self, error_msg=message)
+        WorkerDiedError.__init__(self, message, ranks=ranks)
+
+
+def merged(
+    failures: Mapping[int, BaseException],
+    silent: Sequence[int],
+    addresses: Mapping[int, WorkerAddress],
+    step: str,
+    budget_s: float,
+) -> FracBackendError:
+    """Return the error of a step that failed on some ranks.
+
+    Args:
+        failures: The workers' own errors by rank.
+        silent: Ranks that did not answer in time.
+        addresses: Node and process of each rank, by rank.
+        step: What the ranks were asked to do.
+        budget_s: Their time limit in seconds, as the user set it.
+    """
+    if dead := [rank for rank, error in failures.items() if isinstance(error, _DEATHS)]:
+        cause = cause_of(failures[dead[0]])
+        return WorkerDiedError(
+            f"{_where(dead, addresses)} died during start-up ({step}): {cause}",
+            advice=advise("worker died"),
+            ranks=dead,
+            step=step,
+            cause=cause,
+        )
+    if starved := [rank for rank, error in failures.items() if _is_out_of_memory(error)]:
+        cause = without_allocator(cause_of(failures[starved[0]]))  # what torch says of that is not about a start
+        return OutOfMemoryError(
+            f"{_where(starved, addresses)} ran out of device memory during start-up ({step}): {cause}.",
+            advice=advise("device full"),
+            ranks=starved,
+            step=step,
+            cause=cause,
+        )
+    late = f"{_where(silent, addresses)} did not answer ({step}, start_timeout_s={budget_s:g})" if silent else ""
+    if not failures:
+        return StartTimeoutError(f"{late}.", advice=advise("no answer"), ranks=silent, step=step)
+    # Whoever has no device ends, and its peers fail in whatever they do then.
+    refused = {rank: error for rank, error in failures.items() if isinstance(error, _REFUSALS)}
+    if refused:
+        late, silent, failures = "", (), refused
+    return _combined(failures, late, silent, addresses, step)
+
+
+def _combined(
+    failures: Mapping[int, BaseException],
+    late: str,
+    silent: Sequence[int],
+    addresses: Mapping[int, WorkerAddress],
+    step: str,
+) -> FracBackendError:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, error in failures.items():
+        ranks_of.setdefault(_text(error), []).append(rank)
+    said = [f"{_where(ranks, addresses)}: {text}" for text, ranks in list(ranks_of.items())[:_NUM_NAMED]]
+    message = "; ".join([late, *said] if late else said)
+    ours = [(rank, error) for rank, error in failures.items() if isinstance(error, FracBackendError)]
+    if not ours:
+        return RendezvousError(f"{step} failed: {message}", ranks=silent or failures, step=step)
+    rank, first = min(ours, key=lambda each: _precedence(each[1]))
+    found = late or f"{_where([rank], addresses)}: {first.found}"
+    blamed = {rank for _, error in ours for rank in error.ranks}
+    return first.restated(message, found=found, ranks=silent or blamed or failures)
+
+
+def _precedence(error: FracBackendError) -> tuple[bool, int, int]:
+    by_class = next(place for place, kind in enumerate(_ORDER) if isinstance(error, kind))
+    by_kind = _KINDS.index(error.kind) if error.kind in _KINDS else len(_KINDS)
+    return error.kind not in _CAUSES, by_class, by_kind
+
+
+def _where(ranks: Sequence[int], addresses: Mapping[int, WorkerAddress]) -> str:
+    if len(ranks) > _NUM_NAMED:
+        nodes = sorted({addresses[rank].node_ip for rank in ranks})
+        return f"{ranks_text(list(ranks))} (nodes {', '.join(nodes[:_NUM_NAMED])})"
+    return ", ".join(addresses[rank].text for rank in ranks)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Detect torch's error by its class name, without importing torch; Ray's error of that name is about host memory."""
+    return type(error).__name__ == "OutOfMemoryError" and not isinstance(error, RayError)
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, FracBackendError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}".strip()
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "ray_fracbackend":
+        text += ". Install ray_fracbackend on every node, or send its folder along: runtime_env={'py_modules': [PATH]}"
+    return text
+
+
+def as_engine_error(error: BaseException, worker_group: object) -> BaseException:
+    """Return a dead worker's error as the class on which the group's engine of Ray Train restarts the workers, any other as it is.
+
+    Args:
+        error: Why the start failed; the cause of an error of another class.
+        worker_group: The group that was started.
+    """
+    if not isinstance(error, WorkerDiedError) or not restarts_lost_workers(worker_group):
+        return error
+    lost = LostWorkerError(str(error), ranks=error.ranks)
+    lost.__cause__ = error
+    return lost

@@ -1,0 +1,49 @@
+"""The start report beside the run's results. Driver or controller."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import posixpath
+from typing import Any
+
+from ray_fracbackend import _ray
+from ray_fracbackend.log import logger
+from ray_fracbackend.timeouts import bounded
+
+# A start later in the same run, after a failure or a resize, replaces the file.
+REPORT_FILE = "start_report.json"
+_SAVE_S = 2.0
+# Number of the newest report by its folder, in this process: all starts of a run are in one.
+_NEWEST: dict[str, int] = {}
+_NUMBERS = itertools.count()
+
+
+def save_report(worker_group: Any, report: dict[str, Any]) -> None:
+    """Write a report beside the results of the group's run. Slow storage delays the start by seconds; failing storage does not fail it.
+
+    Args:
+        worker_group: A worker group of Ray Train; one of no run has no place for it.
+        report: Plain values.
+    """
+    number = next(_NUMBERS)
+
+    def write() -> None:
+        folder = _ray.results_folder(worker_group)
+        if folder is not None:
+            file_system, path = folder
+            _NEWEST[path] = max(number, _NEWEST.get(path, 0))
+            file_system.create_dir(path, recursive=True)
+            if _NEWEST[path] > number:
+                return  # the storage took so long that a later start has reported
+            with file_system.open_output_stream(posixpath.join(path, REPORT_FILE)) as stream:
+                stream.write(json.dumps(report, indent=2).encode())
+
+    try:
+        bounded(write, _SAVE_S)
+    except TimeoutError:
+        logger.warning(
+            "%s is not written beside the results yet, after %g s: the storage is slow", REPORT_FILE, _SAVE_S
+        )
+    except Exception as error:  # storage of any kind, with errors of its own
+        logger.warning("%s was not written beside the results: %s", REPORT_FILE, error)

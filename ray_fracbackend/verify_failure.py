@@ -1,0 +1,141 @@
+"""What a verification that failed says: the step, the rank, who is missing, and whose fault it is. Needs torch alone, no Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from ray_fracbackend.decide.advice import advise
+from ray_fracbackend.decide.error_texts import (
+    cause_of,
+    is_cuda_error,
+    is_cuda_out_of_memory,
+    is_out_of_memory,
+    nccl_kind,
+    refusal_in,
+    refused_ranks,
+)
+from ray_fracbackend.decide.worker_info import ranks_text
+from ray_fracbackend.errors import SharedDeviceError, VerificationError
+from ray_fracbackend.timeouts import bounded
+
+if TYPE_CHECKING:
+    from ray_fracbackend.verify import Verification
+
+# Ranks that look up which ranks are missing when a collective stalls; the rest would only load the store.
+_NUM_REPORTERS = 8
+# How long they wait for the others' records: all keep the same deadline.
+_REPORT_S = 1.0
+# Below this the device has no room for a context or for what torch allocates at once.
+_SPARE_BYTES = 64 << 20
+
+
+def raise_failure(verification: Verification, error: Exception) -> None:
+    """Raise what an error in a verification means; return where the error itself says it.
+
+    Args:
+        verification: The verification.
+        error: What it raised.
+
+    Raises:
+        SharedDeviceError: NCCL refused ranks that share a GPU.
+        torch.cuda.OutOfMemoryError: The device was full for its context or for NCCL.
+        VerificationError: The collective failed or did not return; with the step, the rank and who is missing.
+    """
+    if isinstance(error, (VerificationError, torch.cuda.OutOfMemoryError)):
+        _record(verification, "failed")
+        return
+    if _has_no_memory(error, verification.device):
+        _record(verification, "failed")
+        raise torch.cuda.OutOfMemoryError(cause_of(error)) from error
+    # NCCL connects in the first collective, so its errors for shared GPUs are raised here.
+    kind = "stalled" if isinstance(error, TimeoutError) else nccl_kind(error)
+    if kind == "refused":
+        raise _refused(verification, error) from error
+    raise _failed(verification, error, kind) from error
+
+
+def _has_no_memory(error: Exception, device: torch.device) -> bool:
+    """Return whether the device was full for its context or for NCCL, which is no OutOfMemoryError of torch's; nor is a refusal to pin memory."""
+    if is_out_of_memory(str(error)):
+        return True
+    if device.type != "cuda" or not is_cuda_out_of_memory(error):
+        return False
+    try:
+        return torch.cuda.mem_get_info(device)[0] < _SPARE_BYTES
+    except RuntimeError:  # needs a context too
+        return True
+
+
+def _refused(verification: Verification, error: Exception) -> SharedDeviceError:
+    _record(verification, "failed")
+    sentence = refusal_in(str(error)) or ""
+    return SharedDeviceError(
+        f"NCCL refused ranks that share a GPU: {sentence}.",
+        advice=advise("refused", has_gloo=True),
+        ranks=[verification.global_ranks[rank] for rank in refused_ranks(sentence)],
+        kind="refused",
+        step=verification.step,
+        cause=sentence,
+    )
+
+
+def _failed(verification: Verification, error: Exception, kind: str) -> VerificationError:
+    elapsed_s = time.perf_counter() - verification.started
+    text, cause = f"{verification.step} failed on rank {verification.own_rank} after {elapsed_s:.1f} s", cause_of(error)
+    is_cuda = is_cuda_error(error)
+    if is_cuda or kind == "own_failure":  # of this rank, also where another one is missing
+        _record(verification, "failed")
+        kind, ranks = "own_failure", [verification.own_rank]
+    else:
+        ranks = _absent(verification)
+        if ranks:
+            text += f": {ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} not in it"
+        if kind == "stalled":
+            cause = f"no answer within {verification.timeout_s:.3g} s"
+    if is_cuda_out_of_memory(error):  # and the device has some
+        advice = advise("no pinned memory")
+    elif is_cuda:
+        advice = advise("CUDA refuses", device=str(verification.device))
+    elif kind == "own_failure":
+        advice = advise("NCCL fails", has_gloo=verification.has_gloo)
+    elif kind == "stalled" and not ranks and verification.backend == "nccl":
+        advice = advise("NCCL hangs", has_gloo=verification.has_gloo)
+    else:
+        advice = advise("peer lost")
+    return VerificationError(
+        f"{text} ({cause}).", advice=advice, ranks=ranks, kind=kind, step=verification.step, cause=cause
+    )
+
+
+def _record(verification: Verification, word: str) -> None:
+    """Record this rank in the store, so that peers do not report it as missing."""
+    with contextlib.suppress(RuntimeError):  # the store's own host may be gone already
+        verification.store.set(str(verification.rank), word)
+
+
+def _absent(verification: Verification) -> list[int]:
+    """Return the global ranks without a record in the store."""
+    try:
+        # A call that has not come back may hold the store's client.
+        return bounded(lambda: _looked_up(verification), 2 * _REPORT_S)
+    except TimeoutError:
+        return []
+
+
+def _looked_up(verification: Verification) -> list[int]:
+    absent = [rank for rank in range(verification.world_size) if rank != verification.rank]
+    end = time.monotonic() + _REPORT_S
+    try:
+        verification.store.set(str(verification.rank), "stuck")
+        if verification.rank >= _NUM_REPORTERS:
+            return []
+        while absent and time.monotonic() < end:
+            absent = [rank for rank in absent if not verification.store.check([str(rank)])]
+            time.sleep(0.02)
+    except (RuntimeError, ValueError):  # the store's own host is gone
+        return []
+    return [verification.global_ranks[rank] for rank in absent]

@@ -1,0 +1,53 @@
+"""Whether this worker reaches rank 0's store, known within seconds. Runs on the workers of other nodes."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from ray_fracbackend.decide.addresses import bracketed
+from ray_fracbackend.errors import UnreachableMasterError
+
+# Bound on one worker's attempt.
+REACH_S = 5.0
+_PAUSE_S = 0.3
+
+
+def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None:
+    """Open and close one connection to rank 0's store, which is known to be open.
+
+    Args:
+        address: Rank 0's address, a literal IP.
+        port: Its store's port.
+        timeout_s: Bound on all attempts together, in seconds.
+
+    Raises:
+        UnreachableMasterError: No attempt succeeded.
+    """
+    end = time.monotonic() + timeout_s
+    cause: OSError | None = None
+    while (left_s := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=left_s).close()
+            return
+        except TimeoutError as error:
+            # Windows takes two seconds for a refusal, and the limit cuts the last attempt: those before it have told the cause.
+            cause = cause or error
+            break
+        except OSError as error:
+            cause = error
+        time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
+    where = f"{bracketed(address)}:{port}"
+    raise UnreachableMasterError(
+        f"cannot reach rank 0's store at {where} within {timeout_s:g} s ({_outcome(cause)}). The store is open: let the "
+        "firewalls of both nodes pass that port (FracTorchConfig(master_port=...) takes a fixed one or a range), or name an "
+        "address of rank 0's node that this node reaches (master_addr=...)."
+    )
+
+
+def _outcome(cause: OSError | None) -> str:
+    if cause is None or isinstance(cause, TimeoutError):
+        return "no answer: something drops the packets"
+    if isinstance(cause, ConnectionRefusedError):
+        return "refused: a firewall, or another machine has that address"
+    return cause.strerror or str(cause)

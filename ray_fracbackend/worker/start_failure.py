@@ -1,0 +1,93 @@
+"""The errors of a start on a worker: which step failed, why, and what to do. Runs on the worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from ray_fracbackend.decide.advice import advise
+from ray_fracbackend.decide.error_texts import (
+    cause_of,
+    has_no_port,
+    is_cuda_error,
+    is_cuda_out_of_memory,
+    nccl_kind,
+    refusal_in,
+)
+from ray_fracbackend.decide.interfaces import IFNAME
+from ray_fracbackend.decide.plan import WorkerPlan
+from ray_fracbackend.errors import (
+    BackendUnavailableError,
+    FracBackendError,
+    GroupFormationError,
+    MissingDeviceError,
+    RendezvousError,
+    VerificationError,
+)
+from ray_fracbackend.timeouts import bounded
+from ray_fracbackend.worker.missing_cuda import why_no_cuda
+from ray_fracbackend.worker.network import port_range
+
+# For the NVML of a broken GPU to answer.
+_NVML_S = 2.0
+
+
+@contextmanager
+def named_step(step: str, plan: WorkerPlan, kind: type[RendezvousError]) -> Iterator[None]:
+    """Raise torch's errors in the block as one of ours that names the step.
+
+    Args:
+        step: What the block does.
+        plan: The worker's plan.
+        kind: Class of the error.
+    """
+    try:
+        yield
+    except FracBackendError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        where = f"{plan.rendezvous.master_addr}:{plan.rendezvous.master_port}"
+        cause = cause_of(error)
+        raise kind(
+            f"{step} at {where} failed ({cause}).",
+            advice=_advice(plan, kind, error),
+            ranks=(plan.rank,),
+            kind="stalled" if isinstance(error, TimeoutError) else nccl_kind(error),
+            step=step,
+            cause=refusal_in(str(error)) or cause,
+        ) from error
+
+
+def refused_by_cuda(plan: WorkerPlan, failed: VerificationError) -> FracBackendError | None:
+    """Return the error of what CUDA refused, which is no failure of the group: the first context is made in the verification.
+
+    Args:
+        plan: The worker's plan.
+        failed: The error of the verification.
+
+    Returns:
+        MissingDeviceError; BackendUnavailableError where CUDA refused host memory; None where the group failed.
+    """
+    error = failed.__cause__
+    if not isinstance(error, Exception) or not is_cuda_error(error):
+        return None
+    if is_cuda_out_of_memory(error):  # a full device is torch's OutOfMemoryError by now: what is left is host memory
+        return BackendUnavailableError(str(failed), ranks=(plan.rank,))
+    try:
+        why = bounded(partial(why_no_cuda, error), _NVML_S)
+    except TimeoutError:
+        why = str(failed).rstrip(".")
+    return MissingDeviceError(f"{plan.device} cannot be used: {why}.", ranks=(plan.rank,))
+
+
+def _advice(plan: WorkerPlan, kind: type[RendezvousError], error: Exception) -> str:
+    if has_no_port(error):
+        return advise("Gloo has no port", ports=port_range())
+    if kind is GroupFormationError and plan.backends.connects_with_gloo:
+        interface = os.environ.get(IFNAME)
+        over = f"over {interface}" if interface else "over the address of its host name"
+        return advise("Gloo cannot connect", interface=over)
+    # A TimeoutError is of bounded(): c10d's own are of another class.
+    return advise("rank 0 hangs" if isinstance(error, TimeoutError) else "store not reached")

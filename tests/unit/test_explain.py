@@ -1,0 +1,180 @@
+"""What plan and workers tell about the error of a failed start: NCCL on shared devices, addresses that are not reached."""
+
+import pytest
+
+from ray_fracbackend.decide.plan import Decision
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.table import decide_start
+from ray_fracbackend.decide.worker_info import NetworkInfo
+from ray_fracbackend.errors import (
+    BackendUnavailableError,
+    RendezvousError,
+    SharedDeviceError,
+    StartTimeoutError,
+    UnreachableMasterError,
+    VerificationError,
+)
+from ray_fracbackend.failure.explain import explain_nccl, explain_unreachable, explained
+from tests.unit import test_rendezvous as network
+from tests.unit.builders import gpu, job, mig
+from tests.unit.test_error_texts import DUPLICATE, REFUSALS, torch_text
+
+_NEW = (2, 30, 7)
+
+
+def failed(text="", kind="failed", ranks=(), cls=VerificationError):
+    """An error as a worker raises it, with what NCCL said as the cause."""
+    return cls(f"barrier failed ({text}).", kind=kind, cause=text, ranks=ranks)
+
+
+def multi_rank(**facts):
+    workers = job(gpu(), gpu(), nccl_version=_NEW, **facts)
+    return decide_start(workers, Settings(on_shared_device="nccl")), workers
+
+
+@pytest.mark.parametrize("sentence", REFUSALS.values(), ids=REFUSALS)
+def test_refusal_becomes_one_error(sentence):
+    """NCCL's duplicate-GPU error becomes a SharedDeviceError with the share map, the version and what to do."""
+    plan, workers = multi_rank()
+    error = explain_nccl(failed(sentence, "refused", [1]), plan, workers)
+    assert isinstance(error, SharedDeviceError)
+    assert error.ranks == (0, 1)
+    assert str(error).startswith(
+        "NCCL 2.30.7 refused the start: ranks 0,1 share GPU-a (NVIDIA H200) on node 10.0.0.1 ("
+    )
+    assert str(error).endswith("use backend='gloo'.")
+
+
+def test_bare_invalid_usage_of_ranks_that_share():
+    """ncclInvalidUsage alone is the refusal where the ranks are known to share a device, and nowhere else."""
+    plan, workers = multi_rank()
+    bare = failed(torch_text().splitlines()[0], "invalid_usage")
+    assert isinstance(explain_nccl(bare, plan, workers), SharedDeviceError)
+    apart = job(gpu("a"), gpu("b"))
+    assert explain_nccl(bare, decide_start(apart, Settings()), apart) is bare
+
+
+def test_users_own_variables_are_named():
+    """A variable of the user's that was kept is the first suspect."""
+    plan, workers = multi_rank(env={"NCCL_MULTI_RANK_GPU_ENABLE": "0", "NCCL_MAX_CTAS": "16"})
+    text = str(explain_nccl(failed(REFUSALS["2.30.7"], "refused"), plan, workers))
+    assert "The user set NCCL_MAX_CTAS=16, NCCL_MULTI_RANK_GPU_ENABLE=0, which was kept: unset it" in text
+
+
+_WRONG_INTERFACE = {
+    "env": {"NCCL_SOCKET_IFNAME": "nosuch0"},
+    "network": NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)}),
+}
+
+
+def test_an_interface_that_is_not_there_is_no_shared_device():
+    """NCCL calls both an invalid usage: the variable is named with the ranks, and sharing is not blamed."""
+    plan, workers = multi_rank(**_WRONG_INTERFACE)
+    doubt = "ranks 0,1: NCCL_SOCKET_IFNAME=nosuch0 is kept, but it matches none of this node's interfaces (lo, eth0)"
+    assert doubt in plan.warnings
+    error = explain_nccl(failed(torch_text().splitlines()[0], "invalid_usage", [1]), plan, workers)
+    assert (type(error), error.ranks) == (VerificationError, (1,))
+    assert str(error).endswith(f"{doubt}.")
+    refused = explain_nccl(failed(DUPLICATE, "refused"), plan, workers)
+    assert isinstance(refused, SharedDeviceError)
+
+
+def test_an_interface_that_is_not_there_warns_where_nothing_is_shared():
+    """Before NCCL starts, and for NCCL alone."""
+    workers = job(gpu("a"), gpu("b"), **_WRONG_INTERFACE)
+    assert len(decide_start(workers, Settings()).warnings) == 1
+    assert decide_start(workers, Settings(backend="gloo")).warnings == ()
+
+
+def test_nvls_that_the_user_demands():
+    """NCCL refuses it by name: an error before the start where its flags were asked for, and Gloo where auto decides."""
+    env = {"NCCL_NVLS_ENABLE": "1"}
+    with pytest.raises(
+        BackendUnavailableError, match=r"NCCL_NVLS_ENABLE=1 is set on ranks 0,1, which NCCL refuses .* Unset it"
+    ):
+        multi_rank(env=env)
+    workers = job(gpu(), gpu(), nccl_version=_NEW, env={**env, "NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+    plan = decide_start(workers, Settings())
+    assert plan.backend == "gloo"
+    assert any("=1 has no effect: NCCL_NVLS_ENABLE=1 is set on ranks 0,1" in hint for hint in plan.hints)
+
+
+def test_mig_slices_are_named():
+    """Slices that NCCL took for one device are named with their GPU."""
+    workers = job(mig("1"), mig("2"), nccl_version=_NEW)
+    error = explain_nccl(failed(REFUSALS["2.30.7"], "refused"), decide_start(workers, Settings()), workers)
+    assert "ranks 0,1 use MIG slices of GPU-a" in str(error)
+    assert error.ranks == (0, 1)
+
+
+def test_devices_that_ray_does_not_count():
+    """Without known devices NCCL's own ranks are reported."""
+    plan = Decision(backend="nccl", device_type="cuda", reason="as asked for")
+    error = explain_nccl(failed(DUPLICATE, "refused", [0, 1], SharedDeviceError), plan, job(None, None))
+    assert "ranks 0,1 share a GPU" in str(error)
+    assert "backend='gloo'" in str(error)
+
+
+@pytest.mark.parametrize("kind", [StartTimeoutError, VerificationError])
+def test_hang_has_its_usual_cause(kind):
+    """A hang with several ranks per GPU says what NCCL's documentation says of it, in the same class."""
+    plan, workers = multi_rank()
+    error = explain_nccl(failed("no answer within 20 s", "stalled", [1], kind), plan, workers)
+    assert (type(error), error.ranks) == (kind, (1,))
+    assert "NCCL_MAX_CTAS" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("", "wrong_answer"), ("ncclSystemError: x", "own_failure"), ("connection closed", "failed")]
+)
+def test_what_ended_is_no_hang(text, kind):
+    """Advice on hangs has no place where the collective ended with a wrong sum, or NCCL with an error."""
+    plan, workers = multi_rank()
+    ended = failed(text, kind)
+    assert explain_nccl(ended, plan, workers) is ended
+
+
+def test_other_failures_are_left_alone():
+    """A firewall is no refusal, and Gloo never is."""
+    plan, workers = multi_rank()
+    error = RendezvousError("no route to host")
+    assert explain_nccl(error, plan, workers) is error
+    gloo = decide_start(workers, Settings(on_shared_device="gloo"))
+    stalled = failed("no answer", "stalled")
+    assert explained(stalled, gloo, workers, "10.0.0.1") is stalled
+
+
+class TestExplainUnreachable:
+    """Where an address that a rank cannot reach is from."""
+
+    @staticmethod
+    def told(workers, master_addr="10.8.0.2"):
+        error = UnreachableMasterError("cannot reach 10.8.0.2.", ranks=(1,))
+        explained = explain_unreachable(error, workers, master_addr)
+        assert isinstance(explained, UnreachableMasterError)
+        assert explained.ranks == (1,)
+        return str(explained)
+
+    def test_a_vpn(self):
+        """Ray took the address of a VPN (vllm-metal#625); the node has another one."""
+        networks = {**network.LO, "tun0": ("10.8.0.2",), "eth0": ("10.0.0.1", "fe80::1"), "docker0": ("fe80::2",)}
+        workers = [network.worker(0, "10.8.0.2", network={"interfaces": networks}), network.worker(1, "10.8.0.3")]
+        assert self.told(workers) == (
+            "cannot reach 10.8.0.2. Ray knows rank 0's node by 10.8.0.2 (interface tun0); the node also has eth0 10.0.0.1. If the nodes "
+            "reach each other by another address, start Ray on each with --node-ip-address."
+        )
+
+    def test_a_bridge_that_two_machines_have(self):
+        """The other machine answers to the address itself."""
+        workers = [
+            network.worker(rank, "10.8.0.2", node_id=str(rank), network={"network_id": str(rank)}) for rank in range(2)
+        ]
+        assert self.told(workers) == (
+            "cannot reach 10.8.0.2. Ray knows rank 0's node by 10.8.0.2 (interface eth0), and the other machine of rank 1 by the same, as "
+            "of a bridge that each of them has. If the nodes reach each other by another address, start Ray on each with --node-ip-address."
+        )
+
+    def test_nothing_to_add(self):
+        """An address that the user configured, or the only one of its node."""
+        assert self.told([network.worker(0, "10.0.0.1"), network.worker(1)], "10.8.0.2") == "cannot reach 10.8.0.2."
+        assert self.told([network.worker(0, "10.8.0.2"), network.worker(1)]) == "cannot reach 10.8.0.2."
