@@ -126,11 +126,11 @@ def _measured(ranks: list[subprocess.Popen[str]], progress: Callable[[int, int, 
     failed = ""
     # Each in a thread of its own: a full pipe would stop a rank.
     with ThreadPoolExecutor(len(ranks)) as pool:
-        outputs = {
-            pool.submit(_read, process, measured if rank == 0 else [], progress): process
-            for rank, process in enumerate(ranks)
-        }
-        try:
+        try:  # of the threads too: once one reads, the pool waits for the end of its rank
+            outputs = {
+                pool.submit(_read, process, measured if rank == 0 else [], progress): process
+                for rank, process in enumerate(ranks)
+            }
             for output in as_completed(outputs):
                 code = outputs[output].wait()
                 if code and not failed:

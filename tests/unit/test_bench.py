@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -89,6 +90,24 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch):
     with pytest.raises(RuntimeError, match="ended with exit code 3: no device here"):
         bench_ranks.run_benchmark(3, operations=["all_reduce"], sizes=[4096])
     assert time.monotonic() - started < 100  # not the 300 s that the others would sleep
+
+
+def test_a_signal_while_the_ranks_start_ends_them(monkeypatch):
+    """Once a thread reads from a rank, the pool of the threads waits for that rank, which nobody would have ended."""
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, function, process, *arguments):
+            if process.args[-1] == self.last:
+                raise KeyboardInterrupt
+            self.last = process.args[-1]
+            return super().submit(function, process, *arguments)
+
+        last = None
+
+    monkeypatch.setattr(bench_ranks.sys, "executable", os.fspath(Path(__file__).with_name("bench_rank_1_fails.sh")))
+    monkeypatch.setattr(bench_ranks, "ThreadPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench_ranks.run_benchmark(2, operations=["all_reduce"], sizes=[4096])
 
 
 def result(**changes):
