@@ -35,11 +35,13 @@ def explained(
     """
     if isinstance(error, UnreachableMasterError):
         return explain_unreachable(error, workers, master_addr)
-    return explain_nccl(error, decision, workers) if decision.backends.has_nccl else error
+    return explain_nccl(error, decision, workers)
 
 
 def explain_nccl(error: FracBackendError, decision: Decision, workers: Sequence[WorkerInfo]) -> FracBackendError:
-    """Explain a failed start of NCCL, as `explained`."""
+    """Explain a failed start of NCCL, as `explained`; an error of another backend comes back as it is."""
+    if not decision.backends.has_nccl:
+        return error
     if error.kind == "refused":
         return _refused(error, error.cause, decision, workers)
     doubts = interface_doubts(workers) if isinstance(error, (StartTimeoutError, VerificationError)) else ()
