@@ -279,7 +279,7 @@ def _decided(
 
 
 def _override(job: Job, backend: str, warnings: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """The backend under the name that the user gave it; or the warnings with one that names what was asked for in vain."""
+    """The backend under the name that the user gave it; or the warnings with one more, which names what was asked for."""
     asked, settings = job.settings.backends, job.settings
     if not (asked.has_nccl or (asked.has_staged and not job.on_devices and job.asks_for_gpus)):
         return backend, warnings
