@@ -172,8 +172,7 @@ class Start:
     def _probe(self, deadline: Deadline) -> tuple[WorkerInfo, ...]:
         started, settings = time.perf_counter(), self._settings
         self._addresses = _ray.worker_addresses(self._group)
-        one_node = len({address.node_id for address in self._addresses}) == 1
-        common = (settings.master_addr, settings.master_port, one_node, settings.may_use_shared_memory)
+        common = (settings.master_addr, settings.master_port, self._one_node, settings.may_use_shared_memory)
         port_wait_s = _port_wait_s(deadline)
         refs = self._execute(probe_worker, ((address.rank, *common, port_wait_s) for address in self._addresses))
         self._workers = tuple(gather(refs, self._addresses, deadline, "probing the workers"))
@@ -215,8 +214,7 @@ class Start:
     def _reopen_store(self, deadline: Deadline) -> int:
         """Open a store on rank 0 for the fallback: the first one went with the first attempt."""
         started, settings = time.perf_counter(), self._settings
-        is_local = len({address.node_id for address in self._addresses}) == 1 and settings.master_addr is None
-        arguments = (settings.master_port, is_local, _port_wait_s(deadline))
+        arguments = (settings.master_port, self._one_node and settings.master_addr is None, _port_wait_s(deadline))
         refs = [self._group.execute_single_async(0, hold_store, *arguments)]
         (port,) = gather(refs, self._addresses[:1], deadline, "opening a store for the fallback")
         self._add_seconds("probe", started)
@@ -233,6 +231,10 @@ class Start:
         if report.plan.falls_back_from(told) or not self._settings.verify:
             return told
         return with_faults(told, self._group, plans, self._addresses, deadline, self._settings.start_timeout_s)
+
+    @property
+    def _one_node(self) -> bool:
+        return len({address.node_id for address in self._addresses}) == 1
 
     def _execute(self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         return [self._group.execute_single_async(rank, function, *each) for rank, each in enumerate(arguments)]

@@ -113,12 +113,13 @@ def is_cuda_error(error: BaseException | None) -> bool:
 
 def is_cuda_out_of_memory(error: BaseException | None) -> bool:
     """Return whether CUDA refused a call for want of memory, of the device or of the host; torch's allocator raises another class."""
-    return is_cuda_error(error) and "out of memory" in str(error)
+    return isinstance(error, RuntimeError) and str(error).startswith(f"{_CUDA_ERROR}out of memory")
 
 
 def says_nothing_of_device(error: BaseException) -> bool:
     """Return whether a device was not tried at all: no memory or no device for this process, or no CUDA in its torch."""
-    return _UNTRIED.search(str(error)) is not None
+    # The first line: what torch appends to it names other errors.
+    return _UNTRIED.search(cause_of(error)) is not None
 
 
 def without_allocator(text: str) -> str:

@@ -4,12 +4,14 @@ import pytest
 
 from ray_fracbackend.decide.error_texts import (
     cause_of,
+    is_cuda_out_of_memory,
     is_invalid_usage,
     is_out_of_memory,
     is_own_failure,
     is_timeout,
     refusal_in,
     refused_ranks,
+    says_nothing_of_device,
 )
 
 _HEAD = (
@@ -111,3 +113,16 @@ def test_a_wait_that_ended():
     )
     assert not is_own_failure("CUDA error: out of memory")
     assert not is_out_of_memory("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize(
+    ("text", "untried", "full"),
+    [
+        ("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`", True, True),
+        ("CUDA error: unspecified launch failure\nSee also: out of memory, busy or unavailable", False, False),
+    ],
+)
+def test_what_stands_below_the_first_line_is_of_no_device(text, untried, full):
+    """torch appends lines that name other errors: a device that failed is not taken for one that was full or busy."""
+    assert says_nothing_of_device(RuntimeError(text)) is untried
+    assert is_cuda_out_of_memory(RuntimeError(text)) is full
