@@ -3,7 +3,7 @@
     python benchmarks/checkouts.py OLD [--turns 3] [--starts 3] [--workers 2] [--out FOLDER]
 
 OLD is a folder with the other checkout, such as one of ``git worktree add --detach OLD REVISION``; the new one is that of this
-script. Each turn runs benchmarks/start.py and benchmarks/ipc_all_reduce.py of both, in processes of their own, first the old
+script. Each turn runs benchmarks/start.py and benchmarks/ipc of both, in processes of their own, first the old
 one and then the new one, in the next turn the other way round. Writes one dated JSON with the medians over all turns and
 their ratios. Run it on a quiet machine.
 """
@@ -25,14 +25,20 @@ from common import environment, parser, save
 NEW = Path(__file__).resolve().parents[1]
 
 
-def run(checkout: Path, script: str, *arguments: str) -> dict[str, Any]:
+def run(checkout: Path, *command: str) -> dict[str, Any]:
     """The result that a benchmark of a checkout writes."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, checkout / "benchmarks" / script, *arguments, "--out", folder]
+        command = [sys.executable, *command, "--out", folder]
         env = {**os.environ, "PYTHONPATH": str(checkout)}
         subprocess.run(command, cwd=checkout, env=env, check=True, stdout=subprocess.DEVNULL)
         (path,) = Path(folder).glob("*.json")
         return json.loads(path.read_text())
+
+
+def ipc_command(checkout: Path) -> list[str]:
+    """How its benchmark of ipc is called: a script until 2026-11-26."""
+    script = "benchmarks/ipc_all_reduce.py"
+    return [script] if (checkout / script).exists() else ["-m", "benchmarks.ipc"]
 
 
 def starts(result: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
@@ -72,8 +78,8 @@ def main() -> None:
     for turn in range(chosen.turns):
         sides = [("old", chosen.old.resolve()), ("new", NEW)]
         for side, checkout in sides if turn % 2 == 0 else reversed(sides):
-            values = dict(starts(run(checkout, "start.py", *of_starts)))
-            values |= dict(collectives(run(checkout, "ipc_all_reduce.py", *of_ipc)))
+            values = dict(starts(run(checkout, "benchmarks/start.py", *of_starts)))
+            values |= dict(collectives(run(checkout, *ipc_command(checkout), *of_ipc)))
             for name, milliseconds in values.items():
                 found.setdefault(name, {}).setdefault(side, []).extend(milliseconds)
             print(f"turn {turn + 1} of {chosen.turns}: {side}", flush=True)

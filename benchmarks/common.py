@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-_STAMP = re.compile(r"(?P<kind>.+?)_(\d{4}-\d{2}-\d{2}|\d{8}_\d{4})")
+_STAMP = re.compile(r"(?P<kind>.+?)_(?P<when>\d{4}-\d{2}-\d{2}|\d{8}_\d{4})")
 
 
 def environment() -> dict[str, Any]:
@@ -73,7 +73,26 @@ def save(name: str, out: Path, results: dict[str, Any]) -> Path:
 
 def newest(kind: str, results: Path = RESULTS) -> Path | None:
     """The result of a kind, such as ``start_v2``, with the last date in its name; None where there is none."""
-    found = [
-        path for path in results.glob("*.json") if (stamp := _STAMP.fullmatch(path.stem)) and stamp["kind"] == kind
-    ]
-    return max(found, key=lambda path: path.stem, default=None)
+    found = {
+        stamp["when"].replace("-", ""): path
+        for path in results.glob("*.json")
+        if (stamp := _STAMP.fullmatch(path.stem)) and stamp["kind"] == kind
+    }
+    return found[max(found)] if found else None
+
+
+def machine_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Hardware and versions of a result; those of ipc had keys of their own until 2026-11-26."""
+    if "environment" in result:
+        found: dict[str, Any] = result["environment"]
+        return found
+    hardware, versions = result["hardware"], result["versions"]
+    return {**hardware, **versions, "num_cpus": hardware["cores"]}
+
+
+def where(result: dict[str, Any]) -> str:
+    """Date, hardware and versions of a result, for a caption."""
+    machine = machine_of(result)
+    gpus = f", {', '.join(machine['gpus']) or 'no GPU'}" if "gpus" in machine else ""
+    ray = f", Ray {machine['ray']}" if "ray" in machine else ""
+    return f"{result['date'][:10]}, {machine['cpu']}, {machine['num_cpus']} cores{gpus}, torch {machine['torch']}{ray}"

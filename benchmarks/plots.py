@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from common import RESULTS, newest
 from tables import size_text
 
-from ray_fracbackend.cli import bench
+# Run as a script: its own folder comes first in sys.path.
+sys.path.append(str(Path(__file__).parents[1]))
+from benchmarks.common import RESULTS, newest, where
+from benchmarks.ipc.figure import COLORS, draw_panel
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -46,15 +48,6 @@ _STARTS = {
 def source(path: Path) -> str:
     """Which result, and which state of it: the title of its picture, by which a test sees that one is out of date."""
     return f"{path.name}, SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
-
-
-def where(result: dict[str, Any]) -> str:
-    """Date, hardware and versions of a result, for its caption."""
-    machine = result.get("environment") or {**result["hardware"], **result["versions"]}
-    gpus = f", {', '.join(machine['gpus']) or 'no GPU'}" if "gpus" in machine else ""
-    ray = f", Ray {machine['ray']}" if "ray" in machine else ""
-    cores = machine.get("num_cpus") or machine["cores"]
-    return f"{result['date'][:10]}, {machine['cpu']}, {cores} cores{gpus}, torch {machine['torch']}{ray}"
 
 
 def save(figure: Any, target: Path, result: dict[str, Any], told: str, top: float = 1) -> None:
@@ -132,7 +125,7 @@ def ipc(result: dict[str, Any], target: Path) -> None:
     numbers = sorted({row["num_ranks"] for row in result["rows"]})
     figure, axes = plt.subplots(1, len(numbers), figsize=(3.8 * len(numbers), 3.3), sharey=True, squeeze=False)
     for axis, num_ranks in zip(axes[0], numbers, strict=True):
-        bench.draw_panel(axis, result["rows"], "all_reduce", num_ranks)
+        draw_panel(axis, result["rows"], "all_reduce", num_ranks)
         sizes = sorted({row["num_bytes"] for row in result["rows"]})
         axis.set_xticks(sizes, [size_text(size) for size in sizes], rotation=30)
         axis.set(xlabel="size of the tensor", ylabel="all_reduce, ms" if axis is axes[0][0] else None)
@@ -146,7 +139,7 @@ def ipc_demo(result: dict[str, Any], target: Path) -> None:
     figure, axis = plt.subplots(figsize=(4.6, 3.3))
     backends = ("gloo", "ipc")
     for x, backend in enumerate(backends):
-        dots(axis, x, [value * 1e3 for value in result["seconds"][backend]], bench.COLORS[backend], None)
+        dots(axis, x, [value * 1e3 for value in result["seconds"][backend]], COLORS[backend], None)
     axis.set(ylabel="epoch of the demo, ms", xlim=(-0.6, 1.6), ylim=(0, None))
     axis.set_xticks(range(len(backends)), backends)
     axis.grid(axis="y", alpha=0.3)

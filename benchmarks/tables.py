@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from common import RESULTS, newest
+from common import RESULTS, machine_of, newest
 
 ROOT = RESULTS.parents[1]
 DOCS = ROOT / "docs"
@@ -79,10 +79,11 @@ def ipc_rows(operations: tuple[str, ...], num_ranks: int) -> dict[tuple[str, int
 def ipc_setting() -> str:
     """Where the ipc backend was measured."""
     name, result = newest_result("ipc")
-    hardware, versions = result["hardware"], result["versions"]
-    mpi = f", {versions['open_mpi'].split('(')[-1].replace(')', '')}" if "open_mpi" in versions else ""
+    machine = machine_of(result)
+    open_mpi = result.get("open_mpi") or machine.get("open_mpi")
+    mpi = f", {open_mpi.split('(')[-1].replace(')', '')}" if open_mpi else ""
     return (
-        f"`benchmarks/results/{name}`: {hardware['cores']} cores of {hardware['cpu']}, torch {versions['torch']}{mpi}, "
+        f"`benchmarks/results/{name}`: {machine['num_cpus']} cores of {machine['cpu']}, torch {machine['torch']}{mpi}, "
         f"{result['settings']['dtype']}, {result['settings']['starts']} starts of {result['settings']['rounds']} rounds"
     )
 

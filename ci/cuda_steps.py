@@ -80,7 +80,7 @@ STEPS = {
         env=_TWO_GPUS,
     ),
     "training": _tests(
-        "Ray: losses of one process with each backend, 2 to 8 ranks, Tune, libraries, memory caps, `bench`",
+        "Ray: losses of one process with each backend, 2 to 8 ranks, Tune, libraries, memory caps, the benchmark of `ipc`",
         *(f"tests/gpu/test_gpu_{name}.py" for name in ("training", "devices", "memory", "bench")),
         limit_s=1800.0,
         env=_TWO_GPUS,
@@ -95,9 +95,7 @@ STEPS = {
         limit_s=3600.0,
     ),
     "jobs": _tests("Ray: elastic groups, restarts, FSDP2, DCP, checkpoints", "tests/cuda/test_jobs.py", limit_s=5400.0),
-    "commands": _tests(
-        "`doctor`, `plan`, `test`, `run`, `bench`, `demo`", "tests/cuda/test_commands.py", limit_s=1200.0
-    ),
+    "commands": _tests("`doctor`, `plan`, `test`, `run`, `demo`", "tests/cuda/test_commands.py", limit_s=1200.0),
     **{f"gpu.sh {name}": _gpu_call(name) for name in "ABCD"},
 }
 # Three minutes: the first seed with Gloo, staged, ipc, and NCCL's refusal.

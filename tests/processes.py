@@ -149,6 +149,17 @@ def _pids_of_actors(name: str) -> set[int]:
     return {actor["Pid"] for actor in state.actors().values() if name in actor["ActorClassName"]}
 
 
+def processes_with(variable: str, text: str) -> list[psutil.Process]:
+    """Living processes, without this one, that have a text in an environment variable: those that a test has started, by a mark."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # of the system, or ended meanwhile
+            is_other = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+            if is_other and text in process.environ().get(variable, ""):
+                found.append(process)
+    return found
+
+
 def mark_processes() -> None:
     """Makes what this process starts from now on known to ``left_files``, also after its parent has ended."""
     os.environ[_RUN] = uuid.uuid4().hex

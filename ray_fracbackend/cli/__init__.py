@@ -222,47 +222,6 @@ def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
-def _bench(options: argparse.Namespace) -> int:
-    from ray_fracbackend.ipc import host_memory_support
-
-    missing = host_memory_support()
-    if missing is not None:
-        raise _Failure("backend_unavailable", f"the ipc backend cannot run here: {missing}")
-    _needs("bench", "tqdm", *(["matplotlib"] if options.plot else []))
-    import torch
-
-    from ray_fracbackend.cli import bench
-    from ray_fracbackend.cli.bench_ranks import OPERATIONS, SIZES
-
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise _Failure("missing_device", f"--device cuda: torch sees no CUDA device here; {PROGRAM} doctor says why")
-    if unknown := [name for name in options.operations if name not in OPERATIONS]:
-        raise _wrong_usage(f"--operations {unknown[0]}: must be one of {', '.join(OPERATIONS)}")
-    sizes = options.sizes or SIZES
-    try:
-        bench.check(options.ranks, sizes, options.device, options.plot)
-    except ValueError as error:
-        raise _wrong_usage(error) from None
-    try:
-        result = bench.measure(
-            options.ranks,
-            operations=options.operations,
-            sizes=sizes,
-            rounds=options.rounds,
-            tries=1,
-            device=options.device,
-        )
-    except RuntimeError as error:
-        raise _Failure("benchmark", str(error)) from error
-    emit(json.dumps(result, indent=1) if options.json else bench.table(result))
-    if options.plot:
-        try:
-            bench.draw(result, options.plot)
-        except OSError as error:  # a full disk
-            raise _Failure("benchmark", f"--plot {options.plot}: {error.strerror or error}") from None
-    return 0
-
-
 # What runs a command, and the packages that it imports first.
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[str, ...]]] = {
     "doctor": (_doctor, ()),
@@ -270,5 +229,4 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[str, ...]]
     "plan": (_plan, ("torch", "ray")),
     "run": (_run, ("torch", "ray")),
     "demo": (_demo, ("torch", "ray")),
-    "bench": (_bench, ("torch",)),
 }

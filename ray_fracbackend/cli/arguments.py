@@ -6,7 +6,6 @@ import argparse
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
-from pathlib import Path
 from typing import Any, NoReturn
 
 from ray_fracbackend import __version__
@@ -72,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     whole = _Parser(prog=PROGRAM, description="Ray Train on fractions of a GPU.")
     whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = whole.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for add in (_add_doctor, _add_test, _add_plan, _add_run, _add_demo, _add_bench):
+    for add in (_add_doctor, _add_test, _add_plan, _add_run, _add_demo):
         add(commands)
     return whole
 
@@ -115,45 +114,6 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument("--stock", action="store_true", help="use Ray's own TorchConfig, for comparison")
     demo.add_argument(
         "--epochs", type=_count(10**6), default=10, metavar="NUMBER", help="passes over the data (default 10)"
-    )
-
-
-def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure the ipc backend beside Gloo, NCCL and Open MPI on this machine")
-    bench.add_argument(
-        "--ranks", type=_count(1024), nargs="+", default=[2, 4], metavar="NUMBER", help="processes (default 2 4)"
-    )
-    bench.add_argument(
-        "--sizes",
-        type=_count(2**40, 4),
-        nargs="+",
-        default=None,
-        metavar="BYTES",
-        help="of the tensors (default 4 KiB to 100 MiB)",
-    )
-    bench.add_argument(
-        "--operations",
-        nargs="+",
-        default=["all_reduce", "ddp_step"],
-        metavar="NAME",
-        help="(default all_reduce ddp_step)",
-    )
-    bench.add_argument(
-        "--rounds", type=_count(10**6), default=5, metavar="NUMBER", help="medians are over all rounds (default 5)"
-    )
-    bench.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where the tensors are (default cpu); cuda: all ranks on the first device",
-    )
-    bench.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
-    bench.add_argument(
-        "--plot",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="also draw a picture, such as bench.png (needs matplotlib)",
     )
 
 

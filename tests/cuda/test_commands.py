@@ -199,19 +199,6 @@ def test_run(tmp_path):
     assert "using gloo (NCCL 2.28.9 refuses shared devices)" in done.stdout + done.stderr
 
 
-def test_bench(tmp_path):
-    """Every backend on the device in one table, with a number in each cell."""
-    pytest.importorskip("tqdm", reason="bench needs tqdm (extra bench)")
-    arguments = ["--device", "cuda", "--ranks", 2, "--sizes", 4096, "--rounds", 1]
-    done = command("bench", *arguments, "--operations", "all_reduce", env=machine(tmp_path))
-    assert done.returncode == 0, done.stderr
-    head, row, *_ = done.stdout.splitlines()
-    for backend in ("ipc", "gloo", "nccl", "copy"):
-        assert f"{backend}, ms" in head
-    assert row.split()[:3] == ["all_reduce", "2", "4"]
-    assert "-" not in row.split()
-
-
 def test_demo(tmp_path):
     """It trains on the device, and stock's ends with NCCL's refusal."""
     pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")

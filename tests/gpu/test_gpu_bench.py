@@ -1,15 +1,16 @@
-"""The bench command on a GPU: real measurements of one small size, as a user runs it."""
+"""The benchmark of ipc on a GPU: real measurements of one small size."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from ray_fracbackend.cli.bench import _nccl_env
+from benchmarks.ipc.measure import nccl_env
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,15 +18,22 @@ pytestmark = [
 ]
 
 
-def test_every_backend_that_takes_the_ranks_is_measured():
-    """ipc, Gloo and a copy on the device; NCCL where its version and the devices allow it."""
-    pytest.importorskip("tqdm", reason="bench needs tqdm (extra bench)")
-    command = [sys.executable, "-m", "ray_fracbackend", "bench", "--device", "cuda", "--ranks", "2", "--json"]
+def test_every_backend_that_takes_the_ranks_is_measured(tmp_path):
+    """ipc, Gloo and a copy on the device; NCCL where its version and the devices allow it: in the file and in one table."""
+    for package in ("tqdm", "matplotlib"):
+        pytest.importorskip(package, reason=f"the benchmark needs {package}")
+    command = [sys.executable, "-m", "benchmarks.ipc", "--device", "cuda", "--ranks", "2", "--sizes", "4096"]
+    command += ["--rounds", "1", "--starts", "1", "--tries", "1", "--operations", "all_reduce", "--out", str(tmp_path)]
     done = subprocess.run(
-        [*command, "--sizes", "4096", "--rounds", "1"], capture_output=True, text=True, timeout=200, check=False
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    nccl = {"nccl"} if _nccl_env(2) is not None else set()
-    assert {row["backend"] for row in result["rows"]} == {"ipc", "gloo", "copy"} | nccl
-    assert result["hardware"]["gpus"]
+    (path,) = tmp_path.glob("ipc_*.json")
+    result = json.loads(path.read_text())
+    measured = {"ipc", "gloo", "copy"} | ({"nccl"} if nccl_env(2) is not None else set())
+    assert {row["backend"] for row in result["rows"]} == measured
+    assert result["environment"]["gpus"]
+    head, row, *_ = done.stdout.splitlines()
+    assert all(f"{backend}, ms" in head for backend in measured)
+    assert row.split()[:3] == ["all_reduce", "2", "4"]
+    assert "-" not in row.split()

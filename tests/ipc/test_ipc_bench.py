@@ -1,7 +1,14 @@
-"""The benchmark runs and returns complete rows; how fast it finds things is no test's business."""
+"""The benchmark of the ipc backend: it runs, returns complete rows, and leaves nothing; how fast it finds things is no test's business."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,23 +16,103 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from ray_fracbackend.cli import bench_rank, bench_ranks
-from tests.processes import run_processes
+from benchmarks.ipc import figure, measure, rank, ranks
+from benchmarks.ipc.__main__ import why_not
+from ray_fracbackend.decide.nccl import multi_rank_env
+from ray_fracbackend.ipc import host_memory_support
+from tests.processes import processes_with, run_processes, wait_until, with_signals
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
 
 
-@pytest.fixture(autouse=True)
-def _importable_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are started as ``python -m`` and must find this checkout."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def command(*arguments):
+    return [sys.executable, "-m", "benchmarks.ipc", "--ranks", "2", "--sizes", "4096", *map(str, arguments)]
 
 
 @pytest.mark.full
-def test_rows_are_complete() -> None:
+def test_the_result_and_its_plot(tmp_path):
+    """A table, one dated JSON with both sides of every case and the machine, and its plot."""
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
+    arguments = [
+        "--rounds",
+        1,
+        "--starts",
+        1,
+        "--tries",
+        1,
+        "--operations",
+        "all_reduce",
+        "ddp_step",
+        "--out",
+        tmp_path,
+    ]
+    done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "gloo/ipc" in done.stdout
+    (path,) = tmp_path.glob("ipc_*.json")
+    result = json.loads(path.read_text())
+    assert {"ipc", "gloo", "copy"} <= {row["backend"] for row in result["rows"]}
+    assert {row["operation"] for row in result["rows"]} == {"all_reduce", "ddp_step"}
+    assert result["environment"]["num_cpus"] == os.cpu_count()
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.full),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
+)
+def test_no_rank_is_left(number, code, monkeypatch, tmp_path):
+    """However the benchmark ends, as by a cancelled job, its ranks do too."""
+    monkeypatch.setenv("IPC_BENCH_TEST", str(tmp_path))
+    process = subprocess.Popen(with_signals(*command("--rounds", 1000, "--out", tmp_path)), cwd=ROOT)
+
+    def of_ranks():
+        return [
+            each for each in processes_with("IPC_BENCH_TEST", str(tmp_path)) if "benchmarks.ipc.rank" in each.cmdline()
+        ]
+
+    assert wait_until(lambda: len(of_ranks()) == 2, 120)
+    process.send_signal(number)
+    assert process.wait(60) == code
+    assert wait_until(lambda: not of_ranks(), 60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_fails_ends_the_others(monkeypatch):
+    """They would wait for it for five minutes."""
+    monkeypatch.setattr(ranks.sys, "executable", os.fspath(Path(__file__).with_name("rank_1_fails.sh")))
+    with pytest.raises(RuntimeError, match="ended with exit code 3: no device here"):
+        ranks.run_benchmark(3, operations=["all_reduce"], sizes=[4096])
+
+
+def test_a_signal_while_the_ranks_start_ends_them(monkeypatch):
+    """Once a thread reads from a rank, the pool of the threads waits for that rank, which nobody would have ended."""
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, function, process, *arguments):
+            if process.args[-1] == self.last:
+                raise KeyboardInterrupt
+            self.last = process.args[-1]
+            return super().submit(function, process, *arguments)
+
+        last = None
+
+    monkeypatch.setattr(ranks.sys, "executable", os.fspath(Path(__file__).with_name("rank_1_fails.sh")))
+    monkeypatch.setattr(ranks, "ThreadPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run_benchmark(2, operations=["all_reduce"], sizes=[4096])
+
+
+@pytest.mark.full
+def test_rows_are_complete():
     """Each operation, size and backend has a row with positive, ordered quartiles, and progress reaches its total."""
     seen = []
-    rows = bench_ranks.run_benchmark(
+    rows = ranks.run_benchmark(
         2,
         operations=["all_reduce", "ddp_step"],
         sizes=[4096],
@@ -45,24 +132,98 @@ def test_rows_are_complete() -> None:
     assert {total for _, total, _ in seen} == {4}
 
 
-def test_a_failing_rank_is_reported_with_its_output() -> None:
+def test_a_failing_rank_is_reported_with_its_output():
     """The error has what the rank printed."""
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        bench_ranks.run_benchmark(1, operations=["all_reduce"], sizes=[0], rounds=1)
+        ranks.run_benchmark(1, operations=["all_reduce"], sizes=[0], rounds=1)
 
 
-def ask(rank: int, num_ranks: int, port: int) -> list[bool]:
+def ask(index, num_ranks, port):
     """Whether a group works: it does, it has no such device on rank 1, it does."""
-    store = TCPStore("127.0.0.1", port, is_master=rank == 0)
-    dist.init_process_group("ipc", store=store, rank=rank, world_size=num_ranks)
+    store = TCPStore("127.0.0.1", port, is_master=index == 0)
+    dist.init_process_group("ipc", store=store, rank=index, world_size=num_ranks)
     working, alone = dist.new_group(backend="gloo"), dist.new_group([0], backend="gloo")
     cpu, refused = torch.device("cpu"), torch.device("mps")
-    cases = [(working, cpu), (working, refused) if rank else (alone, cpu), (working, cpu)]
-    answers = [bench_rank._works_everywhere(group, device) for group, device in cases]
+    cases = [(working, cpu), (working, refused) if index else (alone, cpu), (working, cpu)]
+    answers = [rank._works_everywhere(group, device) for group, device in cases]
     dist.destroy_process_group()
     return answers
 
 
-def test_a_backend_that_one_rank_cannot_use_is_left_out_on_all() -> None:
+def test_a_backend_that_one_rank_cannot_use_is_left_out_on_all():
     """Else the ranks would measure different things, and wait for each other."""
     assert run_processes(ask, 2) == [[True, False, True]] * 2
+
+
+def result(**changes):
+    row = {"operation": "all_reduce", "num_ranks": 2}
+    rows = [
+        {**row, "num_bytes": size, "backend": backend, "median_ms": ms}
+        for size in (8, 4096)
+        for backend, ms in (("ipc", 0.5), ("gloo", 1.0), ("copy", 0.1))
+    ]
+    return {"rows": rows, "cpu_share_of_other_processes": 0.02, **changes}
+
+
+def test_table():
+    """Units, sizes below 1 KiB, what the columns mean, and no caveat on a quiet machine."""
+    text = figure.table(result())
+    header, small, *_ = text.splitlines()
+    assert header.split()[2:] == ["KiB", "ipc,", "ms", "gloo,", "ms", "copy,", "ms", "gloo/ipc"]
+    assert small.split() == ["all_reduce", "2", "0.0078125", "0.500", "1.000", "0.100", "2.0"]
+    assert "copy: a plain copy" in text
+    assert "gloo/ipc: how many times as long Gloo takes" in text
+    assert "warning" not in text
+
+
+def test_table_of_a_busy_machine():
+    """The numbers carry how much of the machine others took."""
+    assert "warning: other processes used 89% of this machine" in figure.table(
+        result(cpu_share_of_other_processes=0.888)
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes", "device", "out", "said"),
+    [
+        ([2, 4], [8], "cpu", "new", "--sizes 8: must be at least 16, a float32 for each of 4 ranks"),
+        (
+            [2],
+            [2**40],
+            "cpu",
+            "new",
+            r"--sizes \d+ with 2 ranks: needs 16384.0 GiB of memory, and .* free; ask for smaller",
+        ),
+        ([2], [4096], "cpu", "/proc/x", "--out /proc/x: No such file or directory; name a folder of yours"),
+        pytest.param(
+            [2],
+            [4096],
+            "cuda",
+            "new",
+            "--device cuda: torch sees no CUDA device here; ray-fracbackend doctor",
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available(), reason="needs a machine where torch sees no CUDA device"
+            ),
+        ),
+    ],
+)
+def test_what_is_checked_before_a_measurement(num_ranks, sizes, device, out, said, tmp_path):
+    """Minutes of work are not lost to a wrong path, nor the machine to a wrong size."""
+    assert re.match(said, why_not(num_ranks, sizes, device, tmp_path / out))
+    assert why_not([2], [4096], "cpu", tmp_path / "new") is None
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "version", "expected"),
+    [
+        (1, (2, 21, 5), {}),
+        (2, (2, 29, 7), None),
+        (2, None, None),
+        (2, (2, 30, 7), multi_rank_env(2)),
+        (8, (2, 30, 0), multi_rank_env(8)),
+    ],
+)
+def test_nccl_is_measured_where_it_takes_the_ranks(monkeypatch, num_ranks, version, expected):
+    """A version that lets ranks share a device, and its flags for so many."""
+    monkeypatch.setattr(measure, "loaded_nccl_version", lambda: version)
+    assert measure.nccl_env(num_ranks) == expected

@@ -16,6 +16,8 @@ from xml.etree import ElementTree
 
 import psutil
 
+from tests.processes import processes_with
+
 HERE = Path(__file__).parent
 # Bounds on one test and on one side of a suite, in seconds.
 TEST_LIMIT_S = 420
@@ -143,10 +145,9 @@ def run(suite: Suite, side: str, tests: Sequence[str] = ()) -> Run:
 
 def _end_all(folder: str) -> None:
     """Ends what a run left: a test that was broken off leaves its ranks, and Ray its daemons."""
-    for process in psutil.process_iter():
+    for process in processes_with("TEMP_DIR", folder):
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("TEMP_DIR") == folder:
-                process.kill()
+            process.kill()
 
 
 def _outcomes(report: Path) -> dict[str, str]:

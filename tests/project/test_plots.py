@@ -37,7 +37,7 @@ def made_up_scale(environment):
 @pytest.mark.full
 def test_every_kind_is_drawn(tmp_path):
     """One picture a kind of result, from the newest one, with its date and hardware; other JSON files are left alone."""
-    pytest.importorskip("matplotlib", reason="the plots need matplotlib (extra bench)")
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
     results, out = tmp_path / "results", tmp_path / "figures"
     shutil.copytree(_RESULTS, results, ignore=shutil.ignore_patterns("*.png"))
     old = json.loads(max(results.glob("planning_*.json")).read_text())
@@ -55,6 +55,6 @@ def test_every_kind_is_drawn(tmp_path):
 @pytest.mark.parametrize("script", ["plots.py", "tables.py"])
 def test_docs_are_up_to_date(script):
     """Pictures and numbers of the docs are those of the newest results; if not, run the script without --check."""
-    pytest.importorskip("matplotlib", reason="the plots need matplotlib (extra bench)")
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
     done = run(script, "--check")
     assert done.returncode == 0, done.stdout + done.stderr

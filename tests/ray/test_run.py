@@ -5,10 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import ray.train.torch
 import torch
@@ -19,7 +17,7 @@ from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli import run as run_module
 from ray_fracbackend.cli.run import replace_torch_config
-from tests.processes import python_path, wait_until, with_signals
+from tests.processes import processes_with, python_path, wait_until, with_signals
 from tests.ray.conftest import HALF_GPU
 
 SCRIPT = Path(__file__).with_name("stock_script.py")
@@ -254,7 +252,7 @@ def test_a_stopped_script(tmp_path, number, said):
         ours = [line for line in output.splitlines() if line.startswith("ray-fracbackend run: ")]
         assert ours[-1] == f"ray-fracbackend run: {said} at {tmp_path / 'train.py'}:15", output
     assert "*** SIG" not in output
-    assert wait_until(lambda: not processes_with(str(tmp_path)), 60)
+    assert wait_until(lambda: not processes_with("RAY_FRACBACKEND_TEST_RUN", str(tmp_path)), 60)
 
 
 @pytest.mark.full
@@ -273,7 +271,7 @@ def test_a_second_sigterm_ends_the_script_at_once(tmp_path):
     output, _ = process.communicate(timeout=100)
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), output
     assert "Traceback" not in output
-    assert wait_until(lambda: not processes_with(str(tmp_path)), 60)
+    assert wait_until(lambda: not processes_with("RAY_FRACBACKEND_TEST_RUN", str(tmp_path)), 60)
 
 
 @pytest.mark.linux(reason="signals are those of Unix")
@@ -352,16 +350,6 @@ def test_a_script_beside_the_package(tmp_path):
     ours = run("ray_fracbackend_try.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     plain = run("ray_fracbackend_try.py", cwd=tmp_path, command=())
     assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
-
-
-def processes_with(value):
-    """Processes that a test has started, by a variable that they inherit."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("RAY_FRACBACKEND_TEST_RUN") == value and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 @pytest.mark.full

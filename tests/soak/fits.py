@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from tests.processes import train_worker_processes
+from tests.processes import processes_with, train_worker_processes
 
 # Bounds on one fit with its restart, and on Ray's own processes after it.
 FIT_S, END_S = 240.0, 60.0
@@ -79,20 +79,11 @@ def play(run: FitRun) -> dict[str, Any]:
 def _left(mark: str) -> list[str]:
     """Processes of a fit that outlive it, which are ended."""
     end = time.monotonic() + END_S
-    while (left := _marked(mark)) and time.monotonic() < end:
+    while (left := processes_with(_MARK, mark)) and time.monotonic() < end:
         time.sleep(0.2)
     found = [f"process {process.pid} is left: {' '.join(process.cmdline())[:100]}" for process in left]
     for process in left:
         process.kill()
-    return found
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
     return found
 
 

@@ -85,7 +85,6 @@ def test_every_setting_has_a_help() -> None:
             "doctor --timeout-s abc",
             "--timeout-s: must be a finite number of seconds above 0, up to 1e9, such as 30, got 'abc'",
         ),
-        ("bench --sizes 3", "--sizes: must be a whole number from 4 to"),
         ("demo --epochs x", "--epochs: must be a whole number from 1 to"),
         ("run", "the following arguments are required: SCRIPT\n"),
         ("", "the following arguments are required: COMMAND"),
@@ -120,9 +119,7 @@ def test_what_is_found_before_any_ray_starts(line: str, said: str, capsys, monke
     assert said in errors
 
 
-@pytest.mark.parametrize(
-    "line", ["plan --json", "plan --json --num-workers 0", "doctor --json --colour", "bench --sizes x --json"]
-)
+@pytest.mark.parametrize("line", ["plan --json", "plan --json --num-workers 0", "doctor --json --colour"])
 def test_wrong_usage_as_json(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Programs that asked for JSON get it, and nothing else."""
     assert main(line.split()) == 2
@@ -148,7 +145,6 @@ def test_an_error_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("package", "command"),
     [
-        ("torch", ["bench"]),
         ("torch", ["plan", "--num-workers", "2"]),
         *(
             pytest.param(package, command, marks=pytest.mark.full)

@@ -14,7 +14,6 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from packaging.requirements import Requirement
 
@@ -24,7 +23,7 @@ from ray_fracbackend.cli.machine import STAGES, Found, _variables, shown_variabl
 from ray_fracbackend.cli.summary import environment_lines, environment_of
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.worker import probe
-from tests.processes import python_path, with_signals
+from tests.processes import processes_with, python_path, wait_until, with_signals
 from tests.unit.builders import gpu, mig, worker
 
 _NETWORK = NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
@@ -440,7 +439,7 @@ def test_driver_that_hangs(tmp_path):
     (found,) = texts(checks, "CUDA devices")
     assert found.startswith("the driver did not answer within ")
     assert took_s < 15
-    assert not children_left(tmp_path)
+    assert no_child_is_left(tmp_path)
 
 
 def test_no_time_at_all(tmp_path):
@@ -457,25 +456,12 @@ def test_import_that_hangs(tmp_path, package):
     checks, took_s = report(tmp_path, 5, **{package: "import time; time.sleep(600)"})
     assert any(text.startswith(f"the import of {package} did not end within ") for text in texts(checks, "versions"))
     assert took_s < 15
-    assert not children_left(tmp_path)
+    assert no_child_is_left(tmp_path)
 
 
-def children_left(folder, timeout_s=10):
-    """Processes with the folder on their path, once those that are ending have had their time."""
-    end = time.monotonic() + timeout_s
-    while found := [process for process in psutil.process_iter() if uses(process, folder)]:
-        if time.monotonic() > end:
-            break
-        time.sleep(0.1)
-    return found
-
-
-def uses(process, folder):
-    try:
-        ended = process.status() == psutil.STATUS_ZOMBIE
-        return not ended and process.pid != os.getpid() and str(folder) in process.environ().get("PYTHONPATH", "")
-    except psutil.Error:
-        return False
+def no_child_is_left(folder):
+    """Whether all processes with the folder on their path end in time."""
+    return wait_until(lambda: not processes_with("PYTHONPATH", str(folder)), 10)
 
 
 ENDS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": 9}  # a name that Windows lacks
@@ -494,7 +480,7 @@ def test_no_child_is_left(tmp_path, ending):
             time.sleep(0.05)
         process.send_signal(ending)
         process.wait(20)
-    assert not children_left(tmp_path)
+    assert no_child_is_left(tmp_path)
 
 
 def test_no_shm_no_line():

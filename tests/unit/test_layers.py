@@ -186,7 +186,7 @@ _UNIX = ("fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty")
 def test_it_imports_where_unix_modules_are_missing():
     """As on Windows: no module of the package needs one when it is imported, but for those of ipc, which is for Linux."""
     names = {".".join(path.relative_to(_PACKAGE).with_suffix("").parts) for path in _MODULES if part_of(path) != "ipc"}
-    names = {name.removesuffix(".__init__") for name in names} - {"cli.bench_rank"}
+    names = {name.removesuffix(".__init__") for name in names}
     if not v2_enabled():
         names -= {"integrations.callback"}  # for V2 alone, which Ray 2.40 does not have
     code = (

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from ray_fracbackend.worker.network import gloo_missing
-from tests.processes import python_path, under_wine
+from tests.processes import processes_with, python_path, under_wine
 
 pytestmark = [
     pytest.mark.windows(reason="Ray's processes on Windows"),
@@ -96,7 +96,7 @@ def run(command: list[str | Path], folder: Path, cwd: Path | None = None, **vari
 def _left(mark: str) -> list[str]:
     """Wait until all processes of a script have ended; end those that have not, and return their command lines."""
     end = time.monotonic() + GONE_S
-    while (found := _marked(mark)) and time.monotonic() < end:
+    while (found := processes_with(_MARK, mark)) and time.monotonic() < end:
         time.sleep(0.5)
     lines = []
     for process in found:
@@ -104,15 +104,6 @@ def _left(mark: str) -> list[str]:
             lines.append(" ".join(process.cmdline()))
             process.kill()
     return lines
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # of the system, or ended meanwhile
-            if process.pid != os.getpid() and process.environ().get(_MARK) == mark:
-                found.append(process)
-    return found
 
 
 @contextmanager

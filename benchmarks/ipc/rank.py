@@ -1,4 +1,4 @@
-"""One rank of the benchmark: time every case and print it. Run by `bench_ranks` as a script; never Ray."""
+"""One rank of the benchmark: time every case and print it. Run by `ranks` as a program; never Ray."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-import ray_fracbackend.ipc  # noqa: F401 (as a script this module has to register the backend itself)
+import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
+from benchmarks.ipc.load import busy_s
 from ray_fracbackend.worker.group_end import destroy_process_groups
 
 # Calls of one size in one round: many for small ones, few for those that take long anyway.
@@ -151,19 +151,11 @@ def _time_calls(subject: Callable[[], Any], num_calls: int) -> torch.Tensor:
     return seconds
 
 
-def _busy_s() -> float:
-    """Return the CPU seconds that all processes of the machine have used since boot."""
-    if sys.platform == "win32":
-        raise NotImplementedError("The ipc backend and its benchmark need Linux.")
-    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-
-
 def _time_case(subjects: dict[str, Callable[[], Any]], num_calls: int) -> tuple[dict[str, list[float]], float]:
     """Return the seconds of all calls by backend, and the share of the machine that other processes took meanwhile."""
-    wall, busy, own = time.monotonic(), _busy_s(), time.process_time()
+    wall, busy, own = time.monotonic(), busy_s(), time.process_time()
     timed = {backend: _time_calls(subject, num_calls).tolist() for backend, subject in subjects.items()}
-    wall, busy, own = time.monotonic() - wall, _busy_s() - busy, time.process_time() - own
+    wall, busy, own = time.monotonic() - wall, busy_s() - busy, time.process_time() - own
     total_own = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(total_own)
     share = torch.tensor(max(0.0, busy - total_own.item()) / (wall * (os.cpu_count() or 1)), dtype=torch.float64)

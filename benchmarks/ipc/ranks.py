@@ -1,6 +1,6 @@
 """Measure collectives and DDP steps of the ipc backend beside Gloo, NCCL, a plain copy and, under mpirun, Open MPI.
 
-Starts the ranks, which run `bench_rank`, and collects their rows. Everything of one run is measured in the same
+Starts the ranks, which run `rank`, and collects their rows. Everything of one run is measured in the same
 processes, backend after backend in every round, so that a slow moment of the machine meets all. Needs no process group in
 the caller's process; imports torch, never Ray.
 """
@@ -14,14 +14,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "ddp_step")
-BACKENDS = ("ipc", "gloo", "nccl", "copy", "open_mpi")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)
 
+# Where `benchmarks` is found.
+_ROOT = Path(__file__).parents[2]
 # Between asking a process to end and killing it.
 _END_S = 5.0
 
@@ -103,7 +105,7 @@ def _start_ranks(
     """Return operation, bytes, backend, seconds of the calls and share of other processes for each case."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     argument = json.dumps({**spec, "port": store.port})
-    command = [sys.executable, "-m", "ray_fracbackend.cli.bench_rank", argument]
+    command = [sys.executable, "-m", "benchmarks.ipc.rank", argument]
     # mpirun starts all ranks and numbers them itself.
     commands = [command] * spec["size"] if mpirun is None else [[*mpirun, *command]]
     ranks: list[subprocess.Popen[str]] = []
@@ -112,7 +114,7 @@ def _start_ranks(
             variables = {**os.environ, **env, "OMP_NUM_THREADS": "1", "RANK": str(rank)}
             # The pipe to its standard input ends with this process, however that ends, and the rank with it.
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            ranks.append(subprocess.Popen(line, env=variables, text=True, **pipes))
+            ranks.append(subprocess.Popen(line, env=variables, cwd=_ROOT, text=True, **pipes))
         return _measured(ranks, progress)
     finally:
         _end(ranks)

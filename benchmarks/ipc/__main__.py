@@ -1,0 +1,109 @@
+"""How fast is the ipc backend beside Gloo, NCCL, Open MPI and a plain copy, on this machine?
+
+    python -m benchmarks.ipc [--ranks 2 4] [--device cuda] [--rounds 3] [--starts 5] [--out FOLDER]
+
+In the project's folder. Prints medians, and writes one dated JSON with hardware, versions and load, and its plot (needs matplotlib).
+Run it on a quiet machine: what other processes took meanwhile is in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from benchmarks.common import RESULTS, save
+from benchmarks.ipc import figure
+from benchmarks.ipc.measure import measure
+from benchmarks.ipc.ranks import OPERATIONS, SIZES
+from ray_fracbackend.ipc import host_memory_support
+
+_ELEMENT_BYTES = 4
+# Of the size of a case: inputs and outputs of each backend, and a DDP step's parameters, gradients and buckets.
+_TENSORS_PER_RANK = 8
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ranks", type=_number, nargs="+", default=[2, 4], help="processes; each number is measured on its own")
+    add("--sizes", type=_number, nargs="+", default=list(SIZES), help="bytes of the float32 tensors")
+    add("--operations", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
+    add("--rounds", type=_number, default=3, help="of one start")
+    add("--starts", type=_number, default=5, help="of the processes; medians are over all rounds of all")
+    add("--tries", type=_number, default=8, help="of a case, until other processes leave the machine alone")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all ranks on the first device")
+    add("--out", type=Path, default=RESULTS, help="folder for the JSON and its plot (default: benchmarks/results)")
+    options = parser.parse_args()
+    if reason := why_not(options.ranks, options.sizes, options.device, options.out):
+        parser.error(reason)
+    return options
+
+
+def why_not(ranks: list[int], sizes: list[int], device: str, out: Path) -> str | None:
+    """Why a measurement cannot run, found before it takes minutes: value, rule and fix; None where it can."""
+    if missing := host_memory_support():
+        return f"the ipc backend cannot run here: {missing}"
+    if device == "cuda" and not torch.cuda.is_available():
+        return "--device cuda: torch sees no CUDA device here; ray-fracbackend doctor says why"
+    least, most = _ELEMENT_BYTES * max(ranks), max(sizes) * max(ranks) * _TENSORS_PER_RANK
+    if min(sizes) < least:
+        return f"--sizes {min(sizes)}: must be at least {least}, a float32 for each of {max(ranks)} ranks"
+    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info(0)[0]
+    if most > free:
+        return (
+            f"--sizes {max(sizes)} with {max(ranks)} ranks: needs {_gib(most)} of memory, and {_gib(free)} are free; "
+            "ask for smaller sizes or fewer ranks"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"--out {out}: {error.strerror}; name a folder of yours"
+    return None
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def main() -> None:
+    options = _options()
+    with tqdm(disable=None) as bar:
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.total = total
+            bar.set_description(what, refresh=False)
+            bar.update(done - bar.n)
+
+        try:
+            result = measure(
+                options.ranks,
+                operations=options.operations,
+                sizes=options.sizes,
+                rounds=options.rounds,
+                starts=options.starts,
+                tries=options.tries,
+                device=options.device,
+                progress=show,
+            )
+        except RuntimeError as error:  # of a rank
+            sys.exit(str(error))
+    print(figure.table(result))
+    path = save("ipc", options.out, result)
+    figure.draw(json.loads(path.read_text()), path.with_suffix(".png"))
+    print(f"written to {path} and beside it")
+
+
+if __name__ == "__main__":
+    main()

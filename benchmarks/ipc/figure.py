@@ -1,0 +1,103 @@
+"""Table and plot of a result of the ipc benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import where
+
+LABELS = {"ipc": "ipc", "gloo": "Gloo", "nccl": "NCCL", "open_mpi": "Open MPI", "copy": "plain copy"}
+COLORS = {"ipc": "tab:blue", "gloo": "tab:red", "nccl": "tab:purple", "open_mpi": "tab:green", "copy": "tab:gray"}
+# Of other processes' CPU time, above which a table carries a warning.
+_BUSY_SHARE = 0.1
+_COLUMNS = ("ipc", "gloo", "nccl", "copy", "open_mpi")
+_LEGEND = (
+    "Medians of whole calls, barrier to last rank. copy: a plain copy of the tensor, in ddp_step the step without communication.",
+    "gloo/ipc: how many times as long Gloo takes; above 1 ipc is faster.",
+)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Medians, one line for each operation, number of ranks and size, with units and a caveat on a busy machine."""
+    lines = [*_medians(result["rows"]), "", *_LEGEND]
+    if (share := result["cpu_share_of_other_processes"]) > _BUSY_SHARE:
+        lines += [
+            f"warning: other processes used {share:.0%} of this machine meanwhile, so that these times say little about the backends; "
+            "measure again on a quiet machine"
+        ]
+    return "\n".join(lines)
+
+
+def _medians(rows: list[dict[str, Any]]) -> list[str]:
+    medians: dict[tuple[str, int, int], dict[str, float]] = {}
+    for row in rows:
+        key = (row["operation"], row["num_ranks"], row["num_bytes"])
+        medians.setdefault(key, {})[row["backend"]] = row["median_ms"]
+    backends = [backend for backend in _COLUMNS if any(backend in by for by in medians.values())]
+    lines = [
+        f"{'operation':<15}{'ranks':>5}{'KiB':>12}"
+        + "".join(f"{f'{b}, ms':>14}" for b in backends)
+        + f"{'gloo/ipc':>10}"
+    ]
+    for (operation, ranks, size), by_backend in sorted(medians.items()):
+        cells = "".join(f"{by_backend[b]:>14.3f}" if b in by_backend else f"{'-':>14}" for b in backends)
+        faster = by_backend["gloo"] / by_backend["ipc"]
+        lines.append(f"{operation:<15}{ranks:>5}{size / 1024:>12g}{cells}{faster:>10.1f}")
+    return lines
+
+
+def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks: int) -> None:
+    """Draw one operation with one number of ranks: milliseconds over size, median and quartiles, both axes logarithmic.
+
+    Args:
+        axis: Of matplotlib.
+        rows: As `measure` returns them; the others are skipped.
+        operation: Of `ranks.OPERATIONS`.
+        num_ranks: Processes.
+    """
+    for backend, label in LABELS.items():
+        points = sorted(
+            (row["num_bytes"], row["median_ms"], row["p25_ms"], row["p75_ms"])
+            for row in rows
+            if (row["operation"], row["backend"], row["num_ranks"]) == (operation, backend, num_ranks)
+        )
+        if points:
+            sizes, medians, low, high = zip(*points, strict=True)
+            if operation == "ddp_step" and backend == "copy":
+                label = "no communication"
+            axis.plot(sizes, medians, marker="o", markersize=3, color=COLORS[backend], label=label)
+            axis.fill_between(sizes, low, high, color=COLORS[backend], alpha=0.15)
+    axis.set(xscale="log", yscale="log", title=f"{operation}, {num_ranks} ranks", xlabel="bytes", ylabel="ms")
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+
+
+def draw(result: dict[str, Any], target: Path) -> None:
+    """Draw milliseconds over size, one panel an operation and number of ranks, with median and quartiles.
+
+    Args:
+        result: As it was saved.
+        target: Picture to write; its suffix is the format.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = result["rows"]
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    all_ranks = sorted({row["num_ranks"] for row in rows})
+    figure, axes = plt.subplots(
+        len(all_ranks), len(operations), figsize=(4 * len(operations), 3.4 * len(all_ranks)), squeeze=False
+    )
+    for line, num_ranks in enumerate(all_ranks):
+        for column, operation in enumerate(operations):
+            draw_panel(axes[line][column], rows, operation, num_ranks)
+    figure.suptitle(f"{where(result)}; median and quartiles")
+    figure.tight_layout()
+    figure.savefig(target, dpi=90)
+    plt.close(figure)
