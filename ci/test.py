@@ -1,10 +1,12 @@
 """Install the project into a virtual environment of its own and run its tests.
 
-usage: python3 ci/test.py [--full] [PYTEST ARGUMENT ...]
+usage: python3 ci/test.py [--full]                    all tests
+       python3 ci/test.py [--full] PYTEST ARGUMENT ...  one run of pytest, with its exit code; RAY_TRAIN_V2_ENABLED chooses the engine
 
-The default suite takes minutes: a start whole, other ways to it (run, callback, RLlib, torchrun) in part. --full runs everything that can run on this machine: all
-parameters, long runs, both engines of Ray Train, the lowest supported Ray, and with no further argument the patches for Ray,
-everything on CUDA tensors (ci/cuda.py --steps) and the first cell of ci/wine.py, where these can run. Tests that lack a GPU, root or a package skip themselves and say so.
+The default suite takes minutes: a start whole, other ways to it (run, callback, RLlib, torchrun) in part. --full runs all that can run
+here without changing the system: all parameters, long runs, both engines of Ray Train, the lowest supported Ray, the patches for Ray,
+and everything on CUDA tensors (ci/cuda.py --steps). ci/wine.py, which installs packages as root, is a command of its own. Tests that
+lack a GPU, root or a package skip themselves and say so.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ from pathlib import Path
 
 from common import NOT_RUN, ROOT, call, install, make_venv, run
 from matrix import RAYS, SMOKE
-from wine import CELLS
-from wine_setup import why_not
 
 V1_TESTS = (
     *(
@@ -30,8 +30,6 @@ V1_TESTS = (
 )
 # c10d's stores ask for the name of every peer: a slow name server must not stop a test for longer than this.
 RESOLVER = "timeout:1"
-# Exit codes of pytest that are no failure: passed; and nothing to run, where arguments such as -k chose the tests.
-GOOD = (0, 5) if set(sys.argv[1:]) - {"--full"} else (0,)
 # Ray has wheels for Python 3.13 from this one on.
 LOWEST = RAYS[0] if sys.version_info < (3, 13) else "2.48.0"
 
@@ -49,22 +47,24 @@ def main() -> None:
     install(python, "--editable", ".[test]")
     lowest = install_lowest(python)
     os.environ.setdefault("RES_OPTIONS", RESOLVER)
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     pytest = [python, "-m", "pytest", *sys.argv[1:]]
+    if set(sys.argv[1:]) - {"--full"}:
+        sys.exit(call(*pytest))
     smoke = SMOKE if "--full" in sys.argv else SMOKE[:1]
     started = time.perf_counter()
     # One process more than there are cores: tests wait a fifth of their time.
     cores = os.cpu_count() or 2
-    failed = call(*pytest, *spread(cores + 1), RAY_TRAIN_V2_ENABLED="1") not in GOOD
+    failed = call(*pytest, *spread(cores + 1), RAY_TRAIN_V2_ENABLED="1") != 0
     side_by_side = (
         [([*pytest, *spread(cores), *V1_TESTS], {"RAY_TRAIN_V2_ENABLED": "0"})],
         [([*pytest, *smoke], {"RAY_TRAIN_V2_ENABLED": "0", "PYTHONPATH": str(lowest)})],
     )
     with ThreadPoolExecutor(len(side_by_side)) as pool:
         failed |= any(list(pool.map(call_quietly, side_by_side)))
-    if sys.argv[1:] == ["--full"]:
+    if "--full" in sys.argv:
         failed |= call(python, "upstream/check.py") != 0
         failed |= cuda_failed()
-        failed |= windows_failed()
     print(f"tests: {time.perf_counter() - started:.0f} s", flush=True)
     if failed:
         sys.exit("tests failed, see above")
@@ -73,14 +73,6 @@ def main() -> None:
 def cuda_failed() -> bool:
     """Run everything on CUDA tensors on emulated GPUs; False where this machine cannot, which is said."""
     return call(sys.executable, "ci/cuda.py", "--libraries", "--steps") not in (0, NOT_RUN)
-
-
-def windows_failed() -> bool:
-    """Run what runs on Windows under Wine, with nothing beside it; False where this machine cannot, which is said."""
-    if reason := why_not():
-        print(f"ci/wine.py: not run: {reason}", flush=True)
-        return False
-    return call(sys.executable, "ci/wine.py", "--versions", *CELLS[0]) != 0
 
 
 def spread(num_processes: int) -> list[str]:
@@ -94,7 +86,7 @@ def call_quietly(passes: list[tuple[list[str | Path], dict[str, str]]]) -> bool:
     failed = False
     for command, env in passes:
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-            failed |= call(*command, output=output, **env) not in GOOD
+            failed |= call(*command, output=output, **env) != 0
             output.seek(0)
             print(output.read(), flush=True)
     return failed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray.train import ScalingConfig
 
 from ray_fracbackend.backend import Start
-from ray_fracbackend.cli.probe_workers import check_plannable, probe_workers
+from ray_fracbackend.cli.workers.actors import check_plannable, probe_workers
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.report import StartReport
 

@@ -24,7 +24,7 @@ BUS_ID = "00000000:1b:00.0"
 PROBE = """
 import json, os, sys
 import torch
-from ray_fracbackend.cli.machine import STAGES, Found
+from ray_fracbackend.cli.doctor.child import STAGES, Found
 from ray_fracbackend.worker import missing_cuda, probe
 from ray_fracbackend.worker.devices import machine_devices
 base = os.environ.get("CUDA_RIG_FAULT", "")

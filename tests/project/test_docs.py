@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ray_fracbackend import FracTorchConfig, errors, ipc
 from ray_fracbackend._ray import v2_enabled
-from ray_fracbackend.cli.arguments import parser
+from ray_fracbackend.cli.parser import parser
 from ray_fracbackend.decide.settings import setting_names
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.failure import merge

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -20,6 +21,9 @@ import pytest
 import ray
 import torch
 
+from ray_fracbackend import __version__
+from ray_fracbackend.cli.connect.address import ClusterError
+from ray_fracbackend.timeouts import Deadline
 from tests.processes import free_port, python_path, wait_for_port, with_signals
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "doctor", "--json"]
@@ -110,43 +114,66 @@ def test_ray_claims_gpus_that_are_not_there(cluster):
 
 def test_node_without_the_package(cluster, monkeypatch, tmp_path):
     """What a node cannot import is its line, with the fix, in place of a traceback."""
-    from ray_fracbackend.cli import doctor
+    from ray_fracbackend.cli.doctor import diagnose
 
     (tmp_path / "only_on_the_driver.py").write_text("def collect(*_):\n    return None\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(doctor, "collect_machine", importlib.import_module("only_on_the_driver").collect)
+    monkeypatch.setattr(diagnose, "collect_packed", importlib.import_module("only_on_the_driver").collect)
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    (check,) = doctor._ask(nodes, 100)
+    (check,) = diagnose._ask(nodes, 100)
     assert (check.level, check.text) == ("problem", "No module named 'only_on_the_driver'")
     assert check.fix == "install only_on_the_driver on that node, as on all others"
 
 
 def test_silent_node(cluster, monkeypatch):
     """A node that does not answer in time is a problem, not a hang."""
-    from ray_fracbackend.cli import doctor
+    from ray_fracbackend.cli.doctor import diagnose
 
-    monkeypatch.setattr(doctor, "collect_machine", never)
+    monkeypatch.setattr(diagnose, "collect_packed", never)
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    (check,) = doctor._ask(nodes, 1)
+    (check,) = diagnose._ask(nodes, 1)
     assert (check.level, check.text) == ("problem", "no answer within 1 s")
 
 
 def test_node_with_another_version(cluster, monkeypatch, tmp_path):
     """A node whose ray_fracbackend lacks the function, or a report without what the lines need, is a line that says so."""
-    from ray_fracbackend.cli import doctor
+    from ray_fracbackend.cli.doctor import diagnose
 
     (tmp_path / "ray_fracbackend_newer.py").write_text("def collect(*_):\n    return None\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     newer = importlib.import_module("ray_fracbackend_newer").collect
     newer.__module__ = "ray_fracbackend.cli.newer"
     monkeypatch.setitem(sys.modules, "ray_fracbackend.cli.newer", importlib.import_module("ray_fracbackend_newer"))
-    monkeypatch.setattr(doctor, "collect_machine", newer)
+    monkeypatch.setattr(diagnose, "collect_packed", newer)
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    (check,) = doctor._ask(nodes, 100)
-    assert (check.level, "another version of ray_fracbackend" in check.text) == ("problem", True), check
+    (check,) = diagnose._ask(nodes, 100)
+    assert (check.level, "another version of ray_fracbackend is there" in check.text) == ("problem", True), check
     assert check.fix.startswith("install ray_fracbackend ")
-    old = object.__new__(doctor.MachineInfo)  # without attributes, as unpickled from another version
-    assert doctor._checks(old, 1) == (doctor._other_version(doctor._checks(old, 1)[0].text.split(": ", 1)[1]),)
+
+
+def packed_by_an_older_one(*_):
+    """A report of another version, whose fields have other places: it must not be unpickled."""
+    return "0.0.1", pickle.dumps({"worker": "another form"})
+
+
+def test_a_report_of_another_version(cluster, monkeypatch):
+    """Reports are pickled by the position of their fields: one of another version is not read, and the version is named."""
+    from ray_fracbackend.cli.doctor import diagnose
+
+    monkeypatch.setattr(diagnose, "collect_packed", packed_by_an_older_one)
+    (check,) = diagnose._ask([node for node in ray.nodes() if node["Alive"]], 100)
+    assert (check.level, check.text) == ("problem", "another version of ray_fracbackend is there: 0.0.1")
+    assert check.fix == f"install ray_fracbackend {__version__} on that node, as on this machine"
+
+
+def test_a_cluster_that_does_not_list_its_nodes(monkeypatch):
+    """The head node may stop between the connection and the question: a reason, and no traceback."""
+    from ray_fracbackend.cli.doctor import diagnose
+
+    monkeypatch.setattr(ray, "nodes", never)
+    with pytest.raises(ClusterError, match=r"did not list its nodes within 0\.2 s; look at the head node") as caught:
+        diagnose._ask_all(Deadline(0.2))
+    assert caught.value.reason == "no_answer"
 
 
 def never(*_):
@@ -241,13 +268,13 @@ def test_head_node_with_a_token(own_head):
         for each in gcs:
             each.resume()
     assert (code, len((out + err).splitlines())) == (1, 1)
-    assert "sends nothing within 5 s" in out + err
+    assert "the port accepts connections, but ray.init() did not end within 5 s" in out + err
     assert took_s < 15
 
 
 _STARTS_LOCAL = """
 import os, sys
-from ray_fracbackend.cli.cluster import connected
+from ray_fracbackend.cli.connect.cluster import connected
 with connected(None) as own:
     print("RUNNING", own, flush=True)
     if len(sys.argv) > 1:

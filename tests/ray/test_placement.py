@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group_table
 
 from ray_fracbackend import FracTorchConfig, InsufficientResourcesError, MissingDeviceError
 from ray_fracbackend.cli.plan import plan_workers
-from ray_fracbackend.cli.probe_workers import probe_workers, rank_order
+from ray_fracbackend.cli.workers.actors import probe_workers, rank_order
 from tests.processes import actor_processes, wait_until
 from tests.ray.conftest import HALF_GPU
 

@@ -15,8 +15,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
-from ray_fracbackend.cli import run as run_module
-from ray_fracbackend.cli.run import replace_torch_config
+from ray_fracbackend.cli import script as run_module
+from ray_fracbackend.integrations.trainers import replace_torch_config
 from tests.processes import processes_with, python_path, wait_until, with_signals
 from tests.ray.conftest import HALF_GPU
 
@@ -322,12 +322,14 @@ except KeyboardInterrupt:
     ],
 )
 def test_a_script_that_handles_ctrl_c(tmp_path, body):
-    """Exit code and traceback are the script's own."""
-    (tmp_path / "train.py").write_text(_HANDLES_CTRL_C.format(body=body))
+    """Exit code and traceback are the script's own, also below a folder called ray, as the home in Ray's images is."""
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    (folder / "train.py").write_text(_HANDLES_CTRL_C.format(body=body))
     ended = []
     for command in ("-m", "ray_fracbackend", "run"), ():
         process = subprocess.Popen(
-            with_signals(sys.executable, *command, tmp_path / "train.py"),
+            with_signals(sys.executable, *command, folder / "train.py"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_fracbackend.cli.places import places, why_no_place
+from ray_fracbackend.cli.workers.capacity import places, why_no_place
 
 NODE = {"CPU": 8.0, "GPU": 2.0}
 

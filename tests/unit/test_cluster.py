@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import http.server
 import os
-import socket
+import signal
 import subprocess
 import sys
-import threading
-import time
-from contextlib import contextmanager, suppress
 
 import pytest
 
-from ray_fracbackend.cli import cluster, reach
-from ray_fracbackend.cli.cluster import ClusterError, check_address
-from tests.processes import free_port, python_path, with_signals
+from ray_fracbackend.cli.connect.address import ClusterError, target_of
+from ray_fracbackend.cli.connect.attempt import cluster_error
+from ray_fracbackend.cli.connect.cluster import check_address
+from tests.processes import free_port, processes_with, python_path, wait_until, with_signals
 
 _SETTINGS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS", "RAY_TMPDIR")
 
@@ -36,50 +33,6 @@ def refused(address, timeout_s=5.0):
         check_address(address, timeout_s)
     assert len(str(caught.value).splitlines()) == 1
     return caught.value
-
-
-@contextmanager
-def server(answer):
-    """A TCP server that reads and then sends an answer to each client, or nothing and keeps the connection open for None.
-
-    Yields:
-        Its address and what it has read.
-    """
-    read, open_ones = [], []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve():
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                open_ones.append(connection)
-                if answer is not None:
-                    read.append(connection.recv(65536))
-                    connection.sendall(answer)
-                    with suppress(OSError):  # the client has gone
-                        # Closed with something unread, Windows would drop the answer.
-                        connection.shutdown(socket.SHUT_WR)
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"127.0.0.1:{listener.getsockname()[1]}", read
-        for connection in open_ones:
-            connection.close()
-
-
-def grpc_answer(status, message=b"no"):
-    """Trailers of a gRPC server after its settings."""
-    text = str(status).encode()
-    block = (
-        b"\x88\x40\x0bgrpc-status"
-        + bytes([len(text)])
-        + text
-        + b"\x40\x0cgrpc-message"
-        + bytes([len(message)])
-        + message
-    )
-    return reach._frame(4, 0, 0, b"") + reach._frame(1, 5, 1, block)
 
 
 WRONG = {
@@ -132,7 +85,7 @@ def test_the_file_of_a_dead_cluster_is_named(tmp_path):
 def test_no_cluster_to_check():
     """Without any address there is nothing to refuse: connected() starts a local Ray."""
     check_address(None)
-    assert cluster._target(None).is_local
+    assert target_of(None).is_local
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 70])
@@ -141,52 +94,159 @@ def test_unknown_host(host):
     assert refused(f"{host}:6379").reason == "no_cluster"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"-ERR unknown command\r\n",
-        b"",
-        b"\0\0",
-        reach._frame(4, 0, 0, b"") + reach._frame(1, 5, 1, b"\x8d"),
-    ],
-    ids=["HTTP/1", "Redis", "closes", "two bytes", "HTTP/2 with 404"],
+@pytest.fixture
+def address_file(tmp_path):
+    """What ray start records, with a cluster that is gone."""
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    file.write_text("127.0.0.1:1\n")
+    return file
+
+
+@pytest.mark.skipif(
+    sys.platform == "win32" or os.getuid() != 0, reason="gives a file to another user: needs root on Unix"
 )
-def test_other_servers(answer):
-    """A port that answers and is not gRPC's is named so at once."""
-    started = time.monotonic()
-    with server(answer) as (address, _):
-        error = refused(address)
-    assert error.reason == "not_ray"
-    assert str(error).startswith(f"{address} is not a Ray cluster: ")
-    assert "6379" in str(error)
-    assert time.monotonic() - started < 3
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"RAY_AUTH_TOKEN": "secret1"}, "authentication"),
+        ({"RAY_AUTH_TOKEN": "secret1", "RAY_AUTH_MODE": "token"}, "authentication"),
+        ({"RAY_AUTH_TOKEN": "secret1", "RAY_AUTH_MODE": "disabled"}, "no_cluster"),
+        ({}, "no_cluster"),
+    ],
+    ids=["a token", "mode token", "mode disabled", "no token"],
+)
+def test_a_file_of_another_user(address_file, monkeypatch, settings, reason):
+    """Whoever makes /tmp/ray first could name a cluster of theirs: no token goes there, and without one nothing is refused."""
+    os.chown(address_file, 4242, 4242)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    error = refused("auto")
+    assert error.reason == reason
+    assert "secret1" not in str(error)
+    if reason == "authentication":
+        assert f"{address_file} belongs to another user (uid 4242)" in str(error)
+        assert "--address 127.0.0.1:1" in str(error)
 
 
-def test_http_server():
-    """Python's own HTTP server is recognized."""
-    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as found:
-        threading.Thread(target=found.serve_forever, daemon=True).start()
-        error = refused(f"127.0.0.1:{found.server_port}")
-        found.shutdown()
-    assert (error.reason, "an HTTP server answers" in str(error)) == ("not_ray", True)
+def in_a_process(code, timeout_s=60, **environment):
+    """Runs code in a process."""
+    return subprocess.run(
+        with_signals(sys.executable, "-c", code),
+        env={**os.environ, "PYTHONPATH": python_path(), **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
 
 
-def test_silent_port():
-    """A port that accepts and never answers is over in time."""
-    started = time.monotonic()
-    with server(None) as (address, _):
-        error = refused(address, 0.5)
-    assert error.reason == "no_answer"
-    assert "sends nothing within 0.5 s" in str(error)
-    assert time.monotonic() - started < 3
+def test_refusals_do_not_import_ray():
+    """The check is over before Ray, torch or psutil are imported, and the command's modules import without them."""
+    code = (
+        "import sys\n"
+        "for name in ('ray', 'torch', 'psutil'): sys.modules[name] = None\n"
+        "from ray_fracbackend.cli.connect.cluster import connected, ClusterError\n"
+        "from ray_fracbackend.cli.doctor.diagnose import diagnose_machine, diagnose_cluster\n"
+        "try:\n"
+        "    with connected('127.0.0.1:1'): pass\n"
+        "except ClusterError as error:\n"
+        "    print(error.reason)\n"
+    )
+    done = in_a_process(code)
+    assert (done.stdout.split(), done.stderr) == (["no_cluster"], "")
 
 
-@pytest.mark.parametrize("status", [0, 12, 14])
-def test_grpc_servers_are_left_to_ray(status):
-    """Success, an unknown call and a server that is not ready are for Ray to judge."""
-    with server(grpc_answer(status)) as (address, _):
-        check_address(address, 5)
+# A Ray whose connection hangs, fails or succeeds, in the child that tries it and in the command.
+_FAKE_RAY = """
+import os, signal, sys, time, types
+exceptions = types.SimpleNamespace(RayError=KeyError)
+def is_initialized(): return False
+def shutdown(): print("SHUTDOWN", flush=True)
+def say(text): os.write(2, text.encode() + b"\\n")
+def init(address, **options):
+    say("gcs_client.cc: noise")
+    signal.signal(signal.SIGTERM, lambda *_: None) if address == "local" else None
+    BODY
+"""
+_CONNECT = """
+import os, signal, time
+from ray_fracbackend.cli.connect import cluster
+from ray_fracbackend.cli.connect.address import ClusterError
+cluster.check_listening = lambda *_: None
+def own_handler(*_): pass
+signal.signal(signal.SIGTERM, own_handler)
+started = time.monotonic()
+try:
+    with cluster.connected("ADDRESS", TIMEOUT) as own:
+        os.write(2, b"after\\n")
+        print("INSIDE", own, signal.getsignal(signal.SIGTERM) is own_handler)
+except ClusterError as error:
+    print(error.reason, error)
+except KeyboardInterrupt:
+    print("INTERRUPTED")
+print(f"{time.monotonic() - started:.1f} s")
+"""
+
+
+@pytest.fixture
+def connect(tmp_path):
+    """What connected() does with a Ray whose init has a body."""
+
+    def connect(body, address="127.0.0.1:6379", timeout_s=30.0):
+        (tmp_path / "ray.py").write_text(_FAKE_RAY.replace("BODY", body))
+        code = _CONNECT.replace("ADDRESS", address).replace("TIMEOUT", str(timeout_s))
+        done = in_a_process(code, PYTHONPATH=os.pathsep.join([str(tmp_path), python_path()]))
+        assert wait_until(lambda: not processes_with("PYTHONPATH", str(tmp_path)), 20)
+        return done
+
+    return connect
+
+
+@pytest.mark.parametrize("body", ["time.sleep(600)", "pass\ntime.sleep(600)"], ids=["init", "import"])
+def test_connection_that_hangs(connect, body):
+    """A connection, or an import of Ray, that does not end is over in time, and no process is left."""
+    done = connect(body, timeout_s=2)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(
+        "no_answer 127.0.0.1:6379: the port accepts connections, but ray.init() did not end within 2 s"
+    )
+    assert "--timeout-s" in done.stdout
+
+
+_INVALID = "Failed to get cluster ID from GCS server: Unauthenticated: RPC error: InvalidAuthToken: Authentication token is missing"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (f"say({_INVALID!r}); time.sleep(600)", "authentication"),
+        ("say('Received http2 header with status: 404'); time.sleep(600)", "not_ray"),
+        ("raise RuntimeError('Version mismatch: The cluster was started with:\\n Ray: 2.40.0\\n')", "version_mismatch"),
+        ("raise ConnectionError('Could not find any running Ray instance. Please')", "no_cluster"),
+        ("raise RuntimeError('first line\\nsecond')", "no_answer"),
+        ("os.abort()", "no_answer"),
+    ],
+    ids=["token", "http", "versions", "no Ray", "an error", "a crash"],
+)
+def test_causes_in_rays_own_output(connect, body, reason):
+    """What Ray raises, or its C++ client writes, is one line with its reason, as soon as it is there: Ray itself goes on for a minute."""
+    done = connect(body)
+    shown, seconds = done.stdout.splitlines()
+    assert shown.split()[0] == reason, done.stdout + done.stderr
+    assert float(seconds.split()[0]) < 25
+    assert done.stderr == ""
+
+
+def test_a_port_that_is_not_rays(connect):
+    """Ray's client says after 5 s that it gets no answer; a slow head node has the rest of the time."""
+    line = "rpc_client.h:153: Failed to connect to GCS at address 10.0.0.3:8265 within 5 seconds."
+    done = connect(f"say({line!r}); time.sleep(600)", timeout_s=2)
+    assert done.stdout.startswith(
+        "no_answer 127.0.0.1:6379: the port accepts connections, and Ray's client gets no answer there within 5 s; "
+    )
+    assert "6379 by default" in done.stdout
+    assert "INSIDE" in connect(f"say({line!r}); time.sleep(0.5)").stdout
 
 
 TOKENS = {
@@ -208,164 +268,17 @@ def test_refused_token(monkeypatch, tmp_path, settings, text):
     (tmp_path / "secret.txt").write_text("secret2\n")
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    with server(grpc_answer(16)) as (address, _):
-        error = refused(address)
-    assert error.reason == "authentication"
-    assert text in str(error)
-    assert "RAY_AUTH_TOKEN_PATH" in str(error)
-    assert "ray get-auth-token" in str(error)
-    assert not {"secret1", "secret2"} & set(str(error).replace(";", " ").split())
+    error = str(cluster_error(target_of("127.0.0.1:6379"), _INVALID))
+    assert error.startswith("the Ray cluster at 127.0.0.1:6379 ")
+    assert text in error
+    assert "RAY_AUTH_TOKEN_PATH" in error
+    assert "ray get-auth-token" in error
+    assert not {"secret1", "secret2"} & set(error.replace(";", " ").split())
 
 
-SENT = {
-    "variable": ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "one"}, b"Bearer one"),
-    "long": ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x" * 300}, b"Bearer " + b"x" * 300),
-    "home": ({"RAY_AUTH_MODE": "token"}, b"Bearer two"),
-    "not asked for": ({"RAY_AUTH_TOKEN": "one"}, None),
-}
-
-
-@pytest.mark.parametrize(("settings", "sent"), SENT.values(), ids=SENT)
-def test_the_token_that_is_sent(monkeypatch, tmp_path, settings, sent):
-    """It is the one that Ray sends: RAY_AUTH_TOKEN before the file in the home, and none unless RAY_AUTH_MODE asks for it."""
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("two\n")
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    with server(grpc_answer(0)) as (address, read):
-        check_address(address, 5)
-    (request,) = read
-    assert b"/ray.rpc.NodeInfoGcsService/GetClusterId" in request
-    assert (sent or b"Bearer") in request if sent else b"Bearer" not in request
-
-
-def test_tls_is_left_to_ray(monkeypatch):
-    """With RAY_USE_TLS the port is connected to, and Ray does the rest."""
-    monkeypatch.setenv("RAY_USE_TLS", "1")
-    with server(None) as (address, _):
-        check_address(address, 5)
-
-
-def in_a_process(code, timeout_s=60, **environment):
-    """Runs code in a process."""
-    return subprocess.run(
-        with_signals(sys.executable, "-c", code),
-        env={**os.environ, "PYTHONPATH": python_path(), **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-
-
-def test_refusals_do_not_import_ray():
-    """The check is over before Ray, torch or psutil are imported, and the command's modules import without them."""
-    code = (
-        "import sys\n"
-        "for name in ('ray', 'torch', 'psutil'): sys.modules[name] = None\n"
-        "from ray_fracbackend.cli.cluster import connected, ClusterError\n"
-        "from ray_fracbackend.cli.doctor import diagnose_machine, diagnose_cluster\n"
-        "try:\n"
-        "    with connected('127.0.0.1:1'): pass\n"
-        "except ClusterError as error:\n"
-        "    print(error.reason)\n"
-    )
-    done = in_a_process(code)
-    assert (done.stdout.split(), done.stderr) == (["no_cluster"], "")
-
-
-# A Ray whose connection hangs, fails or succeeds.
-_FAKE_RAY = """
-import os, signal, sys, time, types
-fake = types.ModuleType("ray")
-fake.exceptions = types.SimpleNamespace(RayError=KeyError)
-fake.is_initialized = lambda: False
-def shutdown(): print("SHUTDOWN", flush=True)
-fake.shutdown = shutdown
-def init(address, **options):
-    os.write(2, b"gcs_client.cc: noise\\n")
-    signal.signal(signal.SIGTERM, lambda *_: None) if address == "local" else None
-    BODY
-fake.init = init
-sys.modules["ray"] = fake
-from ray_fracbackend.cli.cluster import connected, ClusterError
-import ray_fracbackend.cli.cluster as cluster
-cluster._check = lambda *_: None
-def own_handler(*_): pass
-signal.signal(signal.SIGTERM, own_handler)
-started = time.monotonic()
-try:
-    with connected("ADDRESS", TIMEOUT) as own:
-        os.write(2, b"after\\n")
-        print("INSIDE", own, signal.getsignal(signal.SIGTERM) is own_handler)
-except ClusterError as error:
-    print(error.reason, error)
-except KeyboardInterrupt:
-    print("INTERRUPTED")
-print(f"{time.monotonic() - started:.1f} s")
-"""
-
-
-def fake_connection(body, address="127.0.0.1:6379", timeout_s=0.5):
-    """What connected() does with a Ray whose init has this body."""
-    code = _FAKE_RAY.replace("BODY", body).replace("ADDRESS", address).replace("TIMEOUT", str(timeout_s))
-    return in_a_process(code)
-
-
-def test_connection_that_hangs():
-    """ray.init that does not end is left behind in time, and the process ends although it never does."""
-    done = fake_connection("time.sleep(600)")
-    assert done.returncode == 0, done.stderr
-    assert "no_answer" in done.stdout
-    assert "did not end within 0.5 s" in done.stdout
-    assert done.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (
-            "os.write(2, b'Failed: Unauthenticated: InvalidAuthToken'); raise ConnectionError('Failed')",
-            "authentication",
-        ),
-        ("os.write(2, b'Received http2 header with status: 404'); raise ConnectionError('Failed')", "not_ray"),
-        (
-            "raise RuntimeError('Version mismatch: The cluster was started with:\\\\n Ray: 2.40.0\\\\n')",
-            "version_mismatch",
-        ),
-        ("raise ConnectionError('Could not find any running Ray instance. Please')", "no_cluster"),
-        ("raise RuntimeError('first line\\\\nsecond')", "no_answer"),
-    ],
-)
-def test_causes_in_rays_own_output(body, reason):
-    """What Ray raises, or its C++ client writes, is one line with its reason."""
-    done = fake_connection(body)
-    assert done.stdout.splitlines()[1].split()[0] == reason, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 3
-    assert done.stderr == ""
-
-
-def test_an_import_of_ray_that_hangs(tmp_path):
-    """It is bounded as the connection is, and the process ends although the import never does."""
-    (tmp_path / "ray.py").write_text("import time\ntime.sleep(600)\n")
-    code = (
-        "import ray_fracbackend.cli.cluster as cluster\n"
-        "cluster._check = lambda *_: None\n"
-        "try:\n"
-        "    with cluster.connected('127.0.0.1:6379', 0.5): pass\n"
-        "except cluster.ClusterError as error:\n"
-        "    print(error.reason, error)\n"
-    )
-    done = in_a_process(code, 30, PYTHONPATH=os.pathsep.join([str(tmp_path), python_path()]))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(
-        "no_answer 127.0.0.1:6379: a cluster answers, but the import of Ray did not end within 0.5 s"
-    )
-
-
-def test_a_local_ray_that_does_not_start():
+def test_a_local_ray_that_does_not_start(connect):
     """Ray raises a plain Exception then; it is a line, and what was started is shut down."""
-    done = fake_connection("raise Exception('The current node timed out during startup. This could\\nhappen')", "local")
+    done = connect("raise Exception('The current node timed out during startup. This could\\nhappen')", "local")
     assert done.stdout.splitlines()[:2] == [
         "SHUTDOWN",
         "no_answer Ray did not start on this machine: The current node timed out during startup. This could; try again when this "
@@ -375,28 +288,34 @@ def test_a_local_ray_that_does_not_start():
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:6379", "local"])
-def test_after_the_connection_nothing_is_redirected(address):
+def test_after_the_connection_nothing_is_redirected(connect, address):
     """Ray's output during ray.init is dropped; later output, and SIGTERM, are the process's own again; Ray is shut down."""
-    done = fake_connection("", address, 30)
+    done = connect("pass", address)
     assert done.stderr == "after\n"
     assert done.stdout.splitlines()[:2] == [f"INSIDE {address == 'local'} True", "SHUTDOWN"]
 
 
 @pytest.mark.linux(reason="sends a signal to a process that waits")
 @pytest.mark.parametrize("address", ["127.0.0.1:6379", "local"])
-def test_interrupt_during_the_connection(address):
-    """Ctrl-C ends a connection at once."""
-    body = "import threading; threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start(); time.sleep(30)"
-    done = fake_connection(body, address, 60)
+def test_interrupt_during_the_connection(connect, address):
+    """Ctrl-C ends a connection at once, and the attempt in the child with it."""
+    to = "getppid" if address != "local" else "getpid"
+    done = connect(f"time.sleep(0.3); os.kill(os.{to}(), signal.SIGINT); time.sleep(30)", address, 60)
     assert "INTERRUPTED" in done.stdout
-    assert float(done.stdout.split()[-2]) < 10
+    assert float(done.stdout.split()[-2]) < 20
+
+
+@pytest.mark.linux(reason="kills a process that waits")
+def test_the_attempt_ends_with_the_command(connect):
+    """However the command ends: its child has the other end of a pipe."""
+    assert connect("os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)").returncode == -signal.SIGKILL
 
 
 def test_sigterm_during_a_local_start_reaches_the_commands_handler():
     """Ray's handler raises SystemExit; the command's own is called in its place, and stays set."""
     code = (
         "import signal, sys\n"
-        "from ray_fracbackend.cli import cluster\n"
+        "from ray_fracbackend.cli.connect import cluster\n"
         "class Terminated(BaseException): pass\n"
         "def own(*_): raise Terminated\n"
         "signal.signal(signal.SIGTERM, own)\n"

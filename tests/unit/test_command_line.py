@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ray_fracbackend.cli import arguments, main
-from ray_fracbackend.cli.arguments import parser, setting_options, settings_of
+from ray_fracbackend.cli import main, options
+from ray_fracbackend.cli.doctor.report import Check, Diagnosis
+from ray_fracbackend.cli.options import setting_options, settings_of
+from ray_fracbackend.cli.parser import parser
 from ray_fracbackend.decide.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +50,8 @@ def test_every_setting_has_an_option() -> None:
 
 def test_every_setting_has_a_help() -> None:
     """The texts are in a table of the command line, which has each setting and nothing else."""
-    assert list(arguments._OPTIONS) == [setting.name for setting in fields(Settings)]
-    assert all(option.help for option in arguments._OPTIONS.values())
+    assert list(options._OPTIONS) == [setting.name for setting in fields(Settings)]
+    assert all(option.help for option in options._OPTIONS.values())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_every_setting_has_a_help() -> None:
         ),
         (
             "plan --num-workers 1 --gpus-per-worker 1.5",
-            "must be a whole number above 1, as Ray divides single GPUs alone, got '1.5'",
+            "must be a whole number or below 1, as Ray divides single GPUs alone, got '1.5'",
         ),
         (
             "test --cpus-per-worker 0.00001",
@@ -119,27 +121,62 @@ def test_what_is_found_before_any_ray_starts(line: str, said: str, capsys, monke
     assert said in errors
 
 
-@pytest.mark.parametrize("line", ["plan --json", "plan --json --num-workers 0", "doctor --json --colour"])
-def test_wrong_usage_as_json(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Programs that asked for JSON get it, and nothing else."""
-    assert main(line.split()) == 2
+def machine_with(*checks):
+    """What the doctor finds on a machine with these lines."""
+    return lambda timeout_s: Diagnosis({"this machine": tuple(checks)})
+
+
+def broken(*_):
+    raise KeyError("of ours")
+
+
+_FINE, _WRONG = Check("NCCL", "ok", "2.28.9"), Check("/dev/shm", "problem", "too little", "more")
+# Command line, what the doctor finds, exit code, reason, a word of the message.
+_ENDS = {
+    "good": ("doctor --json", machine_with(_FINE), 0, None, ""),
+    "a problem": ("doctor --json", machine_with(_FINE, _WRONG), 1, "problem_found", "/dev/shm: too little"),
+    "our bug": ("doctor --json", broken, 1, "internal_error", "KeyError: 'of ours'"),
+    "no cluster": ("doctor --json --address 127.0.0.1:1", None, 1, "no_cluster", "127.0.0.1:1"),
+    "no cluster for a plan": (
+        "plan --json --num-workers 1 --address 127.0.0.1:1",
+        None,
+        1,
+        "no_cluster",
+        "127.0.0.1:1",
+    ),
+    "no cluster for a test": ("test --json --address 127.0.0.1:1", None, 1, "no_cluster", "127.0.0.1:1"),
+    "no address": ("test --json --address nowhere", None, 1, "no_cluster", "nowhere is not the address"),
+    "an option is missing": ("plan --json", None, 2, "wrong_usage", "--num-workers"),
+    "a value": ("plan --json --num-workers 0", None, 2, "wrong_usage", "from 1 to 10000, got '0'"),
+    "an option": ("doctor --json --colour", None, 2, "wrong_usage", "--colour"),
+    "an abbreviation": ("doctor --json --time 3", None, 2, "wrong_usage", "--time"),
+    "a setting": ("test --json --master-addr 0.0.0.0", None, 2, "wrong_usage", "master_addr"),
+    "nothing to plan": (
+        "plan --num-workers 2 --backend mpi --json",
+        None,
+        2,
+        "wrong_usage",
+        "there is nothing to plan.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "found", "code", "reason", "said"), _ENDS.values(), ids=_ENDS)
+def test_one_shape_of_json(line, found, code, reason, said, capsys, monkeypatch) -> None:
+    """Every command and failure: one document on standard output, whose ok, error and exit code agree."""
+    monkeypatch.setattr("ray_fracbackend.cli.doctor.diagnose.diagnose_machine", found)
+    assert main(line.split()) == code
     output, errors = capsys.readouterr()
-    assert json.loads(output)["error"]["reason"] == "wrong_usage"
-    assert errors == ""
-
-
-def test_an_error_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """One shape for all commands, on standard output."""
-    assert main(["plan", "--num-workers", "2", "--backend", "mpi", "--json"]) == 2
-    found = json.loads(capsys.readouterr().out)
-    assert found == {
-        "ok": False,
-        "error": {
-            "reason": "wrong_usage",
-            "message": "backend 'mpi' is left to Ray Train: there is nothing to plan.",
-            "ranks": [],
-        },
-    }
+    document = json.loads(output)
+    assert list(document)[:2] == ["ok", "error"]
+    assert document["ok"] == (code == 0)
+    if code == 0:
+        assert document["error"] is None
+    else:
+        assert set(document["error"]) == {"reason", "message", "ranks"}
+        assert (document["error"]["reason"], document["error"]["ranks"]) == (reason, [])
+        assert said in document["error"]["message"]
+    assert errors == "" or (reason == "internal_error" and errors.startswith("Traceback"))
 
 
 @pytest.mark.parametrize(
@@ -169,3 +206,42 @@ def test_a_package_that_does_not_import(tmp_path: Path, package: str, command: l
         f"ray-fracbackend {command[0]}: {package} cannot be imported (OSError: libcudart.so.12: cannot open shared object file); "
         "ray-fracbackend doctor names what is missing and what to install\n"
     )
+
+
+_PACKAGES = {
+    "a package needs another": ("import nothing_like_this", "ModuleNotFoundError: No module named 'nothing_like_this'"),
+    "a package raises": ("raise ValueError('not here')", "ValueError: not here"),
+}
+
+
+@pytest.mark.parametrize(("body", "cause"), _PACKAGES.values(), ids=_PACKAGES)
+def test_a_module_of_a_broken_package(tmp_path, body, cause, capsys, monkeypatch) -> None:
+    """Looking for pkg.train imports pkg: what is wrong with it is said, and not that there is no such module."""
+    name = f"package_{abs(hash(body))}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(body)
+    (tmp_path / name / "train.py").write_text("")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "-m", f"{name}.train"]) == 1
+    assert capsys.readouterr().err == (
+        f"ray-fracbackend run: -m {name}.train: its package {name} cannot be imported ({cause})\n"
+    )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
+@pytest.mark.parametrize("safe", ["", "1"], ids=["by default", "PYTHONSAFEPATH"])
+def test_the_first_folder_of_the_path(tmp_path, safe) -> None:
+    """The script's, as under python; with PYTHONSAFEPATH it is not there, and the first of PYTHONPATH stays."""
+    (tmp_path / "train.py").write_text("")
+    code = "import sys; from ray_fracbackend.cli.commands.run import find_script; find_script('train.py', False); print(sys.path[0])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["/first", str(ROOT)]), "PYTHONSAFEPATH": safe},
+        cwd=tmp_path,
+    )
+    assert done.stdout == ("/first\n" if safe else f"{tmp_path}\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from ray_fracbackend.cli.checks import check_cluster, check_machine
-from ray_fracbackend.cli.diagnosis import Check, Diagnosis, Failure, MachineInfo
-from ray_fracbackend.cli.machine import STAGES, Found, _variables, shown_variables
-from ray_fracbackend.cli.summary import environment_lines, environment_of
+from ray_fracbackend.cli.doctor import collect
+from ray_fracbackend.cli.doctor.checks import check_cluster, check_machine
+from ray_fracbackend.cli.doctor.child import STAGES, Found, _variables, shown_variables
+from ray_fracbackend.cli.doctor.environment import environment_lines, environment_of
+from ray_fracbackend.cli.doctor.report import Check, Diagnosis, Failure, MachineInfo
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.worker import probe
 from tests.processes import processes_with, python_path, wait_until, with_signals
@@ -150,7 +152,7 @@ CASES = {
     "no name on Windows": (machine(host_missing="11001", platform="win32"), "host name", "problem", "11001", "hosts"),
     "slow name": (machine(host_lookup_s=4.2), "host name", "warning", "took 4.2 s", "name server"),
     "loopback name": (machine(host_addresses=("127.0.1.1",)), "host name", "ok", "127.0.1.1", ""),
-    "no interface": (machine(network=NetworkInfo()), "interfaces", "problem", "none is up", "loopback"),
+    "no interface": (machine(network=NetworkInfo()), "interfaces", "problem", "no network interface is up", "loopback"),
     "unknown interface": (
         machine(env={"GLOO_SOCKET_IFNAME": "^lo,docker"}),
         "interfaces",
@@ -363,7 +365,7 @@ def test_no_secrets(monkeypatch):
 # Imports neither Ray nor torch, whatever the child does.
 _REPORT = """
 import json, sys
-from ray_fracbackend.cli.doctor import diagnose_machine
+from ray_fracbackend.cli.doctor.diagnose import diagnose_machine
 found = diagnose_machine(float(sys.argv[1]))
 assert not {"ray", "torch", "psutil", "pynvml"} & set(sys.modules)
 print(json.dumps(found.to_dict()))
@@ -459,6 +461,26 @@ def test_import_that_hangs(tmp_path, package):
     assert no_child_is_left(tmp_path)
 
 
+class Through:
+    """A child that is through with every stage and keeps its pipe open."""
+
+    def __init__(self):
+        self.events, self.stopped = queue.SimpleQueue(), False
+
+    def stop(self):
+        self.stopped = True
+
+
+def test_a_child_that_does_not_end(monkeypatch):
+    """It is stopped when its time is over, and nothing failed."""
+    child = Through()
+    monkeypatch.setattr(collect, "_Child", lambda request: child)
+    with collect.Collector(0.3) as collector:
+        collector.done.update(STAGES)
+        collector.run()
+    assert (child.stopped, collector.failures) == (True, {})
+
+
 def no_child_is_left(folder):
     """Whether all processes with the folder on their path end in time."""
     return wait_until(lambda: not processes_with("PYTHONPATH", str(folder)), 10)
@@ -547,14 +569,14 @@ def test_text_and_json():
     """Text has a fix under its line and colours only where asked; JSON has all; a warning is no problem."""
     fine, doubt = Check("NCCL", "ok", "2.28.9"), Check("/dev/shm", "warning", "little", "more")
     found = Diagnosis({"node a": (fine, doubt)})
-    assert found.ok
+    assert found.problems() == []
     assert "  warning  /dev/shm      little\n" in found.to_text()
     assert found.to_text().endswith("fix: more")
     assert "\x1b" not in found.to_text()
     assert "\x1b[33mwarning \x1b[0m" in found.to_text(color=True)
     assert json.loads(json.dumps(found.to_dict()))["nodes"][0]["checks"][1]["fix"] == "more"
     worse = Diagnosis(found.nodes, (Check("torch", "problem", "differs", "install one"),))
-    assert not worse.ok
+    assert worse.problems() == ["torch: differs"]
     assert "between the nodes\n  problem  torch" in worse.to_text()
 
 

@@ -107,8 +107,8 @@ def _use_frac_config(backend: str | None, module: ModuleType) -> None:
     # Import does this once the module's code has run, which includes this function; the package needs it now.
     sys.modules["ray.train"].torch = module
     # First, so that its base class and its tests for a plain TorchConfig have Ray's own.
-    from ray_fracbackend.cli.run import replace_torch_config
     from ray_fracbackend.config import FracTorchConfig
+    from ray_fracbackend.integrations.trainers import replace_torch_config
 
     if backend is not None:
         FracTorchConfig.__post_init__ = _with_default(backend, FracTorchConfig.__post_init__)

@@ -1,4 +1,4 @@
-"""Collect the report of one machine, stage by stage. Runs in a child process that collector.py starts and may kill.
+"""Collect the report of one machine, stage by stage. Runs in a child process that collect.py starts and may kill.
 
 Nothing but the standard library is imported at the top: a torch, a Ray or a driver that fails, crashes or hangs is a result of
 its stage. The child sends each stage's name before it begins, and its values or its error after it.

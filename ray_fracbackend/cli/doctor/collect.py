@@ -19,8 +19,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Any
 
-from ray_fracbackend.cli.diagnosis import Failure, MachineInfo
-from ray_fracbackend.cli.machine import STAGES, Event, Request, own_values
+from ray_fracbackend import __version__
+from ray_fracbackend.cli.doctor.child import STAGES, Event, Request, own_values
+from ray_fracbackend.cli.doctor.report import Failure, MachineInfo
 from ray_fracbackend.decide.worker_info import WorkerInfo
 
 _POLL_S = 0.1
@@ -139,11 +140,11 @@ class Collector:
             self._stop()
 
     def _failed(self, failure: Failure) -> None:
-        """Go on without the stage that the child is in."""
-        stage = self._stage if self._stage in self._left() else self._left()[0]
-        self.failures[stage] = failure
+        """Go on without the stage that the child is in; a child that is through and does not end is stopped."""
         self._stop()
-        self._start()
+        if left := self._left():
+            self.failures[self._stage if self._stage in left else left[0]] = failure
+            self._start()
 
 
 def collect_machine(
@@ -162,6 +163,19 @@ def collect_machine(
         return collector.machine(ray_gpus)
 
 
+def collect_packed(*arguments: Any) -> tuple[str, bytes]:
+    """Collect the report of this machine for a driver that may have another version of this package.
+
+    Args:
+        arguments: As for `collect_machine`.
+
+    Returns:
+        The version here, and the pickled `MachineInfo`: reports are pickled by the position of their fields, which another
+        version may take for others.
+    """
+    return __version__, pickle.dumps(collect_machine(*arguments))
+
+
 class _Child:
     """A process that runs stages.
 
@@ -173,7 +187,7 @@ class _Child:
         self.events: queue.SimpleQueue[tuple[float, Event | None]] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # stop() closes it
         # As this process imports: a Ray worker's path has what the driver's runtime environment brings.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from ray_fracbackend.cli.machine import main; main()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from ray_fracbackend.cli.doctor.child import main; main()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray_fracbackend.decide.worker_info import version_text
 
 if TYPE_CHECKING:
-    from ray_fracbackend.cli.diagnosis import MachineInfo
+    from ray_fracbackend.cli.doctor.report import MachineInfo
 
 
 def environment_of(machine: MachineInfo, nodes: Sequence[MachineInfo] = ()) -> dict[str, Any]:

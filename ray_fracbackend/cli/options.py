@@ -1,4 +1,4 @@
-"""The command line's options and their types. Standard library only."""
+"""Options that several commands have, and the types of their values. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import argparse
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
-from typing import Any, NoReturn
+from typing import Any
 
-from ray_fracbackend import __version__
+from ray_fracbackend.cli.program import wrong_usage
 from ray_fracbackend.decide.settings import MAX_S, Settings, setting_names
 
-PROGRAM = "ray-fracbackend"
 # As many actors as Ray itself tests a cluster with; each probe worker is one.
 MAX_WORKERS = 10_000
 # Seconds.
-_WAIT_S, _DOCTOR_S = 30.0, 60.0
+_WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,82 +46,12 @@ _OPTIONS: Mapping[str, _Option] = {
 }
 
 
-class UsageError(Exception):
-    """The command line is wrong.
-
-    Args:
-        message: What is wrong.
-        program: Program and command.
-        usage: How the command is used.
-    """
-
-    def __init__(self, message: str, program: str, usage: str) -> None:
-        super().__init__(message)
-        self.program, self.usage = program, usage
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, self.prog, self.format_usage())
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser, which raises UsageError; ``command`` of its result is the name of the command."""
-    whole = _Parser(prog=PROGRAM, description="Ray Train on fractions of a GPU.")
-    whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = whole.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for add in (_add_doctor, _add_test, _add_plan, _add_run, _add_demo):
-        add(commands)
-    return whole
-
-
-def _add_doctor(commands: Any) -> None:
-    doctor = commands.add_parser("doctor", help="check this machine, or every node of a cluster")
-    _add_wait(doctor, _DOCTOR_S, "bound on the whole command")
-    _add_cluster(doctor, "auto for the one that runs here; default: this machine alone, without Ray")
-
-
-def _add_test(commands: Any) -> None:
-    test = commands.add_parser(
-        "test", help="start a real group of workers, verify it, and run ten DDP steps of a small model"
-    )
-    _add_workers(test, 2)
-
-
-def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser("plan", help="place probe workers on the cluster and print what a start would do")
-    _add_workers(plan, None)
-
-
-def _add_run(commands: Any) -> None:
-    run = commands.add_parser(
-        "run",
-        help="run an unedited Ray Train script with FracTorchConfig instead of TorchConfig",
-        usage="%(prog)s [SETTING ...] [-m] SCRIPT [ARGUMENT ...]",
-    )
-    _add_settings(run)
-    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as after python -m")
-    run.add_argument("script", metavar="SCRIPT", help="Python script that makes a TorchTrainer")
-    rest = run.add_argument(
-        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own command line"
-    )
-    rest.required = False  # argparse names it as missing where SCRIPT is
-
-
-def _add_demo(commands: Any) -> None:
-    demo = commands.add_parser("demo", help="train a small network with two workers at half a GPU each")
-    demo.add_argument("--stock", action="store_true", help="use Ray's own TorchConfig, for comparison")
-    demo.add_argument(
-        "--epochs", type=_count(10**6), default=10, metavar="NUMBER", help="passes over the data (default 10)"
-    )
-
-
-def _add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> None:
+def add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> None:
     """Add what `plan` and `test` have in common: workers, cluster, settings."""
     default = f" (default {num_workers})" if num_workers else ""
     command.add_argument(
         "--num-workers",
-        type=_count(MAX_WORKERS),
+        type=count(MAX_WORKERS),
         required=num_workers is None,
         default=num_workers,
         metavar="NUMBER",
@@ -131,14 +60,18 @@ def _add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> N
     command.add_argument("--gpus-per-worker", type=_gpus, default=0, metavar="AMOUNT", help="such as 0.5 (default 0)")
     command.add_argument("--cpus-per-worker", type=_amount, default=1, metavar="AMOUNT", help="(default 1)")
     command.add_argument(
-        "--placement-strategy", choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"), default="PACK"
+        "--placement-strategy",
+        choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
+        default="PACK",
+        help="as in ScalingConfig (default PACK)",
     )
-    _add_wait(command, _WAIT_S, "wait for cluster and resources")
-    _add_cluster(command, "default: the running one that ray.init() finds, else a local one, which is said")
-    _add_settings(command)
+    add_wait(command, _WAIT_S, "wait for cluster and resources")
+    add_cluster(command, "default: the running one that ray.init() finds, else a new local one, announced on stderr")
+    add_settings(command)
 
 
-def _add_wait(command: argparse.ArgumentParser, default: float, what: str) -> None:
+def add_wait(command: argparse.ArgumentParser, default: float, what: str) -> None:
+    """Add ``--timeout-s``."""
     command.add_argument(
         "--timeout-s",
         dest="wait_s",
@@ -149,12 +82,13 @@ def _add_wait(command: argparse.ArgumentParser, default: float, what: str) -> No
     )
 
 
-def _add_cluster(command: argparse.ArgumentParser, default: str) -> None:
+def add_cluster(command: argparse.ArgumentParser, default: str) -> None:
+    """Add ``--address`` and ``--json``."""
     command.add_argument("--address", help=f"of a Ray cluster, as ray.init takes it ({default})")
     command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
-def _add_settings(command: argparse.ArgumentParser) -> None:
+def add_settings(command: argparse.ArgumentParser) -> None:
     """Add the settings of FracTorchConfig, each left out unless given; ``--no-NAME`` for those that are on by default."""
     group = command.add_argument_group("settings of FracTorchConfig")
     for setting in fields(Settings):
@@ -184,13 +118,27 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in setting_names() if hasattr(options, name)}
 
 
-def _count(most: int, least: int = 1) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        if not (text.strip().lstrip("+-").isdecimal() and len(text) < 30 and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got {text!r}")
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check the settings of FracTorchConfig, with neither torch nor Ray.
+
+    Raises:
+        CommandError: A setting breaks its rule.
+    """
+    try:
+        Settings(**settings)
+    except ValueError as error:
+        raise wrong_usage(error) from None
+
+
+def count(most: int) -> Callable[[str], int]:
+    """Return the type of a whole number from 1 on."""
+
+    def number(text: str) -> int:
+        if not (text.strip().lstrip("+-").isdecimal() and len(text) < 30 and 1 <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {most}, got {text!r}")
         return int(text)
 
-    return count
+    return number
 
 
 def _number(text: str) -> float:
@@ -212,7 +160,7 @@ def _gpus(text: str) -> float:
     value = _amount(text)
     if value > 1 and value != int(value):
         raise argparse.ArgumentTypeError(
-            f"must be a whole number above 1, as Ray divides single GPUs alone, got {text!r}"
+            f"must be a whole number or below 1, as Ray divides single GPUs alone, got {text!r}"
         )
     return value
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from ray_fracbackend._ray import release_workers, worker_addresses
 from ray_fracbackend.backend import Start
-from ray_fracbackend.cli.probe_workers import ProbeGroup, check_plannable, probe_workers
+from ray_fracbackend.cli.workers.actors import ProbeGroup, check_plannable, probe_workers
 from ray_fracbackend.collect import gather
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.decide.worker_info import ranks_text
@@ -71,10 +71,15 @@ class GroupTest:
         """Ranks that trained to other weights than one process, or to NaN."""
         return [rank for rank, step in enumerate(self.steps) if not step.difference <= _TOLERANCE]
 
-    @property
-    def ok(self) -> bool:
-        """Whether all ranks trained to the weights of one process."""
-        return not self.wrong_ranks
+    def problem(self) -> str | None:
+        """Return what is wrong, None where all ranks trained to the weights of one process."""
+        if not self.wrong_ranks:
+            return None
+        return (
+            f"{ranks_text(self.wrong_ranks)} trained to other weights than one process does, by more than {_TOLERANCE:.1g}: a "
+            "collective or a device gives wrong values. Report it with the output of `ray-fracbackend doctor`"
+            f"{'.' if self.report.backend == 'gloo' else ', and compare with `--backend gloo`.'}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values that ``json.dumps`` takes; None stands for a number that is not finite."""
@@ -82,22 +87,18 @@ class GroupTest:
             {name: value if math.isfinite(value) else None for name, value in asdict(step).items()}
             for step in self.steps
         ]
-        return {"ok": self.ok, "report": self.report.to_dict(), "steps": steps}
+        return {"report": self.report.to_dict(), "steps": steps}
 
     def to_text(self) -> str:
         """Return the report's table, and the outcome of the steps in one line."""
         first = self.steps[0]
         step_s = max(step.step_s for step in self.steps)
         text = (
-            f"{NUM_STEPS} DDP steps on {len(self.steps)} worker{'s' if len(self.steps) > 1 else ''}: {step_s * 1e3:.2f} ms per step, loss {first.first_loss:.4f} to "
-            f"{first.last_loss:.4f}, largest difference from one process {self.difference:.1g}"
+            f"{NUM_STEPS} DDP steps on {len(self.steps)} worker{'s' if len(self.steps) > 1 else ''}: {step_s * 1e3:.2f} ms per step, "
+            f"loss {first.first_loss:.4f} to {first.last_loss:.4f}, largest difference from one process {self.difference:.1g}"
         )
-        if not self.ok:
-            text += (
-                f"\nproblem: {ranks_text(self.wrong_ranks)} trained to other weights than one process does, by more than {_TOLERANCE:.1g}: a "
-                f"collective or a device gives wrong values. Report it with the output of `ray-fracbackend doctor`"
-                f"{'.' if self.report.backend == 'gloo' else ', and compare with `--backend gloo`.'}"
-            )
+        if problem := self.problem():
+            text += f"\nproblem: {problem}"
         return f"{self.report.to_text()}\n\n{text}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ray_fracbackend.cli.summary import environment_lines
+from ray_fracbackend.cli.doctor.environment import environment_lines
 from ray_fracbackend.decide.worker_info import WorkerInfo
 
 Level = Literal["ok", "warning", "problem"]
@@ -114,16 +114,21 @@ class Diagnosis:
     cluster: tuple[Check, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def ok(self) -> bool:
-        """True where no line is a problem."""
-        return not any(check.level == "problem" for _, checks in self._parts() for check in checks)
+    def problems(self) -> list[str]:
+        """Return the lines that are problems, with their node where there are several."""
+        several = len(self.nodes) > 1
+        return [
+            f"{f'{name}: ' if several else ''}{check.name}: {check.text}"
+            for name, checks in self._parts()
+            for check in checks
+            if check.level == "problem"
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values that ``json.dumps`` takes."""
         nodes = [{"node": node, "checks": [asdict(check) for check in checks]} for node, checks in self.nodes.items()]
         cluster = [asdict(check) for check in self.cluster]
-        return {"ok": self.ok, "nodes": nodes, "cluster": cluster, "environment": self.environment}
+        return {"nodes": nodes, "cluster": cluster, "environment": self.environment}
 
     def to_text(self, color: bool = False) -> str:
         """Format a block of lines for each node, with a fix under each line that needs one, and a block for an issue."""

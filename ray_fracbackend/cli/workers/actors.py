@@ -20,8 +20,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_fracbackend import _ray
-from ray_fracbackend.cli.cluster import progress, root_cause, wait
-from ray_fracbackend.cli.places import why_no_place
+from ray_fracbackend.cli.progress import progress, root_cause, wait
+from ray_fracbackend.cli.workers.capacity import why_no_place
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.settings import Settings

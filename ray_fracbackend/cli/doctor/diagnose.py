@@ -5,15 +5,18 @@ Neither Ray nor torch is imported at the top: the doctor says why they cannot be
 
 from __future__ import annotations
 
+import pickle
 import re
 from typing import Any
 
 from ray_fracbackend import __version__
-from ray_fracbackend.cli.checks import check_cluster, check_machine
-from ray_fracbackend.cli.cluster import check_address, connected, root_cause, wait
-from ray_fracbackend.cli.collector import Collector, collect_machine, reserve_s
-from ray_fracbackend.cli.diagnosis import Check, Diagnosis, MachineInfo
-from ray_fracbackend.cli.summary import environment_of
+from ray_fracbackend.cli.connect.address import ClusterError
+from ray_fracbackend.cli.connect.cluster import check_address, connected
+from ray_fracbackend.cli.doctor.checks import check_cluster, check_machine
+from ray_fracbackend.cli.doctor.collect import Collector, collect_machine, collect_packed, reserve_s
+from ray_fracbackend.cli.doctor.environment import environment_of
+from ray_fracbackend.cli.doctor.report import Check, Diagnosis, MachineInfo
+from ray_fracbackend.cli.progress import root_cause, wait
 from ray_fracbackend.timeouts import Deadline, bounded
 
 # Ray hides GPUs from a task that asks for none; the node's own CUDA_VISIBLE_DEVICES stays.
@@ -66,7 +69,11 @@ def diagnose_cluster(address: str, timeout_s: float) -> Diagnosis:
 def _ask_all(deadline: Deadline) -> tuple[list[dict[str, Any]], list[MachineInfo | Check]]:
     import ray
 
-    nodes = [node for node in bounded(ray.nodes, deadline.left_s) if node["Alive"]]
+    try:
+        nodes = [node for node in bounded(ray.nodes, deadline.left_s) if node["Alive"]]
+    except TimeoutError:
+        text = f"the cluster did not list its nodes within {deadline.budget_s:.3g} s; look at the head node, or raise --timeout-s"
+        raise ClusterError(text, "no_answer") from None
     return nodes, _ask(nodes, deadline.left_s)
 
 
@@ -77,15 +84,12 @@ def _name(node: dict[str, Any]) -> str:
 def _checks(answer: MachineInfo | Check, num_nodes: int) -> tuple[Check, ...]:
     if isinstance(answer, Check):
         return (answer,)
-    try:
-        return check_machine(answer, num_nodes)
-    except AttributeError as error:  # a report of another version of this package
-        return (_other_version(str(error)),)
+    return check_machine(answer, num_nodes)
 
 
 def _other_version(cause: str) -> Check:
     fix = f"install ray_fracbackend {__version__} on that node, as on this machine"
-    return Check("node", "problem", f"another version of ray_fracbackend answers: {cause}", fix)
+    return Check("node", "problem", f"another version of ray_fracbackend is there: {cause}", fix)
 
 
 def _ask(nodes: list[dict[str, Any]], timeout_s: float) -> list[MachineInfo | Check]:
@@ -94,7 +98,7 @@ def _ask(nodes: list[dict[str, Any]], timeout_s: float) -> list[MachineInfo | Ch
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     # Pickled by reference, so that the node's own installation is checked.
-    remote = ray.remote(num_cpus=0, max_retries=0, runtime_env=_ALL_DEVICES)(collect_machine)
+    remote = ray.remote(num_cpus=0, max_retries=0, runtime_env=_ALL_DEVICES)(collect_packed)
     refs = []
     for node in nodes:
         here = remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
@@ -113,10 +117,13 @@ def _answer(ref: Any, done: bool, timeout_s: float) -> MachineInfo | Check:
         fix = "look at the node's logs and load, or raise --timeout-s"
         return Check("node", "problem", f"no answer within {timeout_s:.3g} s", fix)
     try:
-        machine: MachineInfo = ray.get(ref)
+        version, packed = ray.get(ref)
     except Exception as error:  # any error of the node is a line of the result
         cause = root_cause(error)
         return _failed_node(f"{type(cause).__name__}: {cause}")
+    if version != __version__:
+        return _other_version(version)
+    machine: MachineInfo = pickle.loads(packed)
     return machine
 
 
@@ -127,6 +134,6 @@ def _failed_node(text: str) -> Check:
             return _other_version(f"it has no {missing[1]}{missing[2]}")
         fix = f"install {missing[1]} on that node, as on all others"
         return Check("node", "problem", f"No module named '{missing[1]}'", fix)
-    if lacks := re.search(r"(?:AttributeError|ImportError|TypeError): (.*(?:ray_fracbackend|collect_machine).*)", text):
+    if lacks := re.search(r"(?:AttributeError|ImportError|TypeError): (.*(?:ray_fracbackend|collect_packed).*)", text):
         return _other_version(lacks[1])
     return Check("node", "problem", text.splitlines()[0], "look at the node's logs")

@@ -1,6 +1,6 @@
 """Checks of ``ray-fracbackend doctor``: turn reports of machines into lines with a level and a fix. Pure.
 
-collector.py collects the reports.
+collect.py collects the reports.
 """
 
 from __future__ import annotations
@@ -9,9 +9,15 @@ from collections.abc import Callable, Sequence
 
 from packaging.version import InvalidVersion, Version
 
-from ray_fracbackend.cli.diagnosis import Check, Level, MachineInfo
-from ray_fracbackend.cli.failures import INSTALL_RAY, INSTALL_TORCH, failed_imports, failed_subjects, not_checked
-from ray_fracbackend.cli.summary import counted
+from ray_fracbackend.cli.doctor.environment import counted
+from ray_fracbackend.cli.doctor.failed_stages import (
+    INSTALL_RAY,
+    INSTALL_TORCH,
+    failed_imports,
+    failed_subjects,
+    not_checked,
+)
+from ray_fracbackend.cli.doctor.report import Check, Level, MachineInfo
 from ray_fracbackend.decide.addresses import is_loopback, normal, owner_of
 from ray_fracbackend.decide.device_sharing import short_uuid
 from ray_fracbackend.decide.interfaces import IFNAME
@@ -133,7 +139,7 @@ def _gloo(machine: MachineInfo) -> Check:
         return Check("Gloo", "problem", machine.worker.network.gloo_missing, fix)
     if machine.gloo_device_missing:
         return Check("Gloo", "problem", machine.gloo_device_missing, f"see the line on interfaces, or set {IFNAME}")
-    return Check("Gloo", "ok", f"makes a device on {over}")
+    return Check("Gloo", "ok", f"Gloo can use {over}")
 
 
 def _host_name(machine: MachineInfo, num_nodes: int) -> Check:
@@ -176,7 +182,7 @@ def _interfaces(worker: WorkerInfo, num_nodes: int) -> Check:
     known = worker.network.interfaces
     text = ", ".join(f"{name} {addresses[0]}" for name, addresses in known.items())
     if not known:
-        return Check("interfaces", "problem", "none is up", "bring at least the loopback interface up")
+        return Check("interfaces", "problem", "no network interface is up", "bring at least the loopback interface up")
     unknown = [name for name in worker.env.get(IFNAME, "").split(",") if name and name not in known]
     if unknown:
         found = f"{IFNAME}={worker.env[IFNAME]} names {unknown[0]!r}, which is none of {', '.join(known)}"
@@ -308,8 +314,10 @@ def _nccl(worker: WorkerInfo) -> Check:
         fix = "" if worker.platform == "win32" else "install a torch build with NCCL"
         return Check("NCCL", "warning", "not in this torch: ranks use gloo, on devices of their own too", fix)
     if worker.nccl_version is None:
-        fix = "set LD_PRELOAD to the library, or reinstall torch"
-        return Check("NCCL", "warning" if worker.devices else "ok", "in this torch, its version cannot be read", fix)
+        text = "in this torch, its version cannot be read"
+        if not worker.devices:
+            return Check("NCCL", "ok", f"{text}, and it is not needed without CUDA devices")
+        return Check("NCCL", "warning", text, "set LD_PRELOAD to the library, or reinstall torch")
     can = worker.nccl_version >= NCCL_MULTI_RANK
     shared = "takes shared devices with on_shared_device='nccl'" if can else "refuses shared devices"
     return Check("NCCL", "ok", f"{version_text(worker.nccl_version)} is loaded; it {shared}")

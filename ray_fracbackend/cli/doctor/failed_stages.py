@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ray_fracbackend.cli.diagnosis import Check, Failure, MachineInfo
+from ray_fracbackend.cli.doctor.report import Check, Failure, MachineInfo
 
 INSTALL_RAY, INSTALL_TORCH = "'ray[train]>=2.40'", "'torch>=2.4'"
-# Stages of machine.py, without those that are imports.
+# Stages of child.py, without those that are imports.
 _SUBJECTS = ("host name", "interfaces", "driver", "CUDA devices", "NCCL", "ipc", "staged", "Gloo")
 _IMPORTS = ("ray", "torch", "ray.train")
 

@@ -1,4 +1,4 @@
-"""Command ``run``: run an unedited script whose TorchTrainers start with FracTorchConfig. Runs on the driver.
+"""Run a script in this process as python would, for `run` and `demo`. Runs on the driver.
 
 The configuration is replaced when a trainer is made, not the name TorchConfig: a script may have imported that from
 anywhere, or pass none at all.
@@ -17,36 +17,36 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import ray
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchConfig
 
 from ray_fracbackend import _ray
-from ray_fracbackend.cli.arguments import PROGRAM, setting_options
-from ray_fracbackend.cli.cluster import root_cause
-from ray_fracbackend.cli.ending import ended_by, say
-from ray_fracbackend.config import FracTorchConfig, frac_config
+from ray_fracbackend.cli.options import setting_options
+from ray_fracbackend.cli.output import say
+from ray_fracbackend.cli.program import PROGRAM
+from ray_fracbackend.cli.progress import root_cause
+from ray_fracbackend.cli.signals import ended_by
+from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.errors import FracBackendError
+from ray_fracbackend.integrations.trainers import replace_torch_config
 
 _WHO = f"{PROGRAM} run"
 
 
 def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any], *, is_module: bool = False) -> int:
-    """Run a script as ``python SCRIPT ARGUMENTS`` would, in this process, with FracTorchConfig in its TorchTrainers.
+    """Run a script as `run_as_main` does, with FracTorchConfig in its TorchTrainers.
 
     Args:
-        script: Path of the script, or name of the module; it becomes ``__main__``. What python puts first in ``sys.path`` must be
-            there already: importing Ray puts a folder of its own before it, as it does in the script.
+        script: As for `run_as_main`.
         arguments: Its command line.
         settings: Settings of FracTorchConfig; they override those of the script's TorchConfig.
         is_module: As ``python -m``.
 
     Returns:
-        The exit code: 1 after an error of the script, whose traceback is printed without frames of this command, and 130 after
-        Ctrl-C, with the line of the script at which it was.
+        The exit code.
 
     Raises:
         ValueError: A setting breaks its rule.
@@ -59,6 +59,37 @@ def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any
         from ray_fracbackend.integrations.callback import use_everywhere
 
         use_everywhere(settings)
+    code = run_as_main(_WHO, script, arguments, is_module=is_module, after_error=_advise)
+    if code == 0 and not seen:
+        say(_WHO, f"{script} made no TorchTrainer in its own process: no configuration was replaced there")
+    return code
+
+
+def run_as_main(
+    who: str,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    is_module: bool = False,
+    after_error: Callable[[Exception], None] | None = None,
+) -> int:
+    """Run a script as ``python SCRIPT ARGUMENTS`` would, in this process.
+
+    Args:
+        who: The command, for its lines on standard error.
+        script: Path of the script, or name of the module; it becomes ``__main__``. What python puts first in ``sys.path`` must be
+            there already: importing Ray puts a folder of its own before it, as it does in the script.
+        arguments: Its command line.
+        is_module: As ``python -m``.
+        after_error: Called with an error of the script, once its traceback is printed.
+
+    Returns:
+        The exit code: 1 after an error of the script, whose traceback is printed without frames of this command, and 128 plus
+        the signal's number after a signal that the script did not handle, with the line of the script at which it was.
+
+    Raises:
+        SystemExit: Of the script.
+    """
     sys.argv = [script, *arguments]
     with _watching_signals() as stopped_by:
         try:
@@ -69,17 +100,14 @@ def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any
         except BaseException as error:
             frames = _frames_of_script(error.__traceback__)
             if (number := stopped_by()) and _comes_from_signal(error):
-                say(_WHO, f"{ended_by(number)}{_place(frames)}")
+                say(who, f"{ended_by(number)}{_place(frames)}")
                 return 128 + number
             if not isinstance(error, Exception):  # the script's own exit code
                 raise
             sys.excepthook(type(error), error.with_traceback(frames), frames)
-            if advised := _advised_options(error):
-                where = "before the script, unless it makes a FracTorchConfig itself"
-                say(_WHO, f"settings that this error names are options here, {where}: {', '.join(advised)}")
+            if after_error is not None:
+                after_error(error)
             return 1
-    if not seen:
-        say(_WHO, f"{script} made no TorchTrainer in its own process: no configuration was replaced there")
     return 0
 
 
@@ -88,7 +116,8 @@ def _comes_from_signal(error: BaseException) -> bool:
     if isinstance(error, KeyboardInterrupt):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and (frames[-1].filename == __file__ or "ray" in Path(frames[-1].filename).parts)
+    rays = os.path.dirname(ray.__file__) + os.sep
+    return bool(frames) and (frames[-1].filename == __file__ or frames[-1].filename.startswith(rays))
 
 
 def _place(frames: TracebackType | None) -> str:
@@ -98,15 +127,18 @@ def _place(frames: TracebackType | None) -> str:
     return f" at {first.filename}:{first.lineno}"
 
 
-def _advised_options(error: Exception) -> list[str]:
-    """Return the options of the settings of FracTorchConfig that an error of ours advises: the script may have no such object."""
+def _advise(error: Exception) -> None:
+    """Name the options of the settings of FracTorchConfig that an error of ours advises: the script may have no such object."""
     cause = root_cause(error)
     if not isinstance(cause, FracBackendError):
-        return []
+        return
     options = setting_options()
-    return [
-        options[name] for name in dict.fromkeys(re.findall(r"FracTorchConfig\((\w+)=", str(cause))) if name in options
-    ]
+    advised = dict.fromkeys(re.findall(r"FracTorchConfig\((\w+)=", str(cause)))
+    if names := [options[name] for name in advised if name in options]:
+        say(
+            _WHO,
+            f"to follow the advice put {', '.join(names)} before SCRIPT; no effect if it builds its own FracTorchConfig",
+        )
 
 
 def _say_once(seen: list[str], config: TorchConfig) -> None:
@@ -186,32 +218,3 @@ def _frames_of_script(frames: TracebackType | None) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next
     return frames
-
-
-def replace_torch_config(settings: Mapping[str, Any], announce: Callable[[TorchConfig], None] | None = None) -> None:
-    """Make every TorchTrainer that this process creates from now on start with FracTorchConfig.
-
-    Args:
-        settings: As for :func:`ray_fracbackend.config.frac_config`.
-        announce: Called with the configuration of each trainer.
-
-    Raises:
-        ValueError: A setting breaks its rule.
-    """
-    FracTorchConfig(**settings)  # a wrong setting raises now, not when the script makes its trainer
-    TorchTrainer.__init__ = _with_frac_config(TorchTrainer.__init__, settings, announce)
-
-
-def _with_frac_config(
-    init: Callable[..., None], settings: Mapping[str, Any], announce: Callable[[TorchConfig], None] | None
-) -> Callable[..., None]:
-    # functools.wraps keeps the signature, in which the V1 engine looks up the names of arguments.
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, torch_config: TorchConfig | None = None, **kwargs: Any) -> None:
-        config = frac_config(torch_config, settings)
-        init(self, *args, torch_config=config, **kwargs)
-        _ray.keep_torch_config(self, config)
-        if announce is not None:
-            announce(config)
-
-    return __init__

@@ -1,0 +1,87 @@
+"""Command ``run``: an unedited script with FracTorchConfig in its trainers."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from typing import Any
+
+from ray_fracbackend.cli.options import add_settings, check_settings, setting_options, settings_of
+from ray_fracbackend.cli.output import say
+from ray_fracbackend.cli.program import PROGRAM, CommandError, wrong_usage
+
+_WHO = f"{PROGRAM} run"
+
+
+def register(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "run",
+        help="run an unedited Ray Train script with FracTorchConfig instead of TorchConfig",
+        usage="%(prog)s [SETTING ...] [-m] SCRIPT [ARGUMENT ...]",
+    )
+    parser.set_defaults(execute=execute)
+    add_settings(parser)
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as after python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="Python script that makes a TorchTrainer")
+    rest = parser.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own command line"
+    )
+    rest.required = False  # argparse names it as missing where SCRIPT is
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Run the command; a script has Python's own handlers of signals, or sets others."""
+    settings = settings_of(options)
+    check_settings(settings)
+    find_script(options.script, options.module)
+    from ray_fracbackend.cli.imports import import_or_fail
+
+    import_or_fail("torch", "ray")
+    from ray_fracbackend.cli.script import run_script
+
+    if misplaced := sorted(set(setting_options().values()) & {word.partition("=")[0] for word in options.arguments}):
+        say(_WHO, f"{', '.join(misplaced)} after SCRIPT goes to the script; put options of `run` before SCRIPT")
+    return run_script(options.script, options.arguments, settings, is_module=options.module)
+
+
+def find_script(script: str, is_module: bool) -> None:
+    """Put the script's folder first in sys.path, as python does, and before Ray is imported, which puts one of its own there.
+
+    Args:
+        script: Path of the script, or name of the module.
+        is_module: As ``python -m``.
+
+    Raises:
+        CommandError: There is no such script, or a package of the module cannot be imported.
+    """
+    if not is_module and not os.path.isfile(script):
+        raise wrong_usage(f"SCRIPT {script!r} is not a file")
+    # Under PYTHONSAFEPATH or -P python puts nothing there, and the first entry is another one.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(script))
+    if is_module:
+        _find_module(script)
+
+
+def _find_module(name: str) -> None:
+    """Look a module up, which imports the packages that it is in."""
+    try:
+        found = None if not name or name.startswith(".") else importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # a package of it needs another one
+            raise _broken(name, error) from None
+        found = None
+    except Exception as error:
+        raise _broken(name, error) from None
+    if found is None:
+        raise wrong_usage(f"-m {name}: there is no such module")
+
+
+def _broken(name: str, error: Exception) -> CommandError:
+    package = name.rpartition(".")[0]
+    return CommandError(
+        "missing_package", f"-m {name}: its package {package} cannot be imported ({type(error).__name__}: {error})"
+    )

@@ -1,0 +1,147 @@
+"""A first connection to a cluster, in a child process that can be ended. Standard library only; the child imports Ray.
+
+Ray's client retries for a minute where a port is not Ray's or a token is refused, cannot be interrupted meanwhile, and says why only
+on standard error. The child is ended at the first line that has a known cause.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ray_fracbackend.cli.connect.address import ClusterError, Target
+from ray_fracbackend.cli.connect.token import refusal
+from ray_fracbackend.timeouts import Deadline
+
+# As the parent imports. It ends with its parent, however that does.
+_CHILD = """
+import os, sys, threading
+sys.path[:] = {path!r}
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+import ray
+try:
+    ray.init({address!r}, log_to_driver=False, logging_level="ERROR")
+except Exception as error:
+    print(error, file=sys.stderr, flush=True)
+    os._exit(1)
+ray.shutdown()
+"""
+_TOKEN = re.compile(r"Unauthenticated|InvalidAuthToken|authentication token")
+_HTTP = re.compile(r"http2 header with status|http1\.x server|HTTP/1\.")
+# Ray's client writes it after its first try; it goes on for half a minute.
+_SILENT = re.compile(r"Failed to connect to GCS at address \S+ within (\S+) seconds")
+_VERSIONS = re.compile(r"[Vv]ersion mismatch")
+# From that line on, for a head node that is slow.
+_PATIENCE_S = 10.0
+_PORTS = "name the port that `ray start --head` prints (6379 by default), not the dashboard's (8265)"
+# For a child that was killed.
+_KILLED_S = 5.0
+
+
+def attempt(target: Target, deadline: Deadline) -> None:
+    """Connect to a cluster and disconnect.
+
+    Args:
+        target: The cluster; not a local Ray.
+        deadline: Bound on the import of Ray and the connection.
+
+    Raises:
+        ClusterError: There is no connection; ``reason`` says why.
+    """
+    limit, late = deadline, None
+    with _child(target.address) as (child, lines):
+        said = []
+        while True:
+            try:
+                line = lines.get(timeout=limit.left_s)
+            except queue.Empty:
+                raise late or _not_joined(target, deadline) from None
+            if line is None:
+                break
+            said.append(line)
+            if (known := _known(target, line)) is not None:
+                raise known
+            if late is None and (silent := _SILENT.search(line)):
+                late, limit = _silent(target, silent[1]), Deadline(min(_PATIENCE_S, deadline.left_s))
+        if child.wait(_KILLED_S) != 0:
+            raise late or cluster_error(target, "".join(said))
+
+
+@contextmanager
+def _child(address: str) -> Iterator[tuple[subprocess.Popen[str], queue.SimpleQueue[str | None]]]:
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD.format(path=sys.path, address=address)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        # Ctrl-C in a terminal is for this process, which ends the child.
+        start_new_session=True,
+    )
+
+    def read() -> None:
+        assert child.stderr is not None
+        with suppress(OSError, ValueError):
+            for line in child.stderr:
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        yield child, lines
+    finally:
+        child.kill()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_KILLED_S)
+
+
+def cluster_error(target: Target, text: str) -> ClusterError:
+    """Return the error for a ``ray.init`` that failed.
+
+    Args:
+        target: The cluster.
+        text: What Ray wrote and raised.
+    """
+    if (known := _known(target, text)) is not None:
+        return known
+    lines = [line for line in text.splitlines() if line.strip()]
+    if "any running Ray instance" in text:
+        fix = "start one with `ray start --head`, or name its address"
+        return ClusterError(f"no Ray cluster runs on this machine; {fix}", "no_cluster")
+    said = lines[0].rstrip(".") if lines else "it says nothing"
+    return ClusterError(f"no connection to Ray at {target.text}: {said}; look at the head node", "no_answer")
+
+
+def _known(target: Target, text: str) -> ClusterError | None:
+    if _TOKEN.search(text):
+        return ClusterError(f"the Ray cluster at {target.text} {refusal(target.automatic)}", "authentication")
+    if _HTTP.search(text):
+        return ClusterError(f"{target.text} is not a Ray cluster: an HTTP server or proxy answers; {_PORTS}", "not_ray")
+    if _VERSIONS.search(text):
+        versions = "; ".join(re.findall(r"(?:Ray|Python): \S+", text)) or "Ray's or Python's version differs"
+        fix = "run this command with the cluster's versions of Ray and Python"
+        return ClusterError(f"{target.text}: the cluster has other versions ({versions}); {fix}", "version_mismatch")
+    return None
+
+
+def _silent(target: Target, seconds: str) -> ClusterError:
+    return ClusterError(
+        f"{target.text}: the port accepts connections, and Ray's client gets no answer there within {seconds} s; {_PORTS}, and check "
+        "that the head node is not overloaded or stopped",
+        "no_answer",
+    )
+
+
+def _not_joined(target: Target, deadline: Deadline) -> ClusterError:
+    return ClusterError(
+        f"{target.text}: the port accepts connections, but ray.init() did not end within {deadline.budget_s:.3g} s; a driver needs a "
+        "Ray node on its own machine (`ray start --address=...`), or a Ray Client server (ray://HOST:10001); or raise --timeout-s",
+        "no_answer",
+    )

@@ -1,0 +1,50 @@
+"""The name of the program, what its commands return and how they fail. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PROGRAM = "ray-fracbackend"
+
+
+class CommandError(Exception):
+    """A command fails, with one line or one document about it.
+
+    Args:
+        reason: Stable word for programs.
+        message: One line with value, rule and fix.
+        ranks: Ranks at fault, where there are.
+        code: The exit code.
+    """
+
+    def __init__(self, reason: str, message: str, *, ranks: Sequence[int] = (), code: int = 1) -> None:
+        super().__init__(message)
+        self.reason, self.ranks, self.code = reason, list(ranks), code
+
+
+def wrong_usage(error: object) -> CommandError:
+    """Return the failure of a command line that is wrong."""
+    return CommandError("wrong_usage", str(error), code=2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command has found.
+
+    Attributes:
+        text: For people.
+        values: For programs: plain values that ``json.dumps`` takes.
+        error: The problem that was found, None where there is none.
+    """
+
+    text: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    error: CommandError | None = None
+
+    def document(self) -> dict[str, Any]:
+        """Return what ``--json`` prints: ``ok`` and ``error`` first, for every command and failure."""
+        error = self.error
+        shown = error and {"reason": error.reason, "message": str(error), "ranks": error.ranks}
+        return {"ok": error is None, "error": shown, **self.values}

@@ -1,0 +1,55 @@
+"""What ``plan`` and ``test`` have in common: settings, packages, workers and connection. Imports Ray when it runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from ray_fracbackend.cli.connect.address import ClusterError
+from ray_fracbackend.cli.connect.cluster import connected
+from ray_fracbackend.cli.imports import import_or_fail
+from ray_fracbackend.cli.options import check_settings, settings_of
+from ray_fracbackend.cli.program import CommandError, Outcome, wrong_usage
+from ray_fracbackend.errors import FracBackendError
+
+
+def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome]) -> Outcome:
+    """Run a command for the workers of the command line, on their cluster.
+
+    Args:
+        options: Of `add_workers`.
+        command: Called as ``command(scaling_config, torch_config, timeout_s=..., fixed=...)``.
+
+    Raises:
+        CommandError: The command line is wrong, a package is missing, there is no connection, or the command failed.
+    """
+    check_settings(settings_of(options))
+    import_or_fail("torch", "ray")
+    scaling_config, torch_config = _workers(options)
+    try:
+        with connected(options.address, options.wait_s) as own:
+            return command(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)
+    except (ClusterError, FracBackendError) as error:
+        raise CommandError(error.reason, str(error), ranks=getattr(error, "ranks", ())) from error
+
+
+def _workers(options: argparse.Namespace) -> tuple[Any, Any]:
+    """Return ScalingConfig and FracTorchConfig, checked before any Ray is asked."""
+    from ray.train import ScalingConfig
+
+    from ray_fracbackend.cli.workers.actors import check_plannable
+    from ray_fracbackend.config import FracTorchConfig
+
+    try:
+        scaling_config = ScalingConfig(
+            num_workers=options.num_workers,
+            use_gpu=options.gpus_per_worker > 0,
+            resources_per_worker={"CPU": options.cpus_per_worker, "GPU": options.gpus_per_worker},
+            placement_strategy=options.placement_strategy,
+        )
+        torch_config = FracTorchConfig(**settings_of(options))
+        check_plannable(scaling_config, torch_config)
+    except ValueError as error:
+        raise wrong_usage(error) from None
+    return scaling_config, torch_config
