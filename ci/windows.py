@@ -2,7 +2,7 @@
 
 usage: python ci/windows.py [--results FILE] [STEP ...]     in an environment with the project and its extra `test`
 
-Steps run one after the other, each bounded in time; one that fails does not stop the next. With a torch without a Gloo transport (2.8.0
+Steps run one after the other, each bounded in time; one that fails does not stop the next, and FILE is written after each. With a torch without a Gloo transport (2.8.0
 to 2.10.0) only those run that need no process group, and the start must fail with the error that says what to install. Ends with a
 table of the tests by folder, and with 1 if a step failed.
 """
@@ -26,6 +26,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import psutil
+from commands import COMMANDS
 from common import ROOT
 
 # Tests that start Ray: a start in each way, one that fails, checkpoints, the command line.
@@ -51,7 +52,8 @@ class Step:
     Attributes:
         name: Word for the command line.
         command: Arguments of Python.
-        limit_s: Seconds after which it has failed.
+        limit_s: Seconds after which it has failed: at least 1.5 times what it took under Wine (ci/wine_results.jsonl). Those of one
+            run add up to less than the time limit of the Windows jobs, which else end without the table.
         without_gloo: It also runs where torch has no Gloo transport.
         is_pytest: It is a run of pytest, whose tests are counted.
     """
@@ -67,19 +69,25 @@ def _tests(name: str, *paths: str, limit_s: float, without_gloo: bool = False) -
     return Step(name, ("-m", "pytest", "-q", *paths), limit_s, without_gloo, is_pytest=True)
 
 
+def _command(name: str) -> Step:
+    # A minute more than the command itself has, so that it is ci/commands.py that ends it and says so.
+    (command,) = (command for command in COMMANDS if command.name == name)
+    return Step(name, ("ci/commands.py", name), command.limit_s + 60)
+
+
 STEPS = (
-    Step("imports", ("ci/windows.py", "--import-modules"), 300, without_gloo=True),
-    _tests("unit", "tests/unit", limit_s=900),
-    _tests("verify", "tests/verify", limit_s=900),
-    _tests("facts", "tests/windows", limit_s=1800, without_gloo=True),
-    _tests("net", "tests/net", limit_s=300),
-    _tests("staged", "tests/ipc/test_staged.py", limit_s=1800),
+    Step("imports", ("ci/windows.py", "--import-modules"), 120, without_gloo=True),
+    _tests("unit", "tests/unit", limit_s=720),
+    _tests("verify", "tests/verify", limit_s=1200),
+    _tests("facts", "tests/windows", limit_s=1200, without_gloo=True),
+    _tests("net", "tests/net", limit_s=120),
+    _tests("staged", "tests/ipc/test_staged.py", limit_s=1200),
     _tests("ray", *RAY_TESTS, limit_s=1800),
-    Step("smoke", ("ci/start_smoke.py", "--hosts-alias"), 1200),
+    Step("smoke", ("ci/start_smoke.py", "--hosts-alias"), 540),
     Step("smoke-without-gloo", ("ci/start_smoke.py", "--expect-no-gloo"), 400, without_gloo=True),
-    Step("doctor", ("-m", "ray_fracbackend", "doctor"), 300),
-    Step("demo", ("-m", "ray_fracbackend", "demo"), 600),
-    Step("example", ("examples/windows_laptop.py",), 600),
+    _command("doctor"),
+    _command("demo"),
+    Step("example", ("examples/windows_laptop.py",), 300),
 )
 
 
@@ -204,12 +212,12 @@ def main() -> None:
         for folder, found in tests:
             added(counts, folder, found)
         print(f"=== {step.name}: {result} in {steps[step.name]['seconds']} s", flush=True)
+        if options.results:
+            done = {folder: asdict(found) for folder, found in counts.items()}
+            options.results.write_text(json.dumps({**versions, "steps": steps, "tests": done}, indent=1))
     print(f"\n{table(counts)}\n")
     for name, found in steps.items():
         print(f"{name}: {found['result']}, {found['seconds']} s")
-    if options.results:
-        tests = {folder: asdict(found) for folder, found in counts.items()}
-        options.results.write_text(json.dumps({**versions, "steps": steps, "tests": tests}, indent=1))
     if any(found["result"] != "passed" for found in steps.values()):
         raise SystemExit("a step failed, see above")
 
