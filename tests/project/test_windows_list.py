@@ -64,8 +64,8 @@ def test_every_path_of_the_list_exists() -> None:
 
 def test_the_windows_jobs_run_the_list() -> None:
     """One list for CI's Windows machines and for Wine."""
-    workflow = (_ROOT / ".github" / "workflows" / "matrix.yml").read_text()
-    assert re.search(r"windows'\)\n\s+run: python ci/windows\.py\n", workflow)
+    workflow = (_ROOT / ".github" / "workflows" / "versions.yml").read_text()
+    assert re.search(r"windows'\)\n\s+run: python ci/windows\.py --results windows\.json\n", workflow)
     assert r"ci\windows.py" in (_ROOT / "ci" / "wine.py").read_text()
 
 

@@ -1,0 +1,169 @@
+"""What .github holds: pinned actions, bounded jobs, commands that exist, runs that nothing ends, one build for a release."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ray_fracbackend.cli.arguments import parser
+
+_ROOT = Path(__file__).parents[2]
+sys.path.append(str(_ROOT / "ci"))
+
+import commands  # noqa: E402
+import windows  # noqa: E402
+
+_FOLDER = _ROOT / ".github" / "workflows"
+_TEXTS = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.yml"))}
+# Everything as text: "on" would be True.
+_WORKFLOWS: dict[str, dict[str, Any]] = {name: yaml.load(text, Loader=yaml.BaseLoader) for name, text in _TEXTS.items()}
+_JOBS = [(name, job) for name, workflow in _WORKFLOWS.items() for job in workflow["jobs"]]
+
+_each_workflow = pytest.mark.parametrize("name", _WORKFLOWS)
+_each_job = pytest.mark.parametrize(("name", "job"), _JOBS)
+
+
+def job_of(name: str, job: str) -> dict[str, Any]:
+    """A job of a workflow."""
+    return _WORKFLOWS[name]["jobs"][job]  # type: ignore[no-any-return]
+
+
+def steps_of(name: str, job: str) -> list[dict[str, Any]]:
+    """The steps of a job; one that calls another workflow has none."""
+    return job_of(name, job).get("steps", [])  # type: ignore[no-any-return]
+
+
+def commands_of(name: str, job: str) -> str:
+    """All shell lines of a job."""
+    return "\n".join(step["run"] for step in steps_of(name, job) if "run" in step)
+
+
+def seconds(minutes: str) -> int:
+    """A time limit of a workflow in seconds."""
+    return int(minutes) * 60
+
+
+@_each_workflow
+def test_actions_are_pinned(name: str) -> None:
+    """Every action has a full commit and, in a comment, the version that it is; one action is of one commit everywhere."""
+    used = re.findall(r"^\s*(?:- )?uses: (.+)$", _TEXTS[name], flags=re.MULTILINE)
+    assert used
+    bad = [each for each in used if not re.fullmatch(r"(\S+@[0-9a-f]{40} # v\d+\.\d+\.\d+|\./\S+\.yml)", each)]
+    assert bad == []
+    everywhere = {each for text in _TEXTS.values() for each in re.findall(r"uses: (\S+)@(\S+)", text)}
+    assert len(everywhere) == len({action for action, _ in everywhere})
+
+
+@_each_job
+def test_jobs_are_bounded(name: str, job: str) -> None:
+    """Every job ends within a time of its own, not within GitHub's six hours; one that calls a workflow has the times of that."""
+    assert "timeout-minutes" in job_of(name, job) or job_of(name, job).get("uses", "").startswith("./")
+
+
+@_each_workflow
+def test_what_is_run_exists(name: str) -> None:
+    """Every file and folder of the project that a step, a cache or another workflow names is there."""
+    lines = "\n".join(commands_of(name, job) for job in _WORKFLOWS[name]["jobs"])
+    named = re.findall(r"[\w./-]+", lines)
+    named += re.findall(r"^ +((?:ci/)?[\w.-]+\.(?:toml|txt))$", _TEXTS[name], flags=re.MULTILINE)
+    named += [path for each in _WORKFLOWS[name]["jobs"].values() if (path := each.get("uses", "")).startswith("./")]
+    ours = [
+        path for path in named if re.match(r"(?:\./)?(?:\.github|ci|tests|benchmarks|examples|docs|upstream)/", path)
+    ]
+    assert ours
+    assert [path for path in ours if not (_ROOT / path).exists()] == []
+
+
+@_each_workflow
+def test_concurrency_ends_no_scheduled_run(name: str) -> None:
+    """A group is shared by the runs of one pull request at most, or nothing in it is ended: a push leaves what a schedule started."""
+    concurrency = _WORKFLOWS[name]["concurrency"]
+    alone = r"[a-z]+-\$\{\{ github\.event_name == 'pull_request' && github\.ref \|\| github\.run_id \}\}"
+    if concurrency["cancel-in-progress"] != "false":
+        assert re.fullmatch(alone, concurrency["group"])
+    else:
+        assert not {"schedule", "workflow_dispatch"} & set(_WORKFLOWS[name]["on"])
+    groups = [workflow["concurrency"]["group"].partition("-$")[0] for workflow in _WORKFLOWS.values()]
+    assert len(set(groups)) == len(groups), "a workflow must not end another, nor wait for the one that calls it"
+
+
+def test_a_pull_request_is_checked() -> None:
+    """Tests, every command, the linters and the docs, on Linux and on Windows, for pull requests, main and release branches."""
+    on = _WORKFLOWS["ci.yml"]["on"]
+    assert on["push"]["branches"] == ["main", "release/**"]
+    assert "pull_request" in on
+    assert "python ci/test.py" in commands_of("ci.yml", "test")
+    assert "python ci/commands.py" in commands_of("ci.yml", "commands")
+    assert {"python ci/lint.py", "python ci/docs.py"} <= set(commands_of("ci.yml", "lint").splitlines())
+    for job in ("commands", "lint"):
+        systems = job_of("ci.yml", job)["strategy"]["matrix"]["os"]
+        assert [system.partition("-")[0] for system in systems] == ["ubuntu", "windows"]
+        assert "pip install -c ci/constraints.txt" in commands_of("ci.yml", job)
+    assert all(seconds(job["timeout-minutes"]) <= 30 * 60 for job in _WORKFLOWS["ci.yml"]["jobs"].values())
+
+
+def test_every_command_is_run() -> None:
+    """ci/commands.py has each command of the command line, with arguments that it takes."""
+    (choices,) = (action.choices for action in parser()._actions if action.dest == "command")
+    assert {command.name for command in commands.COMMANDS} == set(choices)
+    for command in commands.COMMANDS:
+        parser().parse_args(command.arguments)
+
+
+def limit_of_installation(name: str, job: str) -> int:
+    """Seconds that a job gives pip."""
+    (limit,) = (
+        seconds(step["timeout-minutes"]) for step in steps_of(name, job) if "pip install" in step.get("run", "")
+    )
+    return limit
+
+
+@pytest.mark.parametrize("torch", ["2.7.1", "2.9.1", "2.13.0"])
+def test_windows_steps_end_before_their_job(torch: str) -> None:
+    """Whatever hangs, the job lives to print its table, and uploads the results in any case."""
+    limits = sum(step.limit_s for step in windows.chosen([], torch))
+    checkout_s = 3 * 60
+    assert limits + limit_of_installation("versions.yml", "start") + checkout_s <= seconds(
+        job_of("versions.yml", "start")["timeout-minutes"]
+    )
+    (upload,) = (step for step in steps_of("versions.yml", "start") if "upload-artifact" in step.get("uses", ""))
+    assert upload["if"].startswith("always()")
+    assert f"--results {upload['with']['path']}" in commands_of("versions.yml", "start")
+
+
+def test_commands_end_before_their_job() -> None:
+    """The same of the commands of the command line."""
+    limits = sum(command.limit_s for command in commands.COMMANDS)
+    whole = seconds(job_of("ci.yml", "commands")["timeout-minutes"])
+    assert limits + limit_of_installation("ci.yml", "commands") < whole
+
+
+def test_linters_are_pinned() -> None:
+    """A new release of a linter fails no unrelated change."""
+    constraints = (_ROOT / "ci" / "constraints.txt").read_text()
+    modules = re.findall(r'sys\.executable, "-m", "(\w+)"', (_ROOT / "ci" / "lint.py").read_text())
+    assert {"ruff", "mypy", "jactionlint"} == set(modules)
+    assert [module for module in set(modules) if not re.search(rf"^{module}==", constraints, flags=re.MULTILINE)] == []
+    # Nothing is linted with what an unpinned installation brings.
+    linting = [(name, job) for name, job in _JOBS if "ci/lint.py" in commands_of(name, job)]
+    assert linting == [("ci.yml", "lint")]
+
+
+def test_apt_knows_its_packages() -> None:
+    """The package lists of an image are older than the packages on the servers."""
+    lines = [line for name, job in _JOBS for line in commands_of(name, job).splitlines() if "apt-get install" in line]
+    assert lines
+    assert all("apt-get update && " in line for line in lines)
+
+
+def test_dependabot_reads_what_is_pinned() -> None:
+    """Actions and Python packages get their updates, each week, with the constraints among them."""
+    updates = yaml.safe_load((_ROOT / ".github" / "dependabot.yml").read_text())["updates"]
+    assert [update["package-ecosystem"] for update in updates] == ["github-actions", "pip"]
+    assert "/ci" in updates[1]["directories"]
+    assert {update["schedule"]["interval"] for update in updates} == {"weekly"}
