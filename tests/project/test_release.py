@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from ray_fracbackend import __version__
 from tests.unit.test_error_texts import REFUSALS, torch_text
 
 _ROOT = Path(__file__).parents[2]
+sys.path.append(str(_ROOT / "ci"))
+
+import release  # noqa: E402
+
 _PROJECT = (_ROOT / "pyproject.toml").read_text()
 _README = (_ROOT / "README.md").read_text()
 
@@ -88,3 +93,57 @@ def test_nothing_promises_an_index():
     files = [*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md"), *_ROOT.glob("ray_fracbackend/**/*.py")]
     promise = re.compile(r"(?:pip install (?:-U |--upgrade )?['\"]?|['\"]pip['\"]: \[['\"])ray[-_]fracbackend\b(?!-)")
     assert [str(file.relative_to(_ROOT)) for file in files if promise.search(file.read_text())] == []
+
+
+def step(*arguments):
+    """A step of the release, as the workflow runs it."""
+    command = [sys.executable, _ROOT / "ci" / "release.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+
+
+def test_a_tag_that_is_not_the_version():
+    """The tag of this version passes; another one, and one whose changelog has no dated section, end the release."""
+    assert step("check-tag", f"v{__version__}").returncode == 0
+    for wrong in (__version__, "v0.0.9", f"v{__version__}rc1"):
+        done = step("check-tag", wrong)
+        assert done.returncode == 1
+        assert f"the tag must be v{__version__}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("heading", "told"),
+    [
+        (f"## [{__version__}]", "it has 0"),
+        (f"## [{__version__}] - soon", "the date of .* is soon"),
+        (f"## [{__version__}] - 2026-13-01", "the date of .* is 2026-13-01"),
+    ],
+)
+def test_a_changelog_without_the_date(heading, told, tmp_path, monkeypatch):
+    """A section without a date, or with one that is none."""
+    (tmp_path / "ray_fracbackend").mkdir()
+    (tmp_path / "ray_fracbackend" / "__init__.py").write_text(f'__version__ = "{__version__}"\n')
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n")
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=told):
+        release.check_tag(f"v{__version__}")
+
+
+def test_nothing_else_is_uploaded(tmp_path):
+    """A folder with anything beside the two files of this version is refused, before a build and after it."""
+    with pytest.raises(SystemExit, match="it has nothing"):
+        release.built(tmp_path)
+    (tmp_path / "ray_fracbackend-0.0.9-py3-none-any.whl").touch()
+    with pytest.raises(SystemExit, match="is not empty"):
+        release.build(tmp_path)
+    with pytest.raises(SystemExit, match=r"it has ray_fracbackend-0\.0\.9-py3-none-any\.whl"):
+        release.built(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2000)
+def test_dry_run(tmp_path):
+    """All of a release but the upload: the tag, one build, and the built wheel in an environment of its own, where every command runs."""
+    for arguments in (("check-tag", f"v{__version__}"), ("build", tmp_path / "built"), ("test", tmp_path / "built")):
+        done = step(*arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((tmp_path / "built").iterdir())) == 2

@@ -96,7 +96,7 @@ def test_a_pull_request_is_checked() -> None:
     """Tests, every command, the linters and the docs, on Linux and on Windows, for pull requests, main and release branches."""
     on = _WORKFLOWS["ci.yml"]["on"]
     assert on["push"]["branches"] == ["main", "release/**"]
-    assert "pull_request" in on
+    assert {"pull_request", "workflow_call"} <= set(on)
     assert "python ci/test.py" in commands_of("ci.yml", "test")
     assert "python ci/commands.py" in commands_of("ci.yml", "commands")
     assert {"python ci/lint.py", "python ci/docs.py"} <= set(commands_of("ci.yml", "lint").splitlines())
@@ -141,6 +141,7 @@ def test_commands_end_before_their_job() -> None:
     limits = sum(command.limit_s for command in commands.COMMANDS)
     whole = seconds(job_of("ci.yml", "commands")["timeout-minutes"])
     assert limits + limit_of_installation("ci.yml", "commands") < whole
+    assert limits < seconds(job_of("release.yml", "test")["timeout-minutes"]) / 1.5
 
 
 def test_linters_are_pinned() -> None:
@@ -159,6 +160,41 @@ def test_apt_knows_its_packages() -> None:
     lines = [line for name, job in _JOBS for line in commands_of(name, job).splitlines() if "apt-get install" in line]
     assert lines
     assert all("apt-get update && " in line for line in lines)
+
+
+def test_only_the_upload_can_publish() -> None:
+    """One job has a token for the package index; it waits for its environment and for all others, and runs no code of ours."""
+    publishing = [(name, job) for name, job in _JOBS if "id-token" in str(job_of(name, job).get("permissions"))]
+    assert publishing == [("release.yml", "publish")]
+    assert all("id-token" not in str(workflow.get("permissions")) for workflow in _WORKFLOWS.values())
+    publish = job_of("release.yml", "publish")
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["environment"] == "pypi"
+    assert set(publish["needs"]) == set(_WORKFLOWS["release.yml"]["jobs"]) - {"publish"}
+    assert [step["uses"].partition("@")[0] for step in publish["steps"]] == [
+        "actions/download-artifact",
+        "pypa/gh-action-pypi-publish",
+    ]
+
+
+def test_a_release_is_built_once() -> None:
+    """The files of the one build are tested and uploaded: no other job builds, and none restores what another run has cached."""
+    assert _WORKFLOWS["release.yml"]["on"] == {"push": {"tags": ["v*"]}}
+    every_command = [commands_of("release.yml", job) for job in _WORKFLOWS["release.yml"]["jobs"]]
+    assert re.findall(r"ci/release\.py (\S+)", "\n".join(every_command)) == ["check-tag", "build", "test"]
+    assert re.findall(r"-m build|pip wheel|setup\.py|pip install [^\n]*\.(?:\s|$)", "\n".join(every_command)) == []
+    artifacts = [
+        (step["uses"].partition("@")[0].rpartition("/")[2], step["with"]["name"])
+        for job in _WORKFLOWS["release.yml"]["jobs"]
+        for step in steps_of("release.yml", job)
+        if "artifact" in step.get("uses", "")
+    ]
+    assert artifacts == [
+        ("upload-artifact", "release"),
+        ("download-artifact", "release"),
+        ("download-artifact", "release"),
+    ]
+    assert "cache: pip" not in _TEXTS["release.yml"]
 
 
 def test_dependabot_reads_what_is_pinned() -> None:

@@ -1,0 +1,129 @@
+"""The steps of a release but the upload, which .github/workflows/release.yml does; people run them to try a release.
+
+usage: python ci/release.py check-tag TAG     the tag is v and the version, and the changelog has its dated section
+       python ci/release.py build FOLDER      build the source archive, and the wheel from it, into a folder that is empty or not there
+       python ci/release.py test FOLDER       test that wheel: twine, then a new virtual environment, where every command runs
+
+Needs build and twine, which the extra `test` has. What is uploaded are the files that were tested: nothing is built a second time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from commands import COMMANDS, run_commands
+from common import ROOT, install, make_venv, run
+
+SMOKE = """
+import sys
+import ray_fracbackend
+from ray_fracbackend import FracTorchConfig, verify_process_group
+assert "site-packages" in ray_fracbackend.__file__, ray_fracbackend.__file__
+assert ray_fracbackend.__version__ == sys.argv[1], ray_fracbackend.__version__
+assert FracTorchConfig().backend == "auto"
+"""
+
+
+def version() -> str:
+    """Return the version of the checkout, without importing it: that needs Ray and torch."""
+    text = (ROOT / "ray_fracbackend" / "__init__.py").read_text(encoding="utf-8")
+    (found,) = re.findall(r'^__version__ = "(.+)"$', text, flags=re.MULTILINE)
+    return str(found)
+
+
+def check_tag(tag: str) -> None:
+    """Check that a tag is that of the version, and that the changelog has the version.
+
+    Raises:
+        SystemExit: One of them is not so.
+    """
+    if tag != f"v{version()}":
+        sys.exit(f"the tag is {tag} and __version__ is {version()}: the tag must be v{version()}")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    dates = re.findall(rf"^## \[{re.escape(version())}\] - (\S+)$", changelog, flags=re.MULTILINE)
+    if len(dates) != 1:
+        sys.exit(f"CHANGELOG.md must have one section '## [{version()}] - YYYY-MM-DD', it has {len(dates)}")
+    try:
+        datetime.datetime.strptime(dates[0], "%Y-%m-%d")
+    except ValueError:
+        sys.exit(f"CHANGELOG.md: the date of {version()} is {dates[0]}, it must be YYYY-MM-DD")
+    print(f"{tag}: released on {dates[0]}")
+
+
+def built(folder: Path) -> tuple[Path, Path]:
+    """Return the wheel and the source archive of the version in a folder.
+
+    Raises:
+        SystemExit: The folder has other files, which would be uploaded too, or lacks one.
+    """
+    wanted = [f"ray_fracbackend-{version()}-py3-none-any.whl", f"ray_fracbackend-{version()}.tar.gz"]
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if found != sorted(wanted):
+        sys.exit(f"{folder} must have {' and '.join(wanted)} alone, it has {', '.join(found) or 'nothing'}")
+    return folder / wanted[0], folder / wanted[1]
+
+
+def build(folder: Path) -> None:
+    """Build both files and print their SHA-256 sums.
+
+    Raises:
+        SystemExit: The folder is not empty, or a build failed.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        sys.exit(f"{folder} is not empty: what lies there would be uploaded too")
+    run(sys.executable, "-m", "build", "--outdir", folder)
+    show(folder)
+
+
+def show(folder: Path) -> None:
+    """Print the SHA-256 sums, by which the logs show that the tested files are those that were built."""
+    for file in built(folder):
+        print(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}", flush=True)
+
+
+def test(folder: Path) -> None:
+    """Check both files with twine; install the wheel into a new environment and run every command of the command line there.
+
+    Raises:
+        SystemExit: Something failed.
+    """
+    wheel, archive = built(folder)
+    show(folder)
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel, archive)
+    with tempfile.TemporaryDirectory(prefix="ray-fracbackend-release-", ignore_cleanup_errors=True) as name:
+        python = make_venv(Path(name) / "venv")
+        install(python, f"{wheel}[demo]")
+        # -I: neither the current folder nor PYTHONPATH, so that it is the wheel which is tried.
+        run(python, "-I", "-c", SMOKE, version())
+        run(python, "-I", "-m", "ray_fracbackend", "--version")
+        # Ray's workers import from the driver's folder too: it must not be the checkout.
+        elsewhere = Path(name) / "elsewhere"
+        elsewhere.mkdir()
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        program = str(python.with_name("ray-fracbackend" + python.suffix))
+        if not run_commands(COMMANDS, [program], elsewhere, environment):
+            sys.exit("a command of the wheel failed, see above")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    steps = parser.add_subparsers(dest="step", metavar="STEP", required=True)
+    steps.add_parser("check-tag", help="compare a tag with version and changelog").add_argument("tag", metavar="TAG")
+    for name, text in (("build", "build wheel and source archive"), ("test", "test what was built")):
+        steps.add_parser(name, help=text).add_argument("folder", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
+    if options.step == "check-tag":
+        check_tag(options.tag)
+    else:
+        {"build": build, "test": test}[options.step](options.folder.absolute())
+
+
+if __name__ == "__main__":
+    main()
