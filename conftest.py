@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -35,13 +36,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _skip_elsewhere(item)
     if config.getoption("full"):
         return
-    from ray_fracbackend._ray import v2_enabled
-
-    engine = "V2" if v2_enabled() else "V1"
-    left_out = [item for item in items if _is_full(item, engine)]
+    left_out = [item for item in items if _is_full(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not _is_full(item, engine)]
+        kept = set(items) - set(left_out)
+        items[:] = [item for item in items if item in kept]
 
 
 def _skip_elsewhere(item: pytest.Item) -> None:
@@ -50,10 +49,21 @@ def _skip_elsewhere(item: pytest.Item) -> None:
             item.add_marker(pytest.mark.skip(reason=f"{mark.name}: {mark.kwargs['reason']}"))
 
 
-def _is_full(item: pytest.Item, engine: str) -> bool:
+def _is_full(item: pytest.Item) -> bool:
     # ``full(but="V1")``: what is the same with both engines of Ray Train runs by default with the one named; so do systems.
     mark = item.get_closest_marker("full")
-    return mark is not None and mark.kwargs.get("but") not in (engine, sys.platform)
+    if mark is None:
+        return False
+    but = mark.kwargs.get("but")
+    return but != sys.platform and (but not in ("V1", "V2") or but != _engine())
+
+
+@functools.cache
+def _engine() -> str:
+    # Imports Ray and torch: seconds that the tests of decide/ do without.
+    from ray_fracbackend._ray import v2_enabled
+
+    return "V2" if v2_enabled() else "V1"
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,11 @@
-"""Tries the newest Ray: what became of the private names that we use, and whether the suite and the patches of upstream/ pass on it.
+"""Tries the newest Ray or the newest torch, with all else as in the tests: does the suite pass on it?
 
-    python3 ci/canary.py [--pre] [PYTEST ARGUMENT ...]     in a temporary virtual environment, which is removed
-    python3 ci/canary.py --record                          after a check by hand: take this Ray's names as the known ones
+    python3 ci/canary.py ray|torch [--pre] [PYTEST ARGUMENT ...]     in a temporary virtual environment, which is removed
+    python3 ci/canary.py --record                                    after a check by hand: take this Ray's names as the known ones
 
-The names are those that ray_fracbackend/_ray.py imports or reaches; what is known of them is in ci/ray_names.json. Ends with 0
-when all is as known and the suite and the patches pass, 1 when a name changed or vanished, a test failed or a patch does not
-apply, 2 when nothing could be checked, as without a network.
+Of Ray it also checks the private names that ray_fracbackend/_ray.py imports or reaches, known from ci/ray_names.json, and the patches
+of upstream/. Ends with 0 when all is as known and passes; 1 when a name changed or vanished, a test failed, a patch does not apply or
+the release cannot be installed beside the other packages; 2 when nothing could be checked, as no package index could be reached.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REACHED = (
 )
 NETWORK_TROUBLE = re.compile(
     r"NewConnectionError|Failed to establish|Name or service not known|Temporary failure in name resolution|"
-    r"Could not find a version|No matching distribution|Network is unreachable|timed out",
+    r"Network is unreachable|Read timed out|Connection timed out",
     re.IGNORECASE,
 )
 
@@ -133,59 +133,60 @@ def differences(known: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def install_newest(python: Path, folder: Path, pre: bool) -> None:
-    """Installs the project and the newest Ray, or ends the script with 2 and the reason."""
-    # Ray is what is to be new; all else is as in the tests.
+def install_newest(package: str, python: Path, folder: Path, pre: bool) -> None:
+    """Installs the project and the newest release of a package, or ends the script: with 2 without an index, with 1 for another reason."""
+    # One package is what is to be new; all else is as in the tests.
     constraints = folder / "constraints.txt"
     lines = CONSTRAINTS.read_text().splitlines(keepends=True)
-    constraints.write_text("".join(line for line in lines if not line.startswith("ray==")))
-    options = ["--constraint", str(constraints), *(["--pre"] if pre else [])]
-    command = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--upgrade",
-        *options,
-        f"{ROOT}[test]",
-        "ray[train,rllib]",
-    ]
+    constraints.write_text("".join(line for line in lines if not line.startswith(f"{package}==")))
+    wanted = {"ray": "ray[train,rllib]", "torch": "torch"}[package]
+    options = ["--quiet", "--upgrade", "--constraint", str(constraints), *(["--pre"] if pre else [])]
+    command = [str(python), "-m", "pip", "install", *options, f"{ROOT}[test]", wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return
     print(done.stderr.strip()[-2000:], file=sys.stderr)
-    offline = "no package index could be reached, or it has no Ray for this Python"
-    why = offline if NETWORK_TROUBLE.search(done.stderr) else "the newest Ray could not be installed"
-    print(f"canary: NOTHING WAS CHECKED: {why}.")
-    sys.exit(2)
+    if NETWORK_TROUBLE.search(done.stderr):
+        print("canary: NOTHING WAS CHECKED: no package index could be reached.")
+        sys.exit(2)
+    print(f"canary: the newest {package} cannot be installed beside the other packages of the tests, see above.")
+    sys.exit(1)
 
 
-def check(pre: bool, arguments: list[str]) -> int:
+def check(package: str, pre: bool, arguments: list[str]) -> int:
+    """Try the newest release of a package; returns the exit code."""
     # pip tries an unreachable index for minutes; its virtual environment is gone afterwards in any case.
-    with tempfile.TemporaryDirectory(prefix="ray-canary-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="canary-", ignore_cleanup_errors=True) as folder:
         python = make_venv(Path(folder) / "venv")
-        install_newest(python, Path(folder), pre)
-        done = subprocess.run([python, __file__, "--describe"], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            print(f"{done.stderr.strip()[-2000:]}\ncanary: the newest Ray cannot be imported.")
+        install_newest(package, python, Path(folder), pre)
+        lines = names_that_differ(python) if package == "ray" else []
+        if lines is None:
             return 1
-        found, known = json.loads(done.stdout.splitlines()[-1]), json.loads(KNOWN.read_text())
-        print(f"canary: Ray {found['ray']}, names as known of Ray {known['ray']}")
-        lines = differences(known, found)
-        print("\n".join(lines) or "all private names are as known", flush=True)
-        suite = subprocess.run([python, "-m", "pytest", *arguments], cwd=ROOT, check=False).returncode
-        patches = subprocess.run([python, "upstream/check.py"], cwd=ROOT, check=False).returncode
-        told = (
-            f"{what} {'pass' if code == 0 else f'ended with {code}'}"
-            for what, code in (("tests", suite), ("patches", patches))
-        )
-        print(f"canary: {len(lines)} names differ, {', '.join(told)}")
-        return int(bool(lines) or suite != 0 or patches != 0)
+        runs = {"tests": [python, "-m", "pytest", *arguments]}
+        if package == "ray":
+            runs["patches"] = [python, "upstream/check.py"]
+        codes = {what: subprocess.run(command, cwd=ROOT, check=False).returncode for what, command in runs.items()}
+        told = [f"{what} {f'ended with {code}' if code else 'pass'}" for what, code in codes.items()]
+        print(f"canary: newest {package}: {', '.join([*([f'{len(lines)} names differ'] if lines else []), *told])}")
+        return int(bool(lines) or any(codes.values()))
+
+
+def names_that_differ(python: Path) -> list[str] | None:
+    """Print and return what became of Ray's private names; None where that Ray cannot be imported."""
+    done = subprocess.run([python, __file__, "--describe"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        print(f"{done.stderr.strip()[-2000:]}\ncanary: the newest Ray cannot be imported.")
+        return None
+    found, known = json.loads(done.stdout.splitlines()[-1]), json.loads(KNOWN.read_text())
+    print(f"canary: Ray {found['ray']}, names as known of Ray {known['ray']}")
+    lines = differences(known, found)
+    print("\n".join(lines) or "all private names are as known", flush=True)
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("package", nargs="?", choices=("ray", "torch"), help="what is to be the newest")
     parser.add_argument("--pre", action="store_true", help="take pre-releases too")
     parser.add_argument("--record", action="store_true", help=f"write {KNOWN.name} from the Ray of this interpreter")
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
@@ -194,8 +195,10 @@ def main() -> None:
         print(json.dumps(described()))
     elif options.record:
         KNOWN.write_text(json.dumps(described(), indent=2) + "\n")
+    elif options.package is None:
+        parser.error("name what is to be the newest: ray or torch")
     else:
-        sys.exit(check(options.pre, arguments))
+        sys.exit(check(options.package, options.pre, arguments))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 # In the environment of all that a program of the tests starts.
 _RUN = "RAY_FRACBACKEND_TEST_RUN"
@@ -245,6 +244,8 @@ def _call(
     answers: Any, imported: Any, function: Any, rank: int, num_processes: int, port: int, args: tuple[Any, ...]
 ) -> None:
     imported.wait(_IMPORTS_S)
+    import torch  # only here: most tests that use this module have no need of it
+
     torch.set_num_threads(1)  # the processes share few cores
     try:
         value = function(rank, num_processes, port, *args)

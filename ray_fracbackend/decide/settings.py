@@ -55,7 +55,7 @@ def _is_ports(value: object) -> bool:
 
 
 def _setting(default: Any, rule: dict[str, Any], *, kw_only: bool = True) -> Any:
-    """Declare a setting with its rule; its help on the command line is in cli/arguments.py."""
+    """Declare a setting with its rule; its help on the command line is in cli/options.py."""
     return field(default=default, kw_only=kw_only, metadata={"choices": (), **rule})
 
 

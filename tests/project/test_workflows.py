@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-
-from ray_fracbackend.cli.arguments import parser
+from ray_fracbackend.cli.parser import parser
 
 _ROOT = Path(__file__).parents[2]
 sys.path.append(str(_ROOT / "ci"))

@@ -5,19 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
-from ray_fracbackend.verify import VerificationResult
 
 H200 = "NVIDIA H200"
-
-FIGURES = VerificationResult(
-    backend="gloo",
-    device="cuda:0",
-    world_size=2,
-    latency_s=0.0002,
-    bandwidth_bytes_per_s=5e8,
-    rank_seconds=(0.002, 0.003),
-    total_s=0.012,
-)
 
 
 def gpu(name: str = "a", **facts: Any) -> DeviceInfo:

@@ -202,10 +202,9 @@ def test_a_package_that_does_not_import(tmp_path: Path, package: str, command: l
         cwd=tmp_path,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
-        f"ray-fracbackend {command[0]}: {package} cannot be imported (OSError: libcudart.so.12: cannot open shared object file); "
-        "ray-fracbackend doctor names what is missing and what to install\n"
-    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"ray-fracbackend {command[0]}: {package} cannot be imported (OSError: libcudart.so.12: ")
+    assert "ray-fracbackend doctor" in line
 
 
 _PACKAGES = {

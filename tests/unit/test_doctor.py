@@ -497,9 +497,7 @@ def test_no_child_is_left(tmp_path, ending):
     command = with_signals(sys.executable, "-c", _REPORT, "60")
     environment = {**os.environ, "PYTHONPATH": fake_packages(tmp_path, pynvml=grandchild)}
     with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
-        end = time.monotonic() + 60
-        while not (tmp_path / "ready").exists() and time.monotonic() < end:
-            time.sleep(0.05)
+        assert wait_until((tmp_path / "ready").exists, 60)
         process.send_signal(ending)
         process.wait(20)
     assert no_child_is_left(tmp_path)

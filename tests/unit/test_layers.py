@@ -201,3 +201,20 @@ def test_it_imports_where_unix_modules_are_missing():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# Tests of decide/ and of what else is pure.
+_PURE_TESTS = ("advice", "capacity", "error_texts", "explain", "interfaces", "plan", "plan_property", "rendezvous")
+
+
+def test_the_tests_of_the_decision_need_neither_torch_nor_ray():
+    """They are collected in a second or two: whoever changes a rule runs them after each line."""
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in _PURE_TESTS]
+    code = (
+        "import sys; sys.modules.update(torch=None, ray=None); import pytest; "
+        f"sys.exit(pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', *{files!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=_PACKAGE.parent, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]

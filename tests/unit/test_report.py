@@ -14,8 +14,19 @@ from ray_fracbackend.decide.settings import Settings, setting_names
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.errors import VerificationError
 from ray_fracbackend.report import StartReport, failed_start
+from ray_fracbackend.verify import VerificationResult
 from ray_fracbackend.worker.state import STATE, get_start_report
-from tests.unit.builders import FIGURES, gpu, job
+from tests.unit.builders import gpu, job
+
+FIGURES = VerificationResult(
+    backend="gloo",
+    device="cuda:0",
+    world_size=2,
+    latency_s=0.0002,
+    bandwidth_bytes_per_s=5e8,
+    rank_seconds=(0.002, 0.003),
+    total_s=0.012,
+)
 
 
 @pytest.fixture

@@ -218,7 +218,12 @@ def test_rank_that_does_not_come():
 def test_rank_that_dies():
     """A dead rank is an error for all others, not a wait."""
     results = run_processes(missing_rank, 3, "kill", timeout_s=20)
-    assert all(1 in results[rank][1] or "barrier failed" in results[rank][0] for rank in (0, 2))
+    for rank in (0, 2):
+        text, ranks = results[rank]
+        # Gloo may know of a connection alone, whose other end it does not name.
+        assert 1 in ranks or re.search(
+            r"barrier failed.*(closed by peer|reset by peer|Broken pipe)", text, re.DOTALL
+        ), text
 
 
 def test_wrong_use():
