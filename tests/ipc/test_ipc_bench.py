@@ -63,7 +63,7 @@ def test_the_result_and_its_plot(tmp_path):
     [
         pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.full),
-        (signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
     ],
 )
 def test_no_rank_is_left(number, code, monkeypatch, tmp_path):
@@ -132,6 +132,7 @@ def test_rows_are_complete():
     assert {total for _, total, _ in seen} == {4}
 
 
+@pytest.mark.full
 def test_a_failing_rank_is_reported_with_its_output():
     """The error has what the rank printed."""
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
@@ -150,6 +151,7 @@ def ask(index, num_ranks, port):
     return answers
 
 
+@pytest.mark.full
 def test_a_backend_that_one_rank_cannot_use_is_left_out_on_all():
     """Else the ranks would measure different things, and wait for each other."""
     assert run_processes(ask, 2) == [[True, False, True]] * 2

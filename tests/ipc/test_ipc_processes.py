@@ -135,7 +135,7 @@ if rank == 0 and sys.argv[3] == "alone":
 """
 
 
-@pytest.mark.parametrize("last", ["together", "alone"])
+@pytest.mark.parametrize("last", ["together", pytest.param("alone", marks=pytest.mark.full)])
 def test_a_process_may_end_in_the_middle_of_a_call(last: str, tmp_path: Path) -> None:
     """Calls that were not waited for, also one that no peer joins, do not turn the end of a script into SIGABRT."""
     command = [sys.executable, "-c", EXIT_SCRIPT]

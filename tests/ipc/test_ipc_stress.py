@@ -66,6 +66,7 @@ def check(size: int, num_small: int, num_large: int, large_numel: int, limit_s: 
         assert growth < 8 << 20
 
 
+@pytest.mark.full
 def test_some_thousand_collectives_are_exact_and_take_no_memory() -> None:
     """The short form of the long run below, for every change."""
     check(2, 3000, 30, 1_000_003, 60)

@@ -33,7 +33,7 @@ def start_many(node: Node, folder: Path, count: int, options: Settings) -> list[
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (24, Settings()),
+        pytest.param(24, Settings(), marks=pytest.mark.full),
         (24, Settings(master_port=RANGE)),
         pytest.param(200, Settings(), marks=pytest.mark.full),
         pytest.param(200, Settings(master_port=RANGE), marks=pytest.mark.full),

@@ -26,6 +26,7 @@ FAILED_CONNECT = "has failed to connect"
 Nodes = tuple[Node, Node]
 
 
+@pytest.mark.full
 def test_t1_v6only_sockets_warn_and_still_start(two_nodes: Nodes, tmp_path: Path) -> None:
     """Where IPv6 sockets take no IPv4, as on Windows, c10d logs a failure with a foreign name and both starts work."""
     node = two_nodes[0]

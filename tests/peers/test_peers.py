@@ -31,6 +31,7 @@ TEN = (
 )
 
 
+@pytest.mark.full
 def test_ten_of_torchs_tests_pass() -> None:
     """DDP, objects, collectives in several forms and point to point, as torch tests Gloo."""
     names = [f"TestDistBackendWithSpawn::{name}" for name in TEN]

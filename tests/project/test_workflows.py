@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from ray_fracbackend.cli.parser import parser
 
 _ROOT = Path(__file__).parents[2]

@@ -49,6 +49,7 @@ def test_plan(cluster):
     assert wait_until(nothing_is_left)
 
 
+@pytest.mark.full
 def test_visible_devices(cluster):
     """Each worker sees the devices of all workers of its node, as under Ray Train, so that indices mean the same."""
     with probe_workers(HALVES, FracTorchConfig(), timeout_s=30, fixed=False) as group:
