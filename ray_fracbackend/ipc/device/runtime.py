@@ -45,16 +45,17 @@ class AcceleratorRuntime:
         device: With an index.
 
     Raises:
-        ValueError: torch has no streams for such a device.
+        ValueError: torch has no streams of such a device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._index: int = device.index
         self._module: Any = torch.get_device_module(device)
-        if not hasattr(self._module, "Stream"):
+        # torch 2.15 has streams for mps too, which know of no device.
+        if not (hasattr(self._module, "Stream") and hasattr(self._module, "device")):
             raise ValueError(
-                f"A collective got a tensor on {device}, and torch has no streams for {device.type}; pass a copy on the CPU."
+                f"A collective got a tensor on {device}, and torch has no streams of such a device; pass a copy on the CPU."
             )
 
     @staticmethod

@@ -155,6 +155,13 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         """Return the name of the backend."""
         return self._name
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return Gloo's group for any device: torch 2.15 asks for one before `batch_isend_irecv`, whose tensors this group carries."""
+        try:
+            return super()._get_backend(device)
+        except RuntimeError:  # a device type that torch got after this module was imported
+            return self._gloo
+
     @property
     def staged_reason(self) -> str | None:
         """Why tensors of an accelerator are staged through host memory; None where they are not, or none has come yet."""
