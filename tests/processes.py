@@ -1,11 +1,11 @@
-"""Runs a function in N real processes with a hard limit, and leaves none behind; finds those of Ray Train and files left."""
+"""Runs functions in real processes with a hard limit, and leaves none behind; finds those of Ray Train and files left."""
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
 import os
-import queue
+import pickle
 import signal
 import socket
 import sys
@@ -14,10 +14,13 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -39,6 +42,8 @@ if sys.platform != "win32":
     )
 # A child imports the test's module before the time limit of a run begins.
 _IMPORTS_S = 120.0
+# Exit code of a process that was killed.
+_KILLED = -getattr(signal, "SIGKILL", signal.SIGTERM)
 # Sockets of `free_port`, the newest of them: more than a test asks for.
 _held: deque[socket.socket] = deque()
 _MAX_HELD = 32
@@ -198,6 +203,109 @@ def _in_environment(environment: dict[str, str], function: Any, args: tuple[Any,
     function(*args)
 
 
+@dataclass
+class Outcome:
+    """What one process did: `value` if its function returned, `error` and `trace` if that raised, `exitcode` otherwise."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    exitcode: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def returned(self) -> bool:
+        """Whether the function returned."""
+        return self.error is None and self.exitcode is None
+
+
+def run_each(
+    function: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    limit_s: float,
+    *,
+    needed: Collection[int] | None = None,
+    fresh: Sequence[Mapping[str, str]] | None = None,
+) -> list[Outcome]:
+    """Call a function in one new process for each tuple of arguments; kill what is left at the end.
+
+    Args:
+        function: At module level, so that it pickles.
+        calls: Arguments, by rank.
+        limit_s: Seconds for all of them, once the processes have imported what they need. A rank that is still running then has
+            exitcode -SIGKILL and error TimeoutError.
+        needed: Ranks to wait for, by default all; the others are killed then.
+        fresh: Start new interpreters, which have these variables, by rank, before anything is imported.
+    """
+    pipes: dict[Connection, int] = {}
+    processes = []
+    imported = CONTEXT.Barrier(len(calls) + 1)
+    for rank, arguments in enumerate(calls):
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        if fresh is None:
+            process = new_process(_answer, imported, sender, function, arguments)
+        else:
+            start = multiprocessing.get_context("spawn").Process
+            process = start(target=_answer, args=(imported, sender, function, arguments), daemon=True)
+        with mock.patch.dict(os.environ, fresh[rank] if fresh is not None else {}):
+            process.start()
+        sender.close()
+        pipes[receiver] = rank
+        processes.append(process)
+    with suppress(threading.BrokenBarrierError):  # a child that did not come so far has no answer
+        imported.wait(_IMPORTS_S)
+    outcomes = [Outcome(rank) for rank in range(len(calls))]
+    waited_for = set(range(len(calls)) if needed is None else needed)
+    end = time.monotonic() + limit_s
+    while waited_for & set(pipes.values()) and (left := end - time.monotonic()) > 0:
+        for pipe in wait(list(pipes), timeout=left):
+            _collect(pipe, outcomes[pipes.pop(pipe)])
+    for rank in pipes.values():
+        outcomes[rank].error = TimeoutError(f"rank {rank} was still running after {limit_s} s")
+    for process in processes:
+        process.join(0.0 if pipes else 5.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    for rank, process in enumerate(processes):
+        if process.exitcode and outcomes[rank].exitcode is not None:
+            outcomes[rank].exitcode = process.exitcode
+    return outcomes
+
+
+def _answer(imported: Any, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    with suppress(threading.BrokenBarrierError):
+        imported.wait(_IMPORTS_S)
+    started = time.monotonic()
+    try:
+        value = function(*arguments)
+        message: tuple[Any, ...] = ("value", value, time.monotonic() - started)
+    except BaseException as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RuntimeError(repr(error))
+        message = ("error", error, traceback.format_exc(), time.monotonic() - started)
+    # Plain pickle: the one of multiprocessing would hand tensors over as descriptors of a process that is ending.
+    pipe.send_bytes(pickle.dumps(message))
+    pipe.close()
+    # Skip interpreter teardown: a rank that holds a broken Gloo group may take long there.
+    os._exit(0)
+
+
+def _collect(pipe: Connection, outcome: Outcome) -> None:
+    try:
+        message = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        outcome.exitcode = _KILLED
+        return
+    if message[0] == "value":
+        outcome.value, outcome.seconds = message[1:]
+    else:
+        outcome.error, outcome.trace, outcome.seconds = message[1:]
+
+
 def run_processes(
     function: Any, num_processes: int, *args: Any, timeout_s: float = 60.0, needed: Sequence[int] | None = None
 ) -> list[Any]:
@@ -207,49 +315,25 @@ def run_processes(
         function: What each process calls, at module level, so that it pickles.
         num_processes: How many there are.
         args: Further arguments, equal for all.
-        timeout_s: How long to wait for their answers once all have been started, in seconds.
-        needed: Ranks to wait for, by default all; the others are killed then.
+        timeout_s: As `run_each` has it.
+        needed: As `run_each` has it.
 
     Returns:
         What each rank returned, its exception where it raised one, or None where it ended or hung without an answer.
     """
-    answers, imported = CONTEXT.Queue(), CONTEXT.Barrier(num_processes + 1)
     port = free_port()
-    processes = [
-        new_process(_call, answers, imported, function, rank, num_processes, port, args)
-        for rank in range(num_processes)
-    ]
-    for process in processes:
-        process.start()
-    with suppress(threading.BrokenBarrierError):  # a child that did not come so far has no answer
-        imported.wait(_IMPORTS_S)
-    results: list[Any] = [None] * num_processes
-    missing = set(range(num_processes)) if needed is None else set(needed)
-    end = time.monotonic() + timeout_s
-    while missing and time.monotonic() < end:
-        try:
-            rank, value = answers.get(timeout=0.2)
-        except queue.Empty:
-            missing -= {rank for rank in missing if not processes[rank].is_alive() and answers.empty()}
-            continue
-        results[rank] = value
-        missing.discard(rank)
-    for process in processes:
-        process.kill()
-        process.join()
-    return results
+    calls = [(function, rank, num_processes, port, args) for rank in range(num_processes)]
+    answers = []
+    for outcome in run_each(_on_one_thread, calls, timeout_s, needed=needed):
+        if outcome.trace:
+            print(outcome.trace, file=sys.stderr)
+        hung = isinstance(outcome.error, TimeoutError) and not outcome.trace
+        answers.append(outcome.value if outcome.returned or hung else outcome.error)
+    return answers
 
 
-def _call(
-    answers: Any, imported: Any, function: Any, rank: int, num_processes: int, port: int, args: tuple[Any, ...]
-) -> None:
-    imported.wait(_IMPORTS_S)
+def _on_one_thread(function: Any, rank: int, num_processes: int, port: int, args: tuple[Any, ...]) -> Any:
     import torch  # only here: most tests that use this module have no need of it
 
     torch.set_num_threads(1)  # the processes share few cores
-    try:
-        value = function(rank, num_processes, port, *args)
-    except Exception as error:
-        traceback.print_exc()
-        value = error
-    answers.put((rank, value))
+    return function(rank, num_processes, port, *args)

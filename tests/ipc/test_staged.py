@@ -520,5 +520,7 @@ def test_a_buffer_above_the_bound_is_not_kept() -> None:
 def test_a_device_without_streams_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Apple's, whose module in torch has none."""
     monkeypatch.setattr(torch, "get_device_module", lambda device: torch.mps)
-    with pytest.raises(ValueError, match="a tensor on mps:0, and torch has no streams of such a device; pass a copy on the CPU"):
+    with pytest.raises(
+        ValueError, match="a tensor on mps:0, and torch has no streams of such a device; pass a copy on the CPU"
+    ):
         AcceleratorRuntime(torch.device("mps:0"))
