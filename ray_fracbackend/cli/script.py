@@ -116,8 +116,9 @@ def _comes_from_signal(error: BaseException) -> bool:
     if isinstance(error, KeyboardInterrupt):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    rays = os.path.dirname(ray.__file__) + os.sep
-    return bool(frames) and (frames[-1].filename == __file__ or frames[-1].filename.startswith(rays))
+    # Frames of Cython have the path in Ray's own source.
+    ours_or_rays = (__file__, os.path.dirname(ray.__file__) + os.sep, "python/ray/")
+    return bool(frames) and frames[-1].filename.startswith(ours_or_rays)
 
 
 def _place(frames: TracebackType | None) -> str:
@@ -214,7 +215,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 def _frames_of_script(frames: TracebackType | None) -> TracebackType | None:
     """Leave out the frames before the script's own; None where it has none, as after a syntax error."""
-    ours = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, runpy.__file__, "<frozen runpy>")
+    ours = (os.path.dirname(os.path.abspath(__file__)) + os.sep, runpy.__file__, "<frozen runpy>")
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next
     return frames

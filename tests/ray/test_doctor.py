@@ -267,8 +267,8 @@ def test_head_node_with_a_token(own_head):
     finally:
         for each in gcs:
             each.resume()
-    assert (code, len((out + err).splitlines())) == (1, 1)
-    assert "the port accepts connections, but ray.init() did not end within 5 s" in out + err
+    assert (code, len((out + err).splitlines())) == (1, 1), out + err
+    assert "the port accepts connections, but ray.init() did not end within" in out + err
     assert took_s < 15
 
 
@@ -301,7 +301,7 @@ def test_local_ray(tmp_path, ending):
         if ending:
             process.send_signal(ending)
         _, err = process.communicate(timeout=60)
-    assert err.splitlines()[0].startswith("no running Ray cluster found: starting a local one for this command")
+    assert "no running Ray cluster found: starting a local one for this command" in err.splitlines()[0]
     assert ending or len(err.splitlines()) == 1
     # Without a handler of the command's own, Ray's remains for SIGTERM: it exits with the signal's number.
     assert process.returncode == {None: 0, signal.SIGINT: -2, signal.SIGTERM: 15}[ending]

@@ -165,14 +165,15 @@ def is_initialized(): return False
 def shutdown(): print("SHUTDOWN", flush=True)
 def say(text): os.write(2, text.encode() + b"\\n")
 def init(address, **options):
-    say("gcs_client.cc: noise")
+    say("[2026-11-27 00:45:14,140 W 1 1] gcs_client.cc:210: noise")
     signal.signal(signal.SIGTERM, lambda *_: None) if address == "local" else None
     BODY
 """
 _CONNECT = """
 import os, signal, time
-from ray_fracbackend.cli.connect import cluster
+from ray_fracbackend.cli.connect import attempt, cluster
 from ray_fracbackend.cli.connect.address import ClusterError
+attempt._IMPORT_S = BOUND
 cluster.check_listening = lambda *_: None
 def own_handler(*_): pass
 signal.signal(signal.SIGTERM, own_handler)
@@ -193,9 +194,10 @@ print(f"{time.monotonic() - started:.1f} s")
 def connect(tmp_path):
     """What connected() does with a Ray whose init has a body."""
 
-    def connect(body, address="127.0.0.1:6379", timeout_s=30.0):
+    def connect(body, address="127.0.0.1:6379", timeout_s=30.0, import_s=60.0):
         (tmp_path / "ray.py").write_text(_FAKE_RAY.replace("BODY", body))
         code = _CONNECT.replace("ADDRESS", address).replace("TIMEOUT", str(timeout_s))
+        code = code.replace("BOUND", str(import_s))
         done = in_a_process(code, PYTHONPATH=os.pathsep.join([str(tmp_path), python_path()]))
         assert wait_until(lambda: not processes_with("PYTHONPATH", str(tmp_path)), 20)
         return done
@@ -203,15 +205,21 @@ def connect(tmp_path):
     return connect
 
 
-@pytest.mark.parametrize("body", ["time.sleep(600)", "pass\ntime.sleep(600)"], ids=["init", "import"])
-def test_connection_that_hangs(connect, body):
-    """A connection, or an import of Ray, that does not end is over in time, and no process is left."""
-    done = connect(body, timeout_s=2)
+def test_connection_that_hangs(connect):
+    """A connection that does not end is over in time, and no process is left."""
+    done = connect("time.sleep(600)", timeout_s=2)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(
         "no_answer 127.0.0.1:6379: the port accepts connections, but ray.init() did not end within 2 s"
     )
     assert "--timeout-s" in done.stdout
+
+
+def test_an_import_of_ray_that_hangs(connect):
+    """It has a bound of its own: the time limit is that of the connection."""
+    done = connect("pass\ntime.sleep(600)", timeout_s=2, import_s=3.0)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the import of Ray did not end within 3 s" in done.stdout
 
 
 _INVALID = "Failed to get cluster ID from GCS server: Unauthenticated: RPC error: InvalidAuthToken: Authentication token is missing"

@@ -24,6 +24,7 @@ import os, sys, threading
 sys.path[:] = {path!r}
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 import ray
+print({imported!r}, file=sys.stderr, flush=True)
 try:
     ray.init({address!r}, log_to_driver=False, logging_level="ERROR")
 except Exception as error:
@@ -31,6 +32,11 @@ except Exception as error:
     os._exit(1)
 ray.shutdown()
 """
+_IMPORTED = "ray_fracbackend: imported"
+# From a file system that is slow, beside other work.
+_IMPORT_S = 60.0
+# Lines of Ray's C++ code.
+_LOG = re.compile(r"\.(cc|h):\d+: ")
 _TOKEN = re.compile(r"Unauthenticated|InvalidAuthToken|authentication token")
 _HTTP = re.compile(r"http2 header with status|http1\.x server|HTTP/1\.")
 # Ray's client writes it after its first try; it goes on for half a minute.
@@ -48,35 +54,38 @@ def attempt(target: Target, deadline: Deadline) -> None:
 
     Args:
         target: The cluster; not a local Ray.
-        deadline: Bound on the import of Ray and the connection.
+        deadline: Bound on the connection, from when the child has imported Ray: that took the parent, or its doctor, seconds too.
 
     Raises:
         ClusterError: There is no connection; ``reason`` says why.
     """
-    limit, late = deadline, None
+    left_s, limit, late = deadline.left_s, Deadline(_IMPORT_S), _not_imported(target)
     with _child(target.address) as (child, lines):
         said = []
         while True:
             try:
                 line = lines.get(timeout=limit.left_s)
             except queue.Empty:
-                raise late or _not_joined(target, deadline) from None
+                raise late from None
             if line is None:
                 break
+            if line.strip() == _IMPORTED:
+                limit, late = Deadline(left_s), _not_joined(target, deadline)
+                continue
             said.append(line)
             if (known := _known(target, line)) is not None:
                 raise known
-            if late is None and (silent := _SILENT.search(line)):
-                late, limit = _silent(target, silent[1]), Deadline(min(_PATIENCE_S, deadline.left_s))
+            if silent := _SILENT.search(line):
+                limit, late = Deadline(min(_PATIENCE_S, limit.left_s)), _silent(target, silent[1])
         if child.wait(_KILLED_S) != 0:
-            raise late or cluster_error(target, "".join(said))
+            raise cluster_error(target, "".join(said))
 
 
 @contextmanager
 def _child(address: str) -> Iterator[tuple[subprocess.Popen[str], queue.SimpleQueue[str | None]]]:
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD.format(path=sys.path, address=address)],
+        [sys.executable, "-c", _CHILD.format(path=sys.path, address=address, imported=_IMPORTED)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -111,7 +120,7 @@ def cluster_error(target: Target, text: str) -> ClusterError:
     """
     if (known := _known(target, text)) is not None:
         return known
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.splitlines() if line.strip() and not _LOG.search(line)]
     if "any running Ray instance" in text:
         fix = "start one with `ray start --head`, or name its address"
         return ClusterError(f"no Ray cluster runs on this machine; {fix}", "no_cluster")
@@ -137,6 +146,11 @@ def _silent(target: Target, seconds: str) -> ClusterError:
         "that the head node is not overloaded or stopped",
         "no_answer",
     )
+
+
+def _not_imported(target: Target) -> ClusterError:
+    text = f"{target.text}: the port accepts connections, but the import of Ray did not end within {_IMPORT_S:g} s"
+    return ClusterError(f"{text}; check the file system that Python's packages are on", "no_answer")
 
 
 def _not_joined(target: Target, deadline: Deadline) -> ClusterError:
