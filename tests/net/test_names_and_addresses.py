@@ -41,6 +41,7 @@ def test_t1_v6only_sockets_warn_and_still_start(two_nodes: Nodes, tmp_path: Path
     assert FAILED_CONNECT in "".join(worker.log.read_text() for worker in workers)
 
 
+@pytest.mark.full
 def test_t2_torch_without_a_gloo_transport_is_named_before_rendezvous(two_nodes: Nodes, tmp_path: Path) -> None:
     """Without a transport, as in the Windows wheels 2.8.0 to 2.10.0, stock's error is cryptic, ours says what to do."""
     node = two_nodes[0]

@@ -15,7 +15,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.mark.full(but="V2")
+@pytest.mark.full
 def test_demo():
     """It prints share map, choice, figures and epochs, ends above 0.9, and loads rank 0's checkpoint back."""
     pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")

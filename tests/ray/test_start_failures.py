@@ -123,7 +123,7 @@ def test_rank_killed_during_start(make_group, step):
 @pytest.mark.parametrize(
     ("step", "how"),
     [
-        ("verify_process_group", "sleep"),
+        pytest.param("verify_process_group", "sleep", marks=pytest.mark.full),
         pytest.param("verify_process_group", "stop", marks=pytest.mark.full),
         pytest.param("_init_process_group", "stop", marks=pytest.mark.full),
     ],

@@ -242,8 +242,14 @@ def test_causes_in_rays_own_output(connect, body, reason):
     done = connect(body)
     shown, seconds = done.stdout.splitlines()
     assert shown.split()[0] == reason, done.stdout + done.stderr
+    assert ("(Ray: 2.40.0)" in shown) == (reason == "version_mismatch")
     assert float(seconds.split()[0]) < 25
     assert done.stderr == ""
+
+
+def test_a_word_about_tokens_is_no_refusal(connect):
+    """Ray may log where it has its token from."""
+    assert "INSIDE" in connect("say('I auth.cc:7: Loaded authentication token from a file')").stdout
 
 
 def test_a_port_that_is_not_rays(connect):

@@ -1,7 +1,7 @@
 """A first connection to a cluster, in a child process that can be ended. Standard library only; the child imports Ray.
 
 Ray's client retries for a minute where a port is not Ray's or a token is refused, cannot be interrupted meanwhile, and says why only
-on standard error. The child is ended at the first line that has a known cause.
+on standard error. The child is ended at the first line after which that is in vain.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _IMPORT_S = 60.0
 _LOG = re.compile(r"\.(cc|h):\d+: ")
 _TOKEN = re.compile(r"Unauthenticated|InvalidAuthToken|authentication token")
 _HTTP = re.compile(r"http2 header with status|http1\.x server|HTTP/1\.")
-# Ray's client writes it after its first try; it goes on for half a minute.
+# After these Ray's client goes on, in vain.
+_FINAL = re.compile(r"Unauthenticated|InvalidAuthToken|http2 header with status")
+# It writes this after its first try, and goes on for half a minute.
 _SILENT = re.compile(r"Failed to connect to GCS at address \S+ within (\S+) seconds")
 _VERSIONS = re.compile(r"[Vv]ersion mismatch")
 # From that line on, for a head node that is slow.
@@ -73,8 +75,8 @@ def attempt(target: Target, deadline: Deadline) -> None:
                 limit, late = Deadline(left_s), _not_joined(target, deadline)
                 continue
             said.append(line)
-            if (known := _known(target, line)) is not None:
-                raise known
+            if _FINAL.search(line):
+                raise cluster_error(target, line)
             if silent := _SILENT.search(line):
                 limit, late = Deadline(min(_PATIENCE_S, limit.left_s)), _silent(target, silent[1])
         if child.wait(_KILLED_S) != 0:
@@ -118,17 +120,6 @@ def cluster_error(target: Target, text: str) -> ClusterError:
         target: The cluster.
         text: What Ray wrote and raised.
     """
-    if (known := _known(target, text)) is not None:
-        return known
-    lines = [line for line in text.splitlines() if line.strip() and not _LOG.search(line)]
-    if "any running Ray instance" in text:
-        fix = "start one with `ray start --head`, or name its address"
-        return ClusterError(f"no Ray cluster runs on this machine; {fix}", "no_cluster")
-    said = lines[0].rstrip(".") if lines else "it says nothing"
-    return ClusterError(f"no connection to Ray at {target.text}: {said}; look at the head node", "no_answer")
-
-
-def _known(target: Target, text: str) -> ClusterError | None:
     if _TOKEN.search(text):
         return ClusterError(f"the Ray cluster at {target.text} {refusal(target.automatic)}", "authentication")
     if _HTTP.search(text):
@@ -137,7 +128,12 @@ def _known(target: Target, text: str) -> ClusterError | None:
         versions = "; ".join(re.findall(r"(?:Ray|Python): \S+", text)) or "Ray's or Python's version differs"
         fix = "run this command with the cluster's versions of Ray and Python"
         return ClusterError(f"{target.text}: the cluster has other versions ({versions}); {fix}", "version_mismatch")
-    return None
+    lines = [line for line in text.splitlines() if line.strip() and not _LOG.search(line)]
+    if "any running Ray instance" in text:
+        fix = "start one with `ray start --head`, or name its address"
+        return ClusterError(f"no Ray cluster runs on this machine; {fix}", "no_cluster")
+    said = lines[0].rstrip(".") if lines else "it says nothing"
+    return ClusterError(f"no connection to Ray at {target.text}: {said}; look at the head node", "no_answer")
 
 
 def _silent(target: Target, seconds: str) -> ClusterError:
