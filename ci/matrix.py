@@ -24,8 +24,8 @@ from common import ROOT
 RESULTS = ROOT / "ci" / "matrix_results.jsonl"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 RAYS = ("2.40.0", "2.44.1", "2.48.0", "2.52.1", "2.56.1", "2.60.0")
-# The oldest that is supported, the one that the tests run with, and a newer one.
-TORCHES = ("2.4.1", "2.13.0", "2.14.1")
+# The oldest that is supported, the one that the tests run with, and newer ones.
+TORCHES = ("2.4.1", "2.13.0", "2.14.1", "2.15.0")
 # A start on logical GPUs, and one that fails.
 SMOKE = (
     "tests/ray/test_trainer.py::test_gpu_script_on_the_cpu",
