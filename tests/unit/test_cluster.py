@@ -117,7 +117,7 @@ def address_file(tmp_path):
     ids=["a token", "mode token", "mode disabled", "no token"],
 )
 def test_a_file_of_another_user(address_file, monkeypatch, settings, reason):
-    """Whoever makes /tmp/ray first could name a cluster of theirs: no token goes there, and without one nothing is refused."""
+    """A user who makes /tmp/ray first could name a cluster of theirs: no token goes there, and without one nothing is refused."""
     os.chown(address_file, 4242, 4242)
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

@@ -208,7 +208,7 @@ _PURE_TESTS = ("advice", "capacity", "error_texts", "explain", "interfaces", "pl
 
 
 def test_the_tests_of_the_decision_need_neither_torch_nor_ray():
-    """They are collected in a second or two: whoever changes a rule runs them after each line."""
+    """They are collected in a second or two, and can be run after each change of a rule."""
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in _PURE_TESTS]
     code = (
         "import sys; sys.modules.update(torch=None, ray=None); import pytest; "

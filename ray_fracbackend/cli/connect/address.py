@@ -72,11 +72,12 @@ def target_of(address: str | None) -> Target:
         return _parsed(address or "", address or "")
     file = _address_file()
     try:
-        found = file.read_text().strip()
+        with file.open() as opened:
+            found, owner = opened.read().strip(), os.fstat(opened.fileno()).st_uid
     except (OSError, UnicodeError):
-        found = ""
+        found, owner = "", 0
     if found:
-        _check_owner(file, found)
+        _check_owner(file, found, owner)
         host, _, port = found.rpartition(":")
         host_port = (host.strip("[]"), int(port)) if port.isdecimal() else None
         return Target("auto", f"{found} (from {file})", host_port, automatic=True)
@@ -107,11 +108,10 @@ def _address_file() -> Path:
     return Path(folder or (tempfile.gettempdir() if sys.platform == "win32" else "/tmp"), "ray", "ray_current_cluster")
 
 
-def _check_owner(file: Path, address: str) -> None:
+def _check_owner(file: Path, address: str, owner: int) -> None:
     """Refuse a file of another user where Ray would send this user's token to the cluster that it names."""
     if sys.platform == "win32" or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or token() is None:
         return
-    owner = file.stat().st_uid
     if owner not in (0, os.getuid()):
         raise ClusterError(
             f"{file} belongs to another user (uid {owner}), and Ray would send your token to {address}, which it names; name the "

@@ -1,7 +1,7 @@
 """A first connection to a cluster, in a child process that can be ended. Standard library only; the child imports Ray.
 
 Ray's client retries for a minute where a port is not Ray's or a token is refused, cannot be interrupted meanwhile, and says why only
-on standard error. The child is ended at the first line after which that is in vain.
+on standard error. The child is ended at the first line after which no retry helps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from ray_fracbackend.cli.connect.address import ClusterError, Target
 from ray_fracbackend.cli.connect.token import refusal
 from ray_fracbackend.timeouts import Deadline
 
-# As the parent imports. It ends with its parent, however that does.
+# As the parent imports.
 _CHILD = """
-import os, sys, threading
+import os, sys
 sys.path[:] = {path!r}
-threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+from ray_fracbackend.cli.parent import end_with_parent
+end_with_parent()
 import ray
 print({imported!r}, file=sys.stderr, flush=True)
 try:
@@ -39,7 +40,7 @@ _IMPORT_S = 60.0
 _LOG = re.compile(r"\.(cc|h):\d+: ")
 _TOKEN = re.compile(r"Unauthenticated|InvalidAuthToken|authentication token")
 _HTTP = re.compile(r"http2 header with status|http1\.x server|HTTP/1\.")
-# After these Ray's client goes on, in vain.
+# After these no retry helps.
 _FINAL = re.compile(r"Unauthenticated|InvalidAuthToken|http2 header with status")
 # It writes this after its first try, and goes on for half a minute.
 _SILENT = re.compile(r"Failed to connect to GCS at address \S+ within (\S+) seconds")

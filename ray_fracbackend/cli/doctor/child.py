@@ -6,17 +6,14 @@ its stage. The child sends each stage's name before it begins, and its values or
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import pickle
 import platform
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_fracbackend import __version__
+from ray_fracbackend.cli.parent import end_with_parent
 from ray_fracbackend.decide.secret_names import may_be_secret
 
 # What the report shows of the environment: no tokens.
@@ -39,8 +37,6 @@ _SHOWN = (
     *("LD_PRELOAD", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "RAY_AUTH_MODE"),
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
 )
-# Of the Windows API: the right to wait for a process, and no time limit.
-_SYNCHRONIZE, _INFINITE = 0x00100000, 0xFFFFFFFF
 # What torch's collectives read.
 _USED_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV")
 
@@ -116,7 +112,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)
         request: Request = pickle.load(sys.stdin.buffer)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        end_with_parent()
 
         def send(event: Event) -> None:
             pickle.dump(event, out)
@@ -125,20 +121,6 @@ def main() -> None:
         run_stages(request, send)
     # Without the clean-up of libraries, which may crash.
     os._exit(0)
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "win32":
-        # A thread that reads standard input would hold up every library that looks at it while it loads, torch among them.
-        kernel = ctypes.WinDLL("kernel32")
-        kernel.OpenProcess.restype = ctypes.c_void_p
-        if parent := kernel.OpenProcess(_SYNCHRONIZE, False, os.getppid()):
-            kernel.WaitForSingleObject(ctypes.c_void_p(parent), _INFINITE)
-            os._exit(1)
-        return
-    while os.read(0, 1):
-        pass
-    os.killpg(0, signal.SIGKILL)
 
 
 def run_stages(request: Request, send: Callable[[Event], None]) -> None:
