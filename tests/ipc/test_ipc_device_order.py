@@ -130,7 +130,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_results_are_exact_in_whatever_order_the_device_works(num_ranks: int, plan: str) -> None:
     """No host ever waits for the device, and random orders that respect streams and events give exact results."""
     for seed in range(12):

@@ -21,9 +21,8 @@ def nodes(full: bool) -> Iterator[list[Node]]:
         yield nodes
 
 
-@pytest.mark.parametrize(
-    "kind", ["cut link", *(pytest.param(k, marks=pytest.mark.full) for k in KINDS if k != "cut link")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_planted_fault_is_named(nodes: list[Node], kind: str) -> None:
     """The verdict is the planted fault, its ranks and nothing else. The program net_faults.py makes many more plantings."""
     planting = Planting.random(random.Random(kind), len(nodes), kind)

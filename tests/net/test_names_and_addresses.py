@@ -216,6 +216,7 @@ def test_an_unresolvable_configured_name_names_the_rank(two_nodes: Nodes, tmp_pa
     assert info.value.ranks == (1,)
 
 
+@pytest.mark.full
 def test_a_silent_name_server_does_not_stop_the_start(two_nodes: Nodes, tmp_path: Path) -> None:
     """c10d asks for peers' names, 10 s each time: the start waits, and leaves the resolver of the workers as it was."""
     for node in two_nodes:

@@ -65,7 +65,11 @@ def test_the_address_of_a_wrong_interface_is_named(
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
 @pytest.mark.parametrize(
-    ("verdict", "told"), [("drop", "drops the packets"), ("reject with tcp reset", "refused: a firewall")]
+    ("verdict", "told"),
+    [
+        ("drop", "drops the packets"),
+        pytest.param("reject with tcp reset", "refused: a firewall", marks=pytest.mark.full),
+    ],
 )
 def test_a_firewalled_port_is_named(two_nodes: Nodes, tmp_path: Path, verdict: str, told: str, full: bool) -> None:
     """A firewall on rank 0's node drops or rejects connections to the store's port."""

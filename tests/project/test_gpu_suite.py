@@ -191,7 +191,7 @@ in_rank(body)
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("end", None),
+        pytest.param("end", None, marks=pytest.mark.full),
         ("raise", "rank 1: .*the reason"),
         pytest.param("hang", r"ranks \[0, 1\] did not end", marks=pytest.mark.full),
     ],

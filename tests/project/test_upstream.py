@@ -67,6 +67,7 @@ def changed(check, patch, tmp_path, old, new):
     return check.Patch(path)
 
 
+@pytest.mark.full
 def test_a_patch_that_does_not_apply(check, patches, tmp_path):
     """The error shows the hunk that fails, and no other."""
     wrong = changed(
@@ -78,6 +79,7 @@ def test_a_patch_that_does_not_apply(check, patches, tmp_path):
     assert "_START_GRACE_PERIOD_S" not in str(raised.value)
 
 
+@pytest.mark.full
 def test_patches_that_contradict(check, patches, tmp_path):
     """The error shows the conflict of a patch that applies alone but not after the others."""
     other = changed(check, patches[4], tmp_path, '"127.0.0.1"', '"127.0.0.2"')

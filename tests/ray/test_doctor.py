@@ -75,6 +75,7 @@ def faulty_machine(tmp_path_factory):
     return doctor(before=["unshare", "--mount", "sh", "-c", mounts, "sh"])
 
 
+@pytest.mark.full
 @pytest.mark.linux(reason="needs mount namespaces")
 def test_wrong_hosts_file(faulty_machine):
     """The address and the line to write are named; exit code 1."""
@@ -85,6 +86,7 @@ def test_wrong_hosts_file(faulty_machine):
     assert "hosts file" in check["fix"]
 
 
+@pytest.mark.full
 @pytest.mark.linux(reason="needs mount namespaces")
 def test_tiny_shm(faulty_machine):
     """Its size and Docker's option are named; the other lines are as ever."""
@@ -205,6 +207,7 @@ def ended(*arguments, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.full
 def test_wrong_token(cluster):
     """A real cluster that refuses the token is named so in one line, without the retries and warnings of Ray's client."""
     if os.environ.get("RAY_AUTH_MODE") != "token":

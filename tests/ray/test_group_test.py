@@ -27,7 +27,8 @@ COMMAND = [sys.executable, "-m", "ray_fracbackend", "test"]
 @pytest.mark.parametrize(
     ("backend", "num_workers"),
     [
-        ("auto", 3),
+        ("auto", 2),
+        pytest.param("auto", 3, marks=pytest.mark.full),
         pytest.param(
             "ipc",
             2,

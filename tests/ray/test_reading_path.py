@@ -11,6 +11,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ray_fracbackend
 from tests.project.test_reading_path import reading_path
 from tests.ray.starts import start
@@ -64,6 +66,7 @@ def first_entries(calls: list[tuple[str, str]]) -> list[str]:
     return list(dict.fromkeys(module for module, _ in calls if module in reading_path()))
 
 
+@pytest.mark.full
 def test_the_flow_is_that_of_a_real_start(pair: Any) -> None:
     """Every line is a call, in this order; and the modules of the reading path are entered in theirs."""
     pair.execute(record)

@@ -309,17 +309,9 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.full
 @pytest.mark.linux(reason="signals are those of Unix")
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param("sys.exit(3)", marks=pytest.mark.full(but="V2")),
-        *(
-            pytest.param(body, marks=pytest.mark.full)
-            for body in ("sys.exit(0)", "raise ValueError('own')", "print('saved')")
-        ),
-    ],
-)
+@pytest.mark.parametrize("body", ["sys.exit(3)", "sys.exit(0)", "raise ValueError('own')", "print('saved')"])
 def test_a_script_that_handles_ctrl_c(tmp_path, body):
     """Exit code and traceback are the script's own, also below a folder called ray, as the home in Ray's images is."""
     folder = tmp_path / "ray"

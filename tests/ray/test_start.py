@@ -64,6 +64,7 @@ class TestGoodPath:
         monkeypatch.undo()
         assert min(budgets) > settings["start_timeout_s"] - 2.9
 
+    @pytest.mark.full
     @pytest.mark.linux(reason="needs a start that does not ask whether staged works; on Windows each does")
     def test_nothing_of_ipc_is_loaded_unasked(self, make_group):
         """A start that does not ask for ipc neither registers it nor loads its parts."""

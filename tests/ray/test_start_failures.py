@@ -100,6 +100,7 @@ def failed_start(group, error, match, **settings):
     return failure
 
 
+@pytest.mark.full
 def test_rank_that_never_answers(make_group):
     """A worker stuck in something else is named with its node, while the others wait no longer than the bound."""
     group = make_group(2)
@@ -150,6 +151,7 @@ def test_rank_that_hangs_during_start(make_group, step, how):
         listener.listen()
 
 
+@pytest.mark.full
 def test_rank_that_raises(make_group):
     """A worker's own exception is reported with its rank; one that is still waiting for it is ended."""
     group = make_group(2)

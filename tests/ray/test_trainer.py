@@ -112,14 +112,13 @@ def check_cpu_workers(tmp_path):
     assert {a["env"]["ACCELERATE_TORCH_DEVICE"] for a in answers(tmp_path)} == {"cpu"}
 
 
-@pytest.mark.full(but="V1")
 def test_gpu_script_on_the_cpu(tmp_path):
     """get_device() says cpu in the train function, and the model is wrapped in DDP there."""
     fit(look_around, tmp_path, FracTorchConfig(backend="gloo", on_missing_cuda="cpu"), TWO_HALF_GPUS)
     check_cpu_workers(tmp_path)
 
 
-@pytest.mark.full(but="V2")
+@pytest.mark.full
 def test_gpu_script_that_fails_once(tmp_path):
     """Ray starts new workers, which train on the CPU and have a report of their own; it lies beside the results."""
     config = FracTorchConfig(backend="gloo", on_missing_cuda="cpu")
@@ -143,7 +142,7 @@ def documented(name):
     return names[name]
 
 
-@pytest.mark.full(but="V2")
+@pytest.mark.full
 def test_missing_cuda_is_an_error_by_default(tmp_path):
     """The error reaches the user of fit() with its cause, and is reached as docs/troubleshooting.md says; no worker is left."""
     # The first V2 engines (2.48) raise it as it is.

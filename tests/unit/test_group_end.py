@@ -26,7 +26,7 @@ def end_while_gloo_runs(rank: int, num_processes: int, port: int, backend: str, 
     return rank == 1 or not dist.is_initialized()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("cpu:gloo,cuda:gloo", marks=pytest.mark.full)])
 def test_a_group_ends_while_gloo_has_a_tensor(backend: str) -> None:
     """Its thread needs the GIL to drop it. torch's own destroy_process_group() hangs in this before torch 2.8 (pytorch#154976)."""
     assert run_processes(end_while_gloo_runs, 2, backend, CONTEXT.Event(), timeout_s=90) == [True, True]

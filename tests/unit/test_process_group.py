@@ -176,7 +176,7 @@ def time_limits(rank: int, num_processes: int, port: int, detail: bool) -> float
     return (backend.wrapped_pg if detail else backend).options._timeout.total_seconds()
 
 
-@pytest.mark.parametrize("detail", [False, True])
+@pytest.mark.parametrize("detail", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_users_time_limit_holds_once_the_group_runs(detail: bool) -> None:
     """Also under TORCH_DISTRIBUTED_DEBUG=DETAIL, where torch's wrapper takes no other limit later."""
     assert run_processes(time_limits, 2, detail, timeout_s=120) == [1800.0, 1800.0]

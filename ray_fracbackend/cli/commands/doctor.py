@@ -7,7 +7,6 @@ import os
 import sys
 from typing import Any
 
-from ray_fracbackend.cli.connect.address import ClusterError
 from ray_fracbackend.cli.options import add_cluster, add_wait
 from ray_fracbackend.cli.program import CommandError, Outcome
 
@@ -24,6 +23,7 @@ def register(commands: Any) -> None:
 
 def execute(options: argparse.Namespace) -> Outcome:
     """Run the command."""
+    from ray_fracbackend.cli.connect.address import ClusterError
     from ray_fracbackend.cli.doctor.diagnose import diagnose_cluster, diagnose_machine
 
     if options.address is None:
