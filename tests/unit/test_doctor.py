@@ -123,6 +123,13 @@ CASES = {
     "MIG slices are not counted": (machine(mig("s1"), ray_gpus=7.0), "Ray's GPUs", "ok", "MIG slices", ""),
     "NCCL missing": (machine(gpu(), nccl_available=False), "NCCL", "warning", "ranks use gloo", "with NCCL"),
     "NCCL unknown": (machine(gpu(), nccl_version=None), "NCCL", "warning", "cannot be read", "reinstall"),
+    "NCCL unknown, and no GPU": (
+        machine(nccl_available=True),
+        "NCCL",
+        "ok",
+        "cannot be read, and it is not needed",
+        "",
+    ),
     "old NCCL": (machine(gpu()), "NCCL", "ok", "2.28.9 is loaded; it refuses shared devices", ""),
     "new NCCL": (machine(gpu(), nccl_version=(2, 30, 3)), "NCCL", "ok", "on_shared_device='nccl'", ""),
     "MPS": (machine(gpu(), mps_reachable=True), "MPS", "ok", "answers", ""),
