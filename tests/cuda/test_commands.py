@@ -210,9 +210,8 @@ def test_demo(tmp_path):
 
 @full
 def test_stock_demo(tmp_path):
-    """Ray's own config ends with NCCL's refusal, and exit code 1."""
+    """Ray's own config ends with NCCL's refusal in the traceback, as of any script, and exit code 1."""
     pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")
     done = command("demo", "--stock", "--epochs", 1, env=machine(tmp_path, CUDA_RIG_NCCL="2.28.9"))
     assert done.returncode == 1
-    assert "training failed" in done.stderr
     assert "Duplicate GPU detected" in done.stderr
