@@ -233,6 +233,7 @@ def test_a_module_of_a_broken_package(tmp_path, body, cause, capsys, monkeypatch
 def test_the_first_folder_of_the_path(tmp_path, safe) -> None:
     """The script's, as under python; with PYTHONSAFEPATH it is not there, and the first of PYTHONPATH stays."""
     (tmp_path / "train.py").write_text("")
+    first = tmp_path / "first"  # a path without a drive would get one on Windows
     code = "import sys; from ray_fracbackend.cli.commands.run import find_script; find_script('train.py', False); print(sys.path[0])"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -240,7 +241,7 @@ def test_the_first_folder_of_the_path(tmp_path, safe) -> None:
         text=True,
         timeout=100,
         check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(["/first", str(ROOT)]), "PYTHONSAFEPATH": safe},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(first), str(ROOT)]), "PYTHONSAFEPATH": safe},
         cwd=tmp_path,
     )
-    assert done.stdout == ("/first\n" if safe else f"{tmp_path}\n")
+    assert done.stdout == (f"{first}\n" if safe else f"{tmp_path}\n")
