@@ -207,7 +207,7 @@ def ended(*arguments, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.full(but="win32")
 def test_wrong_token(cluster):
     """A real cluster that refuses the token is named so in one line, without the retries and warnings of Ray's client."""
     if os.environ.get("RAY_AUTH_MODE") != "token":

@@ -117,7 +117,7 @@ def test_no_workers(cluster):
         plan_workers(ScalingConfig(num_workers=0))
 
 
-@pytest.mark.full
+@pytest.mark.full(but="win32")
 def test_command(cluster):
     """The command on a running cluster prints the plan as JSON."""
     done = plan("--num-workers", "1", "--address", ray.get_runtime_context().gcs_address, "--json")

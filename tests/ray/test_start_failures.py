@@ -100,7 +100,7 @@ def failed_start(group, error, match, **settings):
     return failure
 
 
-@pytest.mark.full
+@pytest.mark.full(but="win32")
 def test_rank_that_never_answers(make_group):
     """A worker stuck in something else is named with its node, while the others wait no longer than the bound."""
     group = make_group(2)
@@ -124,7 +124,7 @@ def test_rank_killed_during_start(make_group, step):
 @pytest.mark.parametrize(
     ("step", "how"),
     [
-        pytest.param("verify_process_group", "sleep", marks=pytest.mark.full),
+        pytest.param("verify_process_group", "sleep", marks=pytest.mark.full(but="win32")),
         pytest.param("verify_process_group", "stop", marks=pytest.mark.full),
         pytest.param("_init_process_group", "stop", marks=pytest.mark.full),
     ],
@@ -151,7 +151,7 @@ def test_rank_that_hangs_during_start(make_group, step, how):
         listener.listen()
 
 
-@pytest.mark.full
+@pytest.mark.full(but="win32")
 def test_rank_that_raises(make_group):
     """A worker's own exception is reported with its rank; one that is still waiting for it is ended."""
     group = make_group(2)

@@ -118,7 +118,7 @@ def test_gpu_script_on_the_cpu(tmp_path):
     check_cpu_workers(tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.full(but="win32")
 def test_gpu_script_that_fails_once(tmp_path):
     """Ray starts new workers, which train on the CPU and have a report of their own; it lies beside the results."""
     config = FracTorchConfig(backend="gloo", on_missing_cuda="cpu")
@@ -142,7 +142,7 @@ def documented(name):
     return names[name]
 
 
-@pytest.mark.full
+@pytest.mark.full(but="win32")
 def test_missing_cuda_is_an_error_by_default(tmp_path):
     """The error reaches the user of fit() with its cause, and is reached as docs/troubleshooting.md says; no worker is left."""
     # The first V2 engines (2.48) raise it as it is.
