@@ -147,6 +147,7 @@ def real(num_ranks: int) -> dict[str, Any]:
             rendezvous=rendezvous.of(rank),
             timeout_s=600,
             budget_s=600,
+            attempt="first",
             verify=True,
         )
         for rank in range(num_ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -196,6 +197,7 @@ class Start:
             workers,
             settings,
             budget_s=attempt.left_s,
+            attempt=secrets.token_hex(4),
             set_distributed_env=_ray.sets_env_before_init(self._group),
             report=ray.put(report),
         )

@@ -150,6 +150,7 @@ class StartPlan(Decision):
         settings: Settings,
         *,
         budget_s: float,
+        attempt: str,
         set_distributed_env: bool = False,
         report: Any = None,
     ) -> list[WorkerPlan]:
@@ -163,6 +164,7 @@ class StartPlan(Decision):
                 rendezvous=self.rendezvous.of(worker.rank),
                 timeout_s=settings.timeout_s,
                 budget_s=budget_s,
+                attempt=attempt,
                 verify=settings.verify,
                 is_trial=self.is_trial,
                 train_on_cpu=self.train_on_cpu and worker.gpu_fraction > 0,
@@ -187,6 +189,7 @@ class WorkerPlan:
         rendezvous: The worker's part of the rendezvous.
         timeout_s: Timeout of the group's collectives once training runs, in seconds.
         budget_s: Bound on this worker's start, in seconds.
+        attempt: Id of this attempt to start, the same on all ranks: prefix of its keys in rank 0's store.
         verify: Run the collective check.
         is_trial: Where the check fails, the process goes on with a group of another backend.
         train_on_cpu: Ray reserved GPUs that torch cannot use: ``get_device()`` must return cpu.
@@ -203,6 +206,7 @@ class WorkerPlan:
     rendezvous: WorkerRendezvous
     timeout_s: float
     budget_s: float
+    attempt: str
     verify: bool
     is_trial: bool = False
     train_on_cpu: bool = False

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     DebugLevel,
     PrefixStore,
-    TCPStore,
     distributed_c10d,
     get_debug_level,
 )
@@ -94,7 +93,7 @@ def _release_frames(error: BaseException | None) -> None:
 
 
 def _form(
-    plan: WorkerPlan, common: TCPStore, deadline: Deadline, prefix: str = "default_pg"
+    plan: WorkerPlan, common: PrefixStore, deadline: Deadline, prefix: str = "default_pg"
 ) -> VerificationResult | None:
     """Create the default group and verify it."""
     _init_process_group(plan, common, deadline, prefix)
@@ -105,7 +104,7 @@ def _form(
     return result
 
 
-def _try_nccl(plan: WorkerPlan, common: TCPStore, deadline: Deadline) -> None:
+def _try_nccl(plan: WorkerPlan, common: PrefixStore, deadline: Deadline) -> None:
     """Verify a group of NCCL that another backend may replace, and destroy it; all ranks fail where one does.
 
     torch's watchdog ends the process of a group that has failed, up to a minute later and although it was aborted: in the
@@ -176,16 +175,16 @@ def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
         check_reachable(rendezvous.master_addr, rendezvous.master_port, min(REACH_S, deadline.left_s))
 
 
-def _connect(plan: WorkerPlan, deadline: Deadline) -> TCPStore:
+def _connect(plan: WorkerPlan, deadline: Deadline) -> PrefixStore:
     """Connect to rank 0's store, in a thread: torch's store client waits without a limit for a silent store."""
     address, port = plan.rendezvous.master_addr, plan.rendezvous.master_port
     with named_step("rendezvous", plan, RendezvousError):
         left_s = deadline.left_s
-        connect = partial(store.connect_store, plan.rank, plan.world_size, address, port, left_s)
+        connect = partial(store.connect_store, plan.rank, plan.world_size, address, port, left_s, plan.attempt)
         return bounded(connect, left_s + _SILENCE_S)
 
 
-def _init_process_group(plan: WorkerPlan, common: TCPStore, deadline: Deadline, prefix: str) -> None:
+def _init_process_group(plan: WorkerPlan, common: PrefixStore, deadline: Deadline, prefix: str) -> None:
     """Create the group on rank 0's store, in a thread for the same reason."""
     if plan.backends.has_ipc:
         import ray_fracbackend.ipc  # registers the backend
@@ -201,7 +200,7 @@ def _init_process_group(plan: WorkerPlan, common: TCPStore, deadline: Deadline, 
             raise
 
 
-def _create(plan: WorkerPlan, common: TCPStore, abandoned: threading.Event, prefix: str) -> None:
+def _create(plan: WorkerPlan, common: PrefixStore, abandoned: threading.Event, prefix: str) -> None:
     dist.init_process_group(
         plan.backend,
         # "default_pg" is what init_process_group puts before a store that it makes itself.

@@ -15,7 +15,7 @@ import time
 from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.torch_version import TorchVersion
 
 from ray_fracbackend.decide.addresses import bracketed
@@ -72,8 +72,11 @@ def release_store() -> None:
     STATE.store = None
 
 
-def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> TCPStore:
+def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s: float, prefix: str) -> PrefixStore:
     """Get the store of a start: on rank 0 the one that it holds, once all ranks have connected, else a connection to it.
+
+    On Windows, where torch itself opens the port, a store with the same port as one that is still referenced in rank 0's process is that
+    one, with all of its keys: a rank of the attempt before would count as connected.
 
     Args:
         rank: This worker's rank.
@@ -81,6 +84,7 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
         address: Rank 0's address, a literal IP.
         port: Its store's port.
         timeout_s: Bound in seconds; also the store's own timeout.
+        prefix: Of the keys, another one for each attempt.
 
     Raises:
         RendezvousError: On rank 0: ranks have not connected in time, which are those that it names.
@@ -88,19 +92,21 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
     """
     timeout = timedelta(seconds=timeout_s)
     if rank > 0:
-        store = TCPStore(address, port, None, False, timeout, wait_for_workers=False, use_libuv=uses_libuv())
+        client = TCPStore(address, port, None, False, timeout, wait_for_workers=False, use_libuv=uses_libuv())
+        store = PrefixStore(prefix, client)
         store.set(f"{_CONNECTED}/{rank}", "")
         return store
     if STATE.store is None:
         raise RuntimeError("rank 0 holds no store open: it was not probed")
-    STATE.store.set_timeout(timeout)
+    store = PrefixStore(prefix, STATE.store)
+    store.set_timeout(timeout)
     keys = [f"{_CONNECTED}/{other}" for other in range(1, world_size)]
     try:
         # A rank 0 that went on alone, and failed, would close the store under ranks that are still on their way.
         if keys:
-            STATE.store.wait(keys, timeout)
+            store.wait(keys, timeout)
     except RuntimeError as error:
-        absent = [other for other, key in enumerate(keys, 1) if not STATE.store.check([key])]
+        absent = [other for other, key in enumerate(keys, 1) if not store.check([key])]
         if not absent:
             raise
         raise RendezvousError(
@@ -108,7 +114,7 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
             "at the logs of these workers and at their nodes.",
             ranks=absent,
         ) from error
-    return STATE.store
+    return store
 
 
 def uses_libuv() -> bool:

@@ -607,7 +607,7 @@ def test_what_a_verification_says_of_it(run, fault):
 def planned(job, backend, device, port, **more):
     """A worker's part of a start."""
     rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=port)
-    common = {"timeout_s": 60, "budget_s": 20, "verify": True, "rendezvous": rendezvous}
+    common = {"timeout_s": 60, "budget_s": 20, "attempt": "first", "verify": True, "rendezvous": rendezvous}
     return WorkerPlan(rank=job.rank, world_size=job.size, backend=backend, device=str(device), **{**common, **more})
 
 

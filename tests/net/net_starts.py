@@ -78,6 +78,7 @@ def instructions(
             rendezvous=plan.of(rank),
             timeout_s=timeout_s,
             budget_s=budget_s,
+            attempt="first",
             verify=verify,
         )
         for rank in range(len(facts))

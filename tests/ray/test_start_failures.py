@@ -225,6 +225,7 @@ def test_a_rank_that_takes_no_part_in_the_search_is_named(make_group):
             rendezvous=rendezvous,
             timeout_s=1800,
             budget_s=30,
+            attempt="first",
             verify=True,
         )
         for rank in range(3)

@@ -592,7 +592,14 @@ class TestVerifyOn:
     def test_devices(self, backend, device, expected):
         """One for each backend of the group, the worker's own last; never a device that Ray did not assign."""
         rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=1)
-        facts = {"rank": 0, "world_size": 2, "rendezvous": rendezvous, "timeout_s": 9, "budget_s": 9}
+        facts = {
+            "rank": 0,
+            "world_size": 2,
+            "rendezvous": rendezvous,
+            "timeout_s": 9,
+            "budget_s": 9,
+            "attempt": "first",
+        }
         assert WorkerPlan(backend=backend, device=device, verify=True, **facts).verify_on == expected
         assert WorkerPlan(backend=backend, device=device, verify=False, **facts).verify_on == ()
 

@@ -44,6 +44,7 @@ def plan_of(backend: str, device: str) -> WorkerPlan:
         rendezvous=rendezvous,
         timeout_s=1800,
         budget_s=60,
+        attempt="first",
         verify=True,
     )
 
@@ -102,7 +103,7 @@ def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: 
             start_worker(cpu_plan(rank, first_port, budget_s=20))
     else:
         wait_for_port(first_port)
-        connect_store(rank, num_processes, "127.0.0.1", first_port, 20)
+        connect_store(rank, num_processes, "127.0.0.1", first_port, 20, "first")
         wait_for_port(port)
     start_worker(cpu_plan(rank, port, budget_s=90))
     return dist.get_world_size()

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from ray_fracbackend.decide.error_texts import is_address_in_use
-from ray_fracbackend.errors import PortInUseError, UnreachableMasterError
+from ray_fracbackend.errors import PortInUseError, RendezvousError, UnreachableMasterError
 from ray_fracbackend.worker import reach, store
 from ray_fracbackend.worker.reach import check_reachable
 from ray_fracbackend.worker.state import STATE
@@ -178,6 +178,22 @@ def test_a_port_that_c10d_finds_taken_is_skipped_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(store.sys, "platform", "win32")
     with listener(first):
         assert store.hold_store((first, first + 1)) == first + 1
+
+
+def test_a_rank_of_the_attempt_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows c10d gives a process whose store of this port is still referenced the same store, with all of its keys."""
+    monkeypatch.setattr(store.sys, "platform", "win32")
+    port = free_range(1)
+    store.hold_store(port)
+    first = STATE.store
+    store.connect_store(1, 2, "127.0.0.1", port, 20, "first")
+    assert store.connect_store(0, 2, "127.0.0.1", port, 20, "first").check(["ray_fracbackend/connected/1"])
+    assert store.hold_store(port) == port
+    assert first is not None
+    with pytest.raises(RendezvousError, match="rank 1 did not connect"):
+        store.connect_store(0, 2, "127.0.0.1", port, 1, "second")
+    store.connect_store(1, 2, "127.0.0.1", port, 20, "second")
+    store.connect_store(0, 2, "127.0.0.1", port, 20, "second")
 
 
 @pytest.mark.parametrize(
