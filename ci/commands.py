@@ -65,15 +65,13 @@ COMMANDS = (
 )
 
 
-def run_command(
-    command: Command, program: Sequence[str], cwd: Path = ROOT, environment: dict[str, str] | None = None
-) -> str:
+def run_command(command: Command, program: Sequence[str], cwd: Path = ROOT) -> str:
     """Run one command and show its output; returns ``passed``, or what went wrong."""
     words = [*program, *command.arguments]
     print("+", *words, flush=True)
     # A file: a process that is left would hold a pipe open.
     with tempfile.TemporaryFile() as output:
-        code = _exit_code(words, command.limit_s, output, cwd, environment)
+        code = _exit_code(words, command.limit_s, output, cwd)
         output.seek(0)
         shown = output.read().decode(errors="replace").replace("\r\n", "\n")
     print(shown, flush=True)
@@ -85,13 +83,9 @@ def run_command(
     return f"failed: no line with {' or '.join(missing)}" if missing else "passed"
 
 
-def _exit_code(
-    words: list[str], limit_s: float, output: IO[bytes], cwd: Path, environment: dict[str, str] | None
-) -> int | None:
+def _exit_code(words: list[str], limit_s: float, output: IO[bytes], cwd: Path) -> int | None:
     """Return the exit code; None after the limit, when the command and what it started have been ended."""
-    process = subprocess.Popen(
-        words, cwd=cwd, env=environment, stdout=output, stderr=output, start_new_session=os.name != "nt"
-    )
+    process = subprocess.Popen(words, cwd=cwd, stdout=output, stderr=output, start_new_session=os.name != "nt")
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -116,14 +110,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         break
 
 
-def run_commands(
-    commands: Sequence[Command], program: Sequence[str], cwd: Path = ROOT, environment: dict[str, str] | None = None
-) -> bool:
+def run_commands(commands: Sequence[Command], program: Sequence[str], cwd: Path = ROOT) -> bool:
     """Run commands one after the other and print a table of them; returns whether all passed."""
     rows = []
     for command in commands:
         started = time.monotonic()
-        result = run_command(command, program, cwd, environment)
+        result = run_command(command, program, cwd)
         rows.append((command.name, result, f"{time.monotonic() - started:.0f} s"))
     print("\n".join(f"{name}: {result}, {seconds}" for name, result, seconds in rows), flush=True)
     return all(result == "passed" for _, result, _ in rows)

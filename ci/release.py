@@ -96,19 +96,20 @@ def test(folder: Path) -> None:
     """
     wheel, archive = built(folder)
     show(folder)
+    # pip would take a checkout there for the package, and install nothing; and the wheel is what is tried.
+    os.environ.pop("PYTHONPATH", None)
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, archive)
     with tempfile.TemporaryDirectory(prefix="ray-fracbackend-release-", ignore_cleanup_errors=True) as name:
         python = make_venv(Path(name) / "venv")
         install(python, f"{wheel}[demo]")
-        # -I: neither the current folder nor PYTHONPATH, so that it is the wheel which is tried.
+        # -I: not the current folder.
         run(python, "-I", "-c", SMOKE, version())
         run(python, "-I", "-m", "ray_fracbackend", "--version")
         # Ray's workers import from the driver's folder too: it must not be the checkout.
         elsewhere = Path(name) / "elsewhere"
         elsewhere.mkdir()
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         program = str(python.with_name("ray-fracbackend" + python.suffix))
-        if not run_commands(COMMANDS, [program], elsewhere, environment):
+        if not run_commands(COMMANDS, [program], elsewhere):
             sys.exit("a command of the wheel failed, see above")
 
 
