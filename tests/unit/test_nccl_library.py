@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from ray_fracbackend.worker import nccl_library
 
@@ -50,6 +51,9 @@ def nccl(folder, number):
 
 @pytest.mark.linux(reason="NCCL's library is found through the dynamic linker of Linux")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="needs a torch that has loaded no NCCL of its own: a CPU build"
+)
 def test_the_library_that_torch_calls(tmp_path):
     """Not the copy that another package has loaded before; a preloaded one comes before torch's own, as for torch."""
     own = nccl(tmp_path / "own", 22809)
