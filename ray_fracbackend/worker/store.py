@@ -75,8 +75,8 @@ def release_store() -> None:
 def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s: float, prefix: str) -> PrefixStore:
     """Get the store of a start: on rank 0 the one that it holds, once all ranks have connected, else a connection to it.
 
-    On Windows, where torch itself opens the port, a store with the same port as one that is still referenced in rank 0's process is that
-    one, with all of its keys: a rank of the attempt before would count as connected.
+    On Windows torch itself opens the port, and for a port whose store is still referenced in the process it returns that store, with its
+    keys. Without a prefix a rank of the previous attempt would count as connected.
 
     Args:
         rank: This worker's rank.
@@ -84,7 +84,7 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
         address: Rank 0's address, a literal IP.
         port: Its store's port.
         timeout_s: Bound in seconds; also the store's own timeout.
-        prefix: Of the keys, another one for each attempt.
+        prefix: Prefix of the keys, different for each attempt.
 
     Raises:
         RendezvousError: On rank 0: ranks have not connected in time, which are those that it names.
