@@ -69,7 +69,7 @@ def overlapping_sums(job):
 def num_late_kernels():
     """How many of 50 kernels still ran when their call had returned.
 
-    On a stream of their own: on others the allocator records events when another thread, like Gloo's, frees memory.
+    On a stream of their own: on others another thread can record an event between the launch and the query.
     """
     with torch.cuda.stream(torch.cuda.Stream()):
         tensor, num_late = torch.zeros(5, device="cuda"), 0
