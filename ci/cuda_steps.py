@@ -157,7 +157,7 @@ def table(cells: list[dict[str, Any]]) -> str:
     lines.append("|" + "---|" * (len(cells) + 2))
     for name, step in STEPS.items():
         lines.append(_row(f"`{name}`", step.what, *(_cell(cell["steps"].get(name)) for cell in cells)))
-    lines.append(_row("run on", "", *(f"{cell['date']}, {cell['cores']} cores" for cell in cells)))
+    lines.append(_row("latest step run on", "", *(f"{cell['date']}, {cell['cores']} cores" for cell in cells)))
     return "\n".join(lines)
 
 

@@ -107,7 +107,9 @@ def table(cells: list[dict[str, Any]]) -> str:
     lines += [_row(f"`{folder}`", [_counts(cell["tests"].get(folder)) for cell in cells]) for folder in folders]
     steps = dict.fromkeys(step for cell in cells for step in cell["steps"])
     lines += [_row(f"step `{step}`", [_step(cell["steps"].get(step)) for cell in cells]) for step in steps]
-    lines.append(_row("run on", [f"{cell['date']}, Wine {cell['wine']}, {cell['cores']} cores" for cell in cells]))
+    lines.append(
+        _row("latest step run on", [f"{cell['date']}, Wine {cell['wine']}, {cell['cores']} cores" for cell in cells])
+    )
     return "\n".join(lines)
 
 
