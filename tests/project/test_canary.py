@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -77,32 +78,23 @@ def test_a_name_that_is_gone(canary):
     assert canary.describe("ray.train.no_such_module:name") is None
 
 
-@pytest.mark.parametrize(
-    ("text", "offline"),
-    [
-        (
-            "WARNING: Retrying after NewConnectionError\nERROR: Could not find a version that satisfies the requirement ray",
-            True,
-        ),
-        ("ERROR: Cannot install ray and torch because these package versions have conflicting dependencies.", False),
-        ("ERROR: Could not find a version that satisfies the requirement torch>=99 (from ray)", False),
-    ],
-    ids=["offline", "a conflict", "a release that is not there"],
-)
-def test_what_counts_as_offline(canary, text, offline):
-    """A release that does not fit the others is a finding, and no trouble with the network."""
-    assert bool(canary.NETWORK_TROUBLE.search(text)) == offline
-
-
 @pytest.mark.full
-def test_offline_is_said(canary, tmp_path, monkeypatch):
-    """Without a package index the canary says that it has checked nothing, and ends with 2."""
-    environment = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_EXTRA_INDEX_URL": ""}
-    for name, value in {**environment, "PIP_CONFIG_FILE": "/dev/null", "TMPDIR": str(tmp_path)}.items():
+@pytest.mark.parametrize("reachable", [False, True])
+def test_an_installation_that_fails(tmp_path, monkeypatch, reachable):
+    """Without a package index nothing was checked, which ends with 2; a release that does not fit the others is a finding."""
+    index, temporary = tmp_path / "simple", tmp_path / "temporary"
+    temporary.mkdir()
+    # An index with a Ray, and with nothing that it or the project needs.
+    (index / "ray").mkdir(parents=True)
+    (index / "ray" / "index.html").write_text('<a href="ray-99.0-py3-none-any.whl">ray-99.0-py3-none-any.whl</a>')
+    url = index.as_uri() if reachable else "http://127.0.0.1:9/simple"
+    environment = {"PIP_INDEX_URL": url, "PIP_RETRIES": "0", "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
+    for name, value in {**environment, "PIP_CONFIG_FILE": os.devnull, "TMPDIR": str(temporary)}.items():
         monkeypatch.setenv(name, value)
     done = subprocess.run(
         [sys.executable, _CI / "canary.py", "ray"], capture_output=True, text=True, timeout=280, check=False
     )
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "NOTHING WAS CHECKED: no package index could be reached" in done.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert done.returncode == (1 if reachable else 2), done.stdout + done.stderr
+    assert ("NOTHING WAS CHECKED: no package index could be reached" in done.stdout) != reachable
+    assert ("the newest ray cannot be installed" in done.stdout) == reachable
+    assert list(temporary.iterdir()) == []
