@@ -149,7 +149,7 @@ def install_newest(package: str, python: Path, folder: Path, pre: bool) -> None:
 
 
 def has_releases(package: str, python: Path) -> bool:
-    """Return whether a package index answers, and has the package at all; the text of an installation that failed may say neither."""
+    """Return whether a package index answers: what pip prints of a failed installation does not always say so."""
     command = [str(python), "-m", "pip", "index", "versions", package]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 

@@ -81,7 +81,7 @@ def test_a_name_that_is_gone(canary):
 @pytest.mark.full
 @pytest.mark.parametrize("reachable", [False, True])
 def test_an_installation_that_fails(tmp_path, monkeypatch, reachable):
-    """Without a package index nothing was checked, which ends with 2; a release that does not fit the others is a finding."""
+    """Without a package index nothing was checked, which ends with 2; where an index answers, the failure is a finding."""
     index, temporary = tmp_path / "simple", tmp_path / "temporary"
     temporary.mkdir()
     # An index with a Ray, and with nothing that it or the project needs.
