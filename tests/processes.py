@@ -42,6 +42,9 @@ if sys.platform != "win32":
     )
 # A child imports the test's module before the time limit of a run begins.
 _IMPORTS_S = 120.0
+# Code for a child that waits for a signal, up to a minute. Python calls a signal's handler between two instructions: one that comes
+# in the moment before a long sleep begins is handled when that sleep is over.
+NAPS = "[time.sleep(0.1) for _ in range(600)]"
 # Exit code of a process that was killed.
 _KILLED = -getattr(signal, "SIGKILL", signal.SIGTERM)
 # Sockets of `free_port`, the newest of them: more than a test asks for.

@@ -24,7 +24,7 @@ import torch
 from ray_fracbackend import __version__
 from ray_fracbackend.cli.connect.address import ClusterError
 from ray_fracbackend.timeouts import Deadline
-from tests.processes import free_port, python_path, wait_for_port, with_signals
+from tests.processes import NAPS, free_port, python_path, wait_for_port, with_signals
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "doctor", "--json"]
 
@@ -273,14 +273,14 @@ def test_head_node_with_a_token(own_head):
     assert "the port accepts connections, but ray.init() did not end within" in out + err
 
 
-_STARTS_LOCAL = """
+_STARTS_LOCAL = f"""
 import os, sys
 from ray_fracbackend.cli.connect.cluster import connected
 with connected(None) as own:
     print("RUNNING", own, flush=True)
     if len(sys.argv) > 1:
         import time
-        time.sleep(100)
+        {NAPS}
 """
 
 

@@ -17,7 +17,7 @@ from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli import script as run_module
 from ray_fracbackend.integrations.trainers import replace_torch_config
-from tests.processes import processes_with, python_path, wait_until, with_signals
+from tests.processes import NAPS, processes_with, python_path, wait_until, with_signals
 from tests.ray.conftest import HALF_GPU
 
 SCRIPT = Path(__file__).with_name("stock_script.py")
@@ -303,7 +303,7 @@ _HANDLES_CTRL_C = """
 import sys, time
 try:
     print("begun", flush=True)
-    time.sleep(60)
+    {naps}
 except KeyboardInterrupt:
     {body}
 """
@@ -316,7 +316,7 @@ def test_a_script_that_handles_ctrl_c(tmp_path, body):
     """Exit code and traceback are the script's own, also below a folder called ray, as the home in Ray's images is."""
     folder = tmp_path / "ray"
     folder.mkdir()
-    (folder / "train.py").write_text(_HANDLES_CTRL_C.format(body=body))
+    (folder / "train.py").write_text(_HANDLES_CTRL_C.format(naps=NAPS, body=body))
     ended = []
     for command in ("-m", "ray_fracbackend", "run"), ():
         process = subprocess.Popen(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import with_signals
+from tests.processes import NAPS, with_signals
 
 pytestmark = pytest.mark.linux(reason="signals and closed descriptors are those of Unix")
 
@@ -33,17 +33,16 @@ def work():
 
 sys.exit(to_its_end("program", work))
 """
-SLEEP = "time.sleep(60)"
 # What a library does that is interrupted while it imports another.
-SWALLOW = """
+SWALLOW = f"""
             try:
-                time.sleep(60)
+                {NAPS}
             except BaseException:
                 raise ImportError("half an import") from None
 """
-IGNORE = """
+IGNORE = f"""
             try:
-                time.sleep(60)
+                {NAPS}
             except BaseException:
                 pass
 """
@@ -76,7 +75,7 @@ def in_shell(body: str, redirection: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("body", [SLEEP, SWALLOW, IGNORE], ids=["sleeps", "fails instead", "goes on"])
+@pytest.mark.parametrize("body", [NAPS, SWALLOW, IGNORE], ids=["sleeps", "fails instead", "goes on"])
 @pytest.mark.parametrize(
     ("number", "said"),
     [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"), (1, "ended by SIGHUP")],
@@ -92,7 +91,7 @@ def test_signals(number: int, said: str, body: str) -> None:
 def test_a_second_signal_ends_a_clean_up_that_hangs() -> None:
     """A second signal kills at once."""
     inside = "print('inside', file=sys.stderr, flush=True)"
-    process = start(f"try:\n                {inside}; {SLEEP}\n            finally:\n                {SLEEP}")
+    process = start(f"try:\n                {inside}; {NAPS}\n            finally:\n                {NAPS}")
     assert process.stderr is not None
     assert process.stderr.readline() == "inside\n"
     process.send_signal(signal.SIGINT)
