@@ -50,10 +50,8 @@ def test_every_collective_matches_the_reference(size: int, how: str, full: bool)
 
 
 @typed
-@pytest.mark.parametrize(
-    ("size", "how"),
-    [(3, "split"), *(pytest.param(size, "leader", marks=pytest.mark.full) for size in (1, 2, 4))],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("size", "how"), [(3, "split"), *((size, "leader") for size in (1, 2, 4))])
 def test_every_collective_on_a_device_of_its_own_type(size: int, how: str, full: bool) -> None:
     """As above: also sums of another type stay on the device."""
     env = {**TYPED, "RAY_FRACBACKEND_IPC_DEVICE_REDUCE": how}

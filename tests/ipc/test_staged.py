@@ -218,9 +218,8 @@ def mutated(job: Job, name: str, changed: bool) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize(
-    "name", ["one buffer", *(pytest.param(name, marks=pytest.mark.full) for name in MUTANTS if name != "one buffer")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_step_that_is_left_out_is_a_wrong_result(name: str) -> None:
     """The fake device finds each missing wait, and nothing without it."""
     over = "over ipc" if sys.platform == "linux" else "over Gloo"

@@ -13,12 +13,13 @@ from net_starts import ours
 
 from ray_fracbackend.decide.settings import Settings
 
+NUM_STARTS = 200
 AT_A_TIME = 8
 # Twice what the starts that run at one time hold.
 RANGE = (22000, 22000 + 2 * AT_A_TIME - 1)
 
 
-def start_many(node: Node, folder: Path, count: int, options: Settings) -> list[Any]:
+def start_many(node: Node, folder: Path, options: Settings) -> list[Any]:
     def one(_: int) -> Any:
         results, _, workers = ours([node, node], folder, options=options)
         for worker in workers:
@@ -27,21 +28,11 @@ def start_many(node: Node, folder: Path, count: int, options: Settings) -> list[
         return results
 
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        return list(pool.map(one, range(count)))
+        return list(pool.map(one, range(NUM_STARTS)))
 
 
-@pytest.mark.parametrize(
-    ("count", "options"),
-    [
-        pytest.param(24, Settings(), marks=pytest.mark.full),
-        (10, Settings(master_port=RANGE)),
-        pytest.param(200, Settings(), marks=pytest.mark.full),
-        pytest.param(200, Settings(master_port=RANGE), marks=pytest.mark.full),
-    ],
-    ids=["24-any-port", "10-range", "200-any-port", "200-range"],
-)
-def test_starts_side_by_side_never_clash(
-    two_nodes: tuple[Node, Node], tmp_path: Path, count: int, options: Settings
-) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("options", [Settings(), Settings(master_port=RANGE)], ids=["any-port", "range"])
+def test_starts_side_by_side_never_clash(two_nodes: tuple[Node, Node], tmp_path: Path, options: Settings) -> None:
     """Eight starts at a time, with any port or sharing a narrow range, all compute the right sum."""
-    assert start_many(two_nodes[0], tmp_path, count, options) == [[3.0, 3.0]] * count
+    assert start_many(two_nodes[0], tmp_path, options) == [[3.0, 3.0]] * NUM_STARTS

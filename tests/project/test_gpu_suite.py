@@ -188,13 +188,10 @@ in_rank(body)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "expected"),
-    [
-        pytest.param("end", None, marks=pytest.mark.full),
-        ("raise", "rank 1: .*the reason"),
-        pytest.param("hang", r"ranks \[0, 1\] did not end", marks=pytest.mark.full),
-    ],
+    [("end", None), ("raise", "rank 1: .*the reason"), ("hang", r"ranks \[0, 1\] did not end")],
 )
 def test_a_case_of_a_benchmark_is_bounded(tmp_path, monkeypatch, how, expected):
     """Rows that were reported are kept, a failure or a hang has its reason, and no rank is left."""
@@ -240,6 +237,7 @@ def test_what_was_refused_is_not_tried_with_more_ranks(monkeypatch, tmp_path):
     assert "not installed" in without.results()["rows"][0]["failed"]
 
 
+@pytest.mark.full
 def test_benchmarks_save_without_ray(tmp_path):
     """ipc is measured on hosts that have none."""
     script = _ROOT / "benchmarks" / "gpu_probe.py"

@@ -31,6 +31,7 @@ def patches(check):
     return [check.Patch(path) for path in sorted((_ROOT / "upstream" / "patches").glob("*.patch"))]
 
 
+@pytest.mark.full
 def test_the_patches_apply(patches):
     """Each alone and all together, within their size and in Ray's style."""
     command = [sys.executable, str(_ROOT / "upstream" / "check.py"), "--apply"]

@@ -14,7 +14,8 @@ from tests.ray.starts import group_state, initialized, replace_in_worker, start,
 class TestGoodPath:
     """A start that works."""
 
-    @pytest.mark.parametrize("num_workers", [1, pytest.param(3, marks=pytest.mark.full)])
+    @pytest.mark.full
+    @pytest.mark.parametrize("num_workers", [1, 3])
     def test_world_sizes(self, make_group, num_workers):
         """The group has every rank once, the backend of the plan, and the user's own timeout once it runs."""
         group = make_group(num_workers)
