@@ -58,7 +58,7 @@ def main() -> None:
     failed = call(*pytest, *spread(cores + 1), RAY_TRAIN_V2_ENABLED="1") != 0
     side_by_side = (
         [([*pytest, *spread(cores), *V1_TESTS], {"RAY_TRAIN_V2_ENABLED": "0"})],
-        [([*pytest, *smoke], {"RAY_TRAIN_V2_ENABLED": "0", "PYTHONPATH": str(lowest)})],
+        [([*pytest, "--full", *smoke], {"RAY_TRAIN_V2_ENABLED": "0", "PYTHONPATH": str(lowest)})],
     )
     with ThreadPoolExecutor(len(side_by_side)) as pool:
         failed |= any(list(pool.map(call_quietly, side_by_side)))

@@ -38,10 +38,8 @@ ASYNC = {**FAKE, "FAKE_CUDA_ASYNC": "1"}
 DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
 
 
-@pytest.mark.parametrize(
-    ("size", "how"),
-    [*(pytest.param(size, "leader", marks=pytest.mark.full) for size in (1, 2, 4)), (3, "split")],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("size", "how"), [*((size, "leader") for size in (1, 2, 4)), (3, "split")])
 def test_every_collective_matches_the_reference(size: int, how: str, full: bool) -> None:
     """The table of the host's tests, on lagging streams, with each way to reduce."""
     env = {**FAKE, "RAY_FRACBACKEND_IPC_DEVICE_REDUCE": how}

@@ -112,6 +112,7 @@ def check_cpu_workers(tmp_path):
     assert {a["env"]["ACCELERATE_TORCH_DEVICE"] for a in answers(tmp_path)} == {"cpu"}
 
 
+@pytest.mark.full(but="V2")  # of V1, the pass with the lowest Ray runs it
 def test_gpu_script_on_the_cpu(tmp_path):
     """get_device() says cpu in the train function, and the model is wrapped in DDP there."""
     fit(look_around, tmp_path, FracTorchConfig(backend="gloo", on_missing_cuda="cpu"), TWO_HALF_GPUS)
