@@ -132,6 +132,27 @@ def test_a_process_is_dead_once_it_is_a_zombie() -> None:
     assert not Peer(os.getpid(), start_time(os.getpid()) + 1).is_alive()
 
 
+FIRST_THREAD_ENDS = """
+import ctypes, threading
+threading.Thread(target=input).start()
+print(flush=True)
+exit_thread = {"x86_64": 60, "aarch64": 93}[__import__("platform").machine()]
+ctypes.CDLL(None).syscall(exit_thread, 0)
+"""
+
+
+def test_a_process_is_there_until_its_last_thread_has_ended() -> None:
+    """A killed process keeps its memory until then, though its first thread, whose state the system shows, is gone."""
+    child = subprocess.Popen([sys.executable, "-c", FIRST_THREAD_ENDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    peer = Peer(child.pid, start_time(child.pid))
+    assert child.stdout is not None
+    child.stdout.readline()
+    _wait_for(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    assert peer.is_alive()
+    child.communicate(b"\n", timeout=30)
+    assert not peer.is_alive()
+
+
 def _wait_for(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 10
     while not condition():

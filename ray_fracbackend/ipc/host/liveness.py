@@ -49,7 +49,7 @@ class Peer:
         self.started = started
 
     def is_alive(self) -> bool:
-        """Return False once the process has ended, also while its parent has not yet waited for it."""
+        """Return False once the process has ended with all its threads, also while its parent has not yet waited for it."""
         return self.state() != "gone"
 
     def state(self) -> str:
@@ -60,6 +60,9 @@ class Peer:
             except ProcessLookupError:
                 return "gone"
         fields = _stat_fields(self.pid)
-        if fields is None or int(fields[19]) != self.started or fields[0] in ("Z", "X"):
+        if fields is None or int(fields[19]) != self.started:
             return "gone"
+        if fields[0] in ("Z", "X"):
+            # The state is that of the first thread. While another one is still ending, the memory and the files of the process are there.
+            return "running" if int(fields[17]) > 1 else "gone"
         return "stopped" if fields[0] in ("T", "t") else "running"
