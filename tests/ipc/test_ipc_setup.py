@@ -133,10 +133,10 @@ def test_a_process_is_dead_once_it_is_a_zombie() -> None:
 
 
 FIRST_THREAD_ENDS = """
-import ctypes, threading
+import ctypes, platform, threading
 threading.Thread(target=input).start()
 print(flush=True)
-exit_thread = {"x86_64": 60, "aarch64": 93}[__import__("platform").machine()]
+exit_thread = {"x86_64": 60, "aarch64": 93}[platform.machine()]
 ctypes.CDLL(None).syscall(exit_thread, 0)
 """
 
