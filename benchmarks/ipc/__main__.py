@@ -1,6 +1,6 @@
 """How fast is the ipc backend beside Gloo, NCCL, Open MPI and a plain copy, on this machine?
 
-    python -m benchmarks.ipc [--ranks 2 4] [--device cuda] [--rounds 3] [--starts 5] [--out FOLDER]
+    python -m benchmarks.ipc [--ranks 2 4] [--busy 0 1 2] [--device cuda] [--rounds 3] [--starts 5] [--out FOLDER]
 
 In the project's folder. Prints medians, and writes one dated JSON with hardware, versions and load, and its plot (needs matplotlib).
 Run it on a quiet machine: what other processes took meanwhile is in the file.
@@ -34,10 +34,21 @@ def _number(text: str) -> int:
     return int(text)
 
 
+def _number_or_none(text: str) -> int:
+    return 0 if text == "0" else _number(text)
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", type=_number, nargs="+", default=[2, 4], help="processes; each number is measured on its own")
+    add(
+        "--busy",
+        type=_number_or_none,
+        nargs="+",
+        default=[0],
+        help="endless loops beside them, as busy data loader workers are; likewise",
+    )
     add("--sizes", type=_number, nargs="+", default=list(SIZES), help="bytes of the float32 tensors")
     add("--operations", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
     add("--rounds", type=_number, default=3, help="of one start")
@@ -89,6 +100,7 @@ def main() -> None:
         try:
             result = measure(
                 options.ranks,
+                busy=options.busy,
                 operations=options.operations,
                 sizes=options.sizes,
                 rounds=options.rounds,

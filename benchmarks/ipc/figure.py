@@ -19,7 +19,7 @@ _LEGEND = (
 
 
 def table(result: dict[str, Any]) -> str:
-    """Medians, one line for each operation, number of ranks and size, with units and a caveat on a busy machine."""
+    """Medians, one line for each operation, number of ranks, of loops and size, with units and a caveat on a busy machine."""
     lines = [*_medians(result["rows"]), "", *_LEGEND]
     if (share := result["cpu_share_of_other_processes"]) > _BUSY_SHARE:
         lines += [
@@ -30,37 +30,39 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _medians(rows: list[dict[str, Any]]) -> list[str]:
-    medians: dict[tuple[str, int, int], dict[str, float]] = {}
+    medians: dict[tuple[str, int, int, int], dict[str, float]] = {}
     for row in rows:
-        key = (row["operation"], row["num_ranks"], row["num_bytes"])
+        key = (row["operation"], row["num_ranks"], row["busy"], row["num_bytes"])
         medians.setdefault(key, {})[row["backend"]] = row["median_ms"]
     backends = [backend for backend in _COLUMNS if any(backend in by for by in medians.values())]
     lines = [
-        f"{'operation':<15}{'ranks':>5}{'KiB':>12}"
+        f"{'operation':<15}{'ranks':>5}{'loops':>6}{'KiB':>12}"
         + "".join(f"{f'{b}, ms':>14}" for b in backends)
         + f"{'gloo/ipc':>10}"
     ]
-    for (operation, ranks, size), by_backend in sorted(medians.items()):
+    for (operation, ranks, loops, size), by_backend in sorted(medians.items()):
         cells = "".join(f"{by_backend[b]:>14.3f}" if b in by_backend else f"{'-':>14}" for b in backends)
         faster = by_backend["gloo"] / by_backend["ipc"]
-        lines.append(f"{operation:<15}{ranks:>5}{size / 1024:>12g}{cells}{faster:>10.1f}")
+        lines.append(f"{operation:<15}{ranks:>5}{loops:>6}{size / 1024:>12g}{cells}{faster:>10.1f}")
     return lines
 
 
-def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks: int) -> None:
-    """Draw one operation with one number of ranks: milliseconds over size, median and quartiles, both axes logarithmic.
+def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks: int, busy: int = 0) -> None:
+    """Draw one operation with one number of ranks and of loops: milliseconds over size, median and quartiles, both axes logarithmic.
 
     Args:
         axis: Of matplotlib.
         rows: As `measure` returns them; the others are skipped.
         operation: Of `ranks.OPERATIONS`.
         num_ranks: Processes.
+        busy: Endless loops beside them.
     """
     for backend, label in LABELS.items():
         points = sorted(
             (row["num_bytes"], row["median_ms"], row["p25_ms"], row["p75_ms"])
             for row in rows
-            if (row["operation"], row["backend"], row["num_ranks"]) == (operation, backend, num_ranks)
+            if (row["operation"], row["backend"], row["num_ranks"], row.get("busy", 0))
+            == (operation, backend, num_ranks, busy)
         )
         if points:
             sizes, medians, low, high = zip(*points, strict=True)
@@ -68,13 +70,19 @@ def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks:
                 label = "no communication"
             axis.plot(sizes, medians, marker="o", markersize=3, color=COLORS[backend], label=label)
             axis.fill_between(sizes, low, high, color=COLORS[backend], alpha=0.15)
-    axis.set(xscale="log", yscale="log", title=f"{operation}, {num_ranks} ranks", xlabel="bytes", ylabel="ms")
+    axis.set(
+        xscale="log",
+        yscale="log",
+        title=f"{operation}, {num_ranks} ranks" + (f", {busy} loops beside" if busy else ""),
+        xlabel="bytes",
+        ylabel="ms",
+    )
     axis.legend(fontsize=8)
     axis.grid(alpha=0.3)
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
-    """Draw milliseconds over size, one panel an operation and number of ranks, with median and quartiles.
+    """Draw milliseconds over size, one panel an operation and number of ranks and loops, with median and quartiles.
 
     Args:
         result: As it was saved.
@@ -90,13 +98,13 @@ def draw(result: dict[str, Any], target: Path) -> None:
 
     rows = result["rows"]
     operations = list(dict.fromkeys(row["operation"] for row in rows))
-    all_ranks = sorted({row["num_ranks"] for row in rows})
+    lines = sorted({(row["num_ranks"], row["busy"]) for row in rows})
     figure, axes = plt.subplots(
-        len(all_ranks), len(operations), figsize=(4 * len(operations), 3.4 * len(all_ranks)), squeeze=False
+        len(lines), len(operations), figsize=(4 * len(operations), 3.4 * len(lines)), squeeze=False
     )
-    for line, num_ranks in enumerate(all_ranks):
+    for line, (num_ranks, busy) in enumerate(lines):
         for column, operation in enumerate(operations):
-            draw_panel(axes[line][column], rows, operation, num_ranks)
+            draw_panel(axes[line][column], rows, operation, num_ranks, busy)
     figure.suptitle(f"{where(result)}; median and quartiles")
     figure.tight_layout()
     figure.savefig(target, dpi=90)

@@ -1,18 +1,47 @@
-"""How much of the machine other processes use while something is measured."""
+"""How much of the machine other processes use while something is measured, and processes that use it on purpose."""
 
 from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import psutil
 
+# Ends with its standard input, and so with the process that started it.
+_LOOP = """
+import os, threading
+threading.Thread(target=lambda: os._exit(len(os.read(0, 1))), daemon=True).start()
+while True:
+    pass
+"""
 
-def busy_s() -> float:
-    """CPU seconds that all processes of the machine have used since boot; those of virtual machines count once."""
+
+def busy_s(without: Sequence[int] = ()) -> float:
+    """CPU seconds that all processes of the machine have used since boot, but these; those of virtual machines count once."""
     times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
+    total = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+    for pid in without:
+        own = psutil.Process(pid).cpu_times()
+        total -= own.user + own.system
+    return float(total)
+
+
+@contextmanager
+def busy_loops(number: int) -> Iterator[list[int]]:
+    """Keep processes busy that use all of a core that they get, as the workers of a data loader do; yields their process ids."""
+    loops = [subprocess.Popen([sys.executable, "-c", _LOOP], stdin=subprocess.PIPE) for _ in range(number)]
+    try:
+        yield [loop.pid for loop in loops]
+    finally:
+        for loop in loops:
+            loop.kill()
+            with suppress(BrokenPipeError):
+                loop.communicate()
 
 
 class OthersShare:

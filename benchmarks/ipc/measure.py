@@ -6,6 +6,7 @@ Open MPI is measured where ``mpirun`` and mpi4py are installed, NCCL on CUDA dev
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 def measure(
     ranks: Sequence[int],
     *,
+    busy: Sequence[int],
     operations: Sequence[str],
     sizes: Sequence[int],
     rounds: int,
@@ -34,13 +36,14 @@ def measure(
 
     Args:
         ranks: Numbers of processes, each measured on its own.
+        busy: Numbers of endless loops beside the ranks, each measured on its own.
         operations: Of `ranks.OPERATIONS`.
         sizes: Bytes of the float32 tensors.
         rounds: How often everything is measured in one start; medians are over all rounds of all starts.
         starts: How often the processes are started anew.
         tries: Most tries of a case, while other processes use the machine.
         device: ``"cpu"``, or ``"cuda"`` for tensors on the first CUDA device that torch sees, which all ranks share.
-        progress: Called as ``progress(done, total, what)``, for each number of ranks from the beginning.
+        progress: Called as ``progress(done, total, what)``, for each number of ranks and loops from the beginning.
 
     Returns:
         Plain values for JSON: settings, load, what `benchmarks.common.environment` lacks of the machine, and ``rows`` as
@@ -50,9 +53,10 @@ def measure(
         RuntimeError: A rank failed; the message has its output.
     """
     others, rows = OthersShare(), []
-    for num_ranks in ranks:
+    for num_ranks, loops in itertools.product(ranks, busy):
         rows += run_benchmark(
             num_ranks,
+            busy=loops,
             operations=operations,
             sizes=sizes,
             rounds=rounds,
@@ -61,7 +65,9 @@ def measure(
             device=device,
             nccl_env=nccl_env(num_ranks) if device == "cuda" else None,
             mpirun=mpirun(num_ranks) if device == "cpu" else None,
-            progress=lambda done, total, what, of=num_ranks: progress(done, total, f"{of} ranks, {what}"),
+            progress=lambda done, total, what, of=f"{num_ranks} ranks, {loops} loops": progress(
+                done, total, f"{of}, {what}"
+            ),
         )
     return {
         "caches": _caches(),

@@ -151,11 +151,13 @@ def _time_calls(subject: Callable[[], Any], num_calls: int) -> torch.Tensor:
     return seconds
 
 
-def _time_case(subjects: dict[str, Callable[[], Any]], num_calls: int) -> tuple[dict[str, list[float]], float]:
-    """Return the seconds of all calls by backend, and the share of the machine that other processes took meanwhile."""
-    wall, busy, own = time.monotonic(), busy_s(), time.process_time()
+def _time_case(
+    subjects: dict[str, Callable[[], Any]], num_calls: int, loops: list[int]
+) -> tuple[dict[str, list[float]], float]:
+    """Return the seconds of all calls by backend, and the share of the machine that others than ranks and loops took meanwhile."""
+    wall, busy, own = time.monotonic(), busy_s(loops), time.process_time()
     timed = {backend: _time_calls(subject, num_calls).tolist() for backend, subject in subjects.items()}
-    wall, busy, own = time.monotonic() - wall, busy_s() - busy, time.process_time() - own
+    wall, busy, own = time.monotonic() - wall, busy_s(loops) - busy, time.process_time() - own
     total_own = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(total_own)
     share = torch.tensor(max(0.0, busy - total_own.item()) / (wall * (os.cpu_count() or 1)), dtype=torch.float64)
@@ -165,15 +167,15 @@ def _time_case(subjects: dict[str, Callable[[], Any]], num_calls: int) -> tuple[
 
 
 def _time_quietly(
-    subjects: dict[str, Callable[[], Any]], num_calls: int, tries: int
+    subjects: dict[str, Callable[[], Any]], num_calls: int, tries: int, loops: list[int]
 ) -> tuple[dict[str, list[float]], float]:
     """Return the first of up to `tries` measurements during which the machine was quiet, or the quietest of them."""
-    best = _time_case(subjects, num_calls)
+    best = _time_case(subjects, num_calls, loops)
     for _ in range(tries - 1):
         if best[1] <= _QUIET_SHARE:
             break
         time.sleep(_PAUSE_S)
-        again = _time_case(subjects, num_calls)
+        again = _time_case(subjects, num_calls, loops)
         if again[1] < best[1]:
             best = again
     return best
@@ -190,7 +192,7 @@ def _measure(spec: dict[str, Any], mpi: Any) -> Iterator[dict[str, Any]]:
     for turn in range(spec["rounds"]):
         for number, (operation, num_bytes) in enumerate(cases):
             subjects = _subjects(operation, num_bytes, groups, mpi, device)
-            timed, share = _time_quietly(subjects, _calls(num_bytes), spec["tries"])
+            timed, share = _time_quietly(subjects, _calls(num_bytes), spec["tries"], spec["loops"])
             shares[operation, num_bytes] = max(share, shares.get((operation, num_bytes), 0.0))
             for backend, values in timed.items():
                 seconds.setdefault((operation, num_bytes, backend), []).extend(values)

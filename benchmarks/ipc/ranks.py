@@ -19,6 +19,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from benchmarks.ipc.load import busy_loops
+
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "ddp_step")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)
 
@@ -41,6 +43,7 @@ def run_benchmark(
     starts: int = 1,
     tries: int = 1,
     device: str = "cpu",
+    busy: int = 0,
     nccl_env: Mapping[str, str] | None = None,
     mpirun: Sequence[str] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -57,6 +60,7 @@ def run_benchmark(
         tries: How often a case of a round is repeated while other processes use over a tenth of the machine. The
             quietest try counts, whatever its times are.
         device: Where the tensors are: ``"cpu"``, or ``"cuda"`` for the first device that torch sees, which all ranks share.
+        busy: Endless loops that run beside the ranks, each a process.
         nccl_env: Variables with which NCCL takes the ranks, on ``"cuda"``; None leaves NCCL out.
         mpirun: Command that starts `num_ranks` processes under Open MPI, such as ``["mpirun", "-n", "2"]``; the ranks
             need mpi4py. None starts them directly and leaves Open MPI out.
@@ -64,7 +68,7 @@ def run_benchmark(
 
     Returns:
         One row for each operation, size and backend: ``operation``, ``num_bytes``, ``backend``, ``num_ranks``,
-        ``num_calls``, the ``median_ms``, ``p25_ms`` and ``p75_ms`` of the calls, ``start_medians_ms``, the median of
+        ``busy``, ``num_calls``, the ``median_ms``, ``p25_ms`` and ``p75_ms`` of the calls, ``start_medians_ms``, the median of
         each start, and ``others``, the largest share of the machine that other processes took in a round. A call begins
         after a barrier and ends when its last rank is through, with its work on the device.
 
@@ -89,11 +93,13 @@ def run_benchmark(
             if progress is not None:
                 progress(start * total + done, starts * total, what)
 
-        for operation, num_bytes, backend, values, share in _start_ranks(spec, nccl_env or {}, mpirun, report):
+        with busy_loops(busy) as loops:
+            measured = _start_ranks({**spec, "loops": loops}, nccl_env or {}, mpirun, report)
+        for operation, num_bytes, backend, values, share in measured:
             case = (operation, num_bytes, backend)
             seconds.setdefault(case, []).append(values)
             others[case] = max(share, others.get(case, 0.0))
-    return [_row(case, num_ranks, by_start, others[case]) for case, by_start in seconds.items()]
+    return [_row(case, num_ranks, busy, by_start, others[case]) for case, by_start in seconds.items()]
 
 
 def _start_ranks(
@@ -171,7 +177,7 @@ def _read(process: subprocess.Popen[str], measured: list[Any], progress: Callabl
     return other
 
 
-def _row(case: Case, num_ranks: int, by_start: list[list[float]], others: float) -> Row:
+def _row(case: Case, num_ranks: int, busy: int, by_start: list[list[float]], others: float) -> Row:
     operation, num_bytes, backend = case
     seconds = [value for values in by_start for value in values]
     p25, median, p75 = (round(quantile * 1e3, 5) for quantile in statistics.quantiles(seconds, n=4))
@@ -180,6 +186,7 @@ def _row(case: Case, num_ranks: int, by_start: list[list[float]], others: float)
         "num_bytes": num_bytes,
         "backend": backend,
         "num_ranks": num_ranks,
+        "busy": busy,
         "num_calls": len(seconds),
         "median_ms": median,
         "p25_ms": p25,

@@ -11,12 +11,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from benchmarks.ipc import figure, measure, rank, ranks
+from benchmarks.ipc import figure, load, measure, rank, ranks
 from benchmarks.ipc.__main__ import why_not
 from ray_fracbackend.decide.nccl import multi_rank_env
 from ray_fracbackend.ipc import host_memory_support
@@ -128,8 +129,35 @@ def test_rows_are_complete():
         assert (row["num_bytes"], row["num_ranks"]) == (4096, 2)
         assert len(row["start_medians_ms"]) == 2
         assert min(row["start_medians_ms"]) <= row["median_ms"] <= max(row["start_medians_ms"])
+    assert [row["busy"] for row in rows] == [0] * len(rows)
     assert [done for done, _, _ in seen] == [1, 2, 3, 4]
     assert {total for _, total, _ in seen} == {4}
+
+
+def test_loops_keep_a_machine_busy():
+    """They run while they are wanted, do not count as other processes, and are gone afterwards, killed ones too."""
+    with load.busy_loops(2) as pids:
+        loops = [psutil.Process(pid) for pid in pids]
+        assert wait_until(lambda: all(loop.cpu_times().user > 0.2 for loop in loops), 60)
+        used = sum(sum(loop.cpu_times()[:2]) for loop in loops)
+        without = load.busy_s(pids)
+        assert round(load.busy_s() - without, 2) >= round(used, 2)
+        loops[0].kill()
+    assert not any(loop.is_running() for loop in loops)
+
+
+@pytest.mark.full
+def test_loops_end_with_the_benchmark():
+    """A driver that is killed leaves none."""
+    code = "from benchmarks.ipc.load import busy_loops\nwith busy_loops(2) as pids: print(*pids, flush=True); input()"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    driver.kill()
+    driver.communicate()
+    assert len(pids) == 2
+    assert wait_until(lambda: not any(map(psutil.pid_exists, pids)), 60)
 
 
 @pytest.mark.full
@@ -158,7 +186,7 @@ def test_a_backend_that_one_rank_cannot_use_is_left_out_on_all():
 
 
 def result(**changes):
-    row = {"operation": "all_reduce", "num_ranks": 2}
+    row = {"operation": "all_reduce", "num_ranks": 2, "busy": 0}
     rows = [
         {**row, "num_bytes": size, "backend": backend, "median_ms": ms}
         for size in (8, 4096)
@@ -171,8 +199,8 @@ def test_table():
     """Units, sizes below 1 KiB, what the columns mean, and no caveat on a quiet machine."""
     text = figure.table(result())
     header, small, *_ = text.splitlines()
-    assert header.split()[2:] == ["KiB", "ipc,", "ms", "gloo,", "ms", "copy,", "ms", "gloo/ipc"]
-    assert small.split() == ["all_reduce", "2", "0.0078125", "0.500", "1.000", "0.100", "2.0"]
+    assert header.split()[2:] == ["loops", "KiB", "ipc,", "ms", "gloo,", "ms", "copy,", "ms", "gloo/ipc"]
+    assert small.split() == ["all_reduce", "2", "0", "0.0078125", "0.500", "1.000", "0.100", "2.0"]
     assert "copy: a plain copy" in text
     assert "gloo/ipc: how many times as long Gloo takes" in text
     assert "warning" not in text
@@ -213,6 +241,18 @@ def test_what_is_checked_before_a_measurement(num_ranks, sizes, device, out, sai
     """Minutes of work are not lost to a wrong path, nor the machine to a wrong size."""
     assert re.match(said, why_not(num_ranks, sizes, device, tmp_path / out))
     assert why_not([2], [4096], "cpu", tmp_path / "new") is None
+
+
+@pytest.mark.full
+def test_where_the_time_of_a_small_call_goes(tmp_path):
+    """Each case has its median in one dated JSON."""
+    arguments = ["--rounds", "2", "--calls", "3", "--out", str(tmp_path)]
+    program = [sys.executable, "benchmarks/small_call.py", *arguments]
+    subprocess.run(program, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=100)
+    (path,) = tmp_path.glob("small_call_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["ipc", "call layer", "two copies", "ctypes call"]
+    assert all(row["median_us"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize(
