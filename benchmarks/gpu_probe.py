@@ -8,14 +8,15 @@ Each question is two processes of its own, so that one that fails or hangs costs
 ``memory``     is memory that the other process exported right, and how long do export and opening take?
 ``event``      microseconds of a hop: a stream waits for the other process's interprocess event, runs a small kernel, records its own;
                and of the hosts' part alone, a message by pipe
-``semaphore``  the same with words in mapped device memory (cuStreamWriteValue64, cuStreamWaitValue64) and no host in between
+``semaphore``  the same with words (cuStreamWriteValue64, cuStreamWaitValue64) and no host in between: in mapped device memory, and in
+               registered host memory, where ipc has them
 ``copy``       a copy and an addition of 64 MiB, with the GPU idle and with another process's kernels on it: does a copy need their turn?
-``killed``     a process is killed with an event recorded and not reached: does a stream that waits for it come free?
+``killed``     a process is killed with an event recorded and not reached: does a stream that waits for it come free? And one that
+               waits for a word of the host, once the host writes it?
 """
 
 from __future__ import annotations
 
-import ctypes
 import glob
 import multiprocessing
 import os
@@ -34,8 +35,10 @@ from rows import Rows, add_row
 
 from ray_fracbackend.ipc.device import driver
 from ray_fracbackend.ipc.device.runtime import CudaRuntime
+from ray_fracbackend.ipc.host.arena import Arena, attach_arena, create_arena
 
 _BLOCK_BYTES = 256 << 20
+_PAGE_BYTES = 4096
 _COPIED_BYTES = 64 << 20
 _EVENT_HOPS = 400
 _SEMAPHORE_HOPS = 2000
@@ -100,7 +103,7 @@ def identity(side: Side) -> dict[str, Any]:
     return {
         "uuid_of_driver": driver.device_uuid(0),
         "uuid_of_runtime": str(getattr(properties, "uuid", None)),
-        "shares_events": driver.shares_events(0),
+        "has_timelines": driver.has_timelines(0),
         "num_multiprocessors": properties.multi_processor_count,
         "total_bytes": properties.total_memory,
     }
@@ -128,11 +131,8 @@ def memory(side: Side) -> dict[str, Any]:
 
 def event(side: Side) -> dict[str, Any]:
     number = torch.zeros(1, device="cuda")
-    own = [side.runtime.new_shared_event() for _ in (0, 1)]
-    for one in own:
-        one.record()
-    handles = side.meet([side.runtime.export_event(one) for one in own])
-    theirs = [side.runtime.open_event(handle) for handle in handles]
+    own = [shared_event() for _ in (0, 1)]
+    theirs = [open_event(handle) for handle in side.meet([one.ipc_handle() for one in own])]
     files = sorted(map(os.path.basename, glob.glob("/dev/shm/cuda*")))
 
     def microseconds(on_device: bool) -> float:
@@ -158,15 +158,45 @@ def event(side: Side) -> dict[str, Any]:
     return {name: round(statistics.median(values), 2) for name, values in hops.items()} | {"files_in_dev_shm": files}
 
 
+def shared_event() -> Any:
+    """An event that has been recorded, before which it has no handle."""
+    one = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+    one.record()
+    return one
+
+
+def open_event(handle: bytes) -> Any:
+    return torch.cuda.Event.from_ipc_handle(torch.device("cuda", 0), handle)  # type: ignore[no-untyped-call]
+
+
+def shared_words(side: Side) -> tuple[Arena, int]:
+    """A page of host memory of both processes, and its address on the device."""
+    if side.rank == 0:
+        arena, name = create_arena(_PAGE_BYTES)
+        side.meet(name)
+        side.meet()
+        os.close(name.fd)
+    else:
+        arena = attach_arena(side.meet())
+        side.meet()
+    return arena, side.runtime.register(arena.address, _PAGE_BYTES)
+
+
 def semaphore(side: Side) -> dict[str, Any]:
     block, peer = side.shared()
-    number = torch.zeros(1, device="cuda")
-
-    def word(name: str, pointer: int, value: int) -> None:
-        driver.call(name, ctypes.c_void_p(side.stream.cuda_stream), ctypes.c_uint64(pointer), ctypes.c_uint64(value), 0)
-
     block.bytes[:16].zero_()
     torch.cuda.synchronize()
+    _, words = shared_words(side)
+    own, theirs = (words + 64 * (1 + (side.rank ^ other)) for other in (0, 1))
+    return {
+        "hop_us": hop_by_words(side, block.pointer, peer.pointer),
+        "hop_in_host_memory_us": hop_by_words(side, own, theirs),
+    }
+
+
+def hop_by_words(side: Side, own: int, theirs: int) -> float:
+    """Microseconds of a hop with these two words."""
+    number, runtime, stream = torch.zeros(1, device="cuda"), side.runtime, side.stream
     microseconds, turn = [], 0
     for _ in range(4):
         side.meet()
@@ -174,15 +204,15 @@ def semaphore(side: Side) -> dict[str, Any]:
         for _ in range(_SEMAPHORE_HOPS // 2):
             turn += 1
             if side.rank:
-                word("cuStreamWaitValue64_v2", peer.pointer, turn)
+                runtime.wait_for_word(stream, theirs, turn)
             number.add_(1)
-            word("cuStreamWriteValue64_v2", block.pointer, turn)
+            runtime.write_word(stream, own, turn)
             if not side.rank:
-                word("cuStreamWaitValue64_v2", peer.pointer, turn)
+                runtime.wait_for_word(stream, theirs, turn)
         torch.cuda.synchronize()
         microseconds.append((time.perf_counter() - started) / _SEMAPHORE_HOPS * 1e6)
     side.meet()
-    return {"hop_us": round(statistics.median(microseconds[1:]), 2)}
+    return round(statistics.median(microseconds[1:]), 2)
 
 
 def copy(side: Side) -> dict[str, Any]:
@@ -223,9 +253,9 @@ def copy(side: Side) -> dict[str, Any]:
 
 
 def killed(side: Side) -> dict[str, Any]:
-    own = side.runtime.new_shared_event()
-    own.record()
-    theirs = side.runtime.open_event(side.meet(side.runtime.export_event(own)))
+    own = shared_event()
+    theirs = open_event(side.meet(own.ipc_handle()))
+    arena, words = shared_words(side)
     if side.rank == 1:
         torch.cuda._sleep(_LONG_CYCLES)
         own.record()
@@ -233,16 +263,30 @@ def killed(side: Side) -> dict[str, Any]:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     side.receive()
+    behind_word = torch.cuda.Stream()
+    side.runtime.wait_for_word(behind_word, words + 64, 1)
+    is_held = not behind_word.query()
+    memoryview(arena.memory).cast("q")[8] = 1
+    released_s = until_free(behind_word)
     side.stream.wait_event(theirs)
     torch.zeros(1, device="cuda").add_(1)
-    started = time.monotonic()
-    while not side.stream.query() and time.monotonic() - started < _STUCK_S:
-        time.sleep(0.01)
+    free_s = until_free(side.stream)
     return {
         "comes_free": side.stream.query(),
-        "after_s": round(time.monotonic() - started, 2),
+        "after_s": free_s,
+        "is_held_by_a_word": is_held,
+        "comes_free_by_the_host": behind_word.query(),
+        "after_the_host_s": released_s,
         "files_in_dev_shm": sorted(map(os.path.basename, glob.glob("/dev/shm/cuda*"))),
     }
+
+
+def until_free(stream: Any) -> float:
+    """Seconds until a stream is idle, or until one gives up."""
+    started = time.monotonic()
+    while not stream.query() and time.monotonic() - started < _STUCK_S:
+        time.sleep(0.01)
+    return round(time.monotonic() - started, 2)
 
 
 QUESTIONS: dict[str, Callable[[Side], dict[str, Any]]] = {

@@ -67,11 +67,12 @@ def start() -> str:
     )
 
 
-def ipc_rows(operations: tuple[str, ...], num_ranks: int) -> dict[tuple[str, int], dict[str, float]]:
+def ipc_rows(operations: tuple[str, ...], num_ranks: int, busy: int = 0) -> dict[tuple[str, int], dict[str, float]]:
     """Median milliseconds by backend, by operation and size, in the order of measurement."""
     medians: dict[tuple[str, int], dict[str, float]] = {}
     for row in newest_result("ipc")[1]["rows"]:
-        if row["operation"] in operations and row["num_ranks"] == num_ranks:
+        # A result from before there were loops has none.
+        if row["operation"] in operations and (row["num_ranks"], row.get("busy", 0)) == (num_ranks, busy):
             medians.setdefault((row["operation"], row["num_bytes"]), {})[row["backend"]] = row["median_ms"]
     return medians
 
@@ -125,6 +126,21 @@ def ipc_ddp() -> str:
         for (_, size), ms in ipc_rows(("ddp_step",), 2).items()
     ]
     return table(["parameters", "ipc", "Gloo", "no communication"], rows)
+
+
+def ipc_busy() -> str:
+    """An all_reduce and a DDP step beside endless loops: the quotient of Gloo's time and that of ipc."""
+    rows, loops = [], sorted({row.get("busy", 0) for row in newest_result("ipc")[1]["rows"]})
+    for num_ranks in (2, 4):
+        found = [ipc_rows(("all_reduce", "ddp_step"), num_ranks, busy) for busy in loops]
+        for key in found[0]:
+            cells = [by[key] for by in found if key in by]
+            quotients = [
+                f"{three_digits(ms['ipc'])} / {three_digits(ms['gloo'])}: {ms['gloo'] / ms['ipc']:.1f}" for ms in cells
+            ]
+            rows.append([str(num_ranks), key[0], size_text(key[1]), *quotients, *["-"] * (len(loops) - len(cells))])
+    titles = ["quiet" if busy == 0 else f"{busy} loop{'s' if busy > 1 else ''}" for busy in loops]
+    return table(["ranks", "operation", "size", *titles], rows)
 
 
 def ipc_others(num_ranks: int) -> str:
@@ -259,7 +275,7 @@ def counts(*backends: str) -> str:
         cells += [str(row["num_ranks"]), row["dtype"], size_text(size), f"{moved:.0f}"]
         cells += [each_rank(rank["to_host_bytes"] / size for rank in ranks)]
         cells += [each_rank(rank["to_device_bytes"] / size for rank in ranks)]
-        names = ("kernels", "event_records", "event_waits", "peer_event_waits", "host_waits")
+        names = ("kernels", "event_records", "event_waits", "word_writes", "word_waits", "host_waits")
         cells += [each_rank(rank[name] for rank in ranks) for name in names]
         rows.append([*cells, each_rank(rank["peak_device_bytes"] / 2**20 for rank in ranks)])
     columns = [
@@ -270,7 +286,14 @@ def counts(*backends: str) -> str:
         "to the host, in S",
         "from the host, in S",
     ]
-    columns += ["kernels", "event records", "waits for own events", "waits for a peer's events", "waits of the host"]
+    columns += [
+        "kernels",
+        "event records",
+        "waits for own events",
+        "words written",
+        "waits for words",
+        "waits of the host",
+    ]
     columns += ["peak device memory, MiB"]
     return table([*(["backend"] if len(backends) > 1 else []), *columns], rows)
 
@@ -297,6 +320,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "ipc others 2": lambda: ipc_others(2),
     "ipc others 4": lambda: ipc_others(4),
     "ipc ddp": ipc_ddp,
+    "ipc busy": ipc_busy,
     "ipc demo": ipc_demo,
     "counts setting": counts_setting,
     "counts ipc": lambda: counts("ipc"),

@@ -56,7 +56,7 @@ FAULTS = {
     "mps_clients": ("N", "MPS, which has no room for more than N processes"),
     "no_ipc": ("", "IPC handles are refused, as on MIG or WSL"),
     "no_ipc_import": ("", "IPC handles cannot be opened, as in another container"),
-    "no_ipc_events": ("", "events cannot be shared between processes"),
+    "no_stream_words": ("", "streams cannot write words nor wait for them"),
     "no_pinned_memory": ("", "pinned host memory is refused"),
     "no_nvml": ("", "NVML's library is missing"),
     "nccl_init_hang": ("", "ncclCommInitRank never returns"),

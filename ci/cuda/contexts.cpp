@@ -99,7 +99,7 @@ static cudaError_t properties(cudaDeviceProp* p, int index) {
   p->l2CacheSize = 50 << 20;
   p->asyncEngineCount = 2;
   p->concurrentKernels = p->unifiedAddressing = p->canMapHostMemory = p->memoryPoolsSupported = 1;
-  p->ipcEventSupported = !rig::fault("no_ipc_events");
+  p->ipcEventSupported = 1;
   return cudaSuccess;
 }
 RIG_EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) { return properties(p, device); }
@@ -117,6 +117,7 @@ RIG_EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribu
     case cudaDevAttrPciBusId: *value = p.pciBusID; break;
     case cudaDevAttrComputeMode: *value = rig::fault("exclusive") ? 3 : rig::fault("prohibited") ? 2 : 0; break;
     case cudaDevAttrIpcEventSupport: *value = p.ipcEventSupported; break;
+    case (cudaDeviceAttr)CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: *value = !rig::fault("no_stream_words"); break;
     case cudaDevAttrUnifiedAddressing:
     case cudaDevAttrMemoryPoolsSupported:
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:

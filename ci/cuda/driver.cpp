@@ -1,6 +1,6 @@
 // Calls of the CUDA driver that torch, the ipc backend and libnccl make. libcuda.so.1 is an empty library that needs this one.
 // Follows the CUDA Driver API, "Device Management", "Primary Context Management", "Context Management", "Memory Management" and
-// "Interprocess communication". The results have the numbers of the runtime's errors.
+// "Interprocess communication" and "Stream Memory Operations". The results have the numbers of the runtime's errors.
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
@@ -14,6 +14,10 @@
 #undef cuMemFree
 #undef cuIpcOpenMemHandle
 #undef cuMemGetAddressRange
+#undef cuMemHostRegister
+#undef cuMemHostGetDevicePointer
+#undef cuStreamWriteValue64
+#undef cuStreamWaitValue64
 
 using rig::visible_devices;
 
@@ -117,6 +121,33 @@ RIG_EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* size, CUd
   if (base) *base = block.base;
   if (size) *size = block.size;
   return CUDA_SUCCESS;
+}
+
+RIG_EXPORT CUresult cuMemHostRegister_v2(void* pointer, size_t size, unsigned flags) {
+  return (CUresult)cudaHostRegister(pointer, size, flags);
+}
+RIG_EXPORT CUresult cuMemHostUnregister(void* pointer) { return (CUresult)cudaHostUnregister(pointer); }
+RIG_EXPORT CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* device, void* pointer, unsigned) {
+  rig::Block block;
+  if (!rig::find_block(pointer, &block) || block.type != cudaMemoryTypeHost) return CUDA_ERROR_INVALID_VALUE;
+  return *device = (CUdeviceptr)pointer, CUDA_SUCCESS;
+}
+
+static CUresult check_word(CUdeviceptr at) {
+  RIG_DRIVER(rig::state());
+  if (rig::fault("no_stream_words")) return CUDA_ERROR_NOT_SUPPORTED;
+  return at % 8 || !rig::find_block((void*)at) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+RIG_EXPORT CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr at, cuuint64_t value, unsigned flags) {
+  if (CUresult error = check_word(at)) return error;
+  if (flags & ~CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER) return CUDA_ERROR_INVALID_VALUE;
+  return (CUresult)rig::write_word(stream, at, value);
+}
+RIG_EXPORT CUresult cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr at, cuuint64_t value, unsigned flags) {
+  if (CUresult error = check_word(at)) return error;
+  if (flags & CU_STREAM_WAIT_VALUE_FLUSH) return CUDA_ERROR_NOT_SUPPORTED;
+  if (flags > CU_STREAM_WAIT_VALUE_NOR) return CUDA_ERROR_INVALID_VALUE;
+  return (CUresult)rig::wait_for_word(stream, at, value, flags);
 }
 
 // The entry points of the driver by name; the newest version of a call has a suffix.

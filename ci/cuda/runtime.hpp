@@ -32,7 +32,8 @@ bool is_lost();
 
 // ---- counters (counters.cpp)
 struct Counters {
-  std::atomic<uint64_t> kernels, kernel_bytes, device_copy_bytes, to_device_bytes, to_host_bytes, event_records, event_waits, peer_event_waits,
+  std::atomic<uint64_t> kernels, kernel_bytes, device_copy_bytes, to_device_bytes, to_host_bytes, event_records, event_waits,
+      peer_event_waits, word_writes, word_waits,
       host_waits, host_polls, contexts, device_bytes, peak_device_bytes;
 };
 extern Counters counters;
@@ -71,6 +72,9 @@ void poison(void* at, size_t size);
 // Put work on a stream; `late` work is held up by a random time.
 void put(void* stream, std::function<void()> work, bool late);
 void synchronize_stream(void* stream);
+// Write a word in the order of the stream, or have the stream wait for one; device or pinned memory.
+cudaError_t write_word(void* stream, uintptr_t at, uint64_t value);
+cudaError_t wait_for_word(void* stream, uintptr_t at, uint64_t value, unsigned condition);
 void synchronize_device(int device);
 bool stream_is_idle(void* stream);
 

@@ -216,6 +216,35 @@ static std::shared_ptr<EventState> map_page(int fd) {
   return std::shared_ptr<EventState>((EventState*)page, [](EventState* state) { munmap(state, sizeof *state); });
 }
 
+// ---- words: follows the CUDA Driver API, "Stream Memory Operations"
+
+using Word = std::atomic<uint64_t>;
+
+static bool holds(const Word& word, uint64_t value, unsigned condition) {
+  uint64_t now = word;
+  switch (condition) {
+    case CU_STREAM_WAIT_VALUE_GEQ: return (int64_t)(now - value) >= 0;
+    case CU_STREAM_WAIT_VALUE_EQ: return now == value;
+    case CU_STREAM_WAIT_VALUE_AND: return now & value;
+    default: return ~(now | value);
+  }
+}
+cudaError_t write_word(void* stream, uintptr_t at, uint64_t value) {
+  counters.word_writes++;
+  put(stream, [=] { *(Word*)rig_address((void*)at) = value; }, false);
+  return state();
+}
+cudaError_t wait_for_word(void* stream, uintptr_t at, uint64_t value, unsigned condition) {
+  counters.word_waits++;
+  auto work = [=] {
+    // The memory may belong to another process, which does not say that it has written.
+    auto& word = *(Word*)rig_address((void*)at);
+    for (int us = 1; !holds(word, value, condition) && !is_lost(); us = us < 64 ? 2 * us : 64) usleep(us);
+  };
+  put(stream, work, false);
+  return state();
+}
+
 // ---- copies
 
 enum class Side { device, pinned, pageable };
@@ -423,7 +452,7 @@ struct EventHandle {
 RIG_EXPORT cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* out, cudaEvent_t handle) {
   RIG_ENTER();
   auto& event = *(Event*)handle;
-  if (rig::fault("no_ipc_events") || rig::fault("no_ipc")) return rig::failed(cudaErrorNotSupported);
+  if (rig::fault("no_ipc")) return rig::failed(cudaErrorNotSupported);
   if (event.fd < 0) return rig::failed(cudaErrorInvalidResourceHandle);
   EventHandle value = {"event", getpid(), event.fd};
   memset(out, 0, sizeof *out);

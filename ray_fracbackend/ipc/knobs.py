@@ -14,6 +14,9 @@ CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_CHUNK_BYTES"
 DEFAULT_CHUNK_BYTES = 1 << 20
 MIN_CHUNK_BYTES = 64 * 1024
 MAX_CHUNK_BYTES = 1 << 28
+# Slots of each rank: by how many chunks a rank may be ahead of another that is late.
+SLOTS_ENV_VAR = "RAY_FRACBACKEND_IPC_SLOTS"
+DEFAULT_SLOTS, MIN_SLOTS, MAX_SLOTS = 4, 2, 64
 
 # Splits one machine into several hosts, for tests of the hierarchical path on one machine.
 HOST_ENV_VAR = "RAY_FRACBACKEND_IPC_HOST"
@@ -77,6 +80,15 @@ def chunk_bytes() -> int:
     """
     value = _int_in(CHUNK_BYTES_ENV_VAR, DEFAULT_CHUNK_BYTES, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
     return value // 4096 * 4096
+
+
+def num_slots() -> int:
+    """Return the number of slots of each rank.
+
+    Raises:
+        ValueError: The variable is not an integer in range.
+    """
+    return _int_in(SLOTS_ENV_VAR, DEFAULT_SLOTS, MIN_SLOTS, MAX_SLOTS)
 
 
 def spin_us() -> int:

@@ -54,8 +54,8 @@ CASES = {
     "forked_child": Case(steps=("allocation", "fork")),
     "no_ipc": Case("no_ipc", ("support", "export")),
     "no_ipc_import": Case("no_ipc_import", ("support", "import")),
-    "no_ipc_events": Case("no_ipc_events", ("support",)),
-    "no_ipc_events_unasked": Case("no_ipc_events", ("event",)),
+    "no_stream_words": Case("no_stream_words", ("support",)),
+    "no_stream_words_unasked": Case("no_stream_words", ("word",)),
     # Fails in torch 2.7 alone.
     "mig_gpus": Case(steps=("init",), mig_gpus=2),
 }
@@ -121,11 +121,9 @@ def _export() -> None:
     runtime.export(runtime.allocate(1))
 
 
-def _event() -> None:
+def _word() -> None:
     runtime = _runtime()
-    event = runtime.new_shared_event()
-    event.record()
-    runtime.export_event(event)
+    runtime.write_word(runtime.current_stream(), runtime.allocate(8).pointer, 1)
 
 
 def _import() -> None:
@@ -143,7 +141,7 @@ _STEPS = {
     "fork": _fork,
     "support": _support,
     "export": _export,
-    "event": _event,
+    "word": _word,
     "import": _import,
 }
 

@@ -139,7 +139,7 @@ def test_a_gpu_that_is_lost_while_training(run, policy):
     [
         ("no_ipc", "operation not supported|CUDA_ERROR_NOT_SUPPORTED"),
         ("no_ipc_import", "CUDA_ERROR_DEVICE_UNINITIALIZED"),
-        ("no_ipc_events", "cannot share events between processes"),
+        ("no_stream_words", "cannot wait for memory"),
     ],
 )
 def test_ipc_that_the_machine_refuses(run, fault, why):

@@ -35,5 +35,5 @@ def test_every_backend_that_takes_the_ranks_is_measured(tmp_path):
     assert result["environment"]["gpus"]
     head, row, *_ = done.stdout.splitlines()
     assert all(f"{backend}, ms" in head for backend in measured)
-    assert row.split()[:3] == ["all_reduce", "2", "4"]
+    assert row.split()[:4] == ["all_reduce", "2", "0", "4"]
     assert "-" not in row.split()

@@ -1,4 +1,4 @@
-"""The ipc backend on real device memory: exact results, order by events, faults, memory, torch's users.
+"""The ipc backend on real device memory: exact results, order by waits of the streams, faults, memory, torch's users.
 
 Needs a CUDA device, torch and pytest; nothing else. Several ranks share device 0 unless a test says otherwise.
 """
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
 
 from ipc_calls import bare_group, options
 from ipc_device_calls import CALLS, device_group
-from ipc_device_faults import check_signal, error_of
+from ipc_device_faults import check_signal, error_of, struck_by_exception
 from ipc_fault_runs import strike
 from ipc_harness import DEVICE_ENV_VAR, Job, run_ranks, values
 from ipc_random_faults import check_random
@@ -35,6 +35,7 @@ from ray_fracbackend.ipc import device_memory_support
 from ray_fracbackend.ipc.device import memory
 from ray_fracbackend.ipc.device.memory import DeviceMemory
 from ray_fracbackend.ipc.device.runtime import CudaRuntime
+from ray_fracbackend.ipc.protocol.local import LEADER
 from ray_fracbackend.ipc.protocol.schedule import Action
 
 pytestmark = [
@@ -106,14 +107,14 @@ def test_sums_of_random_numbers_are_bitwise_those_in_rank_order(size: int, how: 
         assert bad == []
 
 
-def long_kernel(job: Job, skip_events: bool) -> tuple[list[bool], list[bool]]:
+def long_kernel(job: Job, skip_waits: bool) -> tuple[list[bool], list[bool]]:
     """The last rank's data comes after a long kernel; which calls were over when issued, which results are right."""
     pg = device_group(job, "order", job.rank, job.size, 60.0)
     stream = torch.cuda.Stream()
     tensors, early = [torch.zeros(200_000, device="cuda:0") for _ in range(4)], []
     torch.cuda.synchronize()
-    if skip_events:
-        DeviceMemory.wait = lambda self, rank, step: self._acquire_fence()  # type: ignore[method-assign]
+    if skip_waits:
+        DeviceMemory.wait = lambda self, ranks, kind, value: None  # type: ignore[method-assign]
     with torch.cuda.stream(stream):
         if job.rank == job.size - 1:
             torch.cuda._sleep(LONG_KERNEL_CYCLES)
@@ -131,15 +132,15 @@ def long_kernel(job: Job, skip_events: bool) -> tuple[list[bool], list[bool]]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_events_alone_order_the_ranks_behind_a_long_kernel(size: int) -> None:
+def test_streams_alone_order_the_ranks_behind_a_long_kernel(size: int) -> None:
     """All calls are issued while the kernel still runs, so no host waits for the device, and the results are right."""
     for early, right in values(run_ranks(long_kernel, size, False, limit_s=120, env=ON_DEVICE)):
         assert early == [False] * 4
         assert right == [True] * 4
 
 
-def test_without_events_the_same_gives_wrong_results() -> None:
-    """So it is the events that order, and not chance."""
+def test_without_waits_the_same_gives_wrong_results() -> None:
+    """So it is the waits that order, and not chance."""
     outcomes = values(run_ranks(long_kernel, 2, True, limit_s=120, env=ON_DEVICE))
     assert not all(right for _, rights in outcomes for right in rights)
 
@@ -201,7 +202,7 @@ def test_memory_of_a_call_is_not_reused_before_the_device_is_through() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_two_groups_at_once(size: int) -> None:
-    """Overlapping asynchronous calls on two groups, each with a stream, memory and events of its own."""
+    """Overlapping asynchronous calls on two groups, each with a stream, memory and words of its own."""
     assert values(run_ranks(busy, size, 1500, limit_s=200, env=SMALL)) == [0] * size
 
 
@@ -246,6 +247,33 @@ def test_a_killed_rank_is_reported(name: str, action: Action) -> None:
 def test_a_stopped_rank_is_reported() -> None:
     """Survivors raise when the deadline has passed."""
     check_signal("all_reduce", "stop", 2.0, {"CollectiveTimeoutError", "GroupPoisonedError"}, SMALL, [Action.FOLD])
+
+
+# Two to four ranks, each with other delays of the emulated device; a GPU knows no seed.
+SIZES_AND_SEEDS = [(2, "1"), (3, "2"), (4, "3")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("size", "seed"), SIZES_AND_SEEDS)
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_a_struck_rank_is_reported_at_every_step(kind: str, size: int, seed: str) -> None:
+    """A process that dies and one that stands still, wherever that is: all others end within their limit, and their device comes free."""
+    expected = {"kill": ("PeerLostError", 20.0), "stop": ("CollectiveTimeoutError", 2.0)}
+    error, timeout_s = expected[kind]
+    env = {**SMALL, "CUDA_RIG_SEED": seed}
+    check_signal("all_reduce", kind, timeout_s, {error, "GroupPoisonedError"}, env, survivors=size - 1, limit_s=400)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("size", "seed"), SIZES_AND_SEEDS)
+def test_an_exception_at_every_step_reaches_every_rank(size: int, seed: str) -> None:
+    """The rank that failed raises its own error; the others raise it by name."""
+    env = {**SMALL, "CUDA_RIG_SEED": seed}
+    for rank, reports in enumerate(values(run_ranks(struck_by_exception, size, ["all_reduce"], limit_s=300, env=env))):
+        for name, step, error_type, text, _ in reports:
+            assert "injected" in text, (name, step, error_type, text)
+            struck = LEADER if step == "FOLD" else size - 1
+            assert error_type == ("RuntimeError" if rank == struck else "GroupPoisonedError"), (name, step, text)
 
 
 @pytest.mark.parametrize("seed", range(3))

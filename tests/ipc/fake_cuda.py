@@ -2,14 +2,15 @@
 
 Memory is real memory shared between real processes. A stream is a queue: torch operations, event records and event waits
 that are issued to it happen later, in the order in which they were issued, on a thread that picks among the streams of
-the process at random and dawdles. Events behave as CUDA's: a wait binds to the latest record issued so far, by whichever
-process, and a wait for an event that was never recorded does nothing. An operation that would make the host wait for the
+the process at random and dawdles. Events behave as CUDA's: a wait binds to the latest record issued so far, and a wait for
+an event that was never recorded does nothing; words of the host are written and waited for in the order of the stream. An operation that would make the host wait for the
 device (reading a value) is an error while a stream is current. Pinned memory is the host's: only copies that do not block go
 between it and the device, and only the host's collectives see it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -247,7 +248,7 @@ def _stack() -> list[FakeStream]:
 
 
 class FakeDriver:
-    """Memory and events that real processes share: what `CudaRuntime` has beside other accelerators."""
+    """Memory that real processes share, and words of the host: what `CudaRuntime` has beside other accelerators."""
 
     gpu: FakeGpu
 
@@ -305,21 +306,27 @@ class FakeDriver:
         if not block.imported:
             os.close(name.fd)
 
-    def new_shared_event(self) -> FakeEvent:
-        arena, name = create_arena(_DATA_OFFSET)
-        event = FakeEvent(self.gpu, memoryview(arena.memory).cast("q")[2:4])
-        _names[id(event)] = name
-        return event
+    def register(self, address: int, num_bytes: int) -> int:
+        if self.broken == "register":
+            raise DriverError("cuMemHostRegister_v2: CUDA_ERROR_NOT_SUPPORTED")
+        registered.add(address)
+        return address
 
-    def export_event(self, event: FakeEvent) -> bytes:
-        assert event.words[0], "an event has no handle before it has been recorded"
-        return json.dumps(asdict(_names[id(event)])).encode()
+    def unregister(self, address: int) -> None:
+        registered.remove(address)
 
-    def open_event(self, handle: bytes) -> FakeEvent:
-        if self.broken == "event":
-            return FakeEvent(self.gpu, [1, 0])
-        words = memoryview(attach_arena(ArenaName(**json.loads(handle))).memory).cast("q")[2:4]
-        return FakeEvent(self.gpu, words)
+    def write_word(self, stream: FakeStream, pointer: int, value: int) -> None:
+        word = ctypes.c_int64.from_address(pointer)
+
+        def write() -> None:
+            word.value = value
+
+        stream.issue(write)
+
+    def wait_for_word(self, stream: FakeStream, pointer: int, value: int) -> None:
+        word = ctypes.c_int64.from_address(pointer)
+        # As on a device, nothing of this process tells it that the word has changed.
+        stream.issue(lambda: None, (lambda: False) if self.broken == "word" else (lambda: word.value >= value))
 
 
 class FakeCuda(FakeDriver):
@@ -385,6 +392,8 @@ class FakeCuda(FakeDriver):
 
 
 _names: dict[int, ArenaName] = {}
+# Addresses of the host that the device may use.
+registered: set[int] = set()
 # For each block released, whether it was another process's.
 released: list[bool] = []
 

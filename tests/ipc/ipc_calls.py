@@ -14,7 +14,7 @@ from ipc_harness import Job, rank_backend
 from torch._C import _distributed_c10d as c10d
 
 from ray_fracbackend.ipc import IpcProcessGroup
-from ray_fracbackend.ipc.protocol.schedule import Action, schedule
+from ray_fracbackend.ipc.protocol.schedule import Action
 from ray_fracbackend.staged import StagedProcessGroup
 
 CHUNK_BYTES = 64 * 1024
@@ -132,32 +132,55 @@ Point = tuple[Action, int]
 
 
 def points(call: Call, num_ranks: int) -> list[Point]:
-    """What each rank does in a call on one host: actions in order, each with how often it came before."""
-    entries: list[Action] = []
-    if call.name.startswith("all_to_all"):
-        # First the sizes.
-        entries += [action for action, _, _ in schedule(1, False)]
+    """What ranks do in a call on one host: actions, each with how often it came before.
+
+    Which rank does what, and in which order, depends on its part of the call and on how far the others are.
+    """
+    # First the sizes.
+    entries = actions_of(1, two_passes=False) if call.name.startswith("all_to_all") else []
     num_bytes = 0 if call.name == "barrier" else call.numel * call.dtype.itemsize
     per_chunk = CHUNK_BYTES
     if "scatter" in call.name or call.name.startswith("all_to_all"):
         per_chunk = CHUNK_BYTES // num_ranks // 64 * 64
     two_passes = call.name in ("all_reduce", "reduce") and num_ranks > 2 and num_bytes > 32 * 1024
-    entries += [action for action, _, _ in schedule(max(1, -(-num_bytes // per_chunk)), two_passes)]
+    num_chunks = 0 if call.name == "barrier" else max(1, -(-num_bytes // per_chunk))
+    entries += actions_of(num_chunks, two_passes=two_passes)
     return [(action, entries[:index].count(action)) for index, action in enumerate(entries)]
 
 
-def at_point(pg: IpcProcessGroup, point: Point, function: Callable[[], None]) -> None:
-    """Call `function` when this rank is about to take an action of its next calls, the given time over."""
-    seen = 0
+def actions_of(num_chunks: int, *, two_passes: bool) -> list[Action]:
+    """Actions of a call with so many chunks, none for a barrier."""
+    of_a_chunk = [Action.PUT, Action.PUBLISH, *([Action.FOLD] if two_passes else []), Action.TAKE]
+    return [Action.SIGN, Action.AWAIT, Action.CHECK, *(num_chunks * of_a_chunk or [Action.PUBLISH])]
 
-    def observer(action: Action, chunk: int) -> None:
-        nonlocal seen
-        if action is point[0]:
-            seen += 1
-            if seen == point[1] + 1:
-                function()
 
-    pg._local.engine.observer = observer
+class Striker:
+    """An observer of an engine that calls a function once, before the given action has come as often as that.
+
+    Args:
+        point: The action, and how often it has come.
+        function: Called then; if the rank's part of the call does not have it, when the call after that begins.
+        num_signs: How often the call signs.
+    """
+
+    def __init__(self, point: Point, function: Callable[[], None], num_signs: int = 1) -> None:
+        self.point, self.function, self.num_signs = point, function, num_signs
+        self.seen: dict[Action, int] = {}
+        self.is_over = False
+
+    def __call__(self, action: Action, chunk: int) -> None:
+        """See `Engine.observer`."""
+        number = self.seen.get(action, 0)
+        self.seen[action] = number + 1
+        is_late = action is Action.SIGN and number == self.num_signs
+        if not self.is_over and ((action, number) == self.point or is_late):
+            self.is_over = True
+            self.function()
+
+
+def at_point(pg: IpcProcessGroup, point: Point, function: Callable[[], None], num_signs: int = 1) -> None:
+    """Call `function` when this rank comes to a point of its next call, see `Striker`."""
+    pg._local.engine.observer = Striker(point, function, num_signs)
 
 
 def shared_names() -> set[str]:

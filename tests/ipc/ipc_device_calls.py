@@ -6,15 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ipc_calls import bare_group, options
+from ipc_calls import Striker, bare_group, options
 from ipc_harness import Job, rank_device
 
 from ray_fracbackend.ipc import IpcProcessGroup
 from ray_fracbackend.ipc.protocol.engine import Engine
 from ray_fracbackend.ipc.protocol.schedule import Action
+from tests.processes import wait_until
 
 # Four of the 64 KiB chunks that these tests use, and a bit.
 NUMEL = 66_000
+# For a device that a rank has left with waits.
+FREE_S = 20.0
 
 
 def device_group(
@@ -32,6 +35,16 @@ def engine_of(pg: IpcProcessGroup) -> Engine:
     lane = pg._device_side._lane
     assert lane is not None, pg.staged_reason
     return lane.collectives.engine
+
+
+def comes_free(pg: Any) -> bool:
+    """Whether all that this rank's device was given comes to an end, whatever became of the other ranks."""
+    events = []
+    for stream in pg._device_side._streams.values():
+        with stream.runtime.on(stream.stream):
+            events.append(stream.runtime.new_event())
+            events[-1].record(stream.stream)
+    return wait_until(lambda: all(event.query() for event in events), FREE_S)
 
 
 def filled(numel: int = NUMEL) -> torch.Tensor:
@@ -77,10 +90,16 @@ def phases(name: str) -> list[Action]:
 
 
 def strike_at(pg: IpcProcessGroup, action: Action, strike: Callable[[], None]) -> None:
-    """Call `strike` when this rank is about to take `action` for the first time."""
+    """Call `strike` when this rank is about to take `action` for the first time, see `Striker`; at the latest in a later call on the host.
 
-    def observer(now: Action, chunk: int) -> None:
-        if now is action:
+    Whether a rank has to wait at all depends on how far the others are.
+    """
+    striker = engine_of(pg).observer = Striker((action, 0), strike)
+
+    def on_host(action: Action, chunk: int) -> None:
+        # Some calls begin with one on the host, before they sign on the device.
+        if action is Action.SIGN and Action.SIGN in striker.seen and not striker.is_over:
+            striker.is_over = True
             strike()
 
-    engine_of(pg).observer = observer
+    pg._local.engine.observer = on_host

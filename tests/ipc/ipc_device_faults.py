@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from ipc_calls import options, shared_names
-from ipc_device_calls import CALLS, device_group, phases, strike_at
+from ipc_device_calls import CALLS, FREE_S, comes_free, device_group, phases, strike_at
 from ipc_fault_runs import error_of, strike
 from ipc_harness import Job, run_ranks, values
 from ipc_random_faults import MEMORIES
 
-SURVIVORS = 2
+from ray_fracbackend.ipc.protocol.local import LEADER
+from ray_fracbackend.ipc.protocol.schedule import Action
 
 
 def call_then_barrier(pg: Any, name: str) -> None:
@@ -25,16 +26,19 @@ def call_then_barrier(pg: Any, name: str) -> None:
     pg.barrier(options("Barrier")).wait()
 
 
-def struck_by_signal(job: Job, memory: str, name: str, points: list[Any], kind: str, timeout_s: float) -> Any:
-    """Ranks 0 and 1 survive one group per point with a victim of its own, and report each error."""
+def struck_by_signal(
+    job: Job, memory: str, name: str, points: list[Any], kind: str, timeout_s: float, survivors: int
+) -> Any:
+    """The first ranks survive one group per point with a victim of its own, and report each error."""
     torch.set_num_threads(1)
     errors = []
     for number, point in enumerate(points):
-        victim = SURVIVORS + number
-        if job.rank not in (0, 1, victim):
+        victim = survivors + number
+        members = (*range(survivors), victim)
+        if job.rank not in members:
             continue
-        rank = min(job.rank, SURVIVORS)
-        pg = MEMORIES[memory].group(job, f"{name}{number}", rank, SURVIVORS + 1, 60.0, (0, 1, victim))
+        rank = min(job.rank, survivors)
+        pg = MEMORIES[memory].group(job, f"{name}{number}", rank, survivors + 1, 60.0, members)
         pg.set_timeout(timedelta(seconds=timeout_s))
         if job.rank == victim:
             MEMORIES[memory].strike_at(pg, point, lambda: strike(kind))
@@ -43,6 +47,8 @@ def struck_by_signal(job: Job, memory: str, name: str, points: list[Any], kind: 
         again = error_of(lambda pg=pg: pg.barrier(options("Barrier")).wait())
         if again[0] != "GroupPoisonedError" or again[2] > 5:
             errors.append((point, *again))
+        if not comes_free(pg):
+            errors.append((point, "StuckStream", "the device does not come free", FREE_S))
         pg.shutdown()
     return errors
 
@@ -56,16 +62,17 @@ def check_signal(
     points: list[Any] | None = None,
     memory: str = "device",
     limit_s: float = 200,
+    survivors: int = 2,
 ) -> None:
     """Run a collective with a victim at each point of its memory, or at `points`, and check what the survivors report.
 
-    After the first, the survivors' device may be stuck in what the dead rank left; a real one is not used again.
+    The survivors' device comes free each time, so that they go on with the next group.
     """
     before = shared_names()
-    points = points or list(MEMORIES[memory].points(name, SURVIVORS + 1))
-    args = memory, name, points, kind, timeout_s
-    outcomes = run_ranks(struck_by_signal, SURVIVORS + len(points), *args, limit_s=limit_s, env=env, needed=SURVIVORS)
-    for reports in values(outcomes[:SURVIVORS]):
+    points = points or list(MEMORIES[memory].points(name, survivors + 1))
+    args = memory, name, points, kind, timeout_s, survivors
+    outcomes = run_ranks(struck_by_signal, survivors + len(points), *args, limit_s=limit_s, env=env, needed=survivors)
+    for reports in values(outcomes[:survivors]):
         assert [report[0] for report in reports] == points
         for point, error_type, text, seconds in reports:
             assert error_type in allowed, (point, error_type, text)
@@ -75,15 +82,17 @@ def check_signal(
 
 
 def struck_by_exception(job: Job, names: list[str]) -> list[Any]:
-    """These collectives at every phase, each in a fresh group; the last rank raises inside the call."""
+    """These collectives at every phase, each in a fresh group; the last rank raises inside the call, or the leader where it folds."""
     torch.set_num_threads(1)
     reports = []
     for name in names:
         for action in phases(name):
             pg = device_group(job, f"{name}/{action.name}", job.rank, job.size, 60.0)
-            if job.rank == job.size - 1:
+            if job.rank == (LEADER if action is Action.FOLD else job.size - 1):
                 strike_at(pg, action, lambda: strike("raise"))
             error = error_of(lambda pg=pg, name=name: call_then_barrier(pg, name))
             reports.append((name, action.name, *error))
+            if not comes_free(pg):
+                reports.append((name, action.name, "StuckStream", "the device does not come free", FREE_S))
             pg.shutdown()
     return reports

@@ -27,7 +27,7 @@ from ipc_faults import BARRIER, SETUP_TIMEOUT_S, SIZE, TIMEOUT_S, Case
 from ipc_harness import Job
 
 from ray_fracbackend.ipc import IpcError, IpcProcessGroup
-from ray_fracbackend.ipc.protocol.schedule import Action
+from ray_fracbackend.ipc.protocol.schedule import WRITTEN, Action
 
 # Stopped ranks are waited for, which costs time but no CPU: so many cases at once.
 _STOPPED_AT_ONCE = 16
@@ -201,7 +201,8 @@ def _play(pg: IpcProcessGroup, case: Case, number: int) -> Report:
     is_victim = pg.rank() == case.victim
     calls = case.victim_calls if is_victim else case.calls
     if is_victim and case.fault in ("kill", "stop", "raise"):
-        at_point(pg, case.point, lambda: strike(case.fault))
+        num_signs = 2 if calls[0].name.startswith("all_to_all") else 1
+        at_point(pg, case.point, lambda: strike(case.fault), num_signs)
     if case.asynchronous:
         works = [call(pg, asynchronous=True) for call in calls]
         errors = [error_of(work.wait) for work in works]
@@ -229,8 +230,13 @@ def _hold(pg: IpcProcessGroup, case: Case, position: int) -> None:
         return
     if case.peers == "earlier":
         if pg.rank() != case.victim and position == case.differs_at - 1:
-            last = max(number for action, number in points(case.calls[position], SIZE) if action is Action.TAKE)
-            _hold_at(pg, (Action.TAKE, last), lambda: _step_of(pg, case.victim) > _step_of(pg, pg.rank()))
+            takes = [point for point in points(case.calls[position], SIZE) if point[0] is Action.TAKE]
+            # A barrier has none.
+            _hold_at(
+                pg,
+                takes[-1] if takes else (Action.CHECK, 0),
+                lambda: _step_of(pg, case.victim) > _step_of(pg, pg.rank()),
+            )
         return
     if position != case.differs_at:
         return
@@ -249,8 +255,9 @@ def _hold_at(pg: IpcProcessGroup, point: Point, condition: Callable[[], bool]) -
 
 
 def _step_of(pg: IpcProcessGroup, rank: int) -> int:
+    """The last chunk that the rank has written: between calls the same on all."""
     control = pg._local.engine._control
-    return control.words[control.counter_index[rank]]
+    return control.words[control.counter_index[rank] + WRITTEN]
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

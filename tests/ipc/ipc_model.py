@@ -1,83 +1,144 @@
-"""A model of the slot protocol: every interleaving of small cases over fake memory and fake events.
+"""A model of the slot protocol: every interleaving of small cases over fake memory and fake words.
 
-The sequences are those of `ray_fracbackend.ipc.protocol.schedule` itself. Each rank has a host, which runs its actions in order
-and waits for counters, and a stream, which carries out copies, event records and event waits in the order in which the
-host issued them, any time later (device memory) or at once (host memory). Fake events have the semantics of CUDA's:
-a wait binds to the latest record issued so far, and a wait on an event that was never recorded does nothing.
+What a rank does next is decided by `ray_fracbackend.ipc.protocol.schedule` itself, where it puts a chunk by
+`ray_fracbackend.ipc.host.memory`, and for whom its stream waits by `ray_fracbackend.ipc.device.memory`. Each rank has a host, which issues one action after the other and announces it, and a stream, which
+carries out copies, writes of its word and waits for the words of others in the order in which the host issued them, any time later
+(device memory) or at once (host memory).
 
 A copy is two micro-steps, and so is a read: memory that is being written, or that changes between begin and end of a
-read, is an error, and so is memory of another step than the reader means.
+read, is an error, and so is memory of another chunk than the reader means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ray_fracbackend.ipc.protocol.schedule import Action, schedule
+import torch
+
+from ray_fracbackend.ipc.device.driver import DeviceBlock
+from ray_fracbackend.ipc.device.memory import NUM_SLOTS, DeviceMemory, DeviceParts
+from ray_fracbackend.ipc.host.memory import Places, memory_bytes
+from ray_fracbackend.ipc.protocol.schedule import DONE, NUM_COUNTS, READ, WRITTEN, Action, Course
 
 TORN = -1
 
 
 class ProtocolViolation(AssertionError):
-    """An interleaving in which a rank reads the wrong bytes."""
+    """An interleaving in which a rank reads the wrong bytes, or that does not end."""
 
 
 @dataclass(frozen=True)
 class Rules:
     """The protocol's parameters; the defaults are the real ones, others must be found wrong."""
 
-    buffers: int = 2
-    events: int = 2
+    buffers: int = NUM_SLOTS
+    frees_early: bool = False
     publish_before_put: bool = False
-    skip_await: bool = False
-    skip_wait_event: bool = False
-    wait_event_before_await: bool = False
     publish_before_fold: bool = False
+    skip_await: bool = False
+    skip_wait: bool = False
+    wait_for_less: bool = False
+    skip_wait_to_write: bool = False
+    record_before_put: bool = False
+    count_before_progress: bool = False
 
 
-# How a collective reduces: in one pass, in two with every rank folding its share, or in two with rank 0 folding all.
-ONE, SPLIT, LEADER = "one pass", "split", "leader"
-Micro = tuple[str, int]
+# How a collective goes: in one pass, all to all; in two, where every rank folds its share, or rank 0 all; in one pass to rank 0, or
+# from it.
+ONE, SPLIT, LEADER, TO_ROOT, FROM_ROOT = "one pass", "split", "leader", "to root", "from root"
+Micro = tuple[str, Any]
+# Of a rank's host: the call it is in, what it has written, read and done of it, whether it has checked, and what it has yet to
+# announce (None for nothing).
+Host = tuple[int, int, int, int, bool, Any]
+_CHUNK_BYTES = 64
 
 
-def host_program(calls: Iterable[tuple[int, str]], rules: Rules, rank: int) -> list[Micro]:
-    """Host micro-steps of one rank for collectives of ``(num_chunks, kind)``; ``(name, step)``."""
-    program: list[Micro] = []
-    first = 1
-    for num_chunks, kind in calls:
-        entries = list(schedule(num_chunks, two_passes=kind != ONE))
-        if kind == LEADER:
-            # The leader reads its own input where it is; the others have nothing to fold.
-            useless = Action.PUT if rank == 0 else Action.FOLD
-            entries = [e for e in entries if e[0] is not useless]
-        late = {Action.PUT: rules.publish_before_put, Action.FOLD: rules.publish_before_fold}
-        delayed = {(action, step) for action, _, step in entries if late.get(action)}
-        for action, _, offset in entries:
-            if (action, offset) in delayed:
-                continue
-            program += _micros(action, first + offset, rules)
-            if action is Action.PUBLISH:
-                for other in (Action.PUT, Action.FOLD):
-                    program += _micros(other, first + offset, rules) if (other, offset) in delayed else []
-        first += 1 + max(offset for _, _, offset in entries)
-    return program
+class Waits(DeviceMemory):
+    """The real waits of a rank's stream, from a state and into a list."""
+
+    def __init__(self, rank: int, num_ranks: int, rules: Rules) -> None:
+        folded = [_CHUNK_BYTES] * num_ranks
+        data = torch.empty(memory_bytes(_CHUNK_BYTES, folded, NUM_SLOTS), dtype=torch.uint8)
+        self.into = Words(rules)
+        parts = DeviceParts(_CHUNK_BYTES, folded, DeviceBlock(0, False, data), self.into)  # type: ignore[arg-type]
+        super().__init__(None, None, parts, rank)  # type: ignore[arg-type]
+        self.rules = rules
+
+    def resume(self, words: Sequence[int], state: Any, found: list[Micro]) -> None:
+        """Go on from a state."""
+        reached, readers = state
+        self.attach(words, [r * NUM_COUNTS for r in range(len(reached))], ())
+        self._reached, self._readers, self.into.found = [list(counts) for counts in reached], list(readers), found
+
+    def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
+        """As the real one, or without a wait."""
+        if not self.rules.skip_wait_to_write:
+            super().prepare_put(chunk, read, readers)
+
+    def area(self, kind: int, chunk: int) -> int:
+        """Where a rank puts a chunk, by number of the slot or folded area."""
+        return chunk % self.rules.buffers
+
+    def state(self) -> Any:
+        """What the next wait depends on."""
+        return tuple(map(tuple, self._reached)), tuple(map(tuple, self._readers))
 
 
-def _micros(action: Action, step: int, rules: Rules) -> list[Micro]:
-    if action is Action.PUT:
-        return [("write slot", step)]
-    if action is Action.FOLD:
-        return [("read slot", step - 1), ("write folded", step)]
-    if action is Action.PUBLISH:
-        return [("record", step), ("publish", step)]
-    if action is Action.AWAIT:
-        wait = [] if rules.skip_wait_event else [("wait event", step)]
-        poll = [] if rules.skip_await else [("await", step)]
-        return [*wait, *poll] if rules.wait_event_before_await else [*poll, *wait]
-    if action is Action.TAKE:
-        return [("take", step)]
-    return [("sign", step)] if action is Action.SIGN else [("check", step)]
+class Areas:
+    """The real choice of slots and folded areas in host memory, from a state; the stream needs no waits."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+
+    def resume(self, words: Sequence[int], state: Any, found: list[Micro]) -> None:
+        """Go on from a state."""
+        self.places, self.tables = [], []
+        for free, used, table in state:
+            places = Places(NUM_SLOTS)
+            places.free, places.used = list(free), deque(used)
+            self.places.append(places)
+            self.tables.append(list(table))
+
+    def wait(self, ranks: Sequence[int], kind: int, value: int) -> None:
+        """Nothing."""
+
+    def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
+        """Choose a slot."""
+        self._choose(0, chunk, read)
+
+    def prepare_fold(self, chunk: int, done: int) -> None:
+        """Choose a folded area."""
+        self._choose(1, chunk, done)
+
+    def _choose(self, kind: int, chunk: int, through: int) -> None:
+        self.tables[kind][chunk % NUM_SLOTS] = self.places[kind].choose(chunk, through + self.rules.frees_early)
+
+    def area(self, kind: int, chunk: int) -> int:
+        """Where a rank has put a chunk."""
+        return self.tables[kind][chunk % NUM_SLOTS]
+
+    def state(self) -> Any:
+        """What others see, and the next choice depends on."""
+        return tuple(
+            (tuple(places.free), tuple(places.used), tuple(table))
+            for places, table in zip(self.places, self.tables, strict=True)
+        )
+
+
+class Words:
+    """What `Timeline` would issue."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.found: list[Micro] = []
+
+    def wait(self, stream: Any, writer: int, progress: int) -> None:
+        """The word of another rank."""
+        if not self.rules.skip_wait:
+            self.found.append(("wait", (writer, progress - self.rules.wait_for_less)))
 
 
 class Explorer:
@@ -94,10 +155,9 @@ class Explorer:
         self.ranks = range(num_ranks)
         self.rules = rules
         self.device = device
-        self.hosts = [host_program(calls, rules, rank) for rank in self.ranks]
-        self.folds = {step for host in self.hosts for name, step in host if name == "write folded"}
-        steps = [kind for num_chunks, kind in calls for _ in range(num_chunks + (kind != ONE))]
-        self.led = {number for number, kind in enumerate(steps, 1) if kind == LEADER}
+        self.calls = calls
+        self.firsts = [1 + sum(count for count, _ in calls[:number]) for number in range(len(calls))]
+        self.waits: list[Any] = [Waits(rank, num_ranks, rules) if device else Areas(rules) for rank in self.ranks]
         self.num_states = 0
 
     def explore(self) -> int:
@@ -115,9 +175,8 @@ class Explorer:
         while stack:
             state = stack.pop()
             successors = [s for rank in self.ranks for s in self._moves(state, rank)]
-            left = [host[pc] for host, pc in zip(self.hosts, state[0], strict=True) if pc < len(host)]
-            if not successors and left:
-                raise ProtocolViolation(f"stuck at {left}")
+            if not successors and any(host[0] < len(self.calls) for host in state[0]):
+                raise ProtocolViolation(f"stuck at {state[0]}")
             for successor in successors:
                 if successor not in seen:
                     seen.add(successor)
@@ -125,86 +184,165 @@ class Explorer:
         self.num_states = len(seen)
         return self.num_states
 
-    # State: per rank the host's position, the stream's queue, counters, memory, events (issued, executed).
+    # State: per rank its host, its stream's queue, what it has announced, its memory, its word, and its memory of waits or areas.
     def _initial(self):  # type: ignore[no-untyped-def]
         n = len(self.ranks)
-        memory = tuple(((0,) * self.rules.buffers,) * 3 for _ in self.ranks)
-        events = tuple(((0,) * self.rules.events, (0,) * self.rules.events) for _ in self.ranks)
-        return (0,) * n, ((),) * n, (0,) * n, memory, events
+        memory = tuple(((0,) * self.rules.buffers, (0,) * self.rules.buffers, (0, 0)) for _ in self.ranks)
+        areas = (tuple(Places(NUM_SLOTS).free), (), (0,) * NUM_SLOTS)
+        waits = ((((0,) * NUM_COUNTS,) * n, ((),) * NUM_SLOTS) if self.device else (areas, areas),) * n
+        state = ((0, 0, 0, 0, False, None),) * n, ((),) * n, ((0,) * NUM_COUNTS,) * n, memory, (0,) * n, waits
+        for rank in self.ranks:
+            state = self._begin(state, rank, 0)
+        return state
+
+    def _begin(self, state, rank, number):  # type: ignore[no-untyped-def]
+        """The state in which a rank has signed a call; without one, it is through."""
+        hosts, queues, counts, memory, words, waits = state
+        if number == len(self.calls):
+            return _set(hosts, rank, (number, 0, 0, 0, True, None)), queues, counts, memory, words, waits
+        memory = self._write(memory, rank, 2, number + 1, number + 1, 2)
+        course = self._course(rank, (number, 0, 0, 0, False, None), fresh=True)
+        puts, _, _ = self._part(rank, self.calls[number][1])
+        host = (number, course.written, course.read, course.done, False, None if puts else ("record", ()))
+        return _set(hosts, rank, host), queues, counts, memory, words, waits
+
+    def _part(self, rank: int, kind: str) -> tuple[bool, bool, bool]:
+        """Whether a rank puts, folds and takes."""
+        if kind == LEADER:
+            return rank != 0, rank == 0, True
+        if kind == FROM_ROOT:
+            return rank == 0, False, rank != 0
+        return True, kind == SPLIT, kind != TO_ROOT or rank == 0
+
+    def _course(self, rank: int, host: Host, *, fresh: bool = False) -> Course:
+        number, written, read, done, _, _ = host
+        num_chunks, kind = self.calls[number]
+        puts, folds, takes = self._part(rank, kind)
+        two_passes = kind in (SPLIT, LEADER)
+        course = Course(self.firsts[number], num_chunks, NUM_SLOTS, two_passes, puts, folds, takes)
+        if not fresh:
+            course.written, course.read, course.done = written, read, done
+        return course
 
     def _moves(self, state, rank):  # type: ignore[no-untyped-def]
         """States after one micro-step of the rank's stream or host."""
-        pcs, queues, counters, *_ = state
+        hosts, queues, *_ = state
         result = []
         if queues[rank]:
             moved = self._stream_move(state, rank)
             if moved is not None:
                 result.append(moved)
-        host_may_run = pcs[rank] < len(self.hosts[rank]) and (self.device or not queues[rank])
-        if host_may_run:
-            name, step = self.hosts[rank][pcs[rank]]
-            ready = name != "await" or all(counters[r] >= step for r in self.ranks)
-            if ready:
-                result.append(self._host_move(state, rank, name, step))
+        if hosts[rank][0] < len(self.calls) and (self.device or not queues[rank]):
+            moved = self._announce(state, rank) if hosts[rank][5] else self._host_move(state, rank)
+            if moved is not None:
+                result.append(moved)
         return result
 
-    def _host_move(self, state, rank, name, step):  # type: ignore[no-untyped-def]
-        pcs, queues, counters, memory, events = state
-        pcs = _set(pcs, rank, pcs[rank] + 1)
-        queue = queues[rank]
-        if name == "publish":
-            counters = _set(counters, rank, step)
-        elif name == "sign":
-            memory = self._write(memory, rank, 2, step, step)
-        elif name == "check":
-            self._expect(memory, 2, step)
-        elif name == "record":
-            issued, executed = events[rank]
-            events = _set(events, rank, (_set(issued, step % self.rules.events, step), executed))
-            queue = (*queue, ("record", step))
-        elif name == "wait event":
-            # Binds now to the latest record that each peer has issued, as CUDA does; 0 means never recorded.
-            bound = tuple(events[r][0][step % self.rules.events] for r in self.ranks)
-            queue = (*queue, ("wait", bound))
-        elif name.startswith("write"):
-            kind = 0 if name == "write slot" else 1
-            queue = (*queue, ("begin write", (kind, step)), ("end write", (kind, step)))
-        elif name in ("read slot", "take"):
-            kind = 1 if name == "take" and step in self.folds else 0
-            queue = (*queue, ("read", (kind, step)), ("read", (kind, step)))
-        return pcs, _set(queues, rank, queue), counters, memory, events
+    def _host_move(self, state, rank):  # type: ignore[no-untyped-def]
+        """Issue the rank's next action; None if it has to wait."""
+        hosts, queues, counts, memory, words, waits = state
+        course = self._course(rank, hosts[rank])
+        flat = [10**9] * (NUM_COUNTS * len(self.ranks)) if self.rules.skip_await else [c for one in counts for c in one]
+        peers = [(r, r * NUM_COUNTS) for r in self.ranks if r != rank]
+        action = course.next(flat, peers)
+        number, is_checked = hosts[rank][0], hosts[rank][4]
+        if action is Action.AWAIT:
+            return None
+        if action is not Action.PUT and not is_checked:
+            for other in self.ranks:
+                if memory[other][2][(number + 1) % 2] != number + 1:
+                    raise ProtocolViolation(f"description of rank {other} in call {number}")
+            is_checked = True
+        if action is None:
+            return self._begin(state, rank, number + 1)
+        issued: list[Micro] = []
+        now = self.waits[rank]
+        now.resume([c for one in counts for c in one], waits[rank], issued)
+        late = self._issue(course, action, rank, self.calls[number][1], now, issued, flat, peers)
+        course.after(action)
+        # The last TAKE is announced with the next call.
+        left = None if action is Action.TAKE and course.is_over() else ("record", tuple(late))
+        host = (number, course.written, course.read, course.done, is_checked, left)
+        queue = (*queues[rank], *issued)
+        return _set(hosts, rank, host), _set(queues, rank, queue), counts, memory, words, _set(waits, rank, now.state())
+
+    def _issue(self, course, action, rank, kind, now, issued, flat, peers):  # type: ignore[no-untyped-def]
+        """Append what the engine gives to the stream before it announces the action; return what a wrong rule leaves for after."""
+        chunk, everybody = course.chunk, list(self.ranks)
+        others = [r for r in everybody if r != rank]
+        sources = [0] if kind in (LEADER, FROM_ROOT) else everybody
+        if action is Action.PUT:
+            if self.rules.record_before_put:
+                issued.append(("record", None))
+            now.prepare_put(chunk, course.least(flat, peers, READ), [0] if kind in (LEADER, TO_ROOT) else others)
+            area = now.area(0, chunk)
+            work = [("begin write", (0, area, chunk)), ("end write", (0, area, chunk))]
+            late = self.rules.publish_before_put
+        elif action is Action.FOLD:
+            now.wait(others, WRITTEN, chunk)
+            now.wait(others, DONE, chunk - NUM_SLOTS)
+            now.prepare_fold(chunk, course.least(flat, peers, DONE))
+            area = now.area(1, chunk)
+            read = ("read", (0, chunk, tuple(everybody[1:] if kind == LEADER else everybody)))
+            work = [read, read, ("begin write", (1, area, chunk)), ("end write", (1, area, chunk))]
+            late = self.rules.publish_before_fold
+        else:
+            now.wait(sources, course.stage, chunk)
+            read = ("read", (int(course.two_passes), chunk, tuple(sources)))
+            work, late = [read, read], False
+        if late:
+            return work
+        issued += work
+        return []
+
+    def _announce(self, state, rank):  # type: ignore[no-untyped-def]
+        """Have the stream write the rank's word, then store the counter, then what is counted."""
+        hosts, queues, counts, memory, words, waits = state
+        _, written, read, done, _, (what, late) = hosts[rank]
+        steps = (
+            ["record", "counts", "progress"] if self.rules.count_before_progress else ["record", "progress", "counts"]
+        )
+        progress = counts[rank][0] + (what == "progress")
+        if what == "record":
+            queues = _set(queues, rank, (*queues[rank], ("record", counts[rank][0] + 1)))
+        elif what == "progress":
+            counts = _set(counts, rank, (progress, *counts[rank][1:]))
+        else:
+            counts = _set(counts, rank, (progress, written, read, done))
+        following = steps[steps.index(what) + 1 :]
+        if not following:
+            queues = _set(queues, rank, (*queues[rank], *late))
+        left = (following[0], late) if following else None
+        return _set(hosts, rank, (*hosts[rank][:5], left)), queues, counts, memory, words, waits
 
     def _stream_move(self, state, rank):  # type: ignore[no-untyped-def]
-        pcs, queues, counters, memory, events = state
+        hosts, queues, counts, memory, words, waits = state
         (name, argument), rest = queues[rank][0], queues[rank][1:]
         if name == "wait":
-            # A wait bound to a record ends when the recording stream has come that far.
-            if any(max(events[r][1]) < bound for r, bound in enumerate(argument)):
+            writer, progress = argument
+            if words[writer] < progress:
                 return None
         elif name == "record":
-            issued, executed = events[rank]
-            events = _set(events, rank, (issued, _set(executed, argument % self.rules.events, argument)))
-        elif name == "begin write":
-            memory = self._write(memory, rank, argument[0], argument[1], TORN)
-        elif name == "end write":
-            memory = self._write(memory, rank, argument[0], argument[1], argument[1])
+            words = _set(words, rank, words[rank] + 1 if argument is None else max(argument, words[rank]))
+        elif name == "read":
+            self._expect(memory, waits, *argument)
         else:
-            self._expect(memory, argument[0], argument[1])
-        return pcs, _set(queues, rank, rest), counters, memory, events
+            kind, area, chunk = argument
+            value = TORN if name == "begin write" else chunk
+            memory = self._write(memory, rank, kind, area, value, self.rules.buffers)
+        return hosts, _set(queues, rank, rest), counts, memory, words, waits
 
-    def _write(self, memory, rank, kind, step, value):  # type: ignore[no-untyped-def]
-        buffers = _set(memory[rank][kind], step % self.rules.buffers, value)
+    def _write(self, memory, rank, kind, number, value, size):  # type: ignore[no-untyped-def]
+        buffers = _set(memory[rank][kind], number % size, value)
         return _set(memory, rank, _set(memory[rank], kind, buffers))
 
-    def _expect(self, memory, kind, step) -> None:  # type: ignore[no-untyped-def]
-        owners = self.ranks
-        if step in self.led and kind < 2:
-            # Slots of the followers, folded memory of the leader: no rank reads the others.
-            owners = owners[1:] if kind == 0 else owners[:1]
+    def _expect(self, memory, waits, kind, chunk, owners) -> None:  # type: ignore[no-untyped-def]
         for owner in owners:
-            found = memory[owner][kind][step % self.rules.buffers]
-            if found != step:
-                raise ProtocolViolation(f"memory {kind} of rank {owner}: step {found} where step {step} belongs")
+            there = self.waits[owner]
+            there.resume([0] * (NUM_COUNTS * len(self.ranks)), waits[owner], [])
+            found = memory[owner][kind][there.area(kind, chunk)]
+            if found != chunk:
+                raise ProtocolViolation(f"memory {kind} of rank {owner}: chunk {found} where chunk {chunk} belongs")
 
 
 def _set(values, index, value):  # type: ignore[no-untyped-def]

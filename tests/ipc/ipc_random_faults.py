@@ -80,9 +80,11 @@ def random_work(job: Job, seed: int, memory: str) -> str:
         if number == last and job.rank == victim:
             point = shared.choice(kind.points(name, job.size))
             error = error_of(lambda name=name, point=point: _break(kind, pg, fault, name, point))
+            assert ipc_device_calls.comes_free(pg)
             return error[0] or fault
         error = error_of(lambda name=name: kind.calls[name](pg).wait())
         if error[0]:
+            assert ipc_device_calls.comes_free(pg)
             return error[0]
     raise AssertionError("the fault had no effect")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,13 +110,34 @@ def test_the_identity_is_the_slices_own_where_the_driver_knows_slices(driver: Dr
     assert "cuDevicePrimaryCtxRetain" not in driver.names()
 
 
-def test_a_driver_that_does_not_know_the_question_shares_events(driver: Driver) -> None:
-    """The attribute is newer than the ability; a device that denies it is believed."""
-    driver.codes = {"cuDeviceGetAttribute": 1}
-    assert cuda_driver.shares_events(0)
-    driver.codes, driver.results["cuDeviceGetAttribute"] = {}, 0
-    assert not cuda_driver.shares_events(0)
+@pytest.mark.parametrize(("code", "value", "expected"), [(0, 1, True), (0, 0, False), (1, 1, False)])
+def test_a_driver_that_does_not_know_the_question_has_no_timelines(
+    driver: Driver, code: int, value: int, expected: bool
+) -> None:
+    """The attribute came with the calls; a device that denies it is believed."""
+    driver.codes, driver.results["cuDeviceGetAttribute"] = {"cuDeviceGetAttribute": code}, value
+    assert cuda_driver.has_timelines(0) == expected
+    assert dict(driver.calls)["cuDeviceGetAttribute"][1] == 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
     assert "cuDevicePrimaryCtxRetain" not in driver.names()
+
+
+def test_words_of_the_host_are_written_and_waited_for_by_streams(driver: Driver) -> None:
+    """By the address that the device has for them, in the device's context, as 64-bit numbers; a wait is for "at least"."""
+    driver.results["cuMemHostGetDevicePointer_v2"] = 1 << 42
+    stream = SimpleNamespace(cuda_stream=77)
+    pointer = device(1).register(4096, 8192)
+    assert pointer == 1 << 42
+    address, num_bytes, flags = dict(driver.calls)["cuMemHostRegister_v2"]
+    assert (address.value, num_bytes.value, flags) == (4096, 8192, 3)  # portable, mapped
+    device(1).write_word(stream, pointer, 1 << 40)
+    device(1).wait_for_word(stream, pointer, 1 << 40)
+    for name in ("cuStreamWriteValue64_v2", "cuStreamWaitValue64_v2"):
+        handle, at, value, mode = dict(driver.calls)[name]
+        assert (handle.value, at.value, value.value, mode) == (77, pointer, 1 << 40, 0)  # 0: GEQ
+        before, _, after = (driver.names()[driver.names().index(name) + i] for i in (-1, 0, 1))
+        assert (before, after) == ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
+    device(1).unregister(4096)
+    assert dict(driver.calls)["cuMemHostUnregister"][0].value == 4096
 
 
 @pytest.mark.parametrize(
@@ -136,7 +158,7 @@ def test_support_names_the_platform(
     if expected is None:
         assert "no device 1" in str(device_memory_support(1))
         driver.results["cuDeviceGetAttribute"] = 0
-        assert "cannot share events" in str(device_memory_support(0))
+        assert "cannot wait for memory" in str(device_memory_support(0))
         driver.codes = {"cuInit": 100}
         assert "cuInit: CUDA_ERROR_100" in str(device_memory_support(0))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

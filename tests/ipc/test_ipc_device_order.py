@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import fake_cuda
@@ -21,10 +21,11 @@ from ipc_table import SMALL_CHUNKS
 from ray_fracbackend.ipc._torch import RedOpType
 from ray_fracbackend.ipc.device import runtime as cuda_runtime
 from ray_fracbackend.ipc.device.driver import tensor_at
-from ray_fracbackend.ipc.device.memory import DeviceMemory, DeviceParts
+from ray_fracbackend.ipc.device.memory import NUM_SLOTS, DeviceMemory, DeviceParts
+from ray_fracbackend.ipc.device.timeline import Timeline, timeline_bytes
 from ray_fracbackend.ipc.host.arena import create_arena
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
-from ray_fracbackend.ipc.host.memory import block_bytes
+from ray_fracbackend.ipc.host.memory import memory_bytes
 from ray_fracbackend.ipc.protocol.control import control_bytes
 from ray_fracbackend.ipc.protocol.description import Terms, describe_call
 from ray_fracbackend.ipc.protocol.engine import Engine
@@ -42,14 +43,15 @@ class Ranks:
         FakeCuda.gpu = gpu
         self.runtime = FakeCuda(torch.device("cpu"))
         self.streams = [FakeStream(gpu) for _ in range(num_ranks)]
-        arena, name = create_arena(control_bytes(num_ranks))
+        arena, name = create_arena(control_bytes(num_ranks) + timeline_bytes(num_ranks))
         os.close(name.fd)
-        sizes = [block_bytes(CHUNK_BYTES, plan.folded_bytes(CHUNK_BYTES, r, num_ranks)) for r in range(num_ranks)]
-        parts = DeviceParts(CHUNK_BYTES, sizes, [self.runtime.allocate(size) for size in sizes])
-        parts.events = [[self.runtime.new_shared_event() for _ in (0, 1)] for _ in range(num_ranks)]
+        folded_bytes = plan.folded_bytes(CHUNK_BYTES, num_ranks)
+        block = self.runtime.allocate(memory_bytes(CHUNK_BYTES, folded_bytes, NUM_SLOTS))
         peers = [Peer(os.getpid(), start_time(os.getpid()))] * num_ranks
         self.local = []
         for r in range(num_ranks):
+            timeline = Timeline(self.runtime, arena, control_bytes(num_ranks), r, num_ranks)
+            parts = DeviceParts(CHUNK_BYTES, folded_bytes, block, timeline)
             memory = DeviceMemory(self.runtime, self.streams[r], parts, r)
             engine = Engine(arena, r, peers, [f"rank {i}" for i in range(num_ranks)], memory)
             self.local.append(LocalCollectives(engine, plan))
@@ -138,32 +140,50 @@ def test_results_are_exact_in_whatever_order_the_device_works(num_ranks: int, pl
     assert not [thread for thread in threading.enumerate() if thread.name == "fake gpu"]
 
 
-def skip_wait(self: DeviceMemory, rank: int, step: int) -> None:
-    """Go on without the peer."""
+def skip_wait(self: DeviceMemory, ranks: Sequence[int], kind: int, value: int) -> None:
+    """Go on without the peers."""
 
 
-def wait_for_others_parity(self: DeviceMemory, rank: int, step: int) -> None:
-    """Wait for the event of the step before."""
-    self._stream.wait_event(self._parts.events[rank][step & 1 ^ 1])
+def wait_for_the_chunk_before(self: DeviceMemory, ranks: Sequence[int], kind: int, value: int) -> None:
+    """Wait for less than was meant."""
+    _wait(self, ranks, kind, value - 1)
 
 
-def record_nothing(self: DeviceMemory, step: int) -> None:
-    """The peers' waits find an event that was never recorded."""
+def wait_for_the_first(self: DeviceMemory, ranks: Sequence[int], kind: int, value: int) -> None:
+    """Wait for one of the peers that are read."""
+    _wait(self, ranks[:1], kind, value)
+
+
+def signal_nothing(self: DeviceMemory, progress: int) -> None:
+    """The peers' waits never end."""
     self._release_fence()
 
 
-def one_buffer(self: DeviceMemory, step: int, *args: Any) -> list[torch.Tensor]:
-    """The same slot for every step."""
-    return _slots(self, 0, *args)
+def signal_too_early(self: DeviceMemory, progress: int) -> None:
+    """The peers' waits end before this rank has come as far."""
+    self._timeline.signal(self._stream, progress + 1)
+    self._release_fence()
 
 
-_slots = DeviceMemory.slots
+def write_at_once(self: DeviceMemory, chunk: int, read: int, readers: Sequence[int]) -> None:
+    """Write over what a peer may not have read yet."""
+
+
+def one_buffer(self: DeviceMemory, rank: int, chunk: int, *args: Any) -> torch.Tensor:
+    """The same slot for every chunk."""
+    return _slot(self, rank, 0, *args)
+
+
+_slot, _wait = DeviceMemory.slot, DeviceMemory.wait
 
 MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "no wait for events": ("wait", skip_wait),
-    "the wrong event of the ring": ("wait", wait_for_others_parity),
-    "events that are never recorded": ("record", record_nothing),
-    "one buffer": ("slots", one_buffer),
+    "no wait": ("wait", skip_wait),
+    "a wait for the chunk before": ("wait", wait_for_the_chunk_before),
+    "a wait for one peer": ("wait", wait_for_the_first),
+    "no signal": ("record", signal_nothing),
+    "a signal too early": ("record", signal_too_early),
+    "no wait before a slot is written again": ("prepare_put", write_at_once),
+    "one buffer": ("slot", one_buffer),
 }
 
 
@@ -172,7 +192,7 @@ def test_a_wrong_transport_is_found(name: str, monkeypatch: pytest.MonkeyPatch) 
     """The orders above are many enough to show each mistake."""
     monkeypatch.setattr(fake_cuda, "_WAIT_LIMIT_S", 2.0)
     monkeypatch.setattr(DeviceMemory, *MUTANTS[name])
-    assert any(wrong_results(2, PLANS["leader"], seed) != 0 for seed in range(12))
+    assert any(wrong_results(3, PLANS["leader"], seed) != 0 for seed in range(24))
 
 
 @contextlib.contextmanager

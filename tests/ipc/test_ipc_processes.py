@@ -143,6 +143,39 @@ def test_a_process_may_end_in_the_middle_of_a_call(last: str, tmp_path: Path) ->
     assert [rank.wait(60) for rank in ranks] == [0, 0]
 
 
+WATCHED_SCRIPT = """
+import threading, time, types, torch
+from ray_fracbackend.ipc.device.watch import DeviceWatch
+from ray_fracbackend.ipc.host.liveness import Peer, start_time
+import contextlib, os
+matrix, begun = torch.ones(400, 400), threading.Event()
+class Last:
+    def query(self):
+        for _ in range(40):
+            matrix @ matrix
+        begun.set()
+        return True
+peer = Peer(os.getpid(), start_time(os.getpid()))
+engine = types.SimpleNamespace(rank=0, waiter=types.SimpleNamespace(peers=[peer]), has_left=lambda rank: False)
+runtime = types.SimpleNamespace(allow_queries_while_capturing=lambda: None, on=lambda stream: contextlib.nullcontext())
+stream = types.SimpleNamespace(runtime=runtime, stream=None, timeout_s=1e-9, last=Last())
+import ray_fracbackend.ipc.device.watch as watch
+watch._MIN_LOOK_S = 0.001
+DeviceWatch([engine], stream, ["rank 0"], lambda: None)
+begun.wait(60)
+begun.clear()
+begun.wait(60)
+"""
+
+
+def test_a_process_may_end_while_its_watch_asks_the_device() -> None:
+    """The thread is in torch's C++ then, which would end the process with SIGABRT."""
+    ended = [
+        subprocess.run([sys.executable, "-c", WATCHED_SCRIPT], timeout=100, check=False).returncode for _ in range(3)
+    ]
+    assert ended == [0, 0, 0]
+
+
 def test_a_store_can_be_used_again() -> None:
     """A second group with the store of an ended one does not read what that one left there."""
     assert values(run_ranks(several_groups, 2)) == [[2.0] * 3] * 2

@@ -30,7 +30,45 @@ def test_a_reduction_stays_on_the_device_of_its_tensors(dtype: torch.dtype, num_
         reduction.reduce(out, inputs)
         partial = torch.empty(8, dtype=reduction.accumulate_dtype, device="meta")
         reduction.reduce(partial, inputs, final=False)
+        if reduction.stacks:
+            reduction.reduce_stack(out, torch.stack(inputs))
+            reduction.reduce_stack(partial, torch.stack(inputs), final=False)
         reduction.of_partials().reduce(partial, [torch.empty_like(partial) for _ in range(2)])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", list(reductions._ALLOWED), ids=str)
+def test_all_rows_at_once_are_what_one_after_the_other_is(dtype: torch.dtype, num_ranks: int) -> None:
+    """To the last bit for up to four ranks, whose order is theirs: rounded once, with NaNs, and with every unsigned number."""
+    numbers = torch.Generator().manual_seed(num_ranks)
+    raw = torch.randint(0, 256, (num_ranks, 4096 * dtype.itemsize), dtype=torch.uint8, generator=numbers)
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        kind = torch.complex64 if dtype.is_complex else torch.float32
+        stack = (torch.randn(num_ranks, 4096, generator=numbers, dtype=kind) * 3).to(dtype)
+    else:
+        stack = raw.view(dtype)
+    for op in reductions._ALLOWED[dtype]:
+        reduction = Reduction(dtype, op, num_ranks)
+        if reduction.stacks:
+            found, expected = torch.empty_like(stack[0]), torch.empty_like(stack[0])
+            reduction.reduce_stack(found, stack)
+            reduction.reduce(expected, list(stack))
+            assert torch.equal(as_numbers(found), as_numbers(expected)), op
+
+
+def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, in which two NaNs are equal."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def test_two_of_a_narrow_type_are_rounded_once() -> None:
+    """An operation of bfloat16 itself computes in float32: no wider copy is made."""
+    one, other = (torch.randn(4096).to(torch.bfloat16) for _ in range(2))
+    for op, exact in ((Op.SUM, one.float() + other.float()), (Op.PRODUCT, one.float() * other.float())):
+        reduction, out = Reduction(torch.bfloat16, op, 2), torch.empty_like(one)
+        reduction.reduce(out, [one, other])
+        assert torch.equal(out, exact.to(torch.bfloat16))
+        assert not reduction._scratch
 
 
 class Divisors(TorchDispatchMode):

@@ -10,10 +10,12 @@ import time
 import pytest
 
 from ray_fracbackend.ipc import knobs
+from ray_fracbackend.ipc.errors import CollectiveTimeoutError
 from ray_fracbackend.ipc.host.arena import create_arena
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
 from ray_fracbackend.ipc.protocol import waiting
 from ray_fracbackend.ipc.protocol.control import ControlPage, control_bytes
+from ray_fracbackend.ipc.protocol.schedule import DONE, READ, WRITTEN
 
 WAKE_US = 60.0
 
@@ -26,6 +28,8 @@ class Kernel:
         os.close(name.fd)
         self.page, self.address = ControlPage(arena, 0, 2), arena.address
         self.now_us, self.due_us, self.step, self.num_sleeps = 0.0, 0.0, 0, 0
+        # What a yield costs, and how many there were.
+        self.yield_us, self.num_yields = 1.0, 0
 
     def sched_getaffinity(self, pid: int) -> set[int]:
         return {0, 1}
@@ -34,12 +38,16 @@ class Kernel:
         return self.now_us * 1e-6
 
     def sched_yield(self) -> None:
-        self.now_us += 1
+        self.num_yields += 1
+        self.pass_time(self.yield_us)
+
+    def pass_time(self, microseconds: float = 1.0) -> None:
+        self.now_us += microseconds
         if self.now_us >= self.due_us:
             self.publish()
 
     def publish(self) -> None:
-        self.page.words[self.page.counter_index[1]] = self.step
+        self.page.words[self.page.counter_index[1] + WRITTEN] = self.step
 
     def sleep(self, *_: object) -> None:
         self.num_sleeps += 1
@@ -59,6 +67,7 @@ def waiter_of(kernel: Kernel) -> waiting.Waiter:
     myself = Peer(os.getpid(), start_time(os.getpid()))
     found = waiting.Waiter(kernel.page, kernel.address, [myself, myself], ["rank 0", "rank 1"])
     found._futex.wait = kernel.sleep  # type: ignore[method-assign]
+    found._let_threads_run = kernel.pass_time  # type: ignore[assignment, return-value]
     return found
 
 
@@ -68,7 +77,7 @@ def sleeps(kernel: Kernel, waiter: waiting.Waiter, delay_us: float, num_waits: i
     for _ in range(num_waits):
         kernel.step += 1
         kernel.due_us = kernel.now_us + delay_us
-        waiter.wait(1, kernel.step, kernel.monotonic() + 60, "a test")
+        waiter.wait(1, WRITTEN, kernel.step, kernel.monotonic() + 60, "a test")
     return kernel.num_sleeps - before
 
 
@@ -91,6 +100,72 @@ def test_polling_comes_back_after_long_waits(kernel: Kernel) -> None:
     assert sleeps(kernel, waiter, 100, 20) == 1
 
 
+def test_a_yield_that_costs_a_time_slice_is_not_repeated_soon(kernel: Kernel) -> None:
+    """Beside a process that never sleeps, each yield would cost milliseconds; without one, yields come back."""
+    waiter = waiter_of(kernel)
+    kernel.yield_us = 3000.0
+    sleeps(kernel, waiter, 100, 1000)
+    assert kernel.num_yields < 10
+    kernel.yield_us = 1.0
+    before = kernel.num_yields
+    assert sleeps(kernel, waiter, 100, waiting._MAX_UNYIELDING + 10) == 0
+    assert kernel.num_yields > before
+
+
+def test_with_more_ranks_than_cores_a_yield_goes_to_a_rank(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is worth its time, however long."""
+    monkeypatch.setattr(kernel, "sched_getaffinity", lambda pid: {0})
+    waiter = waiter_of(kernel)
+    kernel.yield_us = 3000.0
+    assert sleeps(kernel, waiter, 100, 100) == 0
+    assert kernel.num_yields == 100
+
+
+def test_a_moments_wait_before_a_later_chunk(kernel: Kernel) -> None:
+    """A rank polls for a peer that is nearly there, and ever shorter for one that is not; it never sleeps for it."""
+    waiter = waiter_of(kernel)
+    kernel.step, kernel.due_us = 1, 100.0
+    assert waiter.poll(1, WRITTEN, 1)
+    for _ in range(10):
+        kernel.due_us = kernel.now_us + 1e6
+        assert not waiter.poll(1, WRITTEN, 2)
+    assert waiter._spin_us == waiting._MIN_SPIN_US
+    assert kernel.num_sleeps == 0
+
+
+@pytest.mark.parametrize(
+    ("positions", "stopped", "named"),
+    [
+        ([5, 5, 5], None, 1),
+        ([5, 2, 5], None, 1),
+        ([5, 5, 2], None, 2),
+        ([5, 2, 5], 2, 2),
+        ([5, 5, 5], 2, 2),
+        ([5, 2, 5], 1, 1),
+    ],
+)
+def test_a_timeout_names_the_rank_that_the_others_wait_for(
+    positions: list[int], stopped: int | None, named: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for rank 1, which may itself wait for rank 2: one that is stopped, else the one with the lowest counts."""
+    monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, "0")
+    arena, name = create_arena(control_bytes(3))
+    os.close(name.fd)
+    page = ControlPage(arena, 0, 3)
+    for rank, position in enumerate(positions):
+        for kind in (WRITTEN, READ, DONE):
+            page.words[page.counter_index[rank] + kind] = position
+    peers = [Peer(os.getpid(), start_time(os.getpid())) for _ in positions]
+    if stopped is not None:
+        monkeypatch.setattr(peers[stopped], "state", lambda: "stopped")
+    waiter = waiting.Waiter(page, arena.address, peers, ["rank 0", "rank 1", "rank 2"])
+    state = "stopped" if stopped == named else "running"
+    with pytest.raises(
+        CollectiveTimeoutError, match=rf"^rank {named} \(pid \d+, {state}\) did not reach a test in time"
+    ):
+        waiter.wait(1, WRITTEN, 6, time.monotonic(), "a test")
+
+
 def test_sleepers_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that publishes a step wakes those that sleep for it: they need no look at it of their own."""
     monkeypatch.setattr(waiting, "_SLICE_S", 3600.0)
@@ -104,17 +179,17 @@ def test_sleepers_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def sleep_for_each_step() -> None:
         for step in steps:
-            sleeper.wait(1, step, time.monotonic() + 3600, "a test")
+            sleeper.wait(1, WRITTEN, step, time.monotonic() + 3600, "a test")
 
     thread = threading.Thread(target=sleep_for_each_step, daemon=True)
     thread.start()
     for step in steps:
         end = time.monotonic() + 30
-        while not pages[1].words[pages[1].sleepers_index[1]]:
+        while not pages[1].has_sleepers():
             assert time.monotonic() < end, "the sleeper was not woken"
             time.sleep(0.001)
         time.sleep(0.01)  # what comes between its mark and its sleep
-        publisher.publish(step)
+        publisher.publish(step, step, step)
     thread.join(30)
     assert not thread.is_alive()
 
@@ -148,8 +223,8 @@ def test_a_rank_that_polls_lets_other_threads_run(monkeypatch: pytest.MonkeyPatc
 
 
 def test_poison_wakes_everybody(kernel: Kernel) -> None:
-    """Sleepers on every rank's counter are woken, and find the poison there."""
+    """Sleepers on every rank's bell are woken, and find the poison there."""
     waiter, woken = waiter_of(kernel), []
     waiter._futex.wake = lambda offset: woken.append((offset, waiter.is_poisoned()))  # type: ignore[method-assign]
     waiter.poison("a reason")
-    assert woken == [(index * 8, True) for index in kernel.page.counter_index]
+    assert woken == [(index * 8, True) for index in kernel.page.bell_index]

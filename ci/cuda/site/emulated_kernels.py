@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import ctypes
 import itertools
+import math
 import os
 import sys
 import time
@@ -138,15 +139,18 @@ def _current(device: torch.device) -> Iterator[int]:
 class _Region:
     """Device memory of a tensor, without the tensor."""
 
-    __slots__ = ("bytes", "conj", "dtype", "neg", "pointer", "size", "stride")
+    __slots__ = ("bytes", "conj", "dtype", "neg", "pointer", "size", "stride", "touched")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
-        self.pointer, self.bytes = 0, 0
+        self.pointer, self.bytes, self.touched = 0, 0, 0
         if tensor.numel():
             last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
             self.pointer, self.bytes = tensor.data_ptr(), (last + 1) * tensor.element_size()
+            # What a kernel reads: neither the gaps between rows, nor what a dimension repeats.
+            sizes = [size for size, stride in zip(self.size, self.stride, strict=True) if stride]
+            self.touched = min(self.bytes, math.prod(sizes) * tensor.element_size())
 
     def tensor(self) -> torch.Tensor:
         """CPU tensor over the same memory; ends the process where there is none any more."""
@@ -453,7 +457,7 @@ class _Kernel:
         # What is changed in place is read and written.
         changed = [] if self.name in _ONLY_WRITES else [held[at] for at in self.written if at not in self.outs]
         operands = _flat([*targets, *held, *changed])
-        _rig.rig_count_bytes(sum(each.bytes for each in operands if isinstance(each, _Region)))
+        _rig.rig_count_bytes(sum(each.touched for each in operands if isinstance(each, _Region)))
         _put(_rig.rig_launch, stream, self.name, work)
         return self._pack(fresh, values)
 

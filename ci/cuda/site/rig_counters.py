@@ -23,6 +23,8 @@ class Counters:
         event_records: Events recorded.
         event_waits: Waits of a stream for an event of this process.
         peer_event_waits: Waits of a stream for an event of another process.
+        word_writes: Words that a stream is to write.
+        word_waits: Waits of a stream for a word.
         host_waits: Calls in which the host waits for the device.
         host_polls: Looks of the host at work that is not done.
         contexts: Contexts made.
@@ -38,6 +40,8 @@ class Counters:
     event_records: int = 0
     event_waits: int = 0
     peer_event_waits: int = 0
+    word_writes: int = 0
+    word_waits: int = 0
     host_waits: int = 0
     host_polls: int = 0
     contexts: int = 0
@@ -59,12 +63,13 @@ def counters() -> Counters:
 
 
 def count_all_reduce(size: int, dtype: torch.dtype, device: torch.device) -> Counters:
-    """Return what one all_reduce takes on this rank, in a group that has done one before; checks the result."""
+    """Return what one all_reduce takes on this rank, in a group that has done some like it before; checks the result."""
     import torch
     import torch.distributed as dist
 
     tensor = torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
-    for number in (0, 1):
+    # The first ones of a kind also wait for those that read what other calls have left in the slots.
+    for number in range(4):
         tensor.fill_(1)
         torch.cuda.synchronize(device)
         dist.barrier()

@@ -27,8 +27,8 @@ from ..host.support import host_memory_support
 HANDLE_BYTES = 64
 # Smaller allocations may lie in a block with others, and a handle opens the whole block (cudaIpcGetMemHandle).
 GRANULARITY_BYTES = 1 << 21
-# CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
-_IPC_EVENTS_SUPPORTED = 125
+# CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+_HAS_64_BIT_STREAM_MEM_OPS = 122
 _INVALID_VALUE = 1
 _OUT_OF_MEMORY = 2
 LAZY_ENABLE_PEER_ACCESS = 1
@@ -77,16 +77,16 @@ def _device(index: int) -> ctypes.c_int:
     return device
 
 
-def shares_events(index: int) -> bool:
-    """Return whether a visible device says that it can share events between processes; makes no context.
+def has_timelines(index: int) -> bool:
+    """Return whether streams of a visible device can write 64-bit words and wait for them, as it says; makes no context.
 
     Raises:
         DriverError: The driver cannot be used.
     """
-    value, device = ctypes.c_int(1), _device(index)
-    code = _library().cuDeviceGetAttribute(ctypes.byref(value), _IPC_EVENTS_SUPPORTED, device)
-    # Older drivers do not know the question.
-    return bool(value.value) or code == _INVALID_VALUE
+    value, device = ctypes.c_int(0), _device(index)
+    code = _library().cuDeviceGetAttribute(ctypes.byref(value), _HAS_64_BIT_STREAM_MEM_OPS, device)
+    # Drivers before CUDA 11.7 do not know the question, nor the calls.
+    return code == 0 and bool(value.value)
 
 
 def device_uuid(index: int) -> str:
@@ -128,8 +128,8 @@ def device_memory_support(device_index: int = 0) -> str | None:
     if not 0 <= device_index < torch.cuda.device_count():
         return f"there is no device {device_index} among the {torch.cuda.device_count()} that torch sees"
     try:
-        if not shares_events(device_index):
-            return f"device {device_index} cannot share events between processes"
+        if not has_timelines(device_index):
+            return f"streams of device {device_index} cannot wait for memory (driver before CUDA 11.7?)"
     except DriverError as error:
         return str(error)
     return None

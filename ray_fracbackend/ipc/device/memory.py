@@ -1,20 +1,26 @@
 """Device memory that every rank of a device has mapped. Runs in every rank; imports torch.
 
-Each rank owns one block with its slots and folded memory, and a ring of two interprocess events; the others opened both
-when the group was set up. What a step has to wait for is an event on the stream, never a kernel that spins: the host only learns
-from the counters that a peer has *issued* its work, and makes this rank's stream wait for the peer's event.
+The first rank owns a block with the slots and the folded memory of all; the others opened it when the group was set up. So one
+kernel can reduce all slots. From the counters the host only learns that a peer has *issued* its work; it then makes this rank's stream
+wait for a word that the peer's stream writes. No kernel spins. A stream waits only for ranks whose memory it reads, and for those that
+have read what it is about to overwrite.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..host.memory import SlotMemory
+from ..host.memory import SlotMemory, memory_bytes
+from ..protocol.schedule import NUM_COUNTS, READ
 from .driver import DeviceBlock
 from .runtime import CudaRuntime
+from .timeline import Timeline
+
+# Of each rank. More would let ranks go on where another is late, but a device does one rank's work after the other's anyway.
+NUM_SLOTS = 2
 
 
 @dataclass
@@ -23,33 +29,34 @@ class DeviceParts:
 
     Attributes:
         chunk_bytes: Size of a slot in bytes.
-        sizes: Bytes of each local rank's block.
-        blocks: Blocks by local rank, None where not (or no longer) mapped.
-        events: Ring of two events by local rank, as `blocks`.
+        folded_bytes: Size of each local rank's folded area in bytes.
+        block: The first rank's memory, None where it is not (or no longer) mapped.
+        timeline: What orders the streams, None before the ranks are connected.
     """
 
     chunk_bytes: int
-    sizes: list[int]
-    blocks: list[DeviceBlock | None] = field(default_factory=list)
-    events: list[list[Any]] = field(default_factory=list)
+    folded_bytes: list[int]
+    block: DeviceBlock | None = None
+    timeline: Timeline | None = None
 
-    def close_imports(self, runtime: CudaRuntime, rank: int) -> bool:
-        """Unmap the blocks of the other ranks, with which the device must be through; false, and nothing done, where that may hang."""
+    def close_imports(self, runtime: CudaRuntime) -> bool:
+        """Unmap another rank's memory, with which the device must be through; false, and nothing done, where that may hang."""
         if freeing_may_hang():
             return False
-        for r, block in enumerate(self.blocks):
-            if r != rank and block is not None:
-                self.blocks[r] = None
-                runtime.release(block)
+        if self.timeline is not None:
+            self.timeline.close()
+        if self.block is not None and self.block.imported:
+            self._release(runtime, self.block)
         return True
 
-    def free_own(self, runtime: CudaRuntime, rank: int) -> None:
-        """Free this rank's block, unless that may hang; no other rank may have it mapped."""
-        if freeing_may_hang():
-            return
-        block, self.blocks[rank] = self.blocks[rank], None
-        if block is not None:
-            runtime.release(block)
+    def free_own(self, runtime: CudaRuntime) -> None:
+        """Free this rank's memory if it has any, unless that may hang; no other rank may have it mapped."""
+        if self.block is not None and not self.block.imported and not freeing_may_hang():
+            self._release(runtime, self.block)
+
+    def _release(self, runtime: CudaRuntime, block: DeviceBlock) -> None:
+        self.block = None
+        runtime.release(block)
 
 
 class DeviceMemory(SlotMemory):
@@ -58,43 +65,72 @@ class DeviceMemory(SlotMemory):
     Args:
         runtime: The device.
         stream: All work on the slots is issued to it, by the thread that holds the turn.
-        parts: Blocks and events of all local ranks.
+        parts: The block, mapped, and the timeline.
         rank: Local rank of this process.
     """
 
+    stacks = True
+
     def __init__(self, runtime: CudaRuntime, stream: Any, parts: DeviceParts, rank: int) -> None:
-        blocks = [
-            block.bytes[:size] for block, size in zip(parts.blocks, parts.sizes, strict=True) if block is not None
-        ]
-        super().__init__(parts.chunk_bytes, blocks)
+        assert parts.block is not None
+        assert parts.timeline is not None
+        num_bytes = memory_bytes(parts.chunk_bytes, parts.folded_bytes, NUM_SLOTS)
+        super().__init__(parts.block.bytes[:num_bytes], parts.chunk_bytes, parts.folded_bytes, NUM_SLOTS, rank)
         self._runtime = runtime
         self._stream = stream
         self._parts = parts
-        self._rank = rank
+        self._timeline = parts.timeline
+        self._words: Sequence[int] = ()
+        self._counters: Sequence[int] = ()
+        # What each rank had counted when this rank's stream last waited for it.
+        self._reached = [[0] * NUM_COUNTS for _ in parts.folded_bytes]
+        # The ranks that read what this rank wrote last, by slot.
+        self._readers: list[Sequence[int]] = [()] * NUM_SLOTS
 
-    def record(self, step: int) -> None:
+    def attach(self, words: Sequence[int], counters: Sequence[int], places: Sequence[memoryview]) -> None:
+        """See `SlotMemory.attach`."""
+        self._words, self._counters = words, counters
+
+    def record(self, progress: int) -> None:
         """See `SlotMemory.record`."""
-        self._parts.events[self._rank][step & 1].record(self._stream)
-        super().record(step)
+        self._timeline.signal(self._stream, progress)
+        super().record(progress)
 
-    def wait(self, rank: int, step: int) -> None:
+    def wait(self, ranks: Sequence[int], kind: int, value: int) -> None:
         """See `SlotMemory.wait`."""
-        super().wait(rank, step)
-        self._stream.wait_event(self._parts.events[rank][step & 1])
+        for rank in ranks:
+            if rank != self._rank and self._reached[rank][kind] < value:
+                words, index = self._words, self._counters[rank]
+                # In this order: a rank stores its counter before what it counts.
+                counts = [words[index + count] for count in range(1, NUM_COUNTS)]
+                self.acquire()
+                progress = words[index]
+                self._timeline.wait(self._stream, rank, progress)
+                self._reached[rank] = [progress, *counts]
+
+    def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
+        """Make this rank's stream wait for the ranks that have read the slot's last chunk."""
+        slot = chunk % self.num_slots
+        self.wait(self._readers[slot], READ, chunk - self.num_slots)
+        self._readers[slot] = readers
+
+    def release(self) -> None:
+        """End all waits of this rank's stream for others: the results of calls that are on the device are unknown from then on."""
+        self._timeline.release()
 
     def close_imports(self) -> bool:
         """Unmap the other ranks' memory, and return whether that could be done. The stream must be idle."""
         self.close()
-        return self._parts.close_imports(self._runtime, self._rank)
+        return self._parts.close_imports(self._runtime)
 
     def retire(self, is_unused: Callable[[], bool]) -> None:
-        """Free this rank's memory and events now or, if ``is_unused()`` is false, when a later group sees it true."""
+        """Free this rank's memory now or, if ``is_unused()`` is false, when a later group sees it true."""
         with _retired_lock:
-            _retired.append((is_unused, self._runtime, self._parts, self._rank))
+            _retired.append((is_unused, self._runtime, self._parts))
         free_retired()
 
 
-_retired: list[tuple[Callable[[], bool], CudaRuntime, DeviceParts, int]] = []
+_retired: list[tuple[Callable[[], bool], CudaRuntime, DeviceParts]] = []
 _retired_lock = threading.Lock()
 # Not empty once a stream of this process may be stuck: freeing and unmapping wait for all streams.
 _lost: list[bool] = []
@@ -128,7 +164,7 @@ def free_retired() -> None:
     """
     with _retired_lock:
         for entry in list(_retired):
-            is_unused, runtime, parts, rank = entry
+            is_unused, runtime, parts = entry
             if is_unused() and not freeing_may_hang():
                 _retired.remove(entry)
-                parts.free_own(runtime, rank)
+                parts.free_own(runtime)

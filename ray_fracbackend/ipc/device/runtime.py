@@ -36,6 +36,9 @@ from .driver import (
 logger = logging.getLogger(__name__)
 
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_REGISTER_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+_REGISTER_DEVICEMAP = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
+_WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
 class AcceleratorRuntime:
@@ -182,24 +185,37 @@ class CudaRuntime(AcceleratorRuntime):
         with current(self._index):
             call("cuIpcCloseMemHandle" if block.imported else "cuMemFree_v2", ctypes.c_uint64(block.pointer))
 
-    def new_shared_event(self) -> Any:
-        """Create an event that can be exported once it has been recorded."""
-        return torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+    def register(self, address: int, num_bytes: int) -> int:
+        """Let streams read and write memory of the host; returns its address on the device.
 
-    def export_event(self, event: Any) -> bytes:
-        """Return what another process needs for `open_event`."""
-        try:
-            handle: bytes = event.ipc_handle()
-        except RuntimeError as error:
-            raise RuntimeError(f"an event of this device cannot be shared: {error}") from error
-        return handle
+        Raises:
+            DriverError: The driver does not take it.
+        """
+        pointer = ctypes.c_uint64()
+        with current(self._index):
+            flags = _REGISTER_PORTABLE | _REGISTER_DEVICEMAP
+            call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), flags)
+            call("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), ctypes.c_void_p(address), 0)
+        return pointer.value
 
-    def open_event(self, handle: bytes) -> Any:
-        """Open another process's event."""
-        try:
-            return torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise RuntimeError(f"an event of another process cannot be opened: {error}") from error
+    def unregister(self, address: int) -> None:
+        """Undo `register`; the device must be through with the memory."""
+        with current(self._index):
+            call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def write_word(self, stream: Any, pointer: int, value: int) -> None:
+        """Have a stream write a 64-bit word, after all of its work so far, whose writes are seen before it."""
+        with current(self._index):
+            call("cuStreamWriteValue64_v2", _stream(stream), ctypes.c_uint64(pointer), ctypes.c_uint64(value), 0)
+
+    def wait_for_word(self, stream: Any, pointer: int, value: int) -> None:
+        """Have a stream wait until a 64-bit word is at least `value`, before all of its later work."""
+        with current(self._index):
+            call("cuStreamWaitValue64_v2", _stream(stream), ctypes.c_uint64(pointer), ctypes.c_uint64(value), _WAIT_GEQ)
+
+
+def _stream(stream: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(stream.cuda_stream)
 
 
 class CommunicationStream:

@@ -21,15 +21,16 @@ from .. import knobs
 from .._torch import RedOpType
 from ..errors import IpcUnavailableError
 from ..host.arena import Arena, ArenaName, attach_arena, create_arena
-from ..host.memory import block_bytes
+from ..host.memory import memory_bytes
 from ..protocol.control import control_bytes
 from ..protocol.description import Terms, describe_call, first_on_device
 from ..protocol.engine import Engine
 from ..protocol.local import LEADER, LocalCollectives, ReductionPlan
 from ..protocol.reductions import Reduction
 from ..protocol.setup import share
-from .memory import DeviceMemory, DeviceParts, free_retired, give_up
+from .memory import NUM_SLOTS, DeviceMemory, DeviceParts, free_retired, give_up
 from .runtime import CommunicationStream, wait_on_host
+from .timeline import Timeline, timeline_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 STEP_S = 60.0
 _CHECKED_BYTES = 64 * 1024
 _SET_UP = describe_call("device memory set-up")
-# Of the check: twice round the ring of two slots and events.
+# Of the check: twice round the ring of two slots.
 _NUM_CHECKS = 4
 
 
@@ -93,14 +94,16 @@ class DeviceSetup:
             arena = self._connect(parts)
         except IpcUnavailableError:
             # Nothing has been issued to the device, so all can be given back.
-            answers = self._share(lambda: {"unmapped": parts.close_imports(self._runtime, self._rank)})
+            answers = self._share(lambda: {"unmapped": parts.close_imports(self._runtime)})
             if all(answer["unmapped"] for answer in answers):
-                parts.free_own(self._runtime, self._rank)
+                parts.free_own(self._runtime)
             raise
         try:
             return self._start(parts, arena, plan)
         except IpcUnavailableError:
-            # The device may be stuck in what was issued: freeing would wait for it.
+            # The device may be stuck in what was issued: freeing would wait for it, also that of torch's own memory.
+            if parts.timeline is not None:
+                parts.timeline.release()
             give_up()
             raise
 
@@ -125,50 +128,44 @@ class DeviceSetup:
         }
 
     def _allocate(self, chunk_bytes: int, plan: ReductionPlan) -> DeviceParts:
-        """Allocate this rank's block, with the largest half, quarter, ... of the chunk size that the device has for all."""
+        """Allocate the first rank's block, with the largest half, quarter, ... of the chunk size that the device has."""
         while True:
-            sizes = [
-                block_bytes(chunk_bytes, plan.folded_bytes(chunk_bytes, rank, self._size)) for rank in range(self._size)
-            ]
-            parts = DeviceParts(chunk_bytes, sizes, [None] * self._size, [[] for _ in range(self._size)])
-            try:
-                answers = self._share(partial(self._allocate_block, parts))
-            except IpcUnavailableError:
-                parts.free_own(self._runtime, self._rank)
-                raise
-            if not any(answer["short"] for answer in answers):
+            parts = DeviceParts(chunk_bytes, plan.folded_bytes(chunk_bytes, self._size))
+            answers = self._share(partial(self._allocate_block, parts))
+            if not answers[LEADER]["short"]:
                 return parts
-            parts.free_own(self._runtime, self._rank)
             chunk_bytes = chunk_bytes // 2 // 4096 * 4096
             if chunk_bytes < knobs.MIN_CHUNK_BYTES:
                 raise IpcUnavailableError("there is not enough free device memory even for small slots")
 
     def _allocate_block(self, parts: DeviceParts) -> dict[str, Any]:
-        own = self._rank
         free_retired()
+        if self._rank != LEADER:
+            return {}
+        num_bytes = memory_bytes(parts.chunk_bytes, parts.folded_bytes, NUM_SLOTS)
         try:
             try:
-                parts.blocks[own] = self._runtime.allocate(parts.sizes[own])
+                parts.block = self._runtime.allocate(num_bytes)
             except MemoryError:
                 self._runtime.trim()
-                parts.blocks[own] = self._runtime.allocate(parts.sizes[own])
+                parts.block = self._runtime.allocate(num_bytes)
         except MemoryError:
             return {"short": True}
         return {"short": False}
 
     def _connect(self, parts: DeviceParts) -> Arena:
-        """Map the other ranks' blocks, events and the device's control page."""
+        """Map the first rank's block, the device's control page and its timeline."""
         arena: Arena | None = None
         with contextlib.ExitStack() as stack:
 
             def export() -> dict[str, Any]:
                 nonlocal arena
-                message = self._export(parts)
-                if self._rank == LEADER:
-                    arena, name = create_arena(control_bytes(self._size))
-                    stack.callback(os.close, name.fd)
-                    message["arena"] = asdict(name)
-                return message
+                if self._rank != LEADER:
+                    return {}
+                assert parts.block is not None
+                arena, name = create_arena(control_bytes(self._size) + timeline_bytes(self._size))
+                stack.callback(os.close, name.fd)
+                return {"block": self._runtime.export(parts.block).hex(), "arena": asdict(name)}
 
             answers = self._share(export)
 
@@ -176,29 +173,17 @@ class DeviceSetup:
                 nonlocal arena
                 if arena is None:
                     arena = attach_arena(ArenaName(**answers[LEADER]["arena"]))
-                self._open(parts, answers)
+                parts.timeline = Timeline(self._runtime, arena, control_bytes(self._size), self._rank, self._size)
+                if self._rank != LEADER:
+                    handle = bytes.fromhex(answers[LEADER]["block"])
+                    parts.block = self._runtime.open(
+                        handle, memory_bytes(parts.chunk_bytes, parts.folded_bytes, NUM_SLOTS)
+                    )
                 return {}
 
             self._share(attach)
         assert arena is not None
         return arena
-
-    def _export(self, parts: DeviceParts) -> dict[str, Any]:
-        block = parts.blocks[self._rank]
-        assert block is not None
-        events = [self._runtime.new_shared_event() for _ in (0, 1)]
-        for event in events:
-            # An event has a handle only once it has been recorded.
-            event.record(self._stream.stream)
-        parts.events[self._rank] = events
-        handles = [self._runtime.export_event(event).hex() for event in events]
-        return {"block": self._runtime.export(block).hex(), "events": handles}
-
-    def _open(self, parts: DeviceParts, answers: list[dict[str, Any]]) -> None:
-        for r, answer in enumerate(answers):
-            if r != self._rank:
-                parts.blocks[r] = self._runtime.open(bytes.fromhex(answer["block"]), parts.sizes[r])
-                parts.events[r] = [self._runtime.open_event(bytes.fromhex(text)) for text in answer["events"]]
 
     def _start(self, parts: DeviceParts, arena: Arena, plan: ReductionPlan) -> DeviceLane:
         """Make the collectives and try them."""
@@ -215,6 +200,8 @@ class DeviceSetup:
         # From here on a failure in either memory ends the group.
         engine.waiter.beside, host.waiter.beside = host.waiter, engine.waiter
         engine.on_failure.append(host.fail)
+        for each in (engine, host):
+            each.on_raise.append(memory.release)
         logger.log(
             logging.INFO if self._rank == 0 else logging.DEBUG,
             "ray_fracbackend: ipc device memory for %d ranks, chunks of %d bytes",
@@ -225,7 +212,7 @@ class DeviceSetup:
 
 
 def check_collectives(local: LocalCollectives, stream: CommunicationStream, patience_s: float) -> None:
-    """Map every peer's slots, wait for every peer's events, compare exactly.
+    """Map every peer's slots, wait for every peer's stream, compare exactly.
 
     Args:
         local: Collectives of this rank's device, not used before.

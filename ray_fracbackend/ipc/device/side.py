@@ -121,7 +121,7 @@ class DeviceSide:
                 self._collectives = self._lane.collectives
                 engines = self._lane.collectives.engine, self._shared_engine()
                 self.stream_of(device).timeout_s = timeout_s
-                self._watch = DeviceWatch(engines, self.stream_of(device), self._names)
+                self._watch = DeviceWatch(engines, self.stream_of(device), self._names, self._lane.memory.release)
                 self._stop_asking = ask_before_freeing(partial(_may_be_stuck, engines, self._streams))
                 return
             except IpcUnavailableError as error:
@@ -155,6 +155,7 @@ class DeviceSide:
         self._stop_watching()
         if self._lane is not None:
             self._lane.collectives.engine.abort(reason)
+            self._lane.memory.release()
             give_up()
 
     def shutdown(self, idle: bool) -> None:
@@ -164,7 +165,9 @@ class DeviceSide:
         if lane is None:
             return
         engine = lane.collectives.engine
-        if not (idle and not engine.waiter.is_poisoned() and self._is_through()):
+        if engine.waiter.is_poisoned():
+            lane.memory.release()
+        if not (idle and self._is_through()):
             # What the device still does with the memory cannot be known; the end of the process frees it.
             give_up()
             engine.close(keeps_memory=True)

@@ -18,9 +18,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..host.daemons import start_daemon
 from ..protocol.engine import Engine
 from .runtime import CommunicationStream
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # How long the process's own next call has to report the death first.
 PATIENCE_S = 10.0
+# Between looks at what happens within that time.
+_PAUSE_S = 0.05
 # Between looks at the peers where the system has no process descriptors (Linux before 5.3).
 _LOOK_S = 1.0
 # Between looks at the device: a part of the timeout within these bounds.
@@ -41,20 +44,27 @@ class DeviceWatch:
         engines: The group's engines, one for each kind of memory.
         stream: The group's stream.
         names: How messages call each rank.
+        release: Ends the waits of the group's stream for other ranks.
     """
 
-    def __init__(self, engines: Sequence[Engine], stream: CommunicationStream, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        stream: CommunicationStream,
+        names: Sequence[str],
+        release: Callable[[], None],
+    ) -> None:
         self._engines = engines
         self._stream = stream
         self._names = names
+        self._release = release
         self._read, self._write = os.pipe()
         self._lock = threading.Lock()
         self._is_closed = self._is_over = False
         # The call that the device was at in the last look, and for how long.
         self._seen: Any = None
         self._seen_s = 0.0
-        # Of the interpreter's exit nothing may wait for it.
-        threading.Thread(target=self._run, name="ipc device watch", daemon=True).start()
+        start_daemon(self._run, "ipc device watch", self.close)
 
     def close(self) -> None:
         """Stop watching. May be called again."""
@@ -118,11 +128,7 @@ class DeviceWatch:
     def _is_late(self, elapsed_s: float, timeout_s: float) -> bool:
         """Return whether the device has been at one call for longer than the timeout; time since the last look is added."""
         self._seen_s += elapsed_s
-        try:
-            is_over = self._seen is None or self._seen.query()
-        except RuntimeError:  # the device is broken, which its user learns by itself
-            is_over = True
-        if is_over:
+        if not _is_pending(self._seen):
             self._seen, self._seen_s = self._stream.last, 0.0
         return self._seen_s > timeout_s
 
@@ -130,17 +136,19 @@ class DeviceWatch:
         """Poison the group, and end the process if it may wait for the device, or use what that computed."""
         if self._is_closed:
             return
-        last = self._stream.last
-        is_pending = last is not None and not last.query()
+        is_pending = _is_pending(self._stream.last)
         for engine in self._engines:
             engine.fail(f"{what}.")
         if not is_pending:
             return
         end = time.monotonic() + PATIENCE_S
-        while time.monotonic() < end:
-            if self._is_closed or any(engine.has_raised for engine in self._engines):
+        while not any(engine.has_raised for engine in self._engines) and time.monotonic() < end:
+            if self._is_closed:
                 return
-            time.sleep(0.05)
+            time.sleep(_PAUSE_S)
+        if any(engine.has_raised for engine in self._engines):
+            self._keep_released()
+            return
         text = (
             f"ray_fracbackend: {what}. A collective is on {self._stream.runtime.device}: what it computes is unknown, and waiting for it may "
             "never end. Ending this process, as torch does under NCCL. See the logs of the other ranks for the cause."
@@ -148,3 +156,22 @@ class DeviceWatch:
         # Logging may be what the process is stuck in.
         print(text, file=sys.stderr, flush=True)  # noqa: T201
         os.kill(os.getpid(), signal.SIGABRT)
+
+    def _keep_released(self) -> None:
+        """End the waits of the stream until it is through.
+
+        Once is not enough: a rank that was stopped may go on, write an older step over the end of the wait, and die.
+        """
+        while _is_pending(self._stream.last):
+            with self._lock:
+                if self._is_closed:
+                    return
+                self._release()
+            time.sleep(_PAUSE_S)
+
+
+def _is_pending(event: Any) -> bool:
+    try:
+        return event is not None and not event.query()
+    except RuntimeError:  # the device is broken, which its user learns by itself
+        return False

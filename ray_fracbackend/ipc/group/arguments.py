@@ -301,4 +301,4 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     # Not detach(): what is written to that raises the version of the caller's tensor, which Gloo and NCCL leave alone.
-    return tensor.data.view(-1)
+    return tensor.data if tensor.dim() == 1 else tensor.data.view(-1)

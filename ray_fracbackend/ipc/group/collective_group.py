@@ -31,7 +31,9 @@ from .._torch import (
     PrefixStore,
     ProcessGroup,
     ProcessGroupGloo,
+    RedOpType,
     c10d,
+    dispatch_modes,
     profiler_enabled,
     set_timeout,
     stop,
@@ -63,7 +65,7 @@ from .arguments import (
     wants_async,
 )
 from .executor import DONE, Executor
-from .observers import PLAIN, hidden, hide_package, is_without_data, recorded
+from .observers import PLAIN, hide_package, is_without_data, recorded, run_hidden
 from .work import IpcWork, ReceiveWork, keep_work_of_reducers
 
 logger = logging.getLogger(__name__)
@@ -257,26 +259,29 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         timeout_s, written = timeout_of(opts, self._timeout_s), results if written is None else written
 
         def run_on(collectives: Collectives) -> None:
-            flats, copies = [], []
-            for tensor in results:
-                view = flat_view(tensor)
-                if view is None:
-                    # What is in a result is read only where there are no other tensors.
-                    if len(tensors) == len(results):
-                        view = flat(tensor)
-                    else:
-                        view = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-                    copies.append((tensor, view))
-                flats.append(view)
-            run(collectives, flats, Terms(description, time.monotonic() + timeout_s))
-            if written:
-                for tensor, copy in copies:
-                    tensor.data.copy_(copy.view(tensor.shape))  # as in `flat_view`
+            try:
+                flats, copies = [], []
+                for tensor in results:
+                    view = flat_view(tensor)
+                    if view is None:
+                        # What is in a result is read only where there are no other tensors.
+                        if len(tensors) == len(results):
+                            view = flat(tensor)
+                        else:
+                            view = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+                        copies.append((tensor, view))
+                    flats.append(view)
+                run(collectives, flats, Terms(description, time.monotonic() + timeout_s))
+                if written:
+                    for tensor, copy in copies:
+                        tensor.data.copy_(copy.view(tensor.shape))  # as in `flat_view`
+            except BaseException as error:
+                self._pass_on(error)
+                raise
 
         if device is HOST:
             check_writable(description, written)
-            in_turn = self._guarded(run_on, self._host)
-            return partial(self._execute, None, opts, description, in_turn, tensors, results)
+            return partial(self._execute, None, opts, description, partial(run_on, self._host), tensors, results)
         if device is None:
             first = self._device_side.device_of(tensors)
             to_gloo = partial(self._run_gloo, gloo, opts, description, timeout_s, first, tensors, written)
@@ -290,9 +295,15 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             if collectives is None:  # another device came first, in a call that had not begun when this one was made
                 self._run_gloo(gloo, opts, description, timeout_s, device, tensors, written)
             else:
-                self._guarded(run_on, collectives)()
+                run_on(collectives)
 
-        prepare = self._guarded(self._device_side.prepare, device, description, timeout_s)
+        def prepare() -> None:
+            try:
+                self._device_side.prepare(device, description, timeout_s)
+            except BaseException as error:
+                self._pass_on(error)
+                raise
+
         return partial(self._execute, device, opts, description, on_device, tensors, results, prepare)
 
     def _carrier_of(self, *tensors: torch.Tensor) -> torch.device | None:
@@ -385,20 +396,11 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             output.data.copy_(part.view(output.shape))  # as in `flat_view`
         return work
 
-    def _guarded(self, function: Callable[..., None], *args: Any) -> Callable[[], None]:
+    def _pass_on(self, error: BaseException) -> None:
         """Pass a failure that the engine has not seen on to the other ranks."""
-
-        def guarded() -> None:
-            try:
-                function(*args)
-            except (IpcError, ValueError):
-                # Wrong arguments are found before anything is published, and are as wrong on the other ranks.
-                raise
-            except BaseException as error:
-                self._host.fail(f"{type(error).__name__}: {error}")
-                raise
-
-        return guarded
+        # Wrong arguments are found before anything is published, and are as wrong on the other ranks.
+        if not isinstance(error, (IpcError, ValueError)):
+            self._host.fail(f"{type(error).__name__}: {error}")
 
     def _execute(
         self,
@@ -435,8 +437,10 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
                 self._device_side.stream_of(device), prepare, function, there, is_async, timeout_s
             )
         if is_async:
-            return IpcWork(self._executor.submit(hidden(function)), self._executor, results, call)
-        self._executor.run(hidden(function))
+            return IpcWork(self._executor.submit(partial(run_hidden, function)), self._executor, results, call)
+        if dispatch_modes():
+            function = partial(run_hidden, function)
+        self._executor.run(function)
         if call is not None:
             call.join()
         return IpcWork(DONE, self._executor, results, call)
@@ -488,7 +492,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         if reduction is None:
             check_reduces(operation, dtype, kind)
             reduction = self._reductions[dtype, kind] = Reduction(dtype, kind, self._num_ranks)
-        return reduction, premul_factor(op, kind)
+        return reduction, premul_factor(op) if kind is RedOpType.PREMUL_SUM else None
 
     @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"))
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
@@ -497,10 +501,11 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
     def _reduce(self, operation: str, gloo: str, tensor: torch.Tensor, root: int | None, opts: Any) -> Any:
         """Reduce into the root's tensor, or into all where root is None."""
-        kind, is_root = plain_op(opts.reduceOp), root in (None, self._own_rank)
-        description = describe_call(operation, tensor.dtype, tensor.shape, kind, root)
+        reduce_op, dtype, is_root = opts.reduceOp, tensor.dtype, root is None or root == self._own_rank
+        kind = plain_op(reduce_op)
+        description = describe_call(operation, dtype, tensor.shape, kind, root)
         device = self._carrier_of(tensor)
-        reduction, factor = self._reduction_of(device, operation, tensor.dtype, opts.reduceOp, kind)
+        reduction, factor = self._reduction_of(device, operation, dtype, reduce_op, kind)
 
         def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
             result = results[0] if factor is None else scaled(results[0], factor)

@@ -146,12 +146,16 @@ class Executor:
             RuntimeError: This thread runs another call.
         """
         self._check_process()
-        done: list[Task] = []
-        try:
-            self._take_turn(done, None, function)
-        finally:
-            for task in done:
-                task.call_back()
+        if self._queue:
+            self._run_queued(lambda: True)
+        with self._turn:
+            if self._is_running:
+                raise _nested_error()
+            try:
+                self._is_running = True
+                function()
+            finally:
+                self._is_running = False
 
     def submit(self, function: Callable[[], None]) -> Task:
         """Queue `function`.
@@ -180,18 +184,20 @@ class Executor:
         self._check_process()
         if timeout_s is not None:
             return task.wait(timeout_s)
-        done: list[Task] = []
-        try:
-            self._take_turn(done, lambda: not task.is_done())
-        finally:
-            for finished in done:
-                finished.call_back()
+        self._run_queued(lambda: not task.is_done())
         return True
 
-    def _take_turn(
-        self, done: list[Task], is_wanted: Callable[[], bool] | None, function: Callable[[], None] | None = None
-    ) -> None:
-        """Run what is queued, and append it to `done`, all or as long as ``is_wanted()``; then `function`.
+    def _run_queued(self, is_wanted: Callable[[], bool]) -> None:
+        """Run what is queued, and its callbacks, as long as ``is_wanted()``; raises as `_take_turn`."""
+        done: list[Task] = []
+        try:
+            self._take_turn(done, is_wanted)
+        finally:
+            for task in done:
+                task.call_back()
+
+    def _take_turn(self, done: list[Task], is_wanted: Callable[[], bool]) -> None:
+        """Run what is queued, and append it to `done`, as long as ``is_wanted()``.
 
         Raises:
             BaseException: What a signal handler raised meanwhile, such as KeyboardInterrupt: it is meant for this
@@ -200,20 +206,15 @@ class Executor:
         """
         with self._turn:
             if self._is_running:
-                raise RuntimeError(
-                    "A signal handler or finalizer called a collective, or waited for one, while its thread was in another "
-                    "call of the same group, which cannot go on before the handler returns; set a flag there and call it later."
-                )
+                raise _nested_error()
             try:
                 self._is_running = True
-                while self._queue and (is_wanted is None or is_wanted()):
+                while self._queue and is_wanted():
                     task = self._queue.popleft()
                     task.run()
                     done.append(task)
                     if task.error is not None and not isinstance(task.error, Exception):
                         raise task.error
-                if function is not None:
-                    function()
             finally:
                 self._is_running = False
 
@@ -268,3 +269,10 @@ class Executor:
             free = not self._is_running
             self._turn.release()
         return free and not self._queue
+
+
+def _nested_error() -> RuntimeError:
+    return RuntimeError(
+        "A signal handler or finalizer called a collective, or waited for one, while its thread was in another "
+        "call of the same group, which cannot go on before the handler returns; set a flag there and call it later."
+    )

@@ -29,21 +29,17 @@ def is_without_data(tensor: torch.Tensor) -> bool:
     return fake is not None and isinstance(tensor, fake.FakeTensor)
 
 
-def hidden(function: Callable[[], None]) -> Callable[[], None]:
-    """Wrap a call so that dispatch modes, such as FakeTensorMode or FlopCounterMode, do not see what it does.
+def run_hidden(function: Callable[[], None]) -> None:
+    """Run a call so that dispatch modes of this thread, such as FakeTensorMode or FlopCounterMode, do not see what it does.
 
     To them it is one operation, and not the copies and additions that it is made of. A thread that waits for the call may
     run it, so the modes are those of the thread that does.
     """
-
-    def without_modes() -> None:
-        if dispatch_modes():
-            with no_dispatch_modes():
-                function()
-        else:
+    if dispatch_modes():
+        with no_dispatch_modes():
             function()
-
-    return without_modes
+    else:
+        function()
 
 
 def recorded(operation: str, tensors: Sequence[torch.Tensor], function: Callable[[], None]) -> Callable[[], None]:

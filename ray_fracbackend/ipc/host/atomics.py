@@ -11,8 +11,9 @@ A counter is an aligned 8-byte word, which CPython reads and writes in one acces
 
 x86-64 keeps loads in order, so the second needs no instruction there. A locked instruction is the third: acquiring a
 ``threading.Lock`` is one. It also serves as the first: ordinary stores stay in order anyway (TSO), but the non-temporal
-ones that a copy routine may use for large blocks do not. Other CPUs get ``atomic_thread_fence`` of libatomic for all
-three; without libatomic `ordering_support` refuses them.
+ones that a copy routine may use for large blocks do not. So between two counters, which are ordinary, ``store_fence`` is enough, and
+needs no instruction there. Other CPUs get ``atomic_thread_fence`` of libatomic for all; without libatomic `ordering_support` refuses
+them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
@@ -63,28 +65,34 @@ def _libatomic_fence() -> Callable[[], None] | None:
 
 
 def _no_fence() -> None:
-    """Do nothing: on x86-64 loads are not reordered."""
+    """Do nothing: on x86-64 loads are not reordered, nor are stores."""
 
 
 def _locked_fence() -> Callable[[], None]:
-    # The lock has to be this thread's alone: a contended one would wait. Threads of one group take turns anyway.
-    local = threading.local()
+    lock = threading.Lock()
+    acquire, release, new_lock = lock.acquire, lock.release, threading.Lock
 
     def fence() -> None:
-        lock = getattr(local, "lock", None)
-        if lock is None:
-            lock = local.lock = threading.Lock()
-        lock.acquire()
-        lock.release()
+        if acquire(False):
+            release()
+        else:  # another thread, or what a signal handler has interrupted, is at this line
+            new_lock().acquire()
 
     return fence
 
 
-def make_fences() -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """Return the fences of this CPU.
+@dataclass(frozen=True)
+class Fences:
+    """What orders the accesses of this process, see above."""
 
-    Returns:
-        ``(release_fence, acquire_fence, full_fence)``.
+    release: Callable[[], None]
+    acquire: Callable[[], None]
+    full: Callable[[], None]
+    store: Callable[[], None]
+
+
+def make_fences() -> Fences:
+    """Return the fences of this CPU.
 
     Raises:
         RuntimeError: `ordering_support` names a reason against it.
@@ -94,10 +102,15 @@ def make_fences() -> tuple[Callable[[], None], Callable[[], None], Callable[[], 
         raise RuntimeError(f"No memory ordering: {reason}.")
     if platform.machine() == "x86_64":
         fence = _locked_fence()
-        return fence, _no_fence, fence
+        return Fences(release=fence, acquire=_no_fence, full=fence, store=_no_fence)
     atomic_fence = _libatomic_fence()
     assert atomic_fence is not None
-    return atomic_fence, atomic_fence, atomic_fence
+    return Fences(atomic_fence, atomic_fence, atomic_fence, atomic_fence)
+
+
+def let_threads_run() -> Callable[[], int]:
+    """Return a function that lets other threads of this process run for a moment, as a call without Python's lock does, and no other process."""
+    return ctypes.CDLL(None).getpid
 
 
 class Futex:

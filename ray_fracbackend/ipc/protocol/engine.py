@@ -1,11 +1,11 @@
-"""Run collectives of one host, one at a time: schedule, steps, mismatch detection, failure. Imports torch.
+"""Run collectives of one host, one at a time: actions, mismatch detection, failure. Imports torch.
 
 Nothing here knows which memory the tensors pass through; that is the transport's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import CollectiveMismatchError, GroupClosedError, IpcError
@@ -14,7 +14,7 @@ from ..host.liveness import Peer
 from ..host.memory import SlotMemory
 from .control import ControlPage
 from .description import KEY_BYTES, Terms, description_text
-from .schedule import Action, schedule
+from .schedule import DONE, READ, WRITTEN, Action, Course
 from .waiting import Waiter
 
 # Looking an enum's member up costs as much as comparing it, and there are several of both per call.
@@ -30,17 +30,23 @@ class Call:
     Attributes:
         terms: What the ranks agree on, and the deadline.
         num_chunks: Chunks, at least 1 and equal on all ranks.
-        put: ``put(chunk, step)`` fills this rank's slot of `step`; None if this rank sends nothing.
-        take: ``take(chunk, step)`` reads other ranks' memory of `step`; None if this rank receives nothing.
-        fold: ``fold(chunk, step)`` reduces this rank's share from the slots of ``step - 1`` into its folded memory of
-            `step`; None for a collective in one pass.
+        put: ``put(index, chunk)`` fills this rank's slot of a chunk, the index-th of the call; None if this rank sends nothing.
+        take: ``take(index, chunk)`` reads other ranks' memory of the chunk; None if this rank receives nothing.
+        two_passes: Whether some ranks fold. All ranks read what is folded.
+        fold: ``fold(index, chunk)`` reduces this rank's share from all slots of the chunk into its folded memory of it; None if this
+            rank folds nothing.
+        sources: Local ranks whose memory `take` reads; None for all.
+        readers: Local ranks that read this rank's slot; None for all.
     """
 
     terms: Terms
     num_chunks: int
     put: ChunkFunction | None
     take: ChunkFunction | None
+    two_passes: bool = False
     fold: ChunkFunction | None = None
+    sources: Sequence[int] | None = None
+    readers: Sequence[int] | None = None
 
 
 class Engine:
@@ -54,9 +60,10 @@ class Engine:
         transport: The memory for tensors.
 
     Attributes:
-        waiter: Publishes and waits for steps.
+        waiter: Publishes and waits for the others.
         observer: Called as ``observer(action, chunk)`` before each action; for tests that inject failures.
         on_failure: Called with the reason after a call has failed here, to inform ranks that this page does not reach.
+        on_raise: Called before a call of this process raises that the group is broken.
         has_raised: Whether a call of this process has reported that the group is broken.
     """
 
@@ -66,12 +73,15 @@ class Engine:
         self.transport = transport
         self.observer: Callable[[Action, int], None] | None = None
         self.on_failure: list[Callable[[str], None]] = []
+        self.on_raise: list[Callable[[], None]] = []
         self.has_raised = False
         self._control = ControlPage(arena, rank, len(peers))
         self.waiter = Waiter(self._control, arena.address, peers, names)
         self._names = names
         self._peers = [(rank + i) % len(peers) for i in range(1, len(peers))]
-        self._step = 0
+        self._others = [(peer, self._control.counter_index[peer]) for peer in self._peers]
+        transport.attach(self._control.words, self._control.counter_index, self._control.places)
+        self._last_chunk = 0
         self._closed = False
 
     def run(self, call: Call) -> None:
@@ -88,44 +98,88 @@ class Engine:
             self._run_actions(call, what)
         except BaseException as error:
             # Whatever stopped this rank, it is out of step with the others now: they must not wait for it.
-            self.has_raised = True
+            self._raises()
             self.fail(str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}")
             raise
 
     def _run_actions(self, call: Call, what: str) -> None:
-        first, deadline = self._step + 1, call.terms.deadline
-        transport, waiter, observer = self.transport, self.waiter, self.observer
-        for action, chunk, offset in schedule(call.num_chunks, call.fold is not None):
-            step = first + offset
-            if observer is not None:
-                observer(action, chunk)
+        transport, waiter, observer, put = self.transport, self.waiter, self.observer, call.put
+        words, others, terms, is_checked = self._control.words, self._others, call.terms, False
+        first = self._last_chunk + 1
+        course = Course(
+            first,
+            call.num_chunks,
+            transport.num_slots,
+            call.two_passes,
+            put is not None,
+            call.fold is not None,
+            call.take is not None,
+        )
+        waiter.num_calls += 1
+        if observer is not None:
+            observer(_SIGN, 0)
+        self._control.describe(waiter.num_calls, terms.description)
+        if put is None:
+            self._publish(course)
+        while True:
+            action = course.next(words, others)
+            chunk = course.chunk
+            if action is _AWAIT:
+                if observer is not None:
+                    observer(action, chunk - first)
+                waiter.wait(course.peer, course.kind, course.value, terms.deadline, what)
+                continue
+            if action is _PUT and course.lags(words, others) and waiter.poll(course.peer, course.kind, course.value):
+                continue
+            # What comes now is after what the others have announced.
+            transport.acquire()
             if action is _PUT:
-                if call.put is not None:
-                    call.put(chunk, step)
-            elif action is _PUBLISH:
-                transport.record(step)
-                waiter.publish(step)
-                self._step = step
-            elif action is _AWAIT:
-                for peer in self._peers:
-                    waiter.wait(peer, step, deadline, what)
-                    transport.wait(peer, step)
-            elif action is _TAKE:
-                if call.take is not None:
-                    call.take(chunk, step)
-            elif action is _FOLD:
+                if observer is not None:
+                    observer(action, chunk - first)
+                assert put is not None
+                readers = self._peers if call.readers is None else call.readers
+                transport.prepare_put(chunk, course.least(words, others, READ), readers)
+                put(chunk - first, chunk)
+                course.after(action)
+                self._publish(course)
+                continue
+            if not is_checked:
+                if observer is not None:
+                    observer(_CHECK, 0)
+                self._check(terms.description)
+                is_checked = True
+            if action is None:
+                break
+            if observer is not None:
+                observer(action, chunk - first)
+            if action is _FOLD:
                 assert call.fold is not None
-                call.fold(chunk, step)
-            elif action is _SIGN:
-                self._control.describe(step, call.terms.description)
+                transport.wait(self._peers, WRITTEN, chunk)
+                transport.wait(self._peers, DONE, chunk - transport.num_slots)
+                transport.prepare_fold(chunk, course.least(words, others, DONE))
+                call.fold(chunk - first, chunk)
             else:
-                self._check(call.terms.description, step)
+                assert call.take is not None
+                transport.wait(self._peers if call.sources is None else call.sources, course.stage, chunk)
+                call.take(chunk - first, chunk)
+            course.after(action)
+            if action is _TAKE and course.is_over():
+                break  # announced with the next call
+            self._publish(course)
+        self._last_chunk = course.last
 
-    def _check(self, description: bytes, step: int) -> None:
-        peer = self._control.find_difference(step, description, KEY_BYTES)
+    def _publish(self, course: Course) -> None:
+        if self.observer is not None:
+            self.observer(_PUBLISH, course.chunk - course.first)
+        self.transport.record(self.waiter.num_published + 1)
+        self.waiter.publish(course.written, course.read, course.done)
+
+    def _check(self, description: bytes) -> None:
+        call = self.waiter.num_calls
+        peer = self._control.find_difference(call, description, KEY_BYTES)
         if peer is None:
             return
-        theirs = description_text(self._control.description(peer, step))
+        theirs = description_text(self._control.description(peer, call))
         raise CollectiveMismatchError(
             f"{self._names[self.rank]} called {description_text(description)} while {self._names[peer]} called "
             f"{theirs} as the same collective of the group; every rank must make the same calls in the same order."
@@ -142,8 +196,13 @@ class Engine:
         try:
             self.waiter.raise_if_poisoned(what)
         except IpcError:
-            self.has_raised = True
+            self._raises()
             raise
+
+    def _raises(self) -> None:
+        self.has_raised = True
+        for notify in self.on_raise:
+            notify()
 
     def has_left(self, rank: int) -> bool:
         """Return whether a local rank has closed its group in order."""

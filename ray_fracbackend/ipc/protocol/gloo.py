@@ -6,9 +6,7 @@ order. What it does not reduce as `Reduction` does, travels as bytes and is redu
 
 from __future__ import annotations
 
-import atexit
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +25,7 @@ from ..errors import (
     IpcError,
     PeerLostError,
 )
+from ..host.daemons import start_daemon
 from ..host.liveness import Peer, start_time
 from ..host.support import host_id
 from .description import KEY_BYTES, Terms, describe_call, description_text
@@ -42,18 +41,6 @@ _MEET = describe_call("process of each rank")
 _FIRST_SLICE_S, _LAST_SLICE_S = 0.1, 2.0
 # How long a rank waits for what one that has left or died may have sent.
 _GRACE_S = 2.0
-# How long the interpreter's exit waits for groups that are being dropped.
-_EXIT_S = 1.0
-
-_drops: list[threading.Thread] = []
-
-
-@atexit.register
-def _settle() -> None:
-    # A daemon thread that comes out of torch's C++ after this would end the process with SIGABRT.
-    deadline = time.monotonic() + _EXIT_S
-    for thread in _drops:
-        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class GlooGroup:
@@ -252,9 +239,7 @@ class GlooCollectives:
         """Drop Gloo's group: where it may not be idle in a thread, as its end waits for the operations that it has begun."""
         dropped, self._group.group = [self._group.group], None
         if not idle:
-            thread = threading.Thread(target=dropped.clear, name="drop a Gloo group", daemon=True)
-            thread.start()
-            _drops[:] = [thread, *(other for other in _drops if other.is_alive())]
+            start_daemon(dropped.clear, "drop a Gloo group")
 
     def raise_if_unusable(self, what: str) -> None:
         """Raise what a call would raise if this rank began it now.

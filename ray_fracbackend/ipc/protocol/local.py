@@ -40,11 +40,11 @@ class ReductionPlan:
     two_pass_ranks: int
     by_leader: bool
 
-    def folded_bytes(self, chunk_bytes: int, rank: int, num_ranks: int) -> int:
-        """Return the bytes of a local rank's folded area: a share of a chunk, or where one rank reduces all of it or nothing."""
+    def folded_bytes(self, chunk_bytes: int, num_ranks: int) -> list[int]:
+        """Return the bytes of each local rank's folded area: a share of a chunk, or where one rank reduces all of it or nothing."""
         if self.by_leader:
-            return chunk_bytes if rank == LEADER else 0
-        return share_bytes(chunk_bytes, num_ranks)
+            return [chunk_bytes if rank == LEADER else 0 for rank in range(num_ranks)]
+        return [share_bytes(chunk_bytes, num_ranks)] * num_ranks
 
 
 class LocalCollectives:
@@ -110,9 +110,9 @@ class LocalCollectives:
         dtype, own, memory = tensor.dtype, self.rank, self._memory
         per_chunk, num_chunks = self._chunking(tensor.shape[0], tensor.itemsize)
 
-        def put(chunk: int, step: int) -> None:
-            piece = tensor if num_chunks == 1 else tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
-            memory.slots(step, dtype, 0, piece.shape[0])[own].copy_(piece)
+        def put(index: int, chunk: int) -> None:
+            piece = tensor if num_chunks == 1 else tensor[index * per_chunk : (index + 1) * per_chunk]
+            memory.slot(own, chunk, dtype, 0, piece.shape[0]).copy_(piece)
 
         plan = self.plan
         two_passes = self.num_ranks >= plan.two_pass_ranks and tensor.nbytes > plan.one_pass_bytes and final
@@ -121,19 +121,17 @@ class LocalCollectives:
             self.engine.run(self._two_pass_reduction(tensor, out, reduction, terms, put))
             return
 
-        def take(chunk: int, step: int) -> None:
+        def take(index: int, chunk: int) -> None:
             assert out is not None
             piece, source = out, tensor
             if num_chunks > 1:
-                low = chunk * per_chunk
+                low = index * per_chunk
                 piece, source = out[low : low + per_chunk], tensor[low : low + per_chunk]
-            inputs = memory.slots(step, dtype, 0, piece.shape[0])
             # Two ranks can read their own part where it is; with more, the output would overwrite it too early.
-            if self.num_ranks == 2:
-                inputs = [source, inputs[1]] if own == 0 else [inputs[0], source]
-            reduction.reduce(piece, inputs, final=final)
+            self._reduce_slots(reduction, piece, chunk, 0, source if self.num_ranks == 2 else None, final)
 
-        self.engine.run(Call(terms, num_chunks, put, take if out is not None else None))
+        readers = None if root is None else (root,)
+        self.engine.run(Call(terms, num_chunks, put, take if out is not None else None, readers=readers))
 
     def _two_pass_reduction(
         self, tensor: torch.Tensor, out: torch.Tensor | None, reduction: Reduction, terms: Terms, put: ChunkFunction
@@ -144,29 +142,59 @@ class LocalCollectives:
         by_leader = self.plan.by_leader
         folders = (LEADER,) if by_leader else range(size)
         # A leader reads its own part where it is; it is not overwritten before it has been folded.
-        reads_own = by_leader and own == LEADER
+        reads_own = by_leader and own == LEADER and not self._stacks(reduction)
 
-        def bounds(chunk: int, rank: int) -> tuple[int, int]:
-            n = min(per_chunk, numel - chunk * per_chunk)
+        def bounds(index: int, rank: int) -> tuple[int, int]:
+            n = min(per_chunk, numel - index * per_chunk)
             return (0, n) if by_leader else (n * rank // size, n * (rank + 1) // size)
 
-        def fold(chunk: int, step: int) -> None:
-            if own not in folders:
-                return
-            low, high = bounds(chunk, own)
-            inputs = memory.slots(step - 1, dtype, low, high)
-            if reads_own:
-                inputs = [tensor[chunk * per_chunk : (chunk + 1) * per_chunk], *inputs[1:]]
-            reduction.reduce(memory.folded(step, dtype, 0, high - low)[own], inputs)
+        def fold(index: int, chunk: int) -> None:
+            low, high = bounds(index, own)
+            out = memory.folded(own, chunk, dtype, high - low)
+            source = tensor[index * per_chunk : (index + 1) * per_chunk] if reads_own else None
+            self._reduce_slots(reduction, out, chunk, low, source)
 
-        def take(chunk: int, step: int) -> None:
+        def take(index: int, chunk: int) -> None:
             assert out is not None
-            piece = out[chunk * per_chunk : (chunk + 1) * per_chunk]
+            piece = out[index * per_chunk : (index + 1) * per_chunk]
             for r in folders:
-                low, high = bounds(chunk, r)
-                piece[low:high].copy_(memory.folded(step, dtype, 0, high - low)[r])
+                low, high = bounds(index, r)
+                piece[low:high].copy_(memory.folded(r, chunk, dtype, high - low))
 
-        return Call(terms, num_chunks, None if reads_own else put, take if out is not None else None, fold)
+        return Call(
+            terms,
+            num_chunks,
+            None if reads_own else put,
+            take if out is not None else None,
+            two_passes=True,
+            fold=fold if own in folders else None,
+            sources=folders,
+            readers=folders,
+        )
+
+    def _stacks(self, reduction: Reduction) -> bool:
+        """Return whether more than two ranks' parts are reduced at once; two take no more than one kernel anyway."""
+        return self._memory.stacks and self.num_ranks > 2 and reduction.stacks
+
+    def _reduce_slots(
+        self,
+        reduction: Reduction,
+        out: torch.Tensor,
+        chunk: int,
+        start: int,
+        own: torch.Tensor | None = None,
+        final: bool = True,
+    ) -> None:
+        """Reduce the slots of a chunk from element `start` on into `out`; `own` stands for this rank's slot, which has not been put."""
+        memory, end = self._memory, start + out.shape[0]
+        if own is None and self._stacks(reduction):
+            reduction.reduce_stack(out, memory.stack(chunk, reduction.dtype, start, end), final=final)
+            return
+        inputs = [
+            memory.slot(rank, chunk, reduction.dtype, start, end) if own is None or rank != self.rank else own
+            for rank in range(self.num_ranks)
+        ]
+        reduction.reduce(out, inputs, final=final)
 
     def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> None:
         """Copy the root's `tensor` into that of every rank."""
@@ -177,7 +205,7 @@ class LocalCollectives:
     def gather(self, tensor: torch.Tensor, outputs: Parts | None, root: int | None, terms: Terms) -> None:
         """Copy every rank's `tensor` into the root's ``outputs[rank]``; sizes are equal."""
         targets = outputs if outputs is not None and root in (None, self.rank) else [None] * self.num_ranks
-        self._move([tensor], targets, 0, tensor.nbytes, terms)
+        self._move([tensor], targets, 0, tensor.nbytes, terms, None if root is None else (root,))
 
     def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
         """Reduce ``inputs[r]`` of all ranks into rank r's `output`; sizes are equal."""
@@ -185,16 +213,15 @@ class LocalCollectives:
         per_chunk, num_chunks = self._chunking(output.numel(), output.itemsize, self.num_ranks)
         result = torch.empty_like(output) if overlaps_shifted(output, inputs) else output
 
-        def put(chunk: int, step: int) -> None:
+        def put(index: int, chunk: int) -> None:
             for r, tensor in enumerate(inputs):
-                piece = tensor[chunk * per_chunk : (chunk + 1) * per_chunk]
+                piece = tensor[index * per_chunk : (index + 1) * per_chunk]
                 start = r * per_chunk
-                memory.slots(step, dtype, start, start + piece.shape[0])[self.rank].copy_(piece)
+                memory.slot(self.rank, chunk, dtype, start, start + piece.shape[0]).copy_(piece)
 
-        def take(chunk: int, step: int) -> None:
-            piece = result[chunk * per_chunk : (chunk + 1) * per_chunk]
-            start = self.rank * per_chunk
-            reduction.reduce(piece, memory.slots(step, dtype, start, start + piece.shape[0]))
+        def take(index: int, chunk: int) -> None:
+            piece = result[index * per_chunk : (index + 1) * per_chunk]
+            self._reduce_slots(reduction, piece, chunk, self.rank * per_chunk)
 
         self.engine.run(Call(terms, num_chunks, put, take))
         if result is not output:
@@ -211,7 +238,15 @@ class LocalCollectives:
         """
         self._move(inputs, outputs, self.rank, max_bytes, terms)
 
-    def _move(self, sources: SomeParts, targets: SomeParts, part: int, max_bytes: int, terms: Terms) -> None:
+    def _move(
+        self,
+        sources: SomeParts,
+        targets: SomeParts,
+        part: int,
+        max_bytes: int,
+        terms: Terms,
+        readers: Sequence[int] | None = None,
+    ) -> None:
         """Put ``sources[p]`` into part p of this rank's slot, and take part `part` of each rank's slot into ``targets[rank]``."""
         memory, num_parts, rank = self._memory, len(sources), self.rank
         inputs = [None if tensor is None else as_bytes(tensor) for tensor in sources]
@@ -224,24 +259,26 @@ class LocalCollectives:
             own = None
         per_chunk, num_chunks = self._chunking(max_bytes, 1, num_parts)
 
-        def put(chunk: int, step: int) -> None:
+        def put(index: int, chunk: int) -> None:
             for p, data in enumerate(inputs):
                 # Of several parts a rank's own is read by nobody else.
                 if data is not None and (num_parts == 1 or p != part):
-                    piece, start = data[chunk * per_chunk : (chunk + 1) * per_chunk], p * per_chunk
-                    memory.slots(step, torch.uint8, start, start + piece.shape[0])[rank].copy_(piece)
+                    piece, start = data[index * per_chunk : (index + 1) * per_chunk], p * per_chunk
+                    memory.slot(rank, chunk, torch.uint8, start, start + piece.shape[0]).copy_(piece)
             # After the other inputs, one of which may be where this goes, and before the others' parts come.
             if own is not None and own_output is not None:
-                own_output[chunk * per_chunk :][:per_chunk].copy_(own[chunk * per_chunk :][:per_chunk])
+                own_output[index * per_chunk :][:per_chunk].copy_(own[index * per_chunk :][:per_chunk])
 
-        def take(chunk: int, step: int) -> None:
+        def take(index: int, chunk: int) -> None:
             start = part * per_chunk
             for r, output in enumerate(outputs):
                 if output is not None and r != rank:
-                    piece = output[chunk * per_chunk : (chunk + 1) * per_chunk]
-                    piece.copy_(memory.slots(step, torch.uint8, start, start + piece.shape[0])[r])
+                    piece = output[index * per_chunk : (index + 1) * per_chunk]
+                    piece.copy_(memory.slot(r, chunk, torch.uint8, start, start + piece.shape[0]))
 
-        self.engine.run(Call(terms, num_chunks, put if any(data is not None for data in inputs) else None, take))
+        sends = any(data is not None for data in inputs)
+        origins = [r for r, output in enumerate(outputs) if output is not None]
+        self.engine.run(Call(terms, num_chunks, put if sends else None, take, sources=origins, readers=readers))
 
 
 def as_bytes(flat_tensor: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,17 @@ _FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     Op.BOR: torch.bitwise_or,
     Op.BXOR: torch.bitwise_xor,
 }
+# Of the same, over the rows of a tensor.
+_ROW_FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
+    Op.SUM: torch.sum,
+    Op.AVG: torch.sum,
+    Op.PREMUL_SUM: torch.sum,
+    Op.PRODUCT: torch.prod,
+    Op.MIN: torch.amin,
+    Op.MAX: torch.amax,
+}
+# Types that torch does not compute with, and bool, whose sum is a count.
+_WITHOUT_ROWS = (*_FLOAT8, torch.complex32, torch.bool)
 _ALLOWED: dict[torch.dtype, tuple[Any, ...]] = {
     **dict.fromkeys(_FLOATS, (*_SUMS, Op.PRODUCT, Op.MIN, Op.MAX)),
     **dict.fromkeys(_COMPLEX, (*_SUMS, Op.PRODUCT)),
@@ -54,9 +65,13 @@ _ALLOWED: dict[torch.dtype, tuple[Any, ...]] = {
 }
 
 
+# torch makes a new object of the enum each time, whose comparison and hash cost as much as a small copy.
+_OPS: dict[int, Any] = {int(op): op for op in Op.__members__.values()}
+
+
 def plain_op(reduce_op: Any) -> Any:
-    """Return the `RedOpType` of what a caller passed, which is a ``ReduceOp`` or the enum itself."""
-    return getattr(reduce_op, "op", reduce_op)
+    """Return the `RedOpType` of what a caller passed, which is a ``ReduceOp`` or the enum itself; always the same object."""
+    return _OPS[int(getattr(reduce_op, "op", reduce_op))]
 
 
 def scaled(tensor: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
@@ -65,10 +80,8 @@ def scaled(tensor: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     return torch.mul(wide, factor).to(tensor.dtype)
 
 
-def premul_factor(reduce_op: Any, kind: Any) -> float | torch.Tensor | None:
-    """Return the factor of a PREMUL_SUM, which each rank applies to its own input; None for other operations."""
-    if kind != Op.PREMUL_SUM:
-        return None
+def premul_factor(reduce_op: Any) -> float | torch.Tensor:
+    """Return the factor of a PREMUL_SUM, which each rank applies to its own input."""
     factor: float | torch.Tensor = reduce_op.__getstate__()[1]
     return factor.detach() if isinstance(factor, torch.Tensor) else factor
 
@@ -92,6 +105,9 @@ class Reduction:
         dtype: Element type of inputs and output.
         op: A ``RedOpType`` that passes `check_reduces`.
         num_ranks: Divisor of AVG; for a part of the ranks (`final` False) no division takes place.
+
+    Attributes:
+        stacks: Whether there is `reduce_stack`.
     """
 
     def __init__(self, dtype: torch.dtype, op: Any, num_ranks: int) -> None:
@@ -104,6 +120,8 @@ class Reduction:
         self._signed = signed
         self._flip = torch.iinfo(signed).min if signed is not None and op in (Op.MIN, Op.MAX) else 0
         self.accumulate_dtype: torch.dtype = _WIDER.get(dtype, dtype)
+        self.stacks = op in _ROW_FUNCTIONS and dtype not in _WITHOUT_ROWS
+        self._divides = op == Op.AVG
         self._scratch: dict[torch.device, torch.Tensor] = {}
 
     def _scratch_of(self, numel: int, device: torch.device) -> torch.Tensor:
@@ -113,6 +131,43 @@ class Reduction:
             with torch.inference_mode(False):
                 scratch = self._scratch[device] = torch.empty(numel, dtype=self.accumulate_dtype, device=device)
         return scratch[:numel]
+
+    def reduce_stack(self, out: torch.Tensor, stack: torch.Tensor, *, final: bool = True) -> None:
+        """Reduce the rows of a tensor in one kernel, for devices; where `stacks` is true.
+
+        The order of a sum's terms is torch's, which depends on the number of rows alone: for up to four it is theirs.
+
+        Args:
+            out: As for `reduce`; shares no memory with `stack`.
+            stack: 2-D of `dtype`, with rows of the length of `out`.
+            final: As for `reduce`.
+        """
+        if self._signed is not None:
+            out, stack = out.view(self._signed), stack.view(self._signed)
+        if self._flip:
+            stack = stack ^ self._flip
+        # A sum accumulates in the wider type and rounds once; a division needs what is not rounded, and not every product rounds once.
+        wide = self.op in (Op.AVG, Op.PRODUCT) and out.dtype == self.dtype != self.accumulate_dtype
+        total = self._scratch_of(out.numel(), out.device) if wide else out
+        function = _ROW_FUNCTIONS[self.op]
+        if self.op in (Op.MIN, Op.MAX) and total.dtype != stack.dtype:
+            total.copy_(function(stack, 0))
+        elif self.op in (Op.MIN, Op.MAX):
+            function(stack, 0, out=total)
+        else:
+            function(stack, 0, dtype=total.dtype, out=total)
+        if self._flip:
+            total.bitwise_xor_(self._flip)
+        if final and self._divides:
+            self.finish(total)
+        if total is not out:
+            out.copy_(total)
+
+    def _rounds_once(self, num_inputs: int) -> bool:
+        """Return whether one operation of the element type itself gives what the wider type would."""
+        if self.dtype in _WITHOUT_ROWS:
+            return False
+        return self.op in (Op.MIN, Op.MAX) or (num_inputs == 2 and not self._divides)
 
     def reduce(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], *, final: bool = True) -> None:
         """Reduce `inputs` in the order given.
@@ -127,7 +182,7 @@ class Reduction:
             out, inputs = out.view(self._signed), [tensor.view(self._signed) for tensor in inputs]
         if self._flip:
             inputs = [tensor ^ self._flip for tensor in inputs]
-        widen = self.accumulate_dtype != self.dtype
+        widen = self.accumulate_dtype != self.dtype and not (out.dtype == self.dtype and self._rounds_once(len(inputs)))
         total = self._scratch_of(out.numel(), out.device) if widen and out.dtype == self.dtype else out
         if len(inputs) == 1 or widen:
             total.copy_(inputs[0])
@@ -139,7 +194,7 @@ class Reduction:
             self._accumulate(total, tensor, widen)
         if self._flip:
             total.bitwise_xor_(self._flip)
-        if final:
+        if final and self._divides:
             self.finish(total)
         if total is not out:
             out.copy_(total)
@@ -164,7 +219,7 @@ class Reduction:
 
     def finish(self, total: torch.Tensor) -> None:
         """Divide a complete sum for AVG, in place (integers round toward zero); nothing for other operations."""
-        if self.op != Op.AVG:
+        if not self._divides:
             return
         if total.is_complex():
             total = torch.view_as_real(total)

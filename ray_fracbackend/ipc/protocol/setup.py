@@ -20,7 +20,7 @@ from .._torch import PrefixStore
 from ..errors import IpcUnavailableError
 from ..host.arena import Arena, ArenaName, attach_arena, create_arena
 from ..host.liveness import Peer, start_time
-from ..host.memory import SlotMemory, block_bytes, share_bytes
+from ..host.memory import HostMemory, memory_bytes, share_bytes
 from ..host.support import host_id, host_memory_support
 from .collectives import Collectives
 from .control import control_bytes
@@ -85,12 +85,14 @@ def join(
     members = membership.local_ranks
     engine, keep_fd, error = None, -1, None
     try:
-        arena, chunk_bytes, keep_fd = _open_arena(store, rank, members)
+        arena, (chunk_bytes, num_slots), keep_fd = _open_arena(store, rank, members)
         data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(len(members)) :]
-        stride = block_bytes(chunk_bytes, share_bytes(chunk_bytes, len(members)))
-        memory = SlotMemory(chunk_bytes, [data[r * stride : (r + 1) * stride] for r in range(len(members))])
+        folded = _folded_bytes(chunk_bytes, len(members))
+        local_rank = members.index(rank)
+        data = data[: memory_bytes(chunk_bytes, folded, num_slots)]
+        memory = HostMemory(data, chunk_bytes, folded, num_slots, local_rank)
         peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
-        engine = Engine(arena, members.index(rank), peers, [names[r] for r in members], memory)
+        engine = Engine(arena, local_rank, peers, [names[r] for r in members], memory)
     except (IpcUnavailableError, OSError, ValueError) as failure:
         error = str(failure)
     try:
@@ -161,11 +163,15 @@ def group_by_host(host_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(members) for members in hosts.values())
 
 
-def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena, int, int]:
+def _folded_bytes(chunk_bytes: int, num_ranks: int) -> list[int]:
+    return [share_bytes(chunk_bytes, num_ranks)] * num_ranks
+
+
+def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena, tuple[int, int], int]:
     """Create or attach this host's arena.
 
     Returns:
-        The arena, its chunk size, and a descriptor to close once all ranks have attached, or -1.
+        The arena, the size and number of its slots, and a descriptor to close once all ranks have attached, or -1.
 
     Raises:
         IpcUnavailableError: The first rank could not create it, or it cannot be opened from here.
@@ -175,27 +181,31 @@ def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena,
     key = f"arena/{members[0]}"
     if rank == members[0]:
         try:
-            arena, name, chunk_bytes = _create_largest(len(members))
+            arena, name, slots = _create_largest(len(members))
         except (OSError, ValueError) as error:
             store.set(key, json.dumps({"error": str(error)}))
             raise
-        store.set(key, json.dumps({"error": None, "name": asdict(name), "chunk_bytes": chunk_bytes}))
-        return arena, chunk_bytes, name.fd
+        store.set(key, json.dumps({"error": None, "name": asdict(name), "slots": slots}))
+        return arena, slots, name.fd
     announced = json.loads(store.get(key))
     if announced["error"] is not None:
         raise IpcUnavailableError(announced["error"])
-    return attach_arena(ArenaName(**announced["name"])), announced["chunk_bytes"], -1
+    return attach_arena(ArenaName(**announced["name"])), tuple(announced["slots"]), -1
 
 
-def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, int]:
-    """Create an arena with the wanted chunk size, or with the largest half, quarter, ... that the kernel gives."""
-    chunk_bytes = knobs.chunk_bytes()
+def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, tuple[int, int]]:
+    """Create an arena with the slots that are wanted, or with half, a quarter, ... of them, and of their size, that the kernel gives."""
+    chunk_bytes, num_slots = knobs.chunk_bytes(), knobs.num_slots()
     while True:
-        num_bytes = control_bytes(num_ranks) + num_ranks * block_bytes(chunk_bytes, share_bytes(chunk_bytes, num_ranks))
+        folded = _folded_bytes(chunk_bytes, num_ranks)
+        num_bytes = control_bytes(num_ranks) + memory_bytes(chunk_bytes, folded, num_slots)
         try:
             arena, name = create_arena(num_bytes)
-            return arena, name, chunk_bytes
+            return arena, name, (chunk_bytes, num_slots)
         except OSError as error:
+            if num_slots > knobs.MIN_SLOTS:
+                num_slots = max(num_slots // 2, knobs.MIN_SLOTS)
+                continue
             if chunk_bytes // 2 < knobs.MIN_CHUNK_BYTES:
                 raise OSError(
                     error.errno, f"the kernel does not give {num_bytes} bytes of shared memory ({error.strerror})"

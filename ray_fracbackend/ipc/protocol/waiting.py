@@ -1,21 +1,23 @@
-"""Publish a step and wait for the peers' steps: spin, then sleep, with deadline, liveness and poison.
+"""Announce how far a rank is and wait until peers are as far: spin, then sleep, with deadline, liveness and poison.
 
-A waiter polls the counter for a short, adaptive time, then sleeps on it with a futex, in slices, and looks between slices
-at the poison word, the deadline and the peer's process. A peer that published before it died or left is not an error: its
+A waiter polls the peer's count for a short, adaptive time. Then it sleeps on the peer's bell with a futex, in slices, and between slices
+looks at the poison word, the deadline and the peer's process. A peer that published before it died or left is not an error: its
 memory is still mapped.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
 from .. import knobs
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, GroupPoisonedError, PeerLostError
-from ..host.atomics import Futex, make_fences
+from ..host.atomics import Futex, let_threads_run, make_fences
 from ..host.liveness import Peer
 from .control import ControlPage
 from .description import description_text
+from .schedule import DONE, READ, WRITTEN
 
 # Polls before the first system call: a peer that runs at the same time answers within these.
 _BARE_POLLS = 64
@@ -23,6 +25,9 @@ _POLLS_PER_YIELD = 16
 # Longest sleep without a look at deadline and liveness.
 _SLICE_S = 0.05
 _MIN_SPIN_US = 5
+# A yield that takes longer has given the core to a process that is no rank.
+_STRANGER_S = 0.001
+_MIN_UNYIELDING, _MAX_UNYIELDING = 16, 1024
 # A wait of up to so many times the longest poll, with the wake-up in it, counts as one that polling could have met.
 _NEAR_MISS = 1.5
 
@@ -40,40 +45,59 @@ class Waiter:
         peers: As given.
         beside: This rank's side of the group's other kind of memory, whose calls are counted on a page of their own; None until
             there is one.
+        num_calls: Calls that this rank has begun here.
+        num_published: Its announcements.
     """
 
     def __init__(self, control: ControlPage, address: int, peers: list[Peer], names: list[str]) -> None:
-        _, self._acquire_fence, self._full_fence = make_fences()
+        fences = make_fences()
+        self._release_fence, self._acquire_fence, self._full_fence = fences.release, fences.acquire, fences.full
+        self._store_fence = fences.store
         self.beside: Waiter | None = None
+        self.num_calls = 0
+        self.num_published = 0
         self._control = control
         self._words = control.words
         self._counters = control.counter_index
-        self._sleepers = control.sleepers_index
+        self._bells = control.bell_index
         self._futex = Futex(address)
         self.peers = peers
         self._names = names
         self._own = control.counter_index[control.rank]
-        self._own_sleepers = control.sleepers_index[control.rank]
+        self._own_bell = control.bell_index[control.rank]
         num_cores = len(os.sched_getaffinity(0))
         self._max_spin_us = float(knobs.spin_us())
         # With more ranks than cores, polling takes time from the very rank that is waited for: yield at once.
-        self._bare_polls = _BARE_POLLS if control.num_ranks <= num_cores else 1
+        self._is_crowded = control.num_ranks > num_cores
+        self._bare_polls = 1 if self._is_crowded else _BARE_POLLS
+        # Waits without a yield, of now and after the next yield that costs a time slice.
+        self._unyielding, self._next_unyielding = 0, _MIN_UNYIELDING
+        self._let_threads_run = let_threads_run()
         self._spin_us = self._max_spin_us
 
-    def publish(self, step: int) -> None:
-        """Announce to the peers that this rank's writes up to `step` are done, and wake those that sleep."""
-        self._words[self._own] = step
+    def publish(self, written: int, read: int, done: int) -> None:
+        """Announce to the peers up to which chunk this rank has written, read and done, and wake those that sleep."""
+        words, own = self._words, self._own
+        # First: who has seen what follows sees a counter that is as new.
+        words[own] = self.num_published = progress = self.num_published + 1
+        self._store_fence()
+        words[own + WRITTEN] = written
+        words[own + READ] = read
+        words[own + DONE] = done
+        self._store_fence()
+        # Last: who has seen the bell before, and not yet what is stored above it, does not fall asleep.
+        words[self._own_bell] = progress
         self._full_fence()
-        if self._words[self._own_sleepers]:
-            self._words[self._own_sleepers] = 0
-            self._futex.wake(self._own * 8)
+        if self._control.has_sleepers():
+            self._futex.wake(self._own_bell * 8)
 
-    def wait(self, peer: int, step: int, deadline: float, what: str) -> None:
-        """Return once local rank `peer` has published `step`.
+    def wait(self, peer: int, kind: int, value: int, deadline: float, what: str) -> None:
+        """Return once local rank `peer` has counted as far as `value`.
 
         Args:
             peer: Local rank.
-            step: Step number.
+            kind: Which of its counts, see `schedule`.
+            value: Number of a chunk.
             deadline: `time.monotonic` value after which to give up.
             what: The call, for messages.
 
@@ -82,26 +106,48 @@ class Waiter:
             PeerLostError: The peer's process has ended or it has shut its group down.
             CollectiveTimeoutError: The deadline has passed.
         """
-        words, index = self._words, self._counters[peer]
-        if words[index] >= step:
+        words, index = self._words, self._counters[peer] + kind
+        if words[index] >= value:
             return
         for _ in range(self._bare_polls):
-            if words[index] >= step:
+            if words[index] >= value:
                 return
         started = time.monotonic()
-        if not self._spin(index, step, started + self._spin_us * 1e-6):
-            self._sleep(peer, step, deadline, what)
+        if not self._spin(index, value, started + self._spin_us * 1e-6):
+            self._sleep(peer, kind, value, deadline, what)
             self._adapt(time.monotonic() - started)
 
-    def _spin(self, index: int, step: int, end: float) -> bool:
-        words = self._words
+    def poll(self, peer: int, kind: int, value: int) -> bool:
+        """Return whether local rank `peer` counts as far as `value` within the time that `wait` polls."""
+        words, index = self._words, self._counters[peer] + kind
+        for _ in range(self._bare_polls):
+            if words[index] >= value:
+                return True
+        if self._spin(index, value, time.monotonic() + self._spin_us * 1e-6):
+            return True
+        self._adapt(math.inf)
+        return False
+
+    def _spin(self, index: int, value: int, end: float) -> bool:
+        words, yields = self._words, self._unyielding == 0
+        if not yields:
+            self._unyielding -= 1
         while True:
             for _ in range(_POLLS_PER_YIELD):
-                if words[index] >= step:
+                if words[index] >= value:
                     return True
-            if time.monotonic() >= end:
+            now = time.monotonic()
+            if now >= end:
                 return False
-            os.sched_yield()
+            if not yields:
+                self._let_threads_run()
+            else:
+                os.sched_yield()
+                if not self._is_crowded and time.monotonic() - now > _STRANGER_S:
+                    # Not the peer ran meanwhile, which would have come back sooner, but another process.
+                    self._unyielding = self._next_unyielding
+                    self._next_unyielding = min(2 * self._next_unyielding, _MAX_UNYIELDING)
+                    yields = False
 
     def _adapt(self, waited_s: float) -> None:
         """Poll in full where that would about have met the peer, and ever less where peers keep this rank waiting."""
@@ -110,42 +156,58 @@ class Waiter:
         else:
             self._spin_us = max(self._spin_us / 2, min(_MIN_SPIN_US, self._max_spin_us))
 
-    def _sleep(self, peer: int, step: int, deadline: float, what: str) -> None:
-        words, index = self._words, self._counters[peer]
+    def _sleep(self, peer: int, kind: int, value: int, deadline: float, what: str) -> None:
+        words, index, bell = self._words, self._counters[peer] + kind, self._bells[peer]
         while True:
-            seen = words[index]
-            if seen >= step:
+            seen = words[bell]
+            self._acquire_fence()
+            if words[index] >= value:
                 return
-            self._raise_if_hopeless(peer, step, deadline, what)
-            words[self._sleepers[peer]] = 1
-            self._full_fence()
-            if words[index] == seen and self._control.poisoner() is None:
-                self._futex.wait(index * 8, seen, max(0.0, min(_SLICE_S, deadline - time.monotonic())))
+            self._raise_if_hopeless(peer, kind, value, deadline, what)
+            self._control.set_asleep(peer, True)
+            try:
+                self._full_fence()
+                if words[bell] == seen and self._control.poisoner() is None:
+                    self._futex.wait(bell * 8, seen, max(0.0, min(_SLICE_S, deadline - time.monotonic())))
+            finally:
+                self._control.set_asleep(peer, False)
 
-    def _raise_if_hopeless(self, peer: int, step: int, deadline: float, what: str) -> None:
+    def _raise_if_hopeless(self, peer: int, kind: int, value: int, deadline: float, what: str) -> None:
         self.raise_if_poisoned(what)
         if self.beside is not None:
             self.beside.raise_if_poisoned(what)
         # Every rank that has not come yet must still be able to, not only the one that is waited for first.
         for rank in range(self._control.num_ranks):
-            if self._words[self._counters[rank]] < step and rank != self._control.rank:
-                self._raise_if_gone(rank, step, what)
-                self._raise_if_beside(rank, step, what)
-        if time.monotonic() >= deadline and self._words[self._counters[peer]] < step:
-            process = self.peers[peer]
+            if self._words[self._counters[rank] + kind] < value and rank != self._control.rank:
+                self._raise_if_gone(rank, kind, value, what)
+                self._raise_if_beside(rank, kind, value, what)
+        if time.monotonic() >= deadline and self._words[self._counters[peer] + kind] < value:
+            rank = self._behind(peer)
+            process = self.peers[rank]
             raise CollectiveTimeoutError(
-                f"{self._names[peer]} (pid {process.pid}, {process.state()}) did not reach {what} in time: the call "
+                f"{self._names[rank]} (pid {process.pid}, {process.state()}) did not reach {what} in time: the call "
                 "timed out. Look there first, or raise the timeout of the group."
             )
 
-    def _raise_if_gone(self, rank: int, step: int, what: str) -> None:
+    def _behind(self, peer: int) -> int:
+        """Return the rank that a timeout names. `peer` may itself wait for a rank that is stopped or further behind."""
+        others = [peer, *(rank for rank in range(self._control.num_ranks) if rank not in (peer, self._control.rank))]
+        stopped = [rank for rank in others if self.peers[rank].state() == "stopped"]
+        return min(stopped or others, key=self._position)
+
+    def _position(self, rank: int) -> int:
+        """Return the last chunk that a rank has announced as written, read and done."""
+        index = self._counters[rank]
+        return min(self._words[index + kind] for kind in (WRITTEN, READ, DONE))
+
+    def _raise_if_gone(self, rank: int, kind: int, value: int, what: str) -> None:
         # In this order: a process that ends has set its mark before.
         alive, closed = self.peers[rank].is_alive(), self._control.is_closed(rank)
         if alive and not closed:
             return
-        # It may have published the step and left since the counter was read.
+        # It may have come as far and left since the count was read.
         self._acquire_fence()
-        if self._words[self._counters[rank]] >= step:
+        if self._words[self._counters[rank] + kind] >= value:
             return
         # Or have failed, given its reason, and left: the reason says more than the absence.
         self.raise_if_poisoned(what)
@@ -153,19 +215,19 @@ class Waiter:
             raise PeerLostError(f"{self._names[rank]} shut its process group down before it reached {what}.")
         raise PeerLostError(f"{self._names[rank]} (pid {self.peers[rank].pid}) died before it reached {what}.")
 
-    def _raise_if_beside(self, rank: int, step: int, what: str) -> None:
+    def _raise_if_beside(self, rank: int, kind: int, value: int, what: str) -> None:
         """Raise if a peer is ahead in the other memory: ranks make all calls in one order, so it will not come here."""
         there = self.beside
         if there is None:
             return
-        own_step = there._words[there._own]
-        if there._words[there._counters[rank]] <= own_step:
+        # Between calls all ranks have written as much.
+        if there._words[there._counters[rank] + WRITTEN] <= there._words[there._own + WRITTEN]:
             return
         # It may have passed here first and gone on to there since.
         self._acquire_fence()
-        if self._words[self._counters[rank]] >= step:
+        if self._words[self._counters[rank] + kind] >= value:
             return
-        call = description_text(there._control.description(rank, own_step + 1))
+        call = description_text(there._control.description(rank, there.num_calls + 1))
         raise CollectiveMismatchError(
             f"{self._names[self._control.rank]} called {what} while {self._names[rank]} called {call} as the same "
             f"collective of the group, with tensors of another device; every rank must make the same calls in the same "
@@ -205,7 +267,7 @@ class Waiter:
         return all(self._control.has_let_go(rank) or not self.peers[rank].is_alive() for rank in others)
 
     def wake_all(self) -> None:
-        """Wake the sleepers on every rank's counter, so that they look at poison and closed marks."""
+        """Wake the sleepers on every rank's bell, so that they look at poison and closed marks."""
         self._full_fence()
-        for index in self._counters:
+        for index in self._bells:
             self._futex.wake(index * 8)

@@ -1,0 +1,215 @@
+"""No wake-up is lost: the real code of publishing and waiting, under every interleaving with a bounded number of preemptions.
+
+Ranks are threads that take turns: each access to a word, each fence and each call of the kernel is a point at which another one may go
+on. Sleeps have no end of their own here, so whoever is not woken sleeps for ever, and that is found. Memory is sequentially
+consistent here; what fences are for is looked at in test_ipc_fences.py.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from ray_fracbackend.ipc import knobs
+from ray_fracbackend.ipc.host.arena import create_arena
+from ray_fracbackend.ipc.host.liveness import Peer, start_time
+from ray_fracbackend.ipc.protocol import waiting
+from ray_fracbackend.ipc.protocol.control import ControlPage, control_bytes
+from ray_fracbackend.ipc.protocol.schedule import WRITTEN
+
+Ranks = Sequence[Callable[[waiting.Waiter], None]]
+
+
+class Turns:
+    """Lets one thread at a time go on, by a list of choices and then without preemption.
+
+    Args:
+        choices: The thread to go on with at each point, as far as they are given.
+    """
+
+    def __init__(self, choices: Sequence[int]) -> None:
+        self.choices = choices
+        # Of each point: who could go on, who did, and who was at it.
+        self.trace: list[tuple[list[int], int, int]] = []
+        self.is_stuck = False
+        self._local = threading.local()
+        self._turns: list[threading.Semaphore] = []
+        self._asleep: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._over = threading.Event()
+
+    def run(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Run the functions, each in a thread, until all have ended or all that have not are asleep."""
+        self._turns = [threading.Semaphore(0) for _ in functions]
+        threads = [
+            threading.Thread(target=self._thread, args=(number, function), daemon=True)
+            for number, function in enumerate(functions)
+        ]
+        for thread in threads:
+            thread.start()
+        self._go_on(0)
+        assert self._over.wait(60)
+
+    def _thread(self, number: int, function: Callable[[], None]) -> None:
+        self._local.number = number
+        self._turns[number].acquire()
+        function()
+        self._ended.add(number)
+        self._go_on(number)
+
+    def _go_on(self, current: int) -> bool:
+        """Choose who goes on; return whether that is the current thread."""
+        able = [n for n in range(len(self._turns)) if n not in self._ended and n not in self._asleep]
+        if not able:
+            self.is_stuck = bool(self._asleep)
+            self._over.set()
+            return False
+        place = len(self.trace)
+        chosen = self.choices[place] if place < len(self.choices) else (current if current in able else able[0])
+        self.trace.append((able, chosen, current))
+        if chosen == current and current not in self._ended and self._is_inside():
+            return True
+        self._turns[chosen].release()
+        return False
+
+    def _is_inside(self) -> bool:
+        return getattr(self._local, "number", None) is not None
+
+    def point(self) -> None:
+        """A place at which another thread may go on."""
+        number = self._local.number
+        if not self._go_on(number):
+            self._turns[number].acquire()
+
+    def sleep(self, offset: int) -> None:
+        """Sleep until `wake`."""
+        number = self._local.number
+        self._asleep[number] = offset
+        self._go_on(number)
+        self._turns[number].acquire()
+
+    def wake(self, offset: int) -> None:
+        """Wake all that sleep on the word."""
+        self._asleep = {number: at for number, at in self._asleep.items() if at != offset}
+
+
+class Points:
+    """Memory whose accesses are points."""
+
+    def __init__(self, memory: Any, turns: Turns) -> None:
+        self.memory, self._turns = memory, turns
+
+    def __getitem__(self, index: Any) -> Any:
+        self._turns.point()
+        return self.memory[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._turns.point()
+        self.memory[index] = value
+
+
+class Kernel:
+    """The two calls of a futex."""
+
+    def __init__(self, words: Any, turns: Turns) -> None:
+        self._words, self._turns = words, turns
+
+    def wait(self, offset: int, expected: int, timeout_s: float) -> None:
+        self._turns.point()
+        if self._words[offset // 8] == expected:
+            self._turns.sleep(offset)
+
+    def wake(self, offset: int) -> None:
+        self._turns.point()
+        self._turns.wake(offset)
+
+
+def play(ranks: Ranks, choices: Sequence[int]) -> Turns:
+    """One interleaving."""
+    turns = Turns(choices)
+    arena, name = create_arena(control_bytes(len(ranks)))
+    os.close(name.fd)
+    peers = [Peer(os.getpid(), start_time(os.getpid()))] * len(ranks)
+    waiters = []
+    for rank in range(len(ranks)):
+        page = ControlPage(arena, rank, len(ranks))
+        words = page.words
+        page.words, page._bytes = Points(words, turns), Points(page._bytes, turns)  # type: ignore[assignment]
+        waiter = waiting.Waiter(page, arena.address, peers, [f"rank {r}" for r in range(len(ranks))])
+        waiter._futex = Kernel(words, turns)  # type: ignore[assignment]
+        waiter._raise_if_hopeless = lambda *_: None  # type: ignore[method-assign]
+        waiters.append(waiter)
+    turns.run([lambda rank=rank: ranks[rank](waiters[rank]) for rank in range(len(ranks))])  # type: ignore[misc]
+    return turns
+
+
+def interleavings(ranks: Ranks, bound: int) -> Iterator[Turns]:
+    """All interleavings with at most so many preemptions."""
+    prefixes: list[tuple[list[int], int]] = [([], 0)]
+    while prefixes:
+        prefix, spent = prefixes.pop()
+        turns = play(ranks, prefix)
+        yield turns
+        chosen = [choice for _, choice, _ in turns.trace]
+        for place in range(len(prefix), len(turns.trace)):
+            able, choice, current = turns.trace[place]
+            for other in able:
+                cost = spent + (current in able)
+                if other != choice and cost <= bound:
+                    prefixes.append(([*chosen[:place], other], cost))
+
+
+def publishes(*numbers: int) -> Callable[[waiting.Waiter], None]:
+    """A rank that announces these chunks."""
+
+    def rank(waiter: waiting.Waiter) -> None:
+        for number in numbers:
+            waiter.publish(number, number, number)
+
+    return rank
+
+
+def waits(*numbers: int, peer: int = 0) -> Callable[[waiting.Waiter], None]:
+    """A rank that waits for these chunks of another."""
+
+    def rank(waiter: waiting.Waiter) -> None:
+        for number in numbers:
+            waiter.wait(peer, WRITTEN, number, 1e12, "a test")
+
+    return rank
+
+
+def meets(peer: int) -> Callable[[waiting.Waiter], None]:
+    """A rank that announces, and waits for the other one."""
+
+    def rank(waiter: waiting.Waiter) -> None:
+        for number in (1, 2):
+            waiter.publish(number, number, number)
+            waiter.wait(peer, WRITTEN, number, 1e12, "a test")
+
+    return rank
+
+
+CASES = {
+    "one sleeper": ([publishes(1, 2), waits(1, 2)], 2),
+    "a meeting": ([meets(1), meets(0)], 2),
+    "two sleepers": ([publishes(1, 2), waits(1, 2), waits(2)], 2),
+}
+
+
+@pytest.mark.parametrize("name", ["one sleeper", "a meeting", pytest.param("two sleepers", marks=pytest.mark.full)])
+def test_no_wake_up_is_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for what has been announced goes on, although it looks at the clock never."""
+    monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, "0")
+    monkeypatch.setattr(waiting, "_BARE_POLLS", 1)
+    monkeypatch.setattr(waiting, "_POLLS_PER_YIELD", 1)
+    ranks, bound = CASES[name]
+    number = 0
+    for turns in interleavings(ranks, bound):
+        number += 1
+        assert not turns.is_stuck, [choice for _, choice, _ in turns.trace]
+    assert number > 100
