@@ -1,7 +1,7 @@
 """No wake-up is lost: the real code of publishing and waiting, under every interleaving with a bounded number of preemptions.
 
 Ranks are threads that take turns: each access to a word, each fence and each call of the kernel is a point at which another one may go
-on. Sleeps have no end of their own here, so whoever is not woken sleeps for ever, and that is found. Memory is sequentially
+on. Sleeps have no end of their own here, so a rank that is not woken sleeps for ever, and the test fails. Memory is sequentially
 consistent here; what fences are for is looked at in test_ipc_fences.py.
 """
 

@@ -1,7 +1,7 @@
 """The memory that tensors pass through: slots and folded areas of all ranks of a host. Imports torch.
 
 Counters, descriptions and failure marks are on the control page, which is always in host memory. This is the memory for the
-tensors, and the order of accesses to it. Host memory is ordered by CPU fences alone: whoever has seen a peer's counter reach a
+tensors, and the order of accesses to it. Host memory is ordered by CPU fences alone: a rank that has seen a peer's counter reach a
 step may read what that peer wrote for it. On a device that says only that the peer has issued its work: `device.memory` makes its
 stream wait, for the ranks whose memory is read and before memory is written again, for those that read it.
 """

@@ -156,12 +156,7 @@ class Reduction:
             function(stack, 0, out=total)
         else:
             function(stack, 0, dtype=total.dtype, out=total)
-        if self._flip:
-            total.bitwise_xor_(self._flip)
-        if final and self._divides:
-            self.finish(total)
-        if total is not out:
-            out.copy_(total)
+        self._store(total, out, final)
 
     def _rounds_once(self, num_inputs: int) -> bool:
         """Return whether one operation of the element type itself gives what the wider type would."""
@@ -192,6 +187,10 @@ class Reduction:
             rest = inputs[2:]
         for tensor in rest:
             self._accumulate(total, tensor, widen)
+        self._store(total, out, final)
+
+    def _store(self, total: torch.Tensor, out: torch.Tensor, final: bool) -> None:
+        """Store what the inputs come to, undoing what was done to them before."""
         if self._flip:
             total.bitwise_xor_(self._flip)
         if final and self._divides:
