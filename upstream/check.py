@@ -1,11 +1,12 @@
-"""Apply the patches to a copy of the installed Ray, and run their tests on stock Ray and on the patched one.
+"""Apply the patches to a copy of the installed Ray, and run their tests on stock and on patched Ray.
 
     python upstream/check.py            in minutes
     python upstream/check.py --apply    only whether each patch and the whole series apply, in seconds; starts no Ray
 
-What holds of each patch: it applies alone, and with all others; it changes less than 80 lines; ruff finds nothing with
-Ray's rules; its reproductions, the `Reproduced-by` lines of its message, fail on stock Ray and pass with it alone. The
-other tests of upstream/tests pass on stock Ray and with the whole series. Ends with 1 and what does not hold otherwise.
+Rules for each patch: it applies by itself and together with all others; it changes fewer than 80 lines; it passes ruff with
+Ray's rules; its reproductions, the `Reproduced-by` lines of its message, fail on stock Ray and pass with only this patch.
+The other tests of upstream/tests pass on stock Ray and with the whole series. The exit code is 1 if a rule is broken, and
+the output names the rule.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _GIT_ENV = {
 
 
 class CheckError(Exception):
-    """What does not hold, in words."""
+    """A rule that a patch breaks, as the message."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +57,24 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """File name without its suffix; the branch of the tree that has this patch alone."""
+        """Return the file name without its suffix: the branch of the tree with only this patch."""
         return self.path.stem
 
     @property
     def reproductions(self) -> list[str]:
-        """Tests that fail without the patch, as pytest knows them in the folder of the tests."""
+        """Return the tests that fail without the patch, as pytest ids in the folder of the tests."""
         return re.findall(rf"^Reproduced-by: {TESTS}/(\S+)$", self.path.read_text(), re.MULTILINE)
 
     @property
     def num_changed_lines(self) -> int:
-        """Lines that it adds, and those that it removes."""
+        """Return the number of added and removed lines."""
         return len(re.findall(r"^(?:\+(?!\+\+ )|-(?!--(?: |$)))", self.path.read_text(), re.MULTILINE))
 
 
 class Tree:
     """A copy of the Python files of the installed Ray in a git repository, with a branch for each patch.
 
-    Whatever is not Python is a link to the installed Ray, whose processes therefore start from the copy.
+    Files that are not Python are links to the installed Ray. Its processes therefore start from the copy.
     """
 
     def __init__(self, folder: Path, patches: list[Patch]) -> None:
@@ -92,14 +93,14 @@ class Tree:
                 raise CheckError(f"{patch.name} applies alone, not after the others:\n{self._git('diff')}")
 
     def switch(self, branch: str) -> None:
-        """Turn the copy into stock Ray, into Ray with one patch, or with all."""
+        """Switch the copy to stock Ray, to Ray with one patch, or to Ray with all patches."""
         self._git("checkout", "--quiet", branch)
         # Compiled modules are compared by seconds and size only.
         for path in self.changed_files(SERIES):
             shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
 
     def changed_files(self, branch: str) -> list[Path]:
-        """Files that differ from those of stock Ray."""
+        """Return the files that differ from stock Ray."""
         return [self.folder / name for name in self._git("diff", "--name-only", STOCK, branch).split()]
 
     def _apply(self, patch: Patch) -> None:
@@ -151,7 +152,7 @@ def _copy_ray(to: Path) -> None:
 
 
 def check_patches(tree: Tree, patches: list[Patch]) -> None:
-    """Size and style, without Ray."""
+    """Check size and style, without Ray."""
     for patch in patches:
         if patch.num_changed_lines >= MAX_CHANGED_LINES:
             raise CheckError(f"{patch.name} changes {patch.num_changed_lines} lines, the bound is {MAX_CHANGED_LINES}")
@@ -175,7 +176,7 @@ def check_patches(tree: Tree, patches: list[Patch]) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one test ended."""
+    """Result of one test."""
 
     test: str
     how: str
@@ -185,7 +186,7 @@ class Outcome:
 
 
 def run_tests(tree: Tree, branch: str, folder: Path, tests: list[str]) -> tuple[list[Outcome], str]:
-    """Run tests of a folder on a branch, two files at a time; returns how each ended, and what pytest printed."""
+    """Run tests of a folder on a branch, two files at a time; return the test results and the output of pytest."""
     tree.switch(branch)
     report = tree.folder / "report.xml"
     report.unlink(missing_ok=True)
@@ -232,7 +233,7 @@ def _outcome(case: ElementTree.Element) -> Outcome:
 
 
 def expect(tree: Tree, branch: str, folder: Path, tests: list[str], wanted: str) -> bool:
-    """Run tests on a branch and print how they ended, with all that pytest printed where one ended otherwise than wanted."""
+    """Run tests on a branch and print the results; after an unexpected one also print the output of pytest."""
     found, output = run_tests(tree, branch, folder, tests)
     others = [outcome for outcome in found if outcome.how not in (wanted, "skipped")]
     skipped = sum(outcome.how == "skipped" for outcome in found)
@@ -248,7 +249,7 @@ def expect(tree: Tree, branch: str, folder: Path, tests: list[str], wanted: str)
 
 
 def check_behaviour(tree: Tree, patches: list[Patch]) -> None:
-    """All tests, each where it has to fail and where it has to pass."""
+    """Run all tests where they must fail and where they must pass."""
     folder = tree.folder / TESTS
     shutil.copytree(HERE / "tests", folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "pytest.ini").write_text(f"[pytest]\ntimeout = {_TEST_LIMIT_S}\n")

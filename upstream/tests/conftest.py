@@ -1,11 +1,11 @@
-"""Fixtures under the names that they have in Ray's own conftest.py."""
+"""Fixtures with the same names as in Ray's own conftest.py."""
 
 import pytest
 
 import ray
 
 
-# A cluster for each test: stock Ray keeps the resources of a start that failed.
+# One cluster per test: stock Ray keeps the resources of a failed start.
 @pytest.fixture
 def ray_start_4_cpus():
     ray.init("local", num_cpus=4, include_dashboard=False)
@@ -15,7 +15,7 @@ def ray_start_4_cpus():
 
 @pytest.fixture
 def ray_start_4_cpus_2_gpus():
-    """The GPUs are logical resources, so this works on a machine that has none."""
+    """Start a cluster with logical GPUs; no real GPU is needed."""
     ray.init("local", num_cpus=4, num_gpus=2, include_dashboard=False)
     yield
     ray.shutdown()
@@ -23,7 +23,7 @@ def ray_start_4_cpus_2_gpus():
 
 @pytest.fixture(scope="module")
 def shared_ray():
-    """One cluster with 4 CPUs for all tests of a module."""
+    """Start one cluster with 4 CPUs for all tests of a module."""
     ray.init("local", num_cpus=4, include_dashboard=False)
     yield
     ray.shutdown()
@@ -31,5 +31,5 @@ def shared_ray():
 
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch):
-    """The controller looks at its workers often, so that short runs end soon."""
+    """Let the controller poll its workers often, so short runs end soon."""
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")

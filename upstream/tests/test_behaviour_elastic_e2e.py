@@ -14,7 +14,7 @@ from ray.train.torch import TorchTrainer
 
 @pytest.fixture
 def cluster():
-    """A head without room for workers, and one node with room for two."""
+    """Start a head node without room for workers and a node with room for two."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     cluster.add_node(num_cpus=2)
     cluster.wait_for_nodes()
@@ -26,7 +26,7 @@ def cluster():
 
 @ray.remote(num_cpus=0)
 class Sizes:
-    """The sizes that the worker group has had, in order."""
+    """Record the sizes of the worker group in order."""
 
     def __init__(self):
         self.seen, self.ended = [], False
@@ -44,7 +44,7 @@ class Sizes:
 
 
 def train_func(config):
-    """Adds up ones until told to end; every rank ends in the same step."""
+    """Sum ones until the run ends; every rank ends in the same step."""
     ended = torch.zeros(1)
     while not ended:
         total = torch.ones(1)
@@ -81,7 +81,7 @@ def fit(sizes, storage_path):
 
 
 def test_grow_and_shrink(cluster, tmp_path):
-    """Two workers, three when a node comes, two when it is lost; groups that add up."""
+    """The group has two workers, three when a node joins, two when it is lost."""
     sizes = Sizes.remote()
     run = fit.remote(sizes, str(tmp_path))
     wait_for_size(sizes, 2)

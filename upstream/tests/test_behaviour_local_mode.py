@@ -12,7 +12,7 @@ from ray.train.torch import TorchTrainer
 
 @pytest.fixture
 def no_cluster():
-    """Local mode has none."""
+    """Local mode uses no cluster."""
     yield
     ray.shutdown()
 
@@ -31,7 +31,7 @@ def test_one_process(no_cluster):
 
 
 def test_under_torchrun(no_cluster, monkeypatch):
-    """With torchrun's variables the process joins a group, and leaves it at the end."""
+    """With torchrun's variables the process joins a group and leaves it at the end."""
     variables = {
         "RANK": 0,
         "LOCAL_RANK": 0,

@@ -16,7 +16,7 @@ FAILS_AFTER = 1
 
 
 def train_func():
-    """Counts up; fails once, after a step in the middle, and goes on from there."""
+    """Count steps; fail once after a step in the middle, then continue from there."""
     rank, start = ray.train.get_context().get_world_rank(), 0
     checkpoint = ray.train.get_checkpoint()
     if checkpoint:
@@ -34,13 +34,13 @@ def train_func():
             )
         ray.train.collective.barrier()
         if start == 0 and step == FAILS_AFTER:
-            # The controller has the checkpoint once it can be asked for it.
+            # The controller has the checkpoint once it can return it.
             assert len(ray.train.get_all_reported_checkpoints()) == step + 1
             raise RuntimeError("lost")
 
 
 def test_restart_from_checkpoint(shared_ray, tmp_path):
-    """A failed group starts anew, goes on from its checkpoint, and keeps the best."""
+    """A failed group restarts from its checkpoint, and keeps the best one."""
     trainer = TorchTrainer(
         train_func,
         scaling_config=ScalingConfig(num_workers=2),

@@ -23,7 +23,7 @@ def fit(train_func, torch_config, tmp_path):
 
 
 def describe_group():
-    """What a train function sees of its group."""
+    """Return properties of the process group in the train function."""
     context = ray.train.get_context()
     timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     assert int(os.environ["RANK"]) == dist.get_rank() == context.get_world_rank()
@@ -39,7 +39,7 @@ def describe_group():
 
 @pytest.mark.parametrize("init_method", ["env", "tcp"])
 def test_start(shared_ray, tmp_path, init_method):
-    """The group has backend, size, timeout and rendezvous as asked for."""
+    """The group has the configured backend, size, timeout and rendezvous."""
     config = TorchConfig(init_method=init_method, timeout_s=55)
     assert fit(describe_group, config, tmp_path).return_value == {
         "backend": "gloo",
@@ -51,13 +51,13 @@ def test_start(shared_ray, tmp_path, init_method):
 
 
 def test_wrong_init_method(shared_ray, tmp_path):
-    """An unknown way to meet ends the run with the rule."""
+    """An unknown init_method ends the run with an error that states the rule."""
     with pytest.raises(TrainingFailedError, match="Must be either 'env' or 'tcp'"):
         fit(describe_group, TorchConfig(init_method="file"), tmp_path)
 
 
 def test_short_shutdown(shared_ray, tmp_path, monkeypatch):
-    """A process group that is given no time to close does not spoil the result."""
+    """A process group that has no time to shut down does not change the result."""
     monkeypatch.setenv(TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S, "0")
     result = fit(describe_group, TorchConfig(backend="gloo"), tmp_path)
     assert result.error is None

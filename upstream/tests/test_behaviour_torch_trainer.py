@@ -23,7 +23,7 @@ def fit(train_func, num_workers, tmp_path, **config):
 
 
 def train_line(config):
-    """Fits y = 2x + 5 with the tools that Ray Train gives to a train function."""
+    """Fit y = 2x + 5 with the utilities of Ray Train."""
     torch.manual_seed(0)
     x = torch.arange(32.0).unsqueeze(1) / 32
     loader = DataLoader(TensorDataset(x, 2 * x + 5), batch_size=4)
@@ -53,7 +53,7 @@ def train_line(config):
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_training(shared_ray, tmp_path, num_workers):
-    """The loss falls, and the ranks of DDP keep equal weights."""
+    """The loss decreases, and all DDP ranks have equal weights."""
     result = fit(train_line, num_workers, tmp_path, lr=0.1, num_epochs=3)
     assert result.error is None
     assert len(result.return_value) == 3
@@ -67,7 +67,7 @@ def fail_on_rank_one():
 
 
 def test_worker_error(shared_ray, tmp_path):
-    """An error of a train function ends the run, and names its rank."""
+    """An error in a train function ends the run and names its rank."""
     with pytest.raises(WorkerGroupError, match="the data is bad") as raised:
         fit(lambda config: fail_on_rank_one(), 2, tmp_path)
     assert list(raised.value.worker_failures) == [1]
@@ -83,5 +83,5 @@ def use_collectives(config):
 
 
 def test_collectives(shared_ray, tmp_path):
-    """Ray Train's own collectives and torch's work side by side."""
+    """Ray Train's own collectives and torch's work in the same run."""
     assert fit(use_collectives, 3, tmp_path).return_value == {"from": 0, "sum": 6.0}

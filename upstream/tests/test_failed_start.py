@@ -1,4 +1,4 @@
-"""Worker groups whose start fails: what is released, and what is tried again."""
+"""Worker groups whose start fails: released resources and restarts."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 
 
 def wait_until_released(timeout_s=20):
-    """Wait until no placement group and no CPU is in use; returns whether that came."""
+    """Wait until no placement group and no CPU is in use; return False on a timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         states = {pg["state"] for pg in ray.util.placement_group_table().values()}
@@ -37,7 +37,7 @@ class FailingConfig(TorchConfig):
 
 
 def test_failed_backend_releases_the_worker_group(ray_start_4_cpus, tmp_path):
-    """Workers and placement group of a start that failed are gone after fit()."""
+    """After a failed start fit() leaves no workers and no placement group."""
     trainer = TorchTrainer(
         lambda: None,
         torch_config=FailingConfig(),
@@ -50,7 +50,7 @@ def test_failed_backend_releases_the_worker_group(ray_start_4_cpus, tmp_path):
 
 
 class NotLoadable:
-    """A train function that can be sent and not be received."""
+    """A train function that can be pickled but not unpickled."""
 
     def __reduce__(self):
         return int, ("not a number",)
@@ -60,7 +60,7 @@ class NotLoadable:
 
 
 def test_failed_launch_releases_the_worker_group(ray_start_4_cpus, tmp_path):
-    """The same holds where the train function cannot be launched."""
+    """The same is true if the train function cannot be launched."""
     trainer = TorchTrainer(
         NotLoadable(),
         scaling_config=ScalingConfig(num_workers=2),
@@ -72,7 +72,7 @@ def test_failed_launch_releases_the_worker_group(ray_start_4_cpus, tmp_path):
 
 
 class DyingWorker(WorkerGroupCallback):
-    """Ends the process of rank 1 between the start of the group and the launch."""
+    """End the process of rank 1 between the start of the group and the launch."""
 
     def __init__(self, marker):
         self._marker = marker

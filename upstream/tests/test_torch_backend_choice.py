@@ -1,4 +1,4 @@
-"""Which torch backend a job with GPUs gets that leaves the choice open."""
+"""The torch backend of a job with GPUs that does not set one."""
 
 import pytest
 import torch
@@ -53,19 +53,19 @@ def test_open_backend_stays_open(use_gpu):
 
 @needs_torch_without_nccl
 def test_gloo_where_nccl_is_missing(ray_start_4_cpus_2_gpus, tmp_path):
-    """The script of ray-project/ray#49778: it asks for GPUs and for no backend."""
+    """The script of ray-project/ray#49778: it asks for GPUs and sets no backend."""
     assert fit(tmp_path) == {"backend": "gloo", "sum": 2.0}
 
 
 @needs_torch_without_nccl
 def test_explicit_nccl_is_kept(ray_start_4_cpus_2_gpus, tmp_path):
-    """A backend that is asked for by name is not replaced."""
+    """An explicit backend is not replaced."""
     with pytest.raises(TrainingFailedError, match="doesn't have NCCL built in"):
         fit(tmp_path, torch_config=TorchConfig(backend="nccl"))
 
 
 def pretend_one_gpu(env):
-    """Let this worker find CUDA device GPU-1b2c."""
+    """Make this worker report CUDA device GPU-1b2c."""
     import os
     from types import SimpleNamespace
     from unittest import mock
@@ -98,7 +98,7 @@ class OneGpuBackend(_TorchBackend):
 
 
 class OneGpuConfig(TorchConfig):
-    """Workers that find one and the same CUDA device."""
+    """Workers that all report the same CUDA device."""
 
     def __init__(self, backend=None, env=()):
         super().__init__(backend)
@@ -110,14 +110,14 @@ class OneGpuConfig(TorchConfig):
 
 
 def test_gloo_on_a_shared_device(ray_start_4_cpus_2_gpus, tmp_path):
-    """Workers on one device get gloo, which takes them, instead of NCCL."""
+    """Workers on one device use gloo instead of NCCL."""
     result = fit(tmp_path, 0.5, torch_config=OneGpuConfig())
     assert result == {"backend": "gloo", "sum": 2.0}
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_explicit_nccl_on_a_shared_device(ray_start_4_cpus_2_gpus, tmp_path, backend):
-    """NCCL by name is an error that names the ranks, the device and the node."""
+    """Explicit nccl raises an error that names the ranks, the device and the node."""
     shared = f"ranks 0, 1 share GPU-1b2c on node {ray.util.get_node_ip_address()}"
     with pytest.raises(TrainingFailedError, match=shared):
         fit(tmp_path, 0.5, torch_config=OneGpuConfig(backend))
@@ -125,7 +125,7 @@ def test_explicit_nccl_on_a_shared_device(ray_start_4_cpus_2_gpus, tmp_path, bac
 
 @needs_torch_without_nccl
 def test_nccl_that_is_told_to_share(ray_start_4_cpus_2_gpus, tmp_path):
-    """Who allows NCCL to share devices gets NCCL."""
+    """NCCL is used if the user allows it to share devices."""
     config = OneGpuConfig("nccl", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
     with pytest.raises(TrainingFailedError, match="doesn't have NCCL built in"):
         fit(tmp_path, 0.5, torch_config=config)
@@ -137,7 +137,7 @@ def test_nccl_that_is_told_to_share(ray_start_4_cpus_2_gpus, tmp_path):
         ([("a", "10.0.0.1"), ("b", "10.0.0.1")], ""),
         ([None, None], ""),
         ([("a", "10.0.0.1"), None, ("a", "10.0.0.1")], "ranks 0, 2 share GPU-a"),
-        # Two containers of one machine can be nodes of their own.
+        # Two containers of one machine can be separate nodes.
         ([("a", "10.0.0.1"), ("a", "10.0.0.2")], "ranks 0, 1 share GPU-a"),
         (
             [(uuid, "10.0.0.1") for uuid in "abab"],

@@ -1,4 +1,4 @@
-"""A start of the torch process group in which a rank does not answer."""
+"""A start of the torch process group in which one rank does not answer."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from ray.train.torch.config import _TorchBackend
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 TIMEOUT_S, GRACE_PERIOD_S = 8, 2
-# When the stopped rank goes on, so that a start without a bound ends as well.
+# The stopped rank continues then, so a start without a timeout also ends.
 RESUME_AFTER_S = 60
 
 
@@ -27,7 +27,7 @@ def stop_this_process(path):
 
 
 class StoppedRankBackend(_TorchBackend):
-    """Rank 1 is stopped by a signal, as one of a node that swaps to death."""
+    """Stop rank 1 by a signal, like a rank on a node that swaps heavily."""
 
     def on_start(self, worker_group, backend_config):
         ray.train.torch.config._START_GRACE_PERIOD_S = GRACE_PERIOD_S
@@ -48,7 +48,7 @@ class StoppedRankConfig(TorchConfig):
 
 @pytest.fixture
 def stopped(tmp_path):
-    """The file with the process id of the stopped rank; continues it, and ends it."""
+    """Return the file with the stopped rank's process id; then continue and end it."""
     path = tmp_path / "pid"
 
     def send(signal_number):
@@ -79,7 +79,7 @@ def no_answer(path):
 
 
 def test_ranks_that_do_not_answer_are_named(ray_start_4_cpus, stopped, tmp_path):
-    """The start ends within its timeout, with rank, node and process of the culprit."""
+    """The start ends within its timeout and names rank, node and process."""
     trainer = TorchTrainer(
         lambda: None,
         torch_config=StoppedRankConfig(str(stopped)),
@@ -92,7 +92,7 @@ def test_ranks_that_do_not_answer_are_named(ray_start_4_cpus, stopped, tmp_path)
 
 
 def test_ranks_of_v1_are_named(ray_start_4_cpus, stopped, monkeypatch):
-    """V1 worker groups have the same bound and the same names."""
+    """V1 worker groups have the same timeout and the same error."""
     monkeypatch.setattr(ray.train.torch.config, "_START_GRACE_PERIOD_S", GRACE_PERIOD_S)
     worker_group = V1WorkerGroup(num_workers=2, resources_per_worker={"CPU": 1})
     try:

@@ -1,4 +1,4 @@
-"""Where the ranks of a torch process group meet."""
+"""The master address of a torch process group."""
 
 import os
 import sys
@@ -14,10 +14,10 @@ from ray.train.torch.config import _TorchBackend
 
 
 class AddressBackend(_TorchBackend):
-    """A start as on the given platform, by a node address as of a VPN."""
+    """Start as on the given platform, with a node address like that of a VPN."""
 
     def on_start(self, worker_group, backend_config):
-        # Ray takes this address only where RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 is set.
+        # Ray uses this address only if RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 is set.
         ray.train.torch.config.sys = SimpleNamespace(platform=backend_config.platform)
         super().on_start(worker_group, backend_config)
 
