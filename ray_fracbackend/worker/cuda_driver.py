@@ -1,6 +1,7 @@
-"""What the CUDA driver says of a visible device, without a context. Linux, standard library only.
+"""Query the CUDA driver about a visible device, without a CUDA context. Linux, standard library only.
 
-The device's own identity is nowhere else: of a MIG slice, torch's properties may have the UUID of its GPU, and NVML may be missing.
+Only the driver always knows the device's own identity. For a MIG slice, torch's properties may contain the UUID of its
+GPU, and NVML may be missing.
 
 Source: CUDA driver API, "Device Management".
 """
@@ -13,19 +14,20 @@ from dataclasses import dataclass
 from functools import cache
 from uuid import UUID
 
-# CUcomputemode, which has the numbers of nvmlComputeMode_t.
+# CUcomputemode has the same numbers as nvmlComputeMode_t.
 _COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
 _BUS_ID_CHARS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriverFacts:
-    """One device, as its driver describes it.
+    """Properties of one device, as reported by the driver.
 
     Attributes:
-        uuid: Without a prefix; of a MIG slice its own.
-        pci_bus_id: As ``00000000:1b:00.0``, lower case; of a MIG slice that of its GPU. None if the driver does not say it.
-        compute_mode: Number of ``CUcomputemode``, None if the driver does not say it.
+        uuid: UUID without a prefix; for a MIG slice that of the slice.
+        pci_bus_id: Such as ``00000000:1b:00.0``, lower case; for a MIG slice that of its GPU. None if the driver does
+            not report it.
+        compute_mode: Number of ``CUcomputemode``, None if the driver does not report it.
     """
 
     uuid: str
@@ -34,20 +36,20 @@ class DriverFacts:
 
 
 def driver_facts(index: int) -> DriverFacts | None:
-    """Ask the driver about a device.
+    """Query the driver about a device.
 
     Args:
         index: torch's index of the device in this process.
 
     Returns:
-        What it says; None where there is no NVIDIA driver, as on ROCm and on Windows, or where it refuses.
+        The properties; None if there is no NVIDIA driver, as on ROCm and on Windows, or if a query fails.
     """
     library = _library()
     device = ctypes.c_int()
     if library is None or library.cuInit(0) or library.cuDeviceGet(ctypes.byref(device), index):
         return None
     raw = (ctypes.c_ubyte * 16)()
-    # The first version names the GPU of a slice; drivers before CUDA 11.4 have no other.
+    # The first version returns the UUID of the GPU for a slice; drivers before CUDA 11.4 have only that.
     get_uuid = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
     if get_uuid(raw, device):
         return None
@@ -56,7 +58,7 @@ def driver_facts(index: int) -> DriverFacts | None:
     has_mode = not library.cuDeviceGetAttribute(ctypes.byref(mode), _COMPUTE_MODE, device)
     return DriverFacts(
         uuid=str(UUID(bytes=bytes(raw))),
-        # NVML has eight digits of the domain, CUDA four.
+        # NVML prints eight digits of the domain, CUDA four.
         pci_bus_id=bus_id.value.decode().lower().rjust(len("00000000:1b:00.0"), "0") if has_bus_id else None,
         compute_mode=mode.value if has_mode else None,
     )

@@ -1,7 +1,8 @@
-"""The CUDA devices of this process: which are the worker's own, and what each of them is. Creates no CUDA context.
+"""Find and describe the worker's own CUDA devices. Creates no CUDA context.
 
-Device identity is the UUID that CUDA itself reports: with Ray's GPU ids and ``CUDA_VISIBLE_DEVICES`` two
-workers can have two names for one device, or one name for two. NVML adds what CUDA needs a context for; it is optional.
+A device is identified by the UUID that CUDA reports. With Ray's GPU ids and ``CUDA_VISIBLE_DEVICES`` two workers can
+have two names for one device, or one name for two devices. NVML adds details for which CUDA would need a context; it is
+optional.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from ray_fracbackend.worker.missing_cuda import COMPUTE_MODES, nvml_answer, nvml
 
 
 def worker_devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
-    """Return the worker's CUDA devices, or why there are none although Ray reserved some.
+    """Return the worker's CUDA devices, or the reason why it has none although Ray reserved some.
 
     Args:
-        wants_gpu: Whether it did.
+        wants_gpu: Whether Ray reserved GPUs for the worker.
     """
     if not wants_gpu:
         return [], None
@@ -65,7 +66,7 @@ def worker_devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
 
 
 def described(devices: list[torch.device], nvml: Any) -> tuple[tuple[DeviceInfo, ...], str | None]:
-    """Describe all devices, or say why one cannot be used: a GPU may be lost while CUDA still counts it.
+    """Describe all devices, or return why one cannot be used: a GPU may be lost while CUDA still counts it.
 
     Args:
         devices: torch's devices.
@@ -87,12 +88,12 @@ def _describe(index: int, properties: Any, nvml: Any) -> DeviceInfo:
     bus_id = (facts.pci_bus_id if facts else None) or _torch_bus_id(properties)
     mode = COMPUTE_MODES.get(facts.compute_mode, "unknown") if facts and facts.compute_mode is not None else "unknown"
     bare = facts.uuid if facts else _bare(properties)
-    # Old ROCm builds have no UUID, and some drivers give zeros.
+    # Old ROCm builds have no UUID, and some drivers return zeros.
     known = bool(bare.strip("0-"))
     uuid = f"GPU-{bare}" if known else f"BUS-{boot_id() or socket.gethostname()}/{bus_id or index}"
     handle, is_mig = _nvml_handle(nvml, bare) if known else (None, False)
     if known and handle is None and (whole := _gpu_of_slice(bare, properties)) is not None:
-        # As with NVML: another rank on the slice may have it.
+        # Same prefix as with NVML, because another rank on the slice may use NVML.
         uuid, parent = f"MIG-{bare}", whole or None
     if is_mig:
         uuid = f"MIG-{bare}"
@@ -114,12 +115,12 @@ def _describe(index: int, properties: Any, nvml: Any) -> DeviceInfo:
 
 
 def _bare(properties: Any) -> str:
-    """Return the UUID of the runtime's properties without its prefix, empty where they have none."""
+    """Return the UUID of the runtime's properties without its prefix, empty if they have none."""
     return str(getattr(properties, "uuid", None) or "").removeprefix("GPU-").removeprefix("MIG-")
 
 
 def _gpu_of_slice(bare: str, properties: Any) -> str | None:
-    """Return the UUID of a MIG slice's GPU by CUDA alone, empty if unknown; None for what is no slice.
+    """Return the UUID of a MIG slice's GPU as CUDA reports it, empty if unknown; None if the device is not a slice.
 
     The name of a slice ends in its profile, such as ``MIG 1g.10gb``; the runtime's properties may have the UUID of its GPU.
     """
@@ -137,7 +138,7 @@ def _torch_bus_id(properties: Any) -> str | None:
 
 
 def _nvml_handle(nvml: Any, bare_uuid: str) -> tuple[Any, bool]:
-    """Return NVML's handle of the device and whether it is a MIG slice; (None, False) where NVML does not know it."""
+    """Return NVML's handle of the device and whether it is a MIG slice; (None, False) if NVML does not find it."""
     if nvml is None:
         return None, False
     for prefix in ("GPU", "MIG"):
@@ -149,15 +150,15 @@ def _nvml_handle(nvml: Any, bare_uuid: str) -> tuple[Any, bool]:
 
 
 def machine_devices() -> dict[str, Any]:
-    """Describe all CUDA devices of this machine as one worker with all of them would; needs no Ray.
+    """Describe all CUDA devices of this machine, as a worker with all of them would; needs no Ray.
 
     Returns:
         The attributes ``devices``, ``num_visible_devices`` and ``cuda_missing`` of `WorkerInfo`.
     """
     count = 0
     if torch.cuda.is_available():
-        # Before it torch counts NVML's GPUs: CUDA has one slice of one, if they are in MIG mode.
-        with suppress(Exception):  # said of each device
+        # Before CUDA is initialized torch counts NVML's GPUs. If they are in MIG mode, CUDA shows one slice of one GPU.
+        with suppress(Exception):  # reported for each device below
             torch.cuda.init()  # type: ignore[no-untyped-call]
         count = torch.cuda.device_count()
     with nvml_session() as nvml:
@@ -167,10 +168,10 @@ def machine_devices() -> dict[str, Any]:
 
 
 def boot_id() -> str:
-    """Read the kernel's boot id, which all containers of one host have in common.
+    """Read the kernel's boot id, which is the same in all containers of one host.
 
     Returns:
-        The id, empty where the platform has none.
+        The id, empty if the platform has none.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -179,10 +180,10 @@ def boot_id() -> str:
 
 
 def mps_reachable() -> bool:
-    """Look for a CUDA MPS control daemon.
+    """Check for a running CUDA MPS control daemon.
 
     Returns:
-        True where one holds its pipe open; the directory alone survives a crash of the daemon.
+        True if a daemon has its pipe open. The directory may exist without one: it survives a crash of the daemon.
     """
     if sys.platform == "win32":
         return False
@@ -191,7 +192,7 @@ def mps_reachable() -> bool:
     try:
         if not stat.S_ISFIFO(os.stat(control).st_mode):
             return False
-        # ENXIO where no process reads the pipe; opening it writes nothing.
+        # Raises ENXIO if no process reads the pipe; opening it writes nothing.
         os.close(os.open(control, os.O_WRONLY | os.O_NONBLOCK))
     except OSError:
         return False

@@ -1,7 +1,7 @@
-"""Environment variables that a start sets in a worker's process, kept separate from the user's own.
+"""Set environment variables for a start in a worker's process and distinguish them from the user's own.
 
-One process may start more than once, after a failure or in a new worker group: the second start must not take the first
-one's choice for a setting of the user.
+One process may run several starts, after a failure or in a new worker group. The second start must not treat the
+variables of the first one as settings of the user.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ray_fracbackend.worker.state import STATE
 
 
 def set_default(values: Mapping[str, str]) -> None:
-    """Set variables where the user did not, and record them as set by the start."""
+    """Set variables that the user did not set, and record them as set by the start."""
     for name, value in values.items():
         if name not in user_environment():
             _set(name, value)
 
 
 def set_always(values: Mapping[str, str]) -> None:
-    """Set variables, also where the user did, and record them as set by the start."""
+    """Set variables, overriding the user's, and record them as set by the start."""
     for name, value in values.items():
         _set(name, value)
 
@@ -31,7 +31,9 @@ def user_environment() -> dict[str, str]:
 
 
 def clear(names: Iterable[str] | None = None) -> None:
-    """Remove what starts have set: all of it, so that the next one begins with the user's own variables, or some."""
+    """Remove variables that starts have set: all of them, so the next start sees the user's own variables, or only
+    some.
+    """
     for name in list(STATE.variables if names is None else names):
         value = STATE.variables.pop(name, None)
         if value is not None and os.environ.get(name) == value:
@@ -39,12 +41,12 @@ def clear(names: Iterable[str] | None = None) -> None:
 
 
 def snapshot() -> tuple[dict[str, str], dict[str, str]]:
-    """Copy the environment and what starts have set in it, to restore both after a failure."""
+    """Return copies of the environment and of the variables that starts have set, to restore both after a failure."""
     return dict(os.environ), dict(STATE.variables)
 
 
 def restore(before: tuple[dict[str, str], dict[str, str]]) -> None:
-    """Restore only the variables that changed: threads of libraries may read the others meanwhile."""
+    """Restore only the variables that changed: threads of libraries may read the others at the same time."""
     variables, set_by_us = before
     for name in {*os.environ, *variables}:
         value = variables.get(name)
@@ -59,7 +61,7 @@ def restore(before: tuple[dict[str, str], dict[str, str]]) -> None:
 
 
 def _set(name: str, value: str) -> None:
-    # A value that the user already set, and that the start would set too, stays the user's.
+    # A value that the user has already set stays the user's, even if the start would set the same value.
     if os.environ.get(name) != value or name in STATE.variables:
         STATE.variables[name] = value
     os.environ[name] = value

@@ -1,7 +1,8 @@
-"""Try Gloo on a CUDA tensor in a process of its own, which may end by it. Runs on the worker, on Windows.
+"""Try Gloo on a CUDA tensor in a separate process, which may crash. Runs on the worker, on Windows.
 
-torch's Gloo has no all_reduce of CUDA tensors there: the process ends with an access violation and without an error in Python
-(pytorch#186535). A group of one rank is enough, as the operation is looked up before any rank is asked.
+On Windows torch's Gloo has no all_reduce of CUDA tensors. The process ends with an access violation, without a Python
+error (pytorch#186535). A group of one rank is enough to test this, because the operation is looked up before any
+communication.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 
 from ray_fracbackend.errors import BackendUnavailableError, MissingDeviceError
 
-# Where a driver hangs the trial must leave time for the error.
+# If a driver hangs, the trial must leave time for the error.
 _MAX_S = 120.0
-# Exit code of a trial to which CUDA refused its tensor. abort() ends with 3 on Windows.
+# Exit code if CUDA refused the trial's tensor. On Windows abort() exits with 3.
 _REFUSED = 90
 _TRIAL = """
 import sys
@@ -36,16 +37,16 @@ sys.exit(tensor.tolist() != [1.0, 1.0])
 
 
 def try_gloo_on_cuda(device: str, timeout_s: float) -> None:
-    """Run an all_reduce of a CUDA tensor over Gloo in a process of its own.
+    """Run an all_reduce of a CUDA tensor over Gloo in a separate process.
 
     Args:
-        device: Of the tensor, such as ``cuda:0``.
-        timeout_s: Bound on it; a trial that takes longer counts as failed.
+        device: Device of the tensor, such as ``cuda:0``.
+        timeout_s: Time limit in seconds; a trial that takes longer counts as failed.
 
     Raises:
-        MissingDeviceError: CUDA refused the device to that process, which is no fault of Gloo. The worker does not try it again:
-            where the refusal has passed by then, Gloo would end the worker.
-        BackendUnavailableError: That process did not come to the right answer.
+        MissingDeviceError: CUDA refused the device in the trial process, which is not Gloo's fault. The worker does not
+            try the device itself: if CUDA accepted it this time, Gloo would crash the worker.
+        BackendUnavailableError: The trial process did not produce the correct result.
     """
     try:
         trial = subprocess.run(
@@ -63,9 +64,9 @@ def try_gloo_on_cuda(device: str, timeout_s: float) -> None:
         if trial.returncode == _REFUSED:
             refused = trial.stdout.decode(errors="replace").strip()
             raise MissingDeviceError(f"{device} cannot be used: {refused.rstrip('.')}. Look at nvidia-smi.")
-        # Windows gives the code of an exception, such as 0xC0000005.
+        # Windows returns the code of an exception, such as 0xC0000005.
         how = f"ended with {trial.returncode & 0xFFFFFFFF:#x}"
-    from ray_fracbackend.staged import staged_support  # not on the good path
+    from ray_fracbackend.staged import staged_support  # not imported on the good path
 
     missing = staged_support()
     instead = f"Install a torch for it: {missing}" if missing else "Use it"

@@ -1,4 +1,4 @@
-"""End the process groups of a process, in any state and without holding the GIL. Runs on the worker."""
+"""Destroy the process groups of a process, in any state and without holding the GIL. Runs on the worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ray_fracbackend.log import logger
 from ray_fracbackend.timeouts import bounded
 from ray_fracbackend.verify import backends_by_device
 
-# For a failed group of NCCL to be aborted.
+# Time limit for aborting a failed NCCL group.
 ABORT_S = 5.0
 
 
@@ -18,12 +18,13 @@ def end_process_group(*, failed: bool = False) -> None:
     """Destroy the default process group in any state; peers that wait in it get an error at once.
 
     Args:
-        failed: A collective may still be running, for which destroying a group would wait: all but Gloo is aborted instead. NCCL
-            always is: it waits for the other ranks of the node to destroy theirs (ncclCommDestroy), and they may have failed.
+        failed: Whether a collective may still be running. Destroying a group would wait for it, so every backend except
+            Gloo is aborted instead. NCCL is always aborted: ncclCommDestroy waits for the other ranks of the node to
+            destroy their group, and they may have failed.
     """
     if not dist.is_initialized():
-        # torch puts its count of groups into the store's keys and does not decrease it after a failure: the ranks of the
-        # next start would wait under different keys.
+        # torch puts its count of groups into the store's keys and does not decrease it after a failure. The ranks of
+        # the next start would then wait under different keys.
         distributed_c10d._world.group_count = 0
         return
     try:
@@ -39,8 +40,9 @@ def end_process_group(*, failed: bool = False) -> None:
 def destroy_process_groups() -> None:
     """Destroy all process groups of this process, as ``dist.destroy_process_group()`` does.
 
-    Before torch 2.8 the end of a group holds the GIL while it waits for Gloo's threads (pytorch#154976). One of them may wait for the
-    GIL, to drop a tensor of the last operation: the process hangs. The end of a backend releases the GIL, so the groups go first.
+    Before torch 2.8 destroying a group holds the GIL while it waits for Gloo's threads (pytorch#154976). If one of them
+    waits for the GIL to free a tensor of the last operation, the process hangs. Destroying a backend releases the GIL,
+    so the groups are destroyed while this function still holds their backends.
     """
     backends = [
         group._get_backend(torch.device(kind))
@@ -51,11 +53,11 @@ def destroy_process_groups() -> None:
     try:
         dist.destroy_process_group()
     finally:
-        backends.clear()  # an error keeps this frame
+        backends.clear()  # an error would keep this frame
 
 
 def _abort() -> None:
-    # torch before 2.6 has no such function; destroying aborts NCCL there.
+    # torch before 2.6 does not have this function; there destroying aborts NCCL.
     abort = getattr(distributed_c10d, "_abort_process_group", destroy_process_groups)
     try:
         abort()

@@ -1,4 +1,4 @@
-"""Per-process CUDA memory limit and its OutOfMemoryError message. Runs on the worker."""
+"""Limit the CUDA memory of a process and add the limit to its OutOfMemoryError. Runs on the worker."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _GIB = 1 << 30
 def set_cap(fraction: float | None, device: torch.device | str = "cuda") -> None:
     """Cap the memory of torch's allocator in this process; None removes the cap of an earlier start.
 
-    Memory outside of the allocator is not counted: the CUDA context, NCCL's buffers, memory of other libraries.
+    Memory outside the allocator is not counted: the CUDA context, NCCL's buffers, memory of other libraries.
 
     Args:
-        fraction: Share of the device's memory, in 0 to 1.
+        fraction: Share of the device's memory, from 0 to 1.
         device: torch device.
     """
     if STATE.memory_cap is not None:
@@ -31,19 +31,19 @@ def set_cap(fraction: float | None, device: torch.device | str = "cuda") -> None
 
 @contextmanager
 def explain_out_of_memory(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter another context and add the cap to the message of an OutOfMemoryError, or of an error from one, that leaves it.
+    """Enter another context, and add the cap to an OutOfMemoryError, or an error caused by one, that leaves it.
 
     Args:
-        context: Makes the context that Ray Train would enter by itself.
+        context: Creates the context that Ray Train would otherwise enter.
 
     Raises:
-        torch.cuda.OutOfMemoryError: The body raised it; the message also has the cap, the fraction and what to do.
+        torch.cuda.OutOfMemoryError: The body raised it; the message also contains the cap, the fraction and the advice.
     """
     with context():
         try:
             yield
         except Exception as error:
-            # V1 raises an error of its own, without a text, from that of the train function.
+            # V1 raises its own error without a message from the train function's error.
             cause = error if isinstance(error, torch.cuda.OutOfMemoryError) else error.__cause__
             if STATE.memory_cap is None or not isinstance(cause, torch.cuda.OutOfMemoryError):
                 raise

@@ -1,7 +1,8 @@
-"""Find out why torch cannot use a CUDA device, and say it with what to do. Runs on the worker.
+"""Find out why torch cannot use a CUDA device, and what to do about it. Runs on the worker.
 
-CUDA itself comes first: NVML and the environment variables only distinguish its errors. NVML is optional throughout. torch is
-imported by the functions that need it: the doctor uses NVML where torch cannot be imported.
+CUDA's own error comes first; NVML and the environment variables only distinguish causes of the same error. NVML is
+always optional. torch is imported only by the functions that need it, because the doctor uses NVML even if torch cannot
+be imported.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# nvmlComputeMode_t, without that for one thread at a time, which no driver has any more.
+# nvmlComputeMode_t, without the mode for one thread at a time, which drivers no longer have.
 COMPUTE_MODES = {0: "default", 2: "prohibited", 3: "exclusive_process"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _VARIABLES = (_VISIBLE, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _QUOTED_CHARS = 160
 
-# c10/cuda/CUDAFunctions.cpp puts this before the number and name of an error that it has no message of its own for.
+# c10/cuda/CUDAFunctions.cpp puts this before the number and name of an error for which it has no message.
 _PREAMBLE = r"Unexpected error from \w+\(\)\..*?\? (?=Error \d)"
 
 # Patterns for the error message in lower case.
 _NO_DRIVER = "no nvidia driver on your system"
 _LOST = "gpu is lost|fallen off the bus"
-_BUSY = "busy or unavailable"  # CUDA's error 46, of the first context
+_BUSY = "busy or unavailable"  # CUDA's error 46, raised for the first context
 _FAILED_KERNEL = "launch failure|hardware stack error|illegal memory access|device-side assert|illegal instruction|misaligned address"
 _NO_GPUS = "no cuda gpus are available|no cuda-capable device is detected"
-# Errors with a text of their own: pattern, cause, what to do.
+# Errors with their own text: pattern, cause, advice.
 _OWN_ERRORS = (
     (
         "driver on your system is too old",
@@ -95,16 +96,16 @@ class CudaFindings:
     """Findings of a process whose torch cannot use a CUDA device.
 
     Attributes:
-        build: What torch was built for: ``cpu``, ``cuda``, ``rocm`` or ``xpu``.
+        build: Platform of the torch build: ``cpu``, ``cuda``, ``rocm`` or ``xpu``.
         platform: ``sys.platform``.
         torch_version: ``torch.__version__``.
-        cuda_version: Version of CUDA that torch was built with, None for other builds.
-        error: First line of torch.cuda's error, None where CUDA's initialization succeeded.
-        num_gpus: GPUs that NVML counts on the node, None where it does not answer.
-        num_lost_gpus: GPUs among these that NVML reports as lost.
-        compute_modes: Compute modes of the others, as `COMPUTE_MODES` has them; ``unknown`` for others.
-        driver_version: Version of the NVIDIA driver by NVML, None if unknown.
-        variables: Environment variables that hide GPUs from torch and are set.
+        cuda_version: CUDA version of the torch build, None for other builds.
+        error: First line of torch.cuda's error, None if CUDA was initialized.
+        num_gpus: Number of GPUs that NVML reports on the node, None if NVML does not answer.
+        num_lost_gpus: Number of these GPUs that NVML reports as lost.
+        compute_modes: Compute modes of the other GPUs, as in `COMPUTE_MODES`; ``unknown`` for other modes.
+        driver_version: Version of the NVIDIA driver from NVML, None if unknown.
+        variables: Environment variables that are set and hide GPUs from torch.
     """
 
     build: str = "cuda"
@@ -120,13 +121,13 @@ class CudaFindings:
 
 
 def why_no_cuda(error: Exception | None = None) -> str:
-    """Find out why torch cannot use a CUDA device in this process; initializes CUDA, makes no context.
+    """Find out why torch cannot use a CUDA device in this process. Initializes CUDA but creates no context.
 
     Args:
-        error: Error of a call of torch.cuda; None to initialize CUDA and use the error of that.
+        error: Error of a torch.cuda call; None to initialize CUDA and use that error.
 
     Returns:
-        Cause and what to do, in one line without a full stop.
+        Cause and advice in one line, without a full stop.
     """
     import torch
 
@@ -149,7 +150,7 @@ def why_no_cuda(error: Exception | None = None) -> str:
 
 
 def cause_text(found: CudaFindings) -> str:
-    """Say why torch cannot use a CUDA device, and what to do. Pure.
+    """Return why torch cannot use a CUDA device, and what to do. Pure.
 
     Args:
         found: Findings of the process.
@@ -199,7 +200,7 @@ def _rocm_cause(found: CudaFindings, cause: str) -> str:
 def _driver_cause(found: CudaFindings, name: str, evidence: str) -> str:
     if found.num_gpus is None:
         return f"{name} finds no NVIDIA driver on the node; install one, or start the container with the node's GPUs"
-    # A container with the driver's utilities only.
+    # A container with only the driver's utilities.
     return (
         f"{name} finds no libcuda {evidence}; install the driver's libcuda, or start the container with "
         "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
@@ -223,7 +224,7 @@ def _busy_cause(found: CudaFindings, evidence: str) -> str:
 
 
 def _no_gpu_cause(found: CudaFindings, evidence: str) -> str:
-    """Explain that CUDA started and counts no GPU."""
+    """Return the cause if CUDA was initialized but reports no GPU."""
     visible = found.variables.get(_VISIBLE)
     if found.num_gpus == 0:
         return f"the driver finds no GPU on the node {evidence}; start the container with GPUs, or correct its num_gpus"
@@ -245,7 +246,7 @@ def _no_gpu_cause(found: CudaFindings, evidence: str) -> str:
 
 
 def _names_gpu(visible: str, num_gpus: int | None) -> bool:
-    """Return whether the first entry is the index of a GPU, or may be one: CUDA stops at the first that is not."""
+    """Return whether the first entry is, or may be, the index of a GPU: CUDA stops at the first invalid entry."""
     first = visible.split(",")[0].strip()
     if num_gpus is None:
         return first.isdecimal() or first.startswith(("GPU-", "MIG-"))
@@ -272,7 +273,7 @@ def _evidence(found: CudaFindings) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return the first sentence, without what torch puts before an error of CUDA's."""
+    """Return the first sentence, without torch's prefix of CUDA errors."""
     sentence = re.split(r"\.\s+(?=[A-Z])", re.sub(_PREAMBLE, "", text))[0]
     return textwrap.shorten(sentence.rstrip("."), _QUOTED_CHARS, placeholder=" ...")
 
@@ -284,7 +285,7 @@ def _build() -> str:
         return "cuda"
     if getattr(torch.version, "hip", None) is not None:
         return "rocm"
-    # torch 2.4 and 2.5 have no version of XPU.
+    # torch 2.4 and 2.5 do not have torch.version.xpu.
     return "xpu" if getattr(torch.version, "xpu", None) is not None or torch.xpu.is_available() else "cpu"
 
 
@@ -306,10 +307,10 @@ def _nvml_findings(nvml: Any) -> dict[str, Any]:
 
 @contextmanager
 def nvml_session() -> Iterator[Any]:
-    """Initialize NVML for the length of the block.
+    """Initialize NVML for the duration of the block.
 
     Yields:
-        The module ``pynvml``, None where it cannot be imported or NVML does not start.
+        The module ``pynvml``, None if it cannot be imported or NVML cannot be initialized.
     """
     pynvml = _started_nvml()
     try:
@@ -325,21 +326,21 @@ def _started_nvml() -> Any:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # NVMLError, or any error of importing an optional library
+    except Exception:  # NVMLError, or any error while importing an optional library
         return None
     return pynvml
 
 
 def nvml_answer(nvml: Any, function: Any, *arguments: Any) -> Any:
-    """Call a function of NVML for an optional detail.
+    """Call an NVML function for an optional detail.
 
     Args:
         nvml: The module from `nvml_session`.
-        function: The function of it to call.
+        function: Function of the module.
         *arguments: Its arguments.
 
     Returns:
-        The function's result, text as str; None where it raises an NVMLError.
+        The function's result, text as str; None if it raises an NVMLError.
     """
     try:
         result = function(*arguments)

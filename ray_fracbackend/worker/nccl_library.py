@@ -12,11 +12,11 @@ from ray_fracbackend.decide.worker_info import NcclVersion
 
 
 def loaded_nccl_version() -> NcclVersion | None:
-    """Return the version of the NCCL that torch calls in this process, None where there is none.
+    """Return the version of the NCCL library that torch calls in this process, None if there is none.
 
-    ``torch.cuda.nccl.version()`` is the constant that torch was compiled with; a newer library by LD_PRELOAD or package
-    differs from it, so the library itself is asked (ncclGetVersion). Another package may have a copy of its own loaded, so it
-    is looked up as the dynamic linker did for torch: in the global scope, then among what torch's library needs.
+    ``torch.cuda.nccl.version()`` is a constant of the torch build. LD_PRELOAD or a package may load a newer library, so
+    this function calls ncclGetVersion of the library itself. Another package may have loaded its own copy. The lookup
+    therefore follows the dynamic linker: first the global scope, then the dependencies of torch's library.
     """
     if not dist.is_nccl_available():
         return None
@@ -28,7 +28,7 @@ def loaded_nccl_version() -> NcclVersion | None:
             continue
         if failed == 0:
             return decode_version(number.value)
-    # Linked into torch itself: then the constant is the version.
+    # NCCL is linked into torch itself, so the constant is the version.
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return (version[0], version[1], version[2]) if isinstance(version, tuple) and len(version) >= 3 else None
 
@@ -39,7 +39,9 @@ def _torch_libraries() -> list[str]:
 
 
 def decode_version(number: int) -> NcclVersion:
-    """Decode NCCL's number: ``21805`` is 2.18.5 and ``23007`` 2.30.7; below 2.9 the number had four digits (nccl.h, NCCL_VERSION)."""
+    """Decode NCCL's version number: ``21805`` is 2.18.5, ``23007`` is 2.30.7; below 2.9 it had four digits
+    (NCCL_VERSION).
+    """
     if number < 10000:
         return number // 1000, number % 1000 // 100, number % 100
     return number // 10000, number % 10000 // 100, number % 100

@@ -1,7 +1,8 @@
-"""Network of the worker's node: interfaces, Gloo's devices, host name look-ups. Runs on the worker; opens no connection.
+"""Network of the worker's node: interfaces, Gloo devices, host name lookups. Runs on the worker; opens no connection.
 
-torch and psutil are imported by the functions that need them: the doctor uses the others where torch cannot be imported. Names of interfaces come from psutil, which on Windows gives the friendly names that Gloo compares; the socket module
-gives others there.
+torch and psutil are imported only by the functions that need them, because the doctor uses the other functions even if
+torch cannot be imported. Names of interfaces come from psutil. On Windows psutil returns the friendly names that Gloo
+compares; the socket module returns other names.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.errors import RendezvousError
 from ray_fracbackend.timeouts import bounded
 
-# Bound on one look-up of a host name: a resolver without a server waits longer than a start may.
+# Time limit of one host name lookup. Without it a resolver that gets no answer could wait longer than a start may take.
 RESOLVE_S = 5.0
 
 
@@ -28,7 +29,7 @@ def network_info(boot_id: str, master_addr: str | None = None, store_port: int |
     Args:
         boot_id: The kernel's boot id, empty where there is none.
         master_addr: The configured address or name of rank 0's node.
-        store_port: Port of the store that this worker holds open, None on other ranks than 0.
+        store_port: Port of the store that this worker holds open, None on ranks other than 0.
     """
     addresses, missing = _master_addrs(master_addr)
     gloo = gloo_missing()
@@ -44,13 +45,15 @@ def network_info(boot_id: str, master_addr: str | None = None, store_port: int |
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:
-    """Return the addresses of the interfaces that are up, by name; without those that only have link-local ones."""
+    """Return the addresses of the interfaces that are up, by name, without interfaces that only have link-local
+    addresses.
+    """
     import psutil
 
     try:
         up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
         addresses = psutil.net_if_addrs()
-    except (psutil.Error, OSError):  # as in a sandbox without netlink; the address that Ray knows may do
+    except (psutil.Error, OSError):  # for example in a sandbox without netlink; the address from Ray may be enough
         return {}
     found: dict[str, tuple[str, ...]] = {}
     for name, entries in addresses.items():
@@ -62,7 +65,7 @@ def interfaces() -> dict[str, tuple[str, ...]]:
 
 
 def network_id(boot_id: str) -> str:
-    """Return an id of the network stack, from kernel and network namespace; empty where it is unknown."""
+    """Return an id of the network stack, from boot id and network namespace; empty if unknown."""
     try:
         return f"{boot_id}/{os.stat('/proc/self/ns/net').st_ino}" if boot_id else ""
     except OSError:
@@ -70,10 +73,10 @@ def network_id(boot_id: str) -> str:
 
 
 def gloo_missing() -> str | None:
-    """Return why this torch cannot make a Gloo device on any address, None where it can.
+    """Return why this torch cannot create a Gloo device on any address, None if it can.
 
-    Linux builds always have a transport, so there it is tried only where the user asks for one: closing a device takes as
-    long as the rest of a probe.
+    Linux builds always have a transport. There a device is created only if the user selects a transport, because
+    closing a device takes as long as the rest of the probe.
     """
     import torch
     import torch.distributed as dist
@@ -83,7 +86,7 @@ def gloo_missing() -> str | None:
     if sys.platform == "linux" and "GLOO_DEVICE_TRANSPORT" not in os.environ:
         return None
     try:
-        # A literal address, as a host name would need a name server.
+        # A literal address, because a host name would need a name server.
         dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     except RuntimeError as error:
         if has_no_transport(error):
@@ -92,7 +95,7 @@ def gloo_missing() -> str | None:
 
 
 def no_transport_text(torch_version: str) -> str:
-    """Explain ``unsupported gloo device``: the wheel has no transport, or not the one that the user set."""
+    """Explain ``unsupported gloo device``: the wheel has no transport, or not the one that the user selected."""
     if transport := os.environ.get("GLOO_DEVICE_TRANSPORT"):
         return f"torch {torch_version} has no Gloo transport {transport!r}; unset GLOO_DEVICE_TRANSPORT"
     return (
@@ -102,10 +105,10 @@ def no_transport_text(torch_version: str) -> str:
 
 
 def check_gloo_device(interface: str | None) -> None:
-    """Create and drop the device that Gloo will use, so that a failure has an error message before any rank waits.
+    """Create and close the device that Gloo will use, so that an error is raised before any rank waits.
 
     Args:
-        interface: Value of ``GLOO_SOCKET_IFNAME``, None where it is not set.
+        interface: Value of ``GLOO_SOCKET_IFNAME``, None if it is not set.
 
     Raises:
         RendezvousError: Gloo cannot use it.
@@ -118,7 +121,7 @@ def check_gloo_device(interface: str | None) -> None:
             dist.ProcessGroupGloo.create_default_device()
             return
         for name in interface.split(","):
-            # Gloo's own start takes the name from the environment, which C has in the ANSI code page on Windows.
+            # Gloo reads the name from the environment, which on Windows is encoded in the ANSI code page.
             if sys.platform == "win32" and not name.isascii() and name.encode("mbcs", "replace") != name.encode():
                 raise RuntimeError(f"{name!r} is not ASCII, and Windows passes variables to Gloo in another code page")
             dist.ProcessGroupGloo.create_device(interface=name)
@@ -132,7 +135,7 @@ def check_gloo_device(interface: str | None) -> None:
 
 
 def port_range() -> str:
-    """Say which ports the system hands out by itself."""
+    """Return the range of ports that the system assigns automatically."""
     try:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     except (OSError, ValueError):
@@ -141,13 +144,13 @@ def port_range() -> str:
 
 
 def route_interface(address: str) -> str | None:
-    """Return the interface of this node's route to an address, None where it has no route. Sends nothing."""
+    """Return the interface of this node's route to an address, None if there is no route. Sends nothing."""
     local = route_address(address)
     return next((name for name, addresses in interfaces().items() if local in addresses), None)
 
 
 def route_address(address: str) -> str | None:
-    """Return this node's own address on its route to another, None where it has no route. Sends nothing."""
+    """Return this node's own address on its route to another address, None if there is no route. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -162,10 +165,10 @@ def resolve(name: str, timeout_s: float = RESOLVE_S) -> tuple[str, ...]:
 
     Args:
         name: The host name.
-        timeout_s: Bound in seconds.
+        timeout_s: Time limit in seconds.
 
     Raises:
-        OSError: It does not resolve, or not within ``timeout_s`` seconds.
+        OSError: The name does not resolve, or not within ``timeout_s`` seconds.
     """
     entries = bounded(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), timeout_s)
     addresses = dict.fromkeys(str(entry[4][0]) for entry in entries)
@@ -182,7 +185,7 @@ def _master_addrs(value: str | None) -> tuple[tuple[str, ...], str | None]:
 
 
 def _default_device_missing() -> str | None:
-    """Check the host name first on Windows: Gloo's look-up reads an uninitialised pointer where it does not resolve."""
+    """Check the host name first on Windows: if it does not resolve, Gloo's lookup reads an uninitialized pointer."""
     import torch.distributed as dist
 
     name = socket.gethostname()

@@ -1,6 +1,7 @@
 """Collect devices and network of one worker. Runs on the worker; creates no process group and no CUDA context.
 
-Ray is imported by the functions that need it: the doctor uses the others where Ray cannot be imported.
+Ray is imported only by the functions that need it, because the doctor uses the other functions even if Ray cannot be
+imported.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def probe_worker(
     """Collect devices, network and versions of the calling worker; rank 0 also creates the TCPStore of the rendezvous.
 
     Args:
-        rank: Its rank in the worker group.
+        rank: The worker's rank in the worker group.
         master_addr: The configured address or name of rank 0's node; a name is resolved here.
         master_port: The configured port of rank 0's store, or an inclusive range.
-        one_node: Ray placed all workers on this node.
-        ask_ipc: Whether to check what the ipc backend can use here, which imports and registers it.
-        port_wait_s: How long to wait for a configured port that is taken.
+        one_node: Whether Ray placed all workers on this node.
+        ask_ipc: Whether to check what the ipc backend can use here. This imports and registers the backend.
+        port_wait_s: Seconds to wait for a configured port that is taken.
 
     Returns:
         Devices, network and versions of the worker.
@@ -62,7 +63,7 @@ def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
     """Collect devices and versions of the calling worker, without its network; create no store.
 
     Args:
-        rank: Its rank in the worker group.
+        rank: The worker's rank in the worker group.
         ask_ipc: As in `probe_worker`.
 
     Returns:
@@ -98,20 +99,20 @@ def collect_info(
     env: Mapping[str, str] | None = None,
     **own: Any,
 ) -> WorkerInfo:
-    """Complete the caller's values with those that any process of the machine can collect.
+    """Add to the caller's values everything that any process of the machine can collect.
 
     Args:
         devices: The process's own CUDA devices.
-        ask_nvml: Whether NVML is asked about them.
+        ask_nvml: Whether to query NVML about them.
         ask_ipc: As in `probe_worker`.
-        env: The environment that the user set, by default what no start has set.
+        env: The user's environment variables; by default the variables that no start has set.
         **own: Further attributes of `WorkerInfo`.
     """
     with nvml_session() if ask_nvml else nullcontext() as nvml:
         known, unreadable = described(devices, nvml)
     own |= {"cuda_missing": unreadable} if unreadable else {}
     own |= ipc_support(known) if ask_ipc else {}
-    # On Windows it takes the place of Gloo wherever the job has devices.
+    # On Windows staged replaces Gloo if the job has devices.
     ask_staged = ask_ipc or (sys.platform == "win32" and bool(devices))
     own |= {"staged_missing": _staged_support()} if ask_staged else {}
     return WorkerInfo(
@@ -136,7 +137,7 @@ def _is_shown(name: str) -> bool:
 
 
 def ipc_support(devices: tuple[DeviceInfo, ...]) -> dict[str, str | None]:
-    """Check what the ipc backend can use; importing it registers it with torch.distributed.
+    """Check what the ipc backend can use. Importing it registers it with torch.distributed.
 
     Args:
         devices: CUDA devices of the process, or of the machine.
@@ -156,7 +157,7 @@ def ipc_support(devices: tuple[DeviceInfo, ...]) -> dict[str, str | None]:
 
 
 def _staged_support() -> str | None:
-    """Check whether the staged backend can be used; importing it registers it with torch.distributed."""
+    """Check whether the staged backend can be used. Importing it registers it with torch.distributed."""
     from ray_fracbackend.staged import staged_support
 
     return staged_support()

@@ -1,4 +1,4 @@
-"""Start of one worker: environment, device, process group, verification. Runs on the worker."""
+"""Start one worker: environment, device, process group, verification. Runs on the worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ray_fracbackend.worker.reach import REACH_S, check_reachable
 from ray_fracbackend.worker.start_failure import named_step, refused_by_cuda
 from ray_fracbackend.worker.state import STATE
 
-# Time past the deadline for c10d and Gloo to raise their own timeout; the driver waits longer for the result.
+# Time past the deadline in which c10d and Gloo raise their own timeout; the driver waits longer for the result.
 _SILENCE_S = 1.0
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -45,20 +45,20 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
         plan: The worker's plan.
 
     Returns:
-        The verification figures from rank 0 alone, as they have a time for each rank and are equal on all; None from other
-        ranks, and where verification was not asked for.
+        The verification result on rank 0, which contains the times of all ranks. None on other ranks, and without
+        verification.
 
     Raises:
         RendezvousError: The group did not form within ``budget_s``.
         MissingDeviceError: CUDA refused to use the worker's device.
-        VerificationError: The group formed and does not work.
-        BackendUnavailableError: Gloo cannot carry CUDA tensors here.
+        VerificationError: The group formed but failed its verification.
+        BackendUnavailableError: Gloo cannot send CUDA tensors here.
     """
     deadline = Deadline(plan.budget_s)
     before = environment.snapshot()
     STATE.report = None
     try:
-        end_process_group()  # what a failed attempt in this process may have left
+        end_process_group()  # a failed attempt in this process may have left one
         environment.clear()
         environment.set_always(plan.rendezvous.start_env)
         _prepare(plan)
@@ -82,10 +82,10 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Clear the local variables of all calls that an error and its causes went through and that have ended.
+    """Clear the local variables of all finished calls in the tracebacks of an error and of its causes.
 
-    They hold the group, whose peers would go on waiting for this rank. A cleared frame still holds the closure of its
-    function: what is in one has to be deleted by its owner.
+    They reference the group, so its peers would continue to wait for this rank. A cleared frame still references the
+    closure of its function. The owner of an object in a closure must delete it.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -97,7 +97,7 @@ def _form(
 ) -> VerificationResult | None:
     """Create the default group and verify it."""
     _init_process_group(plan, common, deadline, prefix)
-    # NCCL's watchdog ends the process at the timeout: the verification comes to its own end before.
+    # NCCL's watchdog ends the process at the group's timeout, so the verification must end before that.
     _set_group_timeout(plan, deadline.left_s + (ABORT_S if plan.backends.has_nccl else 0))
     result = _verify(plan, deadline)
     _set_group_timeout(plan, plan.timeout_s)
@@ -105,10 +105,10 @@ def _form(
 
 
 def _try_nccl(plan: WorkerPlan, common: PrefixStore, deadline: Deadline) -> None:
-    """Verify a group of NCCL that another backend may replace, and destroy it; all ranks fail where one does.
+    """Verify an NCCL group that has a fallback, and destroy it; if one rank fails, all ranks raise an error.
 
-    torch's watchdog ends the process of a group that has failed, up to a minute later and although it was aborted: in the
-    training on the fallback. Without its handling of errors it does not, so this group is not the one that trains.
+    torch's watchdog ends the process of a failed group up to a minute later, even if the group was aborted: during the
+    training on the fallback. It does not if its error handling is off. Therefore this group is not used for training.
     """
     handling = os.environ[_HANDLING]
     os.environ[_HANDLING] = "0"
@@ -130,7 +130,7 @@ def _try_nccl(plan: WorkerPlan, common: PrefixStore, deadline: Deadline) -> None
 
 
 def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
-    """Verify the group on the devices of the plan; return the figures of the one that the worker trains on."""
+    """Verify the group on the devices of the plan; return the result of the device that the worker trains on."""
     if not plan.verify:
         return None
     if sys.platform == "win32" and plan.device.startswith("cuda") and plan.backends.by_device.get("cuda") == "gloo":
@@ -151,7 +151,8 @@ def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
 def _prepare(plan: WorkerPlan) -> None:
     environment.set_default(plan.env_defaults)
     environment.set_always(plan.rendezvous.env)
-    # With it torch takes every rank, of later groups too, for the client of a store that torchrun's agent holds.
+    # With this variable torch treats every rank, also in later groups, as a client of a store that torchrun's agent
+    # holds.
     os.environ.pop(AGENT_STORE, None)
     if plan.rendezvous.interface_by_route:
         interface = route_interface(plan.rendezvous.master_addr)
@@ -161,13 +162,13 @@ def _prepare(plan: WorkerPlan) -> None:
     if plan.set_distributed_env:
         _ray.set_torch_distributed_env()
     if plan.backends.has_nccl and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
-        # As stock: a collective that times out must end the process instead of hanging it.
+        # As in stock Ray: a collective that times out must end the process instead of hanging.
         os.environ.setdefault(_HANDLING, "1")
     memory_cap.set_cap(plan.memory_fraction, plan.device)
 
 
 def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
-    """Check Gloo's device and rank 0's store within seconds; torch would find a fault after half an hour or never."""
+    """Check Gloo's device and rank 0's store within seconds; torch would detect a fault after half an hour or never."""
     rendezvous = plan.rendezvous
     if rendezvous.check_device:
         check_gloo_device(os.environ.get(IFNAME))
@@ -176,7 +177,9 @@ def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
 
 
 def _connect(plan: WorkerPlan, deadline: Deadline) -> PrefixStore:
-    """Connect to rank 0's store, in a thread: torch's store client waits without a limit for a silent store."""
+    """Connect to rank 0's store, in a thread: torch's store client waits without a timeout for a store that does not
+    answer.
+    """
     address, port = plan.rendezvous.master_addr, plan.rendezvous.master_port
     with named_step("rendezvous", plan, RendezvousError):
         left_s = deadline.left_s
@@ -203,24 +206,24 @@ def _init_process_group(plan: WorkerPlan, common: PrefixStore, deadline: Deadlin
 def _create(plan: WorkerPlan, common: PrefixStore, abandoned: threading.Event, prefix: str) -> None:
     dist.init_process_group(
         plan.backend,
-        # "default_pg" is what init_process_group puts before a store that it makes itself.
+        # init_process_group puts "default_pg" before the keys of a store that it creates itself.
         store=PrefixStore(prefix, common),
         rank=plan.rank,
         world_size=plan.world_size,
-        # That of the training: Gloo's send and recv keep the one with which the group was made.
+        # The timeout for training: Gloo's send and recv keep the timeout with which the group was created.
         timeout=timedelta(seconds=plan.timeout_s),
     )
-    if abandoned.is_set():  # a store that fell silent has come back, after this start has failed
+    if abandoned.is_set():  # the store answered again after this start had failed
         destroy_process_groups()
 
 
 def _set_group_timeout(plan: WorkerPlan, timeout_s: float) -> None:
-    """Set the timeout of the group's collectives: a group could not be destroyed while one of them waits for a peer.
+    """Set the timeout of the group's collectives: a group cannot be destroyed while one of them waits for a peer.
 
     Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps Gloo and NCCL in a group whose timeout cannot be changed.
     """
     in_python = plan.backends.has_ipc or plan.backends.has_staged
     if in_python or get_debug_level() != DebugLevel.DETAIL:
-        # torch 2.14 has a public name for it, and a FutureWarning for the old one.
+        # torch 2.14 has a public function for this, and a FutureWarning for the old one.
         set_timeout = getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)
         set_timeout(timedelta(seconds=timeout_s))

@@ -1,4 +1,4 @@
-"""Whether this worker reaches rank 0's store, known within seconds. Runs on the workers of other nodes."""
+"""Check within seconds whether this worker reaches rank 0's store. Runs on the workers of other nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from ray_fracbackend.decide.addresses import bracketed
 from ray_fracbackend.errors import UnreachableMasterError
 
-# Bound on one worker's attempt.
+# Time limit for one worker's attempts.
 REACH_S = 5.0
 _PAUSE_S = 0.3
 
@@ -18,8 +18,8 @@ def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None
 
     Args:
         address: Rank 0's address, a literal IP.
-        port: Its store's port.
-        timeout_s: Bound on all attempts together, in seconds.
+        port: Port of rank 0's store.
+        timeout_s: Time limit for all attempts together, in seconds.
 
     Raises:
         UnreachableMasterError: No attempt succeeded.
@@ -31,7 +31,8 @@ def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None
             socket.create_connection((address, port), timeout=left_s).close()
             return
         except TimeoutError as error:
-            # Windows takes two seconds for a refusal, and the limit cuts the last attempt: those before it have told the cause.
+            # Windows takes two seconds to refuse, so the limit may interrupt the last attempt. Earlier attempts have
+            # the cause.
             cause = cause or error
             break
         except OSError as error:

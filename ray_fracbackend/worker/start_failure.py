@@ -1,4 +1,4 @@
-"""The errors of a start on a worker: which step failed, why, and what to do. Runs on the worker."""
+"""Create the errors of a start on a worker: failed step, cause and advice. Runs on the worker."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from ray_fracbackend.timeouts import bounded
 from ray_fracbackend.worker.missing_cuda import why_no_cuda
 from ray_fracbackend.worker.network import port_range
 
-# For the NVML of a broken GPU to answer.
+# Time limit for NVML, which may hang on a broken GPU.
 _NVML_S = 2.0
 
 
 @contextmanager
 def named_step(step: str, plan: WorkerPlan, kind: type[RendezvousError]) -> Iterator[None]:
-    """Raise torch's errors in the block as one of ours that names the step.
+    """Convert torch's errors in the block into one of ours that names the step.
 
     Args:
-        step: What the block does.
+        step: Description of the block.
         plan: The worker's plan.
         kind: Class of the error.
     """
@@ -61,19 +61,19 @@ def named_step(step: str, plan: WorkerPlan, kind: type[RendezvousError]) -> Iter
 
 
 def refused_by_cuda(plan: WorkerPlan, failed: VerificationError) -> FracBackendError | None:
-    """Return the error of what CUDA refused, which is no failure of the group: the first context is made in the verification.
+    """Return the error if CUDA refused a call in the verification, which creates the first context.
 
     Args:
         plan: The worker's plan.
         failed: The error of the verification.
 
     Returns:
-        MissingDeviceError; BackendUnavailableError where CUDA refused host memory; None where the group failed.
+        MissingDeviceError; BackendUnavailableError if CUDA refused host memory; None if the group failed.
     """
     error = failed.__cause__
     if not isinstance(error, Exception) or not is_cuda_error(error):
         return None
-    if is_cuda_out_of_memory(error):  # a full device is torch's OutOfMemoryError by now: what is left is host memory
+    if is_cuda_out_of_memory(error):  # of the host: for a full device torch raises OutOfMemoryError
         return BackendUnavailableError(str(failed), ranks=(plan.rank,))
     try:
         why = bounded(partial(why_no_cuda, error), _NVML_S)
@@ -89,5 +89,5 @@ def _advice(plan: WorkerPlan, kind: type[RendezvousError], error: Exception) -> 
         interface = os.environ.get(IFNAME)
         over = f"over {interface}" if interface else "over the address of its host name"
         return advise("Gloo cannot connect", interface=over)
-    # A TimeoutError is of bounded(): c10d's own are of another class.
+    # A TimeoutError comes from bounded(); c10d's timeouts have another class.
     return advise("rank 0 hangs" if isinstance(error, TimeoutError) else "store not reached")

@@ -1,4 +1,4 @@
-"""State of a start in its worker process, and the report for the train function."""
+"""State that starts keep in the worker process, and the report for the train function."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class WorkerState:
-    """State of one process, over all starts in it.
+    """State of one process, shared by all starts in it.
 
     Attributes:
         store: Rank 0's store between the probe and the start.
-        variables: Environment variables that a start has set, with the values that it set.
+        variables: Environment variables that a start has set, with these values.
         memory_cap: Fraction and device of the cap on the process's CUDA memory.
-        fault_helper: Helper process of the search for a fault.
-        report: Ray's reference to the report of the last start, fetched on use only, and this worker's verification.
+        fault_helper: Helper process of the search for the fault.
+        report: Ray's reference to the report of the last start, fetched only on use, and this worker's verification.
     """
 
     store: TCPStore | None = None
@@ -37,11 +37,11 @@ STATE = WorkerState()
 
 
 def get_start_report() -> StartReport | None:
-    """Get the report of the start of the calling train function's worker group.
+    """Return the start report of this training run.
 
     Returns:
-        The report. None if FracTorchConfig started nothing in this process, as outside of a train function, under another
-        TorchConfig, and if the start was left to Ray Train.
+        The report. None if FracTorchConfig did not start the process group of this process: outside a train function,
+        with another TorchConfig, or if the start was left to Ray Train.
     """
     if STATE.report is None:
         return None

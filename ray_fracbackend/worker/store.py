@@ -1,8 +1,8 @@
 """Create rank 0's TCPStore before its address is published, and connect every rank to it. Runs on the worker.
 
-A free port that is bound only later can be taken in between. So rank 0 opens the store itself while it is probed, and the
-start passes it to ``init_process_group``. The other ranks can then distinguish a firewall from a slow rank 0: a store that is
-open and does not answer is not reachable.
+If the store were opened later, another process could take the free port in between. Therefore rank 0 opens the store
+during the probe, and the start passes it to ``init_process_group``. This also lets the other ranks distinguish a
+firewall from a slow rank 0: if an open store does not answer, it is not reachable.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ray_fracbackend.worker.state import STATE
 _NUM_TRIES = 3
 _CONNECTED = "ray_fracbackend/connected"
 _PAUSE_S = 0.3
-# c10d resolves the name of every peer for its log: its own connection waits for a name server that does not answer.
+# c10d looks up the name of every peer for its log, so its own connection waits for a name server that does not answer.
 _OPEN_S = 60.0
-# As many as the kernel allows: all ranks connect at once.
+# The largest value that the kernel allows, because all ranks connect at the same time.
 _BACKLOG = 4096
 
 
 def hold_store(port: int | tuple[int, int] | None, one_node: bool = False, wait_s: float = 0.0) -> int:
-    """Create the store of a start whose rank 0 is this worker, and keep it open until ``release_store``.
+    """Create the store of a start, and keep it open until ``release_store``. Called on rank 0.
 
     Args:
         port: The configured port or inclusive range, None for any.
-        one_node: All ranks are on this node, so that loopback is enough.
-        wait_s: How long to wait for a configured port that is taken, as by the processes of an earlier attempt that are ending.
+        one_node: Whether all ranks are on this node, so loopback is enough.
+        wait_s: Seconds to wait for a configured port that is taken, for example by processes of the previous attempt.
 
     Returns:
         The store's port.
@@ -53,7 +53,7 @@ def hold_store(port: int | tuple[int, int] | None, one_node: bool = False, wait_
     clash = ""
     for number, candidate in enumerate(candidates):
         if number > 0 and not isinstance(port, tuple):
-            # The port may belong to this worker's own failed start, whose store is alive in the frames of its error.
+            # This worker's own failed start may hold the port: the frames of its error reference the store.
             gc.collect()
             time.sleep(_PAUSE_S)
         try:
@@ -68,27 +68,28 @@ def hold_store(port: int | tuple[int, int] | None, one_node: bool = False, wait_
 
 
 def release_store() -> None:
-    """Drop the reference to the held store; it stays open while a process group uses it."""
+    """Drop the reference to the store; it stays open while a process group uses it."""
     STATE.store = None
 
 
 def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s: float, prefix: str) -> PrefixStore:
-    """Get the store of a start: on rank 0 the one that it holds, once all ranks have connected, else a connection to it.
+    """Return the store of a start: on rank 0 its own store, once all ranks have connected; on other ranks a connection
+    to it.
 
-    On Windows torch itself opens the port, and for a port whose store is still referenced in the process it returns that store, with its
-    keys. Without a prefix a rank of the previous attempt would count as connected.
+    On Windows torch opens the port itself. If the process still references a store with this port, torch returns that
+    store with its keys. Without a prefix a rank of the previous attempt would count as connected.
 
     Args:
         rank: This worker's rank.
-        world_size: Workers in the job.
+        world_size: Number of workers in the job.
         address: Rank 0's address, a literal IP.
-        port: Its store's port.
-        timeout_s: Bound in seconds; also the store's own timeout.
+        port: Port of rank 0's store.
+        timeout_s: Time limit in seconds; also the store's own timeout.
         prefix: Prefix of the keys, different for each attempt.
 
     Raises:
-        RendezvousError: On rank 0: ranks have not connected in time, which are those that it names.
-        RuntimeError: The connection failed, or rank 0 holds no store.
+        RendezvousError: On rank 0, if ranks have not connected in time; ``ranks`` names them.
+        RuntimeError: The connection failed, or rank 0 has no open store.
     """
     timeout = timedelta(seconds=timeout_s)
     if rank > 0:
@@ -102,7 +103,7 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
     store.set_timeout(timeout)
     keys = [f"{_CONNECTED}/{other}" for other in range(1, world_size)]
     try:
-        # A rank 0 that went on alone, and failed, would close the store under ranks that are still on their way.
+        # If rank 0 continued alone and failed, it would close the store while other ranks are still connecting.
         if keys:
             store.wait(keys, timeout)
     except RuntimeError as error:
@@ -118,12 +119,12 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
 
 
 def uses_libuv() -> bool:
-    """Return whether the store of this process may use libuv: never on Windows, elsewhere as torch itself reads USE_LIBUV."""
+    """Return whether this process may use libuv for its store: never on Windows, elsewhere as torch reads USE_LIBUV."""
     return sys.platform != "win32" and os.environ.get("USE_LIBUV", "1") == "1"
 
 
 def _open_local(port: int) -> TCPStore:
-    """Open the store on the loopback address that this node has, on all addresses where it has none."""
+    """Open the store on the node's loopback address; if it has none, on all addresses."""
     for host in ("127.0.0.1", "::1"):
         try:
             return open_store(port, host)
@@ -134,22 +135,23 @@ def _open_local(port: int) -> TCPStore:
 
 
 def open_store(port: int = 0, host: str | None = None) -> TCPStore:
-    """Create a store of this process, open as long as it is referenced.
+    """Create a store in this process. It is open as long as it is referenced.
 
     Args:
         port: Port to listen on, 0 for any free one.
-        host: Literal IP to listen on alone, None for all addresses of this machine, IPv4 and IPv6; on Windows, where torch
-            accepts no socket, always all.
+        host: Literal IP to listen on; None for all addresses of this machine, IPv4 and IPv6. On Windows torch accepts
+            no socket, so the store always listens on all addresses.
 
     Raises:
         RuntimeError: The port is taken, on Windows.
-        OSError: The port is taken, or ``host`` is no address of this machine.
+        OSError: The port is taken, or ``host`` is not an address of this machine.
     """
     listener = None if sys.platform == "win32" else _listen(port, host)
     if listener is not None:
         port = listener.getsockname()[1]
     elif port == 0:
-        # Where torch chooses the port, and an ended store of this process had it, later groups do not find the store by it.
+        # If torch chose a port that an earlier store of this process had, later groups could not find the store by its
+        # port.
         with _listen(0, None) as free:
             port = free.getsockname()[1]
     return TCPStore(
@@ -159,7 +161,7 @@ def open_store(port: int = 0, host: str | None = None) -> TCPStore:
         True,
         timedelta(seconds=_OPEN_S),
         wait_for_workers=False,
-        # A train function that makes a group of its own from MASTER_ADDR and MASTER_PORT finds this store by its port.
+        # A train function that creates a group from MASTER_ADDR and MASTER_PORT finds this store by its port.
         multi_tenant=True,
         master_listen_fd=listener.detach() if listener else None,
         use_libuv=uses_libuv() and (listener is None or _libuv_takes_sockets()),
@@ -170,7 +172,7 @@ def _listen(port: int, host: str | None) -> socket.socket:
     if host is None and socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-        except OSError as error:  # IPv6 that is turned off by sysctl, or by a container's rules
+        except OSError as error:  # IPv6 is disabled by sysctl or by rules of a container
             if is_address_in_use(error):
                 raise
     family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
@@ -178,7 +180,7 @@ def _listen(port: int, host: str | None) -> socket.socket:
 
 
 def _libuv_takes_sockets() -> bool:
-    """Return whether a store with libuv accepts an open socket: from torch 2.8 on (pytorch#150215). Clients work with either."""
+    """Return whether a libuv store accepts an open socket: since torch 2.8 (pytorch#150215). Clients work with both."""
     return TorchVersion(torch.__version__) >= "2.8"
 
 
