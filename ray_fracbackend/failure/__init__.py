@@ -1,1 +1,1 @@
-"""What a start does once it has failed; nothing here is imported on the good path. Driver or controller."""
+"""Code that runs only after a failed start; not imported on the good path. Driver or controller."""

@@ -1,4 +1,4 @@
-"""What the plan and all workers together tell about the error of a failed start. Pure."""
+"""Add information from the plan and all workers to the error of a failed start. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ray_fracbackend.errors import (
 def explained(
     error: FracBackendError, decision: Decision, workers: Sequence[WorkerInfo], master_addr: str
 ) -> FracBackendError:
-    """Add to the error of a start what the plan and the workers tell; the error itself where that is nothing.
+    """Return the error with information from the plan and the workers; unchanged if there is none.
 
     Args:
         error: The error of the start.
@@ -31,7 +31,7 @@ def explained(
         master_addr: The address of rank 0's store that was tried.
 
     Returns:
-        SharedDeviceError where NCCL refused ranks on one GPU, else an error of the same class.
+        SharedDeviceError if NCCL refused ranks on one GPU, else an error of the same class.
     """
     if isinstance(error, UnreachableMasterError):
         return explain_unreachable(error, workers, master_addr)
@@ -39,13 +39,13 @@ def explained(
 
 
 def explain_nccl(error: FracBackendError, decision: Decision, workers: Sequence[WorkerInfo]) -> FracBackendError:
-    """Explain a failed start of NCCL, as `explained`; an error of another backend comes back as it is."""
+    """Explain a failed start of NCCL, as in `explained`; an error of another backend is returned unchanged."""
     if not decision.backends.has_nccl:
         return error
     if error.kind == "refused":
         return _refused(error, error.cause, decision, workers)
     doubts = interface_doubts(workers) if isinstance(error, (StartTimeoutError, VerificationError)) else ()
-    if doubts:  # which NCCL calls an invalid usage too
+    if doubts:  # NCCL calls this an invalid usage too
         return error.restated(f"{error} {'; '.join(doubts)}.")
     if error.kind == "invalid_usage" and decision.share_groups:
         return _refused(error, "ncclInvalidUsage", decision, workers)
@@ -58,7 +58,7 @@ def explain_nccl(error: FracBackendError, decision: Decision, workers: Sequence[
 def explain_unreachable(
     error: UnreachableMasterError, workers: Sequence[WorkerInfo], master_addr: str
 ) -> UnreachableMasterError:
-    """Add to the error of a rank that did not reach rank 0 where that address is from, as `explained`."""
+    """Explain why a rank did not reach rank 0, by the source of rank 0's address, as in `explained`."""
     first = workers[0]
     if normal(master_addr) != normal(first.node_ip):
         return error
@@ -106,5 +106,5 @@ def _advice(decision: Decision, workers: Sequence[WorkerInfo]) -> str:
 
 
 def _has_gloo(workers: Sequence[WorkerInfo]) -> bool:
-    """Whether all of them can use Gloo."""
+    """Return whether all workers can use Gloo."""
     return all(worker.gloo_available and worker.network.gloo_missing is None for worker in workers)

@@ -1,4 +1,4 @@
-"""One error from what all ranks of a start answered, and the class of it that Ray Train handles. Driver or controller."""
+"""Merge the errors of all ranks into one, in the class that Ray Train handles. Driver or controller."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ray_fracbackend.errors import (
 )
 
 _NUM_NAMED = 4
-# The most specific failure is the error: where NCCL refused a rank, its peers fail the verification.
+# The most specific failure is raised: if NCCL refused a rank, its peers fail the verification.
 _ORDER = (
     SharedDeviceError,
     MissingDeviceError,
@@ -36,16 +36,16 @@ _ORDER = (
     RendezvousError,
     FracBackendError,
 )
-# What NCCL refused is the cause of all else; within one class who has lost a peer knows least.
+# A refusal of NCCL is the cause of all other errors; within one class a rank that lost a peer knows least.
 _CAUSES = ("refused", "invalid_usage")
 _KINDS = (*_CAUSES, "wrong_answer", "own_failure", "stalled")
 _REFUSALS = (MissingDeviceError, BackendUnavailableError)
-# Ray's memory monitor ends a worker with an error of its own.
+# If Ray's memory monitor kills a worker, Ray raises a separate error.
 _DEATHS = (RayActorError, NodeDiedError, RayOutOfMemoryError)
 
 
 class LostWorkerError(WorkerDiedError, RayActorError):  # type: ignore[misc]
-    """WorkerDiedError where Ray Train restarts the workers on a RayActorError of a start: with the V2 engine."""
+    """WorkerDiedError for the V2 engine, where Ray Train restarts the workers if a start raises a RayActorError."""
 
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
         RayActorError.__init__(self, error_msg=message)
@@ -65,8 +65,8 @@ def merged(
         failures: The workers' own errors by rank.
         silent: Ranks that did not answer in time.
         addresses: Node and process of each rank, by rank.
-        step: What the ranks were asked to do.
-        budget_s: Their time limit in seconds, as the user set it.
+        step: What the ranks were called for.
+        budget_s: Time limit in seconds, as set by the user.
     """
     if dead := [rank for rank, error in failures.items() if isinstance(error, _DEATHS)]:
         cause = cause_of(failures[dead[0]])
@@ -78,7 +78,7 @@ def merged(
             cause=cause,
         )
     if starved := [rank for rank, error in failures.items() if _is_out_of_memory(error)]:
-        cause = without_allocator(cause_of(failures[starved[0]]))  # what torch says of that is not about a start
+        cause = without_allocator(cause_of(failures[starved[0]]))  # its advice on the allocator is not about a start
         return OutOfMemoryError(
             f"{_where(starved, addresses)} ran out of device memory during start-up ({step}): {cause}.",
             advice=advise("device full"),
@@ -89,7 +89,7 @@ def merged(
     late = f"{_where(silent, addresses)} did not answer ({step}, start_timeout_s={budget_s:g})" if silent else ""
     if not failures:
         return StartTimeoutError(f"{late}.", advice=advise("no answer"), ranks=silent, step=step)
-    # Whoever has no device ends, and its peers fail in whatever they do then.
+    # A worker without a device ends, and its peers then fail in whatever they do.
     refused = {rank: error for rank, error in failures.items() if isinstance(error, _REFUSALS)}
     if refused:
         late, silent, failures = "", (), refused
@@ -131,7 +131,7 @@ def _where(ranks: Sequence[int], addresses: Mapping[int, WorkerAddress]) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Detect torch's error by its class name, without importing torch; Ray's error of that name is about host memory."""
+    """Detect torch's error by its class name, without torch; Ray's error of that name is about host memory."""
     return type(error).__name__ == "OutOfMemoryError" and not isinstance(error, RayError)
 
 
@@ -145,11 +145,11 @@ def _text(error: BaseException) -> str:
 
 
 def as_engine_error(error: BaseException, worker_group: object) -> BaseException:
-    """Return a dead worker's error as the class on which the group's engine of Ray Train restarts the workers, any other as it is.
+    """Convert a dead worker's error into the class on which the engine restarts the workers; return others unchanged.
 
     Args:
-        error: Why the start failed; the cause of an error of another class.
-        worker_group: The group that was started.
+        error: Why the start failed. It becomes the cause of an error of another class.
+        worker_group: The worker group of the failed start.
     """
     if not isinstance(error, WorkerDiedError) or not restarts_lost_workers(worker_group):
         return error

@@ -1,1 +1,1 @@
-"""FracTorchConfig where a script cannot pass it itself."""
+"""Use FracTorchConfig if a script cannot pass it itself."""

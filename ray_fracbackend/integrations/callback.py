@@ -1,13 +1,13 @@
-"""A callback of Ray Train V2 that starts stock trainers with FracTorchConfig, by environment variables alone. Controller side.
+"""Callback of Ray Train V2 that starts stock trainers with FracTorchConfig. Controller side.
 
 ::
 
     RAY_TRAIN_CALLBACKS=ray_fracbackend.integrations.callback.FracTorchCallback
     RAY_FRACBACKEND_SETTINGS='{"on_missing_cuda": "cpu"}'
 
-V2 reads the first one wherever a trainer is fitted: set for a whole cluster, it needs no change of scripts or of how they are
-started. The second is optional. With ``limit_gpu_memory`` an OutOfMemoryError does not name the cap here: V2 has wrapped the train function
-with the script's own configuration before.
+Set these environment variables; scripts need no change. V2 reads the first one in the process that calls ``fit()``, so
+it can be set for a whole cluster. The second one is optional. With ``limit_gpu_memory`` an OutOfMemoryError does not
+name the cap here, because V2 has already wrapped the train function with the script's own configuration.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[mis
     """Replace a run's TorchConfig by FracTorchConfig before the backend starts.
 
     Raises:
-        ValueError: ``RAY_FRACBACKEND_SETTINGS`` is no JSON object, or a setting in it breaks its rule.
+        ValueError: ``RAY_FRACBACKEND_SETTINGS`` is not a JSON object, or a setting in it breaks its rule.
     """
 
     def __init__(self) -> None:
         self._settings = _settings()
 
     def after_worker_group_start(self, worker_group: Any) -> None:
-        """Replace the configuration; Ray runs callbacks of the environment before its own, which starts the backend."""
+        """Replace the configuration. Ray runs this callback before its own, which starts the backend."""
         _ray.replace_backend_config(worker_group, self._replaced)
 
     def _replaced(self, config: Any) -> Any:
-        # Without torch: the variable may be set for a cluster, of whose images some have none.
+        # No torch import here: the variable may be set for a cluster where some images have no torch.
         torch_trainers = sys.modules.get("ray.train.torch")
         if torch_trainers is None or not isinstance(config, torch_trainers.TorchConfig):
             return config
         from ray_fracbackend.config import frac_config
 
-        # By now TorchTrainer has written "nccl" where the script left the choice open.
+        # TorchTrainer has already written "nccl" if the script set no backend.
         left_open = {"backend": "auto"} if config.backend == "nccl" else {}
         return frac_config(config, {**left_open, **self._settings})
 
 
 def use_everywhere(settings: Mapping[str, Any]) -> None:
-    """Set the variables for this process and all that it starts, a local Ray included.
+    """Set the variables for this process and all processes that it starts, including a local Ray.
 
     Args:
         settings: Settings of FracTorchConfig.

@@ -1,4 +1,4 @@
-"""FracTorchConfig for the learners of RLlib, whose own torch configuration cannot be set."""
+"""Use FracTorchConfig for the learners of RLlib, whose torch configuration cannot be set."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ray_fracbackend import _ray
 
 @contextmanager
 def learners_use(torch_config: TorchConfig) -> Iterator[None]:
-    """Start the remote torch learners of algorithms that are built inside the context with this configuration.
+    """Use this configuration for the remote torch learners of algorithms that are built inside the context.
 
-    RLlib builds the learners in the process that builds the algorithm, so this must be that process: the driver for
-    ``AlgorithmConfig.build_algo()``, the trial for an algorithm that Tune runs. Restarts of the learners within the
-    context use it too. Other threads that build algorithms meanwhile get the same.
+    RLlib creates the learners in the process that builds the algorithm, so use the context there: in the driver for
+    ``AlgorithmConfig.build_algo()``, in the trial for an algorithm that Tune runs. Restarts of the learners within the
+    context also use the configuration. So do other threads that build algorithms meanwhile.
 
     Args:
         torch_config: A ``TorchConfig`` or a subclass such as ``FracTorchConfig``.
 
     Raises:
-        ValueError: ``torch_config`` is something else.
+        ValueError: ``torch_config`` is not a TorchConfig.
     """
     if not isinstance(torch_config, TorchConfig):
         raise ValueError(
@@ -34,9 +34,9 @@ def learners_use(torch_config: TorchConfig) -> Iterator[None]:
 
 
 def for_learners(torch_config: TorchConfig) -> TorchConfig:
-    """Copy a configuration so that its workers see their own devices only.
+    """Copy a configuration so that its workers see only their own devices.
 
-    RLlib's learners never use each other's GPUs, and place their modules by the first visible one.
+    RLlib's learners never use each other's GPUs, and place their modules on the first visible one.
 
     Args:
         torch_config: The configuration, of any subclass.

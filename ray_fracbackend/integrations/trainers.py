@@ -1,4 +1,4 @@
-"""Every TorchTrainer of a process starts with FracTorchConfig: for scripts that are run as they are. Driver side."""
+"""Start every TorchTrainer of a process with FracTorchConfig, for scripts that run unchanged. Driver side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray_fracbackend.config import FracTorchConfig, frac_config
 
 
 def replace_torch_config(settings: Mapping[str, Any], announce: Callable[[TorchConfig], None] | None = None) -> None:
-    """Make every TorchTrainer that this process creates from now on start with FracTorchConfig.
+    """Start every TorchTrainer that this process creates from now on with FracTorchConfig.
 
     Args:
         settings: As for :func:`ray_fracbackend.config.frac_config`.
@@ -22,14 +22,14 @@ def replace_torch_config(settings: Mapping[str, Any], announce: Callable[[TorchC
     Raises:
         ValueError: A setting breaks its rule.
     """
-    FracTorchConfig(**settings)  # a wrong setting raises now, not when the script makes its trainer
+    FracTorchConfig(**settings)  # raises for a wrong setting now, not when the script creates its trainer
     TorchTrainer.__init__ = _with_frac_config(TorchTrainer.__init__, settings, announce)
 
 
 def _with_frac_config(
     init: Callable[..., None], settings: Mapping[str, Any], announce: Callable[[TorchConfig], None] | None
 ) -> Callable[..., None]:
-    # functools.wraps keeps the signature, in which the V1 engine looks up the names of arguments.
+    # functools.wraps keeps the signature; the V1 engine looks up the argument names in it.
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, torch_config: TorchConfig | None = None, **kwargs: Any) -> None:
         config = frac_config(torch_config, settings)

@@ -1,9 +1,9 @@
-"""Diagnose which rank, node or link is at fault, from each rank's own tests, links and pairwise collectives. Pure.
+"""Find the rank, node or link at fault from the tests of all ranks. Pure.
 
-The search runs only after the whole group failed. Every rank's helper (helper.py) tests its own device, then the
-links to its peers, then collectives of two in rounds: in round k rank i is paired with rank ``i XOR 2**k``, all pairs at
-once, so that ``ceil(log2(N))`` rounds pair every rank with ranks of all parts of the job. Two rounds could not distinguish
-a bad rank from a bad link.
+The search runs only after the whole group failed. Every rank's helper (helper.py) tests its own device, then the links
+to its peers, then runs collectives with one other rank at a time. In round k rank i is paired with rank ``i XOR 2**k``,
+all pairs at the same time. ``ceil(log2(N))`` rounds pair every rank with ranks of all parts of the job. Two rounds
+could not distinguish a bad rank from a bad link.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from ray_fracbackend.decide.worker_info import ranks_text
 
-# Up to this many ranks every link is tested, above it those to a rank's partners and to its neighbours.
+# With up to this many ranks every link is tested, with more only those to a rank's partners and neighbours.
 MAX_MESH = 64
-# Slow: this multiple of the job's usual time, and this much above it; what breaks a start is far beyond the noise.
+# Slow means above this multiple of the job's usual time and this much above it. Real faults are far above the noise.
 _SLOW_FACTOR, _SLOW_MARGIN_S = 5.0, 0.25
-# Slow without other ranks to compare with.
+# Limit for slow if there are no other ranks to compare with.
 _SLOW_ALONE_S = 1.0
 _NUM_NAMED = 4
 
@@ -29,7 +29,7 @@ def num_rounds(world_size: int) -> int:
 
 
 def partner(rank: int, round_number: int, world_size: int) -> int | None:
-    """Return a rank's partner in a round, None where that rank does not exist."""
+    """Return a rank's partner in a round, None if that rank does not exist."""
     other = rank ^ (1 << round_number)
     return other if other < world_size else None
 
@@ -48,9 +48,9 @@ class LinkFinding:
     """One rank's view of its link to a peer.
 
     Attributes:
-        connected: A TCP connection to the peer was made.
-        heard: A datagram of the peer arrived.
-        seconds: Round-trip time of a block over that connection, None where it did not end in time.
+        connected: Whether a TCP connection to the peer was made.
+        heard: Whether a datagram of the peer arrived.
+        seconds: Round-trip time of a block over that connection, None if it did not finish in time.
     """
 
     connected: bool
@@ -64,8 +64,8 @@ class PairFinding:
 
     Attributes:
         peer: The other rank.
-        outcome: ``ok``, ``wrong`` (this rank's result is not the right answer) or ``failed``.
-        seconds: Seconds of the collectives, None where they did not end.
+        outcome: ``ok``, ``wrong`` (this rank's result is incorrect) or ``failed``.
+        seconds: Seconds of the collectives, None if they did not finish.
         error: Error message of the process group.
     """
 
@@ -80,12 +80,12 @@ class Findings:
     """Results of one rank's helper.
 
     Attributes:
-        right: Sums that the rank computed alone are right, as far as they ended.
-        seconds: Seconds for them, None where they did not end, 0 with ``untried`` or ``failure``.
-        links: By peer.
-        pairs: By round; without rounds in which it had no partner.
-        untried: Why the rank's device could not be tested, such as out of memory; empty where it was.
-        failure: CUDA's error message where the device failed by itself; empty where it did not.
+        right: Whether the finished sums that the rank computed by itself are correct.
+        seconds: Seconds for these sums, None if they did not finish, 0 with ``untried`` or ``failure``.
+        links: Findings by peer.
+        pairs: Findings by round, without rounds in which the rank had no partner.
+        untried: Why the rank's device could not be tested, such as out of memory; empty if it was tested.
+        failure: CUDA's error message if the device itself failed, else empty.
     """
 
     right: bool
@@ -116,7 +116,7 @@ class Fault:
         kind: ``silent rank``, ``failing device``, ``wrong rank``, ``slow rank``, ``cut rank``, ``boundary``, ``cut link``,
             ``one-way link``, ``slow link``, ``pair`` or ``scale``.
         ranks: Ranks at fault; the two ends of a link; the smaller side of a boundary.
-        text: Description, with ranks and nodes.
+        text: Description with ranks and nodes.
     """
 
     kind: str
@@ -125,14 +125,14 @@ class Fault:
 
 
 def diagnose(findings: Mapping[int, Findings], where: Sequence[str]) -> list[Fault]:
-    """Find the faults, the worst first.
+    """Return the faults, the most severe first.
 
     Args:
-        findings: Of the ranks whose helper answered, by rank.
-        where: Rank, node and process of every rank, for the texts.
+        findings: Findings of the ranks whose helper answered, by rank.
+        where: Rank, node and process of every rank, for the messages.
 
     Returns:
-        At least one fault: where everything works in pairs, that the fault shows only in the whole group.
+        At least one fault. If all tests succeed, the fault is that the failure occurs only in the whole group.
     """
     return list(_Diagnosis(findings, where).faults())
 
@@ -142,14 +142,14 @@ class _Diagnosis:
         self._findings = findings
         self._where = where
         self._live = sorted(findings)
-        # A device that was not tested was neither fast nor slow.
+        # A device that was not tested is neither fast nor slow.
         tried = {rank: each for rank, each in findings.items() if not each.untried and not each.failure}
         seconds = {rank: _or_endless(finding.seconds) for rank, finding in tried.items()}
         if len(seconds) > 1 and min(seconds.values()) == float("inf"):
-            seconds = {}  # what all ranks have in common, such as a slow start of CUDA, is no rank's fault
+            seconds = {}  # if all ranks are slow, as with a slow start of CUDA, none of them is at fault
         limit_s = _slow_limit(seconds.values())
         self._slow_alone = {rank: value for rank, value in seconds.items() if value > limit_s}
-        # A slow rank's links and groups are slow because of the rank.
+        # The links and groups of a slow rank are slow because of the rank.
         self._sound = [rank for rank in self._live if rank not in self._slow_alone]
         sound = set(self._sound)
         self._tried = {
@@ -158,7 +158,7 @@ class _Diagnosis:
         self._bad = {pair for pair in self._tried if not all(self._connected(*pair))}
 
     def faults(self) -> Iterator[Fault]:
-        # Slow or failing pairs may be a consequence of what is broken.
+        # Slow or failing pairs may be a consequence of other faults.
         broken = [*self._silent(), *self._failing(), *self._wrong(), *self._starved(), *self._cut()]
         yield from broken or [*self._slow()] or self._pairs() or self._scale()
 
@@ -188,7 +188,8 @@ class _Diagnosis:
         wrong = {pair for pair, outcomes in ended.items() if "wrong" in outcomes}
         wrong -= {pair for pair in wrong if not all(self._findings[rank].right for rank in pair)}
         while wrong:
-            # The rank that explains most: it alone sees the wrong answer, or is in most wrong pairs and in fewest right.
+            # Select the rank that explains most: only it has a wrong result, or it is in most wrong pairs and fewest
+            # correct ones.
             blame = {rank: self._blame(rank, wrong, ended) for pair in wrong for rank in pair}
             worst = max(blame.values())
             ranks = tuple(sorted(rank for rank, score in blame.items() if score == worst))
@@ -231,12 +232,12 @@ class _Diagnosis:
             yield self._link(i, j)
 
     def _groups(self) -> list[tuple[int, ...]]:
-        """Group ranks that reach each other, the largest group first; of two equal ones that of the lowest rank."""
+        """Group ranks that reach each other, the largest group first; equal groups by their lowest rank."""
         group_of = {rank: [rank] for rank in self._sound}
         for i, j in self._tried - self._bad:
             large, small = sorted((group_of[i], group_of[j]), key=len, reverse=True)
             if large is not small:
-                # The smaller into the larger: a rank moves log2(N) times at most.
+                # Merge the smaller group into the larger, so a rank moves at most log2(N) times.
                 large += small
                 group_of.update(dict.fromkeys(small, large))
         groups = {id(ranks): ranks for ranks in group_of.values()}.values()
@@ -326,6 +327,6 @@ def _slow_limit(seconds: Iterable[float]) -> float:
     values = sorted(value for value in seconds if value < float("inf"))
     if len(values) < 2:
         return _SLOW_ALONE_S
-    # A slow rank makes over half of the links of a small job slow, so not the median.
+    # A slow rank makes more than half of the links of a small job slow, so the median is not used.
     usual = values[len(values) // 4]
     return max(_SLOW_FACTOR * usual, usual + _SLOW_MARGIN_S)

@@ -1,8 +1,8 @@
-"""One rank's part of the search for a fault, in a process of its own that can be killed. Needs torch alone, no Ray.
+"""Run one rank's part of the search for the fault, in a process that can be killed. Needs only torch, not Ray.
 
-Started by search.py as ``python -m ray_fracbackend.isolation.helper ADDRESS``. It listens on that address alone,
-prints its ports as one line of JSON, reads its task as another, and prints its findings as a third. Peers know a token of the
-job; a connection or datagram without it is dropped, and nothing that comes from a socket is interpreted.
+search.py starts it as ``python -m ray_fracbackend.isolation.helper ADDRESS``. It listens only on that address. It
+prints its ports as one line of JSON, reads its task as another line, and prints its findings as a third. Peers know the
+token of the search. A connection or datagram without the token is dropped. Data from a socket is not interpreted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK_BYTES = 64 * 1024
 _NUM_DATAGRAMS = 8
 _SIZES = (128, 131_072)
 _CAUSE_CHARS = 200
-# A helper whose worker is gone ends by itself.
+# A helper ends by itself after this time if its worker is gone.
 _LIFE_S = 300.0
 
 
@@ -43,9 +43,9 @@ class HelperAddress:
 
     Attributes:
         address: Literal IP.
-        link_port: TCP, for the link test.
-        datagram_port: UDP, for the same.
-        store_port: Port of its store, for groups in which it is the lower rank.
+        link_port: TCP port for the link test.
+        datagram_port: UDP port for the link test.
+        store_port: Port of the helper's store, for groups in which it is the lower rank.
     """
 
     address: str
@@ -56,16 +56,16 @@ class HelperAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class HelperTask:
-    """Tests that a helper has to run.
+    """Tests that a helper must run.
 
     Attributes:
-        rank: Its rank.
+        rank: The helper's rank.
         token: Secret of this search, the same on all ranks.
         peers: Addresses of the peers whose link it tests, by rank.
-        partners: Its partner of every round, None for a round without one.
-        device: torch device for the sums that it computes alone.
+        partners: Partner in every round, None for a round without one.
+        device: torch device for the sums that the helper computes by itself.
         link_s: Seconds for all links together.
-        round_s: Seconds for each round; rounds begin at fixed times, so that a failed one delays no rank.
+        round_s: Seconds for each round. Rounds start at fixed times, so a failed round delays no other rank.
     """
 
     rank: int
@@ -119,13 +119,13 @@ class Helper:
         return replace(alone, links=links, pairs=pairs)
 
     def _alone(self, task: HelperTask) -> Findings:
-        """Compute sums on the rank's own device; only a sum that was compared and differs is wrong."""
+        """Compute sums on the rank's own device; a sum is wrong only if it was compared and differs."""
         started = time.perf_counter()
         try:
             right = bounded(lambda: sums_are_right(torch.device(task.device)), task.link_s / 3)
         except TimeoutError:
             return Findings(right=True, seconds=None)
-        except (RuntimeError, AssertionError) as error:  # of CUDA; the second of a torch without it
+        except (RuntimeError, AssertionError) as error:  # RuntimeError of CUDA, AssertionError of a torch without CUDA
             cause = cause_of(error)[:_CAUSE_CHARS]
             if says_nothing_of_device(error):
                 return Findings(right=True, seconds=0.0, untried=cause)
@@ -144,7 +144,7 @@ class Helper:
                     strict=True,
                 )
             )
-        # Until the end: others may still be waiting for this rank.
+        # Listen until the end, because other ranks may still wait for this rank.
         listening.join()
         return {
             rank: LinkFinding(connected=connected, heard=rank in heard, seconds=seconds)
@@ -169,7 +169,7 @@ class Helper:
                     heard.add(words[word])
 
     def _answer(self, token: bytes) -> None:
-        """Send back what peers send, until the process ends."""
+        """Echo the peers' data until the process ends."""
         while True:
             connection, _ = self._listener.accept()
             threading.Thread(target=_echo, args=(connection, token), daemon=True).start()
@@ -226,13 +226,13 @@ def _try_link(peer: HelperAddress, token: str, end: float) -> tuple[bool, float 
             break
         except TimeoutError:
             return False, None
-        except OSError:  # refused while the peer starts, or no route for good
+        except OSError:  # refused while the peer starts, or no route at all
             time.sleep(min(0.1, left_s))
     with connection, contextlib.suppress(OSError):
         started = time.perf_counter()
         block = bytes(BLOCK_BYTES)
         connection.settimeout(max(0.01, end - time.monotonic()))
-        connection.sendall(token.encode() + block)  # the peer reads it whole before it answers
+        connection.sendall(token.encode() + block)  # the peer reads all of it before it answers
         if _receive(connection, BLOCK_BYTES, end) == block:
             return True, time.perf_counter() - started
     return True, None

@@ -1,6 +1,6 @@
 """Search for the fault of a failed start with a helper process on every worker.
 
-Runs after a failure only. ``with_faults`` and ``find_faults`` run on the driver, the other functions on the workers.
+Runs only after a failure. ``with_faults`` and ``find_faults`` run on the driver, the other functions on the workers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ray_fracbackend.timeouts import Deadline, bounded
 from ray_fracbackend.worker.network import route_address, route_interface
 from ray_fracbackend.worker.state import STATE
 
-# The search takes what is left of the start, or this part of it from its end on, and no longer than this.
+# The search may use the time that is left of the start, but at least this part of it and at most _MAX_S.
 _PART = 0.25
 _MAX_S = 60.0
 _NUM_FAULTS = 4
-# Shortest time in which a helper can import torch and run a test, and the longest for each of its steps.
+# Minimum time for a helper to import torch and run a test, and maximum time for each of its steps.
 MIN_S = 10.0
 _LINK_S, _ROUND_S, _ANSWER_S = 3.0, 3.0, 1.0
 
-# The resolver of a helper gives up a name server that does not answer after a second, not after 10.
+# A helper's resolver waits one second for a name server that does not answer, not ten.
 _RESOLVER = "timeout:1"
 
 
@@ -49,12 +49,14 @@ def with_faults(
     """Add the ranks, nodes and links at fault to the error of a group that did not form or failed its verification.
 
     Args:
-        error: The error of the start; one of another kind comes back as it is, and so does one whose fault is not found.
+        error: The error of the start. An error of another class is returned unchanged; so is one whose fault is not
+            found.
         worker_group: Workers whose start has failed.
         plans: Plan of each rank, by rank.
         addresses: Node and process of each rank.
         deadline: Deadline of the start.
-        start_timeout_s: Its time limit in seconds. The search takes what is left of it or, where that is less, a quarter of it.
+        start_timeout_s: Time limit of the start in seconds. The search may use the time that is left of it, at least a
+            quarter.
     """
     if not isinstance(error, (GroupFormationError, VerificationError)):
         return error
@@ -70,16 +72,16 @@ def with_faults(
 def find_faults(
     worker_group: Any, plans: Sequence[WorkerPlan], addresses: Sequence[WorkerAddress], deadline: Deadline
 ) -> list[Fault]:
-    """Find the fault of a failed start, in two remote rounds and ``ceil(log2(N))`` rounds of pairs.
+    """Find the fault of a failed start, in two remote calls per worker and ``ceil(log2(N))`` rounds of pairs.
 
     Args:
         worker_group: Workers whose start has failed.
         plans: Plan of each rank, by rank.
         addresses: Node and process of each rank.
-        deadline: Deadline of the start.
+        deadline: Deadline of the search.
 
     Returns:
-        The faults, the worst first; empty where too little time is left.
+        The faults, the most severe first; empty if too little time is left.
     """
     if deadline.left_s < MIN_S:
         return []
@@ -108,18 +110,18 @@ def find_faults(
 
 
 def open_helper(rendezvous: WorkerRendezvous, timeout_s: float) -> HelperAddress:
-    """Start this worker's helper, listening on this node's address on its route to rank 0.
+    """Start this worker's helper. It listens on this node's address on its route to rank 0.
 
     Args:
         rendezvous: The worker's part of the rendezvous.
-        timeout_s: Bound in seconds.
+        timeout_s: Time limit in seconds.
 
     Raises:
-        TimeoutError: It did not start in time.
-        RuntimeError: It ended.
+        TimeoutError: The helper did not start in time.
+        RuntimeError: The helper ended.
     """
     close_helper()
-    # The helper can import what this process can import.
+    # The helper can import everything that this process can import.
     env = {
         **os.environ,
         "RES_OPTIONS": f"{os.environ.get('RES_OPTIONS', '')} {_RESOLVER}".strip(),
@@ -142,11 +144,11 @@ def open_helper(rendezvous: WorkerRendezvous, timeout_s: float) -> HelperAddress
 
 
 def run_helper(task: HelperTask) -> Findings:
-    """Run the task of this worker's helper, and end it.
+    """Run the task of this worker's helper, and end the helper.
 
     Raises:
-        TimeoutError: It did not answer in time.
-        RuntimeError: It ended.
+        TimeoutError: The helper did not answer in time.
+        RuntimeError: The helper ended.
     """
     helper = STATE.fault_helper
     if helper is None or helper.stdin is None:

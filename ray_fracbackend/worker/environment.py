@@ -31,9 +31,7 @@ def user_environment() -> dict[str, str]:
 
 
 def clear(names: Iterable[str] | None = None) -> None:
-    """Remove variables that starts have set: all of them, so the next start sees the user's own variables, or only
-    some.
-    """
+    """Remove variables that starts have set: all of them, as before the next start, or only some."""
     for name in list(STATE.variables if names is None else names):
         value = STATE.variables.pop(name, None)
         if value is not None and os.environ.get(name) == value:

@@ -45,9 +45,7 @@ def network_info(boot_id: str, master_addr: str | None = None, store_port: int |
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:
-    """Return the addresses of the interfaces that are up, by name, without interfaces that only have link-local
-    addresses.
-    """
+    """Return the addresses of the interfaces that are up, by name; skip those with only link-local addresses."""
     import psutil
 
     try:

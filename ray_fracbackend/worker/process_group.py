@@ -177,9 +177,7 @@ def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
 
 
 def _connect(plan: WorkerPlan, deadline: Deadline) -> PrefixStore:
-    """Connect to rank 0's store, in a thread: torch's store client waits without a timeout for a store that does not
-    answer.
-    """
+    """Connect to rank 0's store, in a thread: torch's store client may wait for an answer without a timeout."""
     address, port = plan.rendezvous.master_addr, plan.rendezvous.master_port
     with named_step("rendezvous", plan, RendezvousError):
         left_s = deadline.left_s

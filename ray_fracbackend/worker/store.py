@@ -73,8 +73,7 @@ def release_store() -> None:
 
 
 def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s: float, prefix: str) -> PrefixStore:
-    """Return the store of a start: on rank 0 its own store, once all ranks have connected; on other ranks a connection
-    to it.
+    """Return rank 0's own store once all ranks have connected; on other ranks a connection to it.
 
     On Windows torch opens the port itself. If the process still references a store with this port, torch returns that
     store with its keys. Without a prefix a rank of the previous attempt would count as connected.
