@@ -1,8 +1,8 @@
-"""Report a checkpoint that is equal on all ranks, once. Runs in the train function.
+"""Report a checkpoint that is equal on all ranks only once. Runs in the train function.
 
-Ray Train merges the checkpoints of all ranks into one directory. Where two of them copy a file of one name at a time,
-Linux keeps the last one in silence, and Windows ends the second with ``PermissionError [WinError 32]``, unless FracTorchConfig
-started the workers: then they copy in turn there (checkpoint_turns.py).
+Ray Train merges the checkpoints of all ranks into one directory. If two ranks copy a file with the same name at the
+same time, the last copy wins on Linux. On Windows the second copy raises ``PermissionError [WinError 32]``, unless
+FracTorchConfig started the workers: then they copy one after the other (checkpoint_turns.py).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ray.train import Checkpoint
 
 
 def report_rank0(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None, **options: Any) -> None:
-    """Report metrics from every rank and the checkpoint from rank 0 alone.
+    """Report metrics from every rank, and the checkpoint only from rank 0.
 
-    Call it on every rank, instead of ``ray.train.report``, with checkpoints that are equal on all ranks, as the model's
-    state is under DDP. For sharded state, where every rank's checkpoint matters, use ``ray.train.report`` with a file name
-    of each rank's own, such as ``f"model-rank={rank}.pt"``.
+    Call it on every rank instead of ``ray.train.report``, if the checkpoints are equal on all ranks, like the model's
+    state with DDP. For sharded state, where the checkpoint of every rank matters, use ``ray.train.report`` with a
+    different file name on each rank, such as ``f"model-rank={rank}.pt"``.
 
     Args:
-        metrics: What to report, on every rank.
-        checkpoint: The checkpoint; passed on from rank 0 only.
-        options: Further arguments of ``ray.train.report`` in the installed version, such as ``checkpoint_dir_name``.
+        metrics: Metrics of this rank.
+        checkpoint: The checkpoint; ignored on other ranks than 0.
+        options: Other arguments of ``ray.train.report`` in the installed version, such as ``checkpoint_dir_name``.
 
     Example::
 

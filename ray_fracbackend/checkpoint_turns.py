@@ -1,8 +1,8 @@
-"""Copy checkpoints of one file name from several ranks one after the other, on Windows. Runs on the worker, once the start is over.
+"""Copy checkpoints with the same file name one after the other, on Windows. Runs on the worker after the start.
 
-Ray Train merges the checkpoints of all ranks into one directory. A file that one rank is copying there cannot be opened by another
-on Windows, whose copy ends with ``PermissionError [WinError 32]``; elsewhere the last copy stays. In turn, it does on Windows too.
-``RAY_FRACBACKEND_CHECKPOINT_TURNS=0`` leaves Ray's copies as they are.
+Ray Train merges the checkpoints of all ranks into one directory. On Windows a rank cannot open a file that another rank
+is copying there; its copy raises ``PermissionError [WinError 32]``. On other systems the last copy wins. With this
+module it also does on Windows. ``RAY_FRACBACKEND_CHECKPOINT_TURNS=0`` leaves Ray's copies unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ray_fracbackend import _ray
 from ray_fracbackend.log import logger
 
 TURNS_ENV = "RAY_FRACBACKEND_CHECKPOINT_TURNS"
-# Longer than all copies before this rank's take. A rank whose turn does not come copies all the same, as with stock Ray.
+# Longer than the copies of all other ranks take. After this time a rank copies without the lock, as stock Ray does.
 _TURN_S = 600.0
 
 
@@ -46,11 +46,11 @@ def copy_checkpoints_in_turn() -> None:
 
 @contextmanager
 def in_turn(folder: str, turn_s: float | None = None) -> Iterator[None]:
-    """Hold the machine's lock for a folder; the system takes it from a process that dies.
+    """Hold the machine's lock for a folder; the system releases the lock of a process that dies.
 
     Args:
-        folder: Destination of the copy, spelled the same by all processes.
-        turn_s: Bound on the wait in seconds, after which the body runs without the lock; by default ten minutes.
+        folder: Destination of the copy, spelled the same in all processes.
+        turn_s: Time limit of the wait in seconds, by default ten minutes. Afterwards the body runs without the lock.
     """
     name = hashlib.sha256(folder.encode()).hexdigest()[:32]
     lock = FileLock(os.path.join(tempfile.gettempdir(), f"ray_fracbackend-{name}.lock"))

@@ -1,20 +1,20 @@
-"""The errors of this package; failure/merge.py adds the one that is also an error of Ray. Standard library only.
+"""Errors of this package; failure/merge.py adds the one that is also an error of Ray. Standard library only.
 
-Each message says what was found, which rule it breaks, and what to do next. Whoever handles an error reads its attributes and
-never its text. Each can be pickled, because it usually crosses a process boundary.
+Each message states the problem, the rule that it breaks, and what to do next. Code that handles an error reads its
+attributes and never parses its message. Each error can be pickled, because it usually crosses a process boundary.
 
 =================  ==============================================================================================
-``kind``           of a failure in a start
+``kind``           of a failed start
 =================  ==============================================================================================
-``refused``        NCCL refused ranks that it takes to share a GPU; ``cause`` is its sentence
-``invalid_usage``  NCCL refused a call and gave no reason
-``wrong_answer``   a collective computed a wrong answer
+``refused``        NCCL refused ranks as if they shared a GPU; ``cause`` is NCCL's message
+``invalid_usage``  NCCL refused a call without a reason
+``wrong_answer``   a collective computed a wrong result
 ``stalled``        a call did not return in time
 ``own_failure``    NCCL or CUDA failed on the rank itself
-``failed``         a call failed for another reason, such as a peer that is gone
+``failed``         a call failed for another reason, such as a lost peer
 =================  ==============================================================================================
 
-An error that is none of these has its ``reason`` as its kind.
+For all other errors the kind is the ``reason``.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class FracBackendError(RuntimeError):
     """Base of all errors of ray_fracbackend.
 
     Args:
-        message: What was found and the rule that it breaks; the next step too, unless it is the advice.
-        advice: The next step, a sentence that follows the message.
-        ranks: Global ranks at fault, empty where no single rank is.
+        message: The problem and the rule that it breaks; also the next step if ``advice`` is empty.
+        advice: The next step, as a sentence that follows the message.
+        ranks: Global ranks at fault, empty if no single rank is at fault.
         kind: Kind of the failure, by default the reason.
-        step: The step of the start in which it came, such as ``barrier``; empty where there is none.
-        cause: What a library said, in one line; empty where none did.
+        step: Step of the start that failed, such as ``barrier``; empty if there is none.
+        cause: Error message of a library in one line; empty if there is none.
 
     Attributes:
-        reason: Short, stable, machine-readable name of the class of failures.
-        kind: As given; finer than the reason.
+        reason: Short, stable, machine-readable name of the error class.
+        kind: The argument; more specific than the reason.
         found: The message without the advice and without a full stop.
-        ranks: As given, sorted.
-        step: As given.
-        cause: As given.
+        ranks: The argument, sorted.
+        step: The argument.
+        cause: The argument.
     """
 
     reason = "error"
@@ -67,10 +67,10 @@ class FracBackendError(RuntimeError):
         self.cause = cause
 
     def restated(self: _Self, message: str, *, found: str | None = None, ranks: Iterable[int] | None = None) -> _Self:
-        """Return the same failure in other words: class, kind, step and cause stay.
+        """Return the same failure with another message; class, kind, step and cause stay the same.
 
         Args:
-            message: The whole new text.
+            message: The whole new message.
             found: The new `found`, None to keep it.
             ranks: The new ranks at fault, None to keep them.
         """
@@ -81,22 +81,23 @@ class FracBackendError(RuntimeError):
         return other
 
     def to_probe_result(self) -> dict[str, object]:
-        """Return plain values with the fields of a health probe's result, as Ray's enhancement proposal 71 has them.
+        """Return plain values with the fields of a health probe's result, as in Ray's enhancement proposal 71.
 
         Returns:
-            ``passed`` False, ``events`` with the reason and with ``rank N`` for each rank at fault, ``detail`` with the message and
-            what a search for the fault found; no ``metrics`` and no ``devices``.
+            ``passed`` is False. ``events`` contains the reason, and ``rank N`` for each rank at fault. ``detail`` is
+            the message with the result of a search for the fault. ``metrics`` and ``devices`` are empty.
         """
         events = [self.reason, *(f"rank {rank}" for rank in self.ranks)]
         return {"metrics": {}, "devices": {}, "events": events, "passed": False, "detail": str(self)}
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Without the constructor: Ray raises a subclass with one of its own, which up to 2.40 it does not reduce itself.
+        # Do not call the constructor: Ray raises a subclass with its own constructor, and up to 2.40 it does not reduce
+        # it itself.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class SharedDeviceError(FracBackendError):
-    """Ranks share a CUDA device and the configuration forbids it or leaves no backend that can work.
+    """Ranks share a CUDA device, and the configuration forbids this or leaves no backend that works.
 
     Example scenario: ``on_shared_device="error"`` and Ray packed two half-GPU workers onto one device.
     """
@@ -105,7 +106,7 @@ class SharedDeviceError(FracBackendError):
 
 
 class MissingDeviceError(FracBackendError):
-    """Ray gave a worker GPUs that its torch cannot use.
+    """Ray assigned GPUs to a worker that its torch cannot use.
 
     Example scenario: ``ray.init(num_gpus=1)`` on a machine without a GPU, or a CPU-only build of torch.
     """
@@ -116,7 +117,7 @@ class MissingDeviceError(FracBackendError):
 class InsufficientResourcesError(FracBackendError):
     """Ray did not place the workers of a plan in time.
 
-    Example scenario: ``ray-fracbackend plan --gpus-per-worker 0.5`` on a cluster without GPUs, or one that is busy.
+    Example scenario: ``ray-fracbackend plan --gpus-per-worker 0.5`` on a cluster without GPUs, or on a busy cluster.
     """
 
     reason = "insufficient_resources"
@@ -132,7 +133,7 @@ class IncompatibleWorkersError(FracBackendError):
 
 
 class BackendUnavailableError(FracBackendError):
-    """The backend that was asked for cannot run here.
+    """The requested backend cannot run on these workers.
 
     Example scenario: ``on_shared_device="nccl"`` with an NCCL older than 2.30.
     """
@@ -150,25 +151,25 @@ class RendezvousError(FracBackendError):
 
 
 class UnreachableMasterError(RendezvousError):
-    """A worker's node cannot open a connection to rank 0's store, although rank 0 holds it open.
+    """A worker's node cannot connect to rank 0's store, although the store is open.
 
-    Example scenario: a firewall between two nodes, or an address of rank 0 that exists in its own network only.
+    Example scenario: a firewall between two nodes, or an address of rank 0 that exists only in its own network.
     """
 
     reason = "unreachable_master"
 
 
 class GroupFormationError(RendezvousError):
-    """The rendezvous succeeded, and then some ranks could not connect to each other.
+    """The rendezvous succeeded, but some ranks could not connect to each other.
 
-    Example scenario: a firewall that passes the store's port and not the random ports of Gloo.
+    Example scenario: a firewall that allows the store's port but not the random ports of Gloo.
     """
 
     reason = "group_formation"
 
 
 class PortInUseError(RendezvousError):
-    """No port for rank 0's store: the configured port, or every port of the configured range, is taken.
+    """No port for rank 0's store is free: the configured port, or every port of the range, is in use.
 
     Example scenario: ``master_port=29500`` and a second job on rank 0's node.
     """
@@ -177,7 +178,7 @@ class PortInUseError(RendezvousError):
 
 
 class WorkerDiedError(RendezvousError):
-    """A worker process died during start-up.
+    """A worker process died during the start.
 
     Example scenario: the kernel's out-of-memory killer, or a preempted node.
     """
@@ -186,7 +187,7 @@ class WorkerDiedError(RendezvousError):
 
 
 class StartTimeoutError(RendezvousError):
-    """Start-up did not finish within ``start_timeout_s``; the message names the ranks that did not answer."""
+    """The start did not finish within ``start_timeout_s``; the message names the ranks that did not answer."""
 
     reason = "start_timeout"
 
@@ -194,13 +195,13 @@ class StartTimeoutError(RendezvousError):
 class OutOfMemoryError(FracBackendError):
     """A worker's device has too little free memory for the start; the cause is torch's own OutOfMemoryError.
 
-    Example scenario: a GPU that other processes, or more workers than fit, have filled.
+    Example scenario: other processes, or too many workers, use the memory of the GPU.
     """
 
     reason = "out_of_memory"
 
 
 class VerificationError(FracBackendError):
-    """A collective of the new process group failed, stalled or computed a wrong answer."""
+    """A collective of the new process group failed, stalled or computed a wrong result."""
 
     reason = "verification"

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
-else:  # which takes no parameter in Python 3.10
+else:  # it takes no type parameter in Python 3.10
     _Adapter = logging.LoggerAdapter
 
 
 class _PrefixedLogger(_Adapter):
-    """Puts the package's name before each line: Ray prints other lines before and after ours, without the names of loggers."""
+    """Put the package's name before each line, because Ray's log shows no logger names."""
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
         return f"ray_fracbackend: {msg}", kwargs
 
 
-# Ray configures the level and the handlers of "ray.train" in its controller and workers, and of nothing else.
+# Ray configures level and handlers only for "ray.train", in its controller and workers.
 logger = _PrefixedLogger(logging.getLogger("ray.train.fracbackend"), {})

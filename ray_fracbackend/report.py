@@ -1,4 +1,4 @@
-"""Report of a start: its line for the log, and its JSON. Driver and workers."""
+"""Start report: its log line and its JSON. Driver and workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.verify import VerificationResult
 
-# Of the JSON document: raised where a key goes or changes its meaning, not where one is added.
+# Schema version of the JSON document. Increase it if a key is removed or changes its meaning, not if one is added.
 SCHEMA_VERSION = 2
 
 
@@ -33,14 +33,14 @@ def failed_start(
     rendezvous: Rendezvous | None,
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return the report of a start that failed, with the keys of `StartReport.to_dict` and ``error``.
+    """Return the report of a failed start, with the keys of `StartReport.to_dict` and ``error``.
 
     Args:
-        error: Why it failed.
-        settings: Its settings.
-        workers: Those that were probed, by rank; empty where the probe failed.
-        decision: The decision, None where there was none yet.
-        rendezvous: The rendezvous, None where there was none yet.
+        error: Error of the start.
+        settings: Settings of the start.
+        workers: Workers that were probed, by rank; empty if the probe failed.
+        decision: The decision, None if the start failed before it.
+        rendezvous: The rendezvous, None if the start failed before it.
         seconds: Seconds of each phase.
     """
     return _document(now(), settings.to_plain(), workers, decision, rendezvous, None, seconds, error)
@@ -56,7 +56,7 @@ def _document(
     seconds: Mapping[str, float],
     error: Exception | None = None,
 ) -> dict[str, Any]:
-    """Return a report of any start as plain values."""
+    """Return the report of any start as plain values."""
     versions = {"ray_fracbackend": __version__, "python": platform.python_version()}
     if workers:
         versions |= {"ray": workers[0].ray_version, "torch": workers[0].torch_version}
@@ -107,10 +107,10 @@ class StartReport:
     Attributes:
         plan: The decision and the rendezvous, with reasons, hints and warnings.
         workers: Devices and network of every rank, in rank order.
-        verification: Figures of the collective check, None where it was switched off.
+        verification: Measurements of the verification, None if it is off.
         seconds: Seconds of each phase on the driver (``probe``, ``start``); empty in the workers' copy.
         settings: Settings of FracTorchConfig, as plain values.
-        date: When the start was decided, UTC in ISO 8601.
+        date: Time when the report was created, UTC in ISO 8601.
     """
 
     plan: StartPlan
@@ -123,7 +123,7 @@ class StartReport:
     def with_figures(
         self, verification: VerificationResult | None, seconds: Mapping[str, float] | None = None
     ) -> StartReport:
-        """Return the report once the start is over."""
+        """Return the report with the results of the finished start."""
         return replace(self, verification=verification, seconds=dict(seconds or {}))
 
     @property
@@ -158,7 +158,7 @@ class StartReport:
 
     @property
     def path(self) -> str | None:
-        """How tensors of the devices travel where the backend has several ways, as its verification found; else None."""
+        """Path of device tensors, as found by the verification, if the backend has several paths; else None."""
         return self.verification.path if self.verification else None
 
     @property
@@ -168,12 +168,12 @@ class StartReport:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reason for the backend, reason for the rendezvous, path of the tensors, then every warning and hint."""
+        """Reason for the backend, reason for the rendezvous, path of the tensors, then all warnings and hints."""
         path = (self.path,) if self.path else ()
         return (self.plan.reason, self.rendezvous.reason, *path, *self.warnings, *self.plan.hints)
 
     def log_line(self) -> str:
-        """Return the line for the log: decision, world size, verification."""
+        """Return the log line: decision, world size, verification."""
         size = f"{len(self.workers)} worker{'s' if len(self.workers) != 1 else ''}"
         checked = "not verified"
         if (figures := self.verification) is not None:
@@ -185,7 +185,7 @@ class StartReport:
         return f"{self.reason} [{size}, {self.rendezvous.reason}, {checked}]"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values that ``json.dumps`` takes; ``schema_version`` is `SCHEMA_VERSION`."""
+        """Return everything as plain values for ``json.dumps``; ``schema_version`` is `SCHEMA_VERSION`."""
         return _document(
             self.date, self.settings, self.workers, self.plan, self.rendezvous, self.verification, self.seconds
         )
@@ -196,7 +196,7 @@ class StartReport:
 
     def to_text(self) -> str:
         """Return the share map as a plain table, then the reasons."""
-        from ray_fracbackend.report_table import text_of  # not on the good path
+        from ray_fracbackend.report_table import text_of  # not imported on the good path
 
         return text_of(self)
 

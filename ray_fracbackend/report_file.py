@@ -1,4 +1,4 @@
-"""The start report beside the run's results. Driver or controller."""
+"""Save the start report beside the run's results. Driver or controller."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from ray_fracbackend import _ray
 from ray_fracbackend.log import logger
 from ray_fracbackend.timeouts import bounded
 
-# A start later in the same run, after a failure or a resize, replaces the file.
+# A later start of the same run, after a failure or a resize, replaces the file.
 REPORT_FILE = "start_report.json"
 _SAVE_S = 2.0
-# Number of the newest report by its folder, in this process: all starts of a run are in one.
+# Number of the newest report by folder, in this process: all starts of a run are in one process.
 _NEWEST: dict[str, int] = {}
 _NUMBERS = itertools.count()
 
 
 def save_report(worker_group: Any, report: dict[str, Any]) -> None:
-    """Write a report beside the results of the group's run. Slow storage delays the start by seconds; failing storage does not fail it.
+    """Write a report beside the results of the group's run.
+
+    Slow storage delays the start by a few seconds; an error of the storage does not fail the start.
 
     Args:
-        worker_group: A worker group of Ray Train; one of no run has no place for it.
-        report: Plain values.
+        worker_group: A worker group of Ray Train. Without a run nothing is written.
+        report: The report as plain values.
     """
     number = next(_NUMBERS)
 
@@ -35,7 +37,7 @@ def save_report(worker_group: Any, report: dict[str, Any]) -> None:
             _NEWEST[path] = max(number, _NEWEST.get(path, 0))
             file_system.create_dir(path, recursive=True)
             if _NEWEST[path] > number:
-                return  # the storage took so long that a later start has reported
+                return  # the storage was so slow that a later start has written its report
             with file_system.open_output_stream(posixpath.join(path, REPORT_FILE)) as stream:
                 stream.write(json.dumps(report, indent=2).encode())
 
@@ -45,5 +47,5 @@ def save_report(worker_group: Any, report: dict[str, Any]) -> None:
         logger.warning(
             "%s is not written beside the results yet, after %g s: the storage is slow", REPORT_FILE, _SAVE_S
         )
-    except Exception as error:  # storage of any kind, with errors of its own
+    except Exception as error:  # storage of any kind, with its own errors
         logger.warning("%s was not written beside the results: %s", REPORT_FILE, error)

@@ -1,4 +1,4 @@
-"""A report as a table: plain text, or HTML for notebooks."""
+"""Format a report as a table: plain text, or HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text_of(report: StartReport) -> str:
 
 
 def html_of(report: StartReport) -> str:
-    """Return the same as HTML; what came from a node is escaped."""
+    """Return the same as HTML; values from the nodes are escaped."""
     body = "".join(_line(row, "td") for row in _rows(report))
     items = "".join(f"<li><b>{kind}:</b> {html.escape(text)}</li>" for kind, text in _remarks(report))
     listed = f"<ul>{items}</ul>" if items else ""
@@ -63,5 +63,5 @@ def _rows(report: StartReport) -> list[tuple[str, ...]]:
 def _device(worker: WorkerInfo) -> str:
     if worker.device is not None:
         return f"{short_uuid(worker.device.uuid)} {worker.device.name}"
-    # The cause is in the reason.
+    # The reason contains the cause.
     return "cpu (no CUDA)" if worker.cuda_missing else "cpu"

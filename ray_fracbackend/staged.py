@@ -1,4 +1,4 @@
-"""The c10d backend ``staged``: tensors of an accelerator by way of pinned host memory. Needs torch alone, no Ray.
+"""The c10d backend ``staged``: accelerator tensors through pinned host memory. Needs only torch, not Ray.
 
 Importing this module registers the backend, on Linux, Windows and macOS::
 
@@ -7,11 +7,11 @@ Importing this module registers the backend, on Linux, Windows and macOS::
 
     dist.init_process_group("cpu:gloo,cuda:staged")  # under torchrun
 
-A CUDA tensor is copied to pinned memory, the ranks run the collective there, and the result is copied back: through shared host
-memory where all ranks are on one Linux machine, else through Gloo. It has the collectives that Gloo lacks and FSDP calls (AVG,
-reduce_scatter, all_gather_into_tensor, element types), and it never hands a CUDA tensor to Gloo, which ends the process on
-Windows (pytorch#186535). torch makes a group with a backend in Python that backend for all devices, so CPU tensors take the same
-way, without the copies.
+A CUDA tensor is copied to pinned memory, the ranks run the collective there, and the result is copied back. The
+collective uses shared host memory if all ranks are on one Linux machine, else Gloo. It supports collectives that FSDP
+calls and Gloo lacks (AVG, reduce_scatter, all_gather_into_tensor, element types). It never passes a CUDA tensor to
+Gloo, which would end the process on Windows (pytorch#186535). torch uses a Python backend for every device of its
+group, so CPU tensors use the same path, without the copies.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def staged_support() -> str | None:
-    """Return whether the backend can work in this process.
+    """Check whether the backend can work in this process.
 
     Returns:
         None if it can, else the reason in one sentence.
@@ -62,16 +62,16 @@ class StagedProcessGroup(CollectiveGroup):
     Args:
         store: The group's store.
         rank: This process's rank in the group.
-        size: Ranks of the group.
+        size: Number of ranks in the group.
         timeout: Default timeout of a collective.
         global_ranks: Global rank of each group rank, for messages; empty means the same numbers.
 
     Attributes:
-        over: What carries tensors between the ranks: ``ipc`` (shared host memory) or ``gloo``.
+        over: Backend that carries tensors between the ranks: ``ipc`` (shared host memory) or ``gloo``.
 
     Raises:
-        IpcUnavailableError: This torch cannot have such a group, or an environment variable of some rank is wrong; then every
-            rank raises.
+        IpcUnavailableError: This torch cannot create such a group, or an environment variable of a rank is wrong. Then
+            every rank raises the error.
         IpcError: The ranks cannot connect.
     """
 
@@ -91,10 +91,10 @@ class StagedProcessGroup(CollectiveGroup):
         logger.debug("ray_fracbackend: staged process group of %d ranks over %s", size, over)
 
     def _join_host_memory(self, rank: int, size: int) -> str | None:
-        """Share host memory with all ranks, or return why not, which is equal on all."""
+        """Share host memory with all ranks, or return the reason why not, which is the same on all ranks."""
         try:
             chosen = None if knobs.staged_takes_host_memory() else f"{knobs.STAGED_INNER_ENV_VAR}=gloo is set"
-        except ValueError as error:  # which all ranks raise once they are connected
+        except ValueError as error:  # all ranks raise it after they are connected
             chosen = str(error)
         try:
             membership, local = join(self._store, rank, size, self._names, chosen)
@@ -120,7 +120,7 @@ def _create(opts: Any, _backend_options: Any = None) -> StagedProcessGroup:
 
 
 def register() -> None:
-    """Register the backend ``staged`` with torch.distributed; importing this module does it. May be called again."""
+    """Register the backend ``staged`` with torch.distributed; runs on import and may be called again."""
     if not is_registered(BACKEND_NAME):
         Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=list(STAGED_DEVICES))
 

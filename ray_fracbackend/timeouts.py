@@ -1,4 +1,4 @@
-"""Time limits: a deadline that several waits share, and a bound on a call that has none. Standard library only."""
+"""Time limits: a deadline shared by several waits, and a limit for a call without a timeout. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class Deadline:
-    """A point in time that several waits share.
+    """Point in time shared by several waits.
 
     Args:
         budget_s: Seconds from now.
@@ -23,32 +23,32 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds left; a millisecond when it is over, as torch takes 0 for no limit."""
+        """Seconds left. At least a millisecond, because torch treats 0 as no limit."""
         return max(0.001, self._end - time.monotonic())
 
     def share(self, part: float) -> Deadline:
-        """Return the deadline of what may take this part of the time left; the budget, for messages, stays that of the whole."""
+        """Return a deadline for this part of the time left; its budget, used in messages, is that of the whole."""
         shared = Deadline(self.left_s * part)
         shared.budget_s = self.budget_s
         return shared
 
 
 def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
-    """Run a call that cannot be given a timeout, in a thread.
+    """Run a call that has no timeout in a thread.
 
     Args:
-        call: What to run.
-        timeout_s: Bound in seconds. Past it the call is left behind in its daemon thread.
+        call: The function to run.
+        timeout_s: Time limit in seconds. Afterwards the call is abandoned in its daemon thread.
 
     Returns:
         The call's result.
 
     Raises:
-        TimeoutError: The call did not end in time.
-        BaseException: What the call raised.
+        TimeoutError: The call did not finish in time.
+        BaseException: The call raised it.
     """
     outcome: list[_T | BaseException] = []
-    calls = [call]  # taken out before it runs, so that no error holds it: a cleared frame still has its closure
+    calls = [call]  # removed before it runs, so no error references it: a cleared frame still has its closure
 
     def run() -> None:
         try:

@@ -1,7 +1,7 @@
-"""Verify a process group by running collectives with known results. Needs torch alone, no Ray.
+"""Verify a process group by running collectives with known results. Needs only torch, not Ray.
 
-Every rank contributes numbers that no other rank has, so that a lost, doubled or swapped contribution cannot pass. A
-rank whose collective fails or stalls records that in the group's store; ranks without a record are reported as missing.
+Every rank contributes different numbers, so a lost, doubled or swapped contribution is detected. A rank whose
+collective fails or stalls writes a record to the group's store. Ranks without a record are reported as missing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ray_fracbackend.timeouts import bounded
 
 SMALL_BYTES = 1024
 LARGE_BYTES = 1024 * 1024
-# float64 holds every sum of integers that occurs exactly, up to tens of millions of ranks.
+# float64 represents all sums that occur exactly, up to tens of millions of ranks.
 _DTYPE = torch.float64
 _PERIOD = 7
-# Above the time limit, before a backend that does not keep it is left: Gloo keeps it.
+# Time after the limit before a backend that ignores it is abandoned. Gloo respects it.
 _STALL_S = 0.2
-# Timed calls of each size, of which the best counts, after an untimed one: the first connects the ranks and starts the device.
+# Timed calls of each size, of which the fastest counts, after untimed ones that connect the ranks and start the device.
 _NUM_TIMED, _NUM_UNTIMED = 2, 1
-# Between two looks at a call of NCCL.
+# Pause between two polls of an NCCL call.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 20e-6, 1e-3
 
 
@@ -43,13 +43,13 @@ class VerificationResult:
     Attributes:
         backend: The group's backend as torch names it.
         device: Device that the collectives ran on, such as ``cuda:0``.
-        world_size: Ranks in the group.
-        latency_s: Seconds of an all_reduce of 1 KiB, call and completion, the median of all ranks. The better of two calls after
-            one to warm up; for Gloo on the CPU those of the only call.
-        bandwidth_bytes_per_s: 1 MiB over the seconds of its all_reduce, likewise.
-        rank_seconds: The two times of each rank added up, by rank in the group.
+        world_size: Number of ranks in the group.
+        latency_s: Seconds of an all_reduce of 1 KiB from the call to its completion, the median of all ranks. Each rank
+            uses the faster of two calls after a warm-up call; for Gloo on the CPU its only call.
+        bandwidth_bytes_per_s: Bandwidth of a 1 MiB all_reduce, measured in the same way.
+        rank_seconds: Sum of the two times of each rank, by rank in the group.
         total_s: Seconds of the whole verification on this rank.
-        path: How the group carries tensors of the device, and why so, where its backend has several ways; else None.
+        path: How the group moves tensors of the device, and why, if its backend has several ways; else None.
     """
 
     backend: str
@@ -62,11 +62,11 @@ class VerificationResult:
     path: str | None = None
 
     def to_probe_result(self) -> dict[str, Any]:
-        """Return plain values with the fields of a health probe's result, as Ray's enhancement proposal 71 has them.
+        """Return plain values with the fields of a health probe's result, as in Ray's enhancement proposal 71.
 
         Returns:
-            ``metrics`` in seconds and bytes per second, ``devices`` with the seconds of each rank, no ``events``, ``passed``, and
-            ``detail`` in one line.
+            ``metrics`` in seconds and bytes per second, ``devices`` with the seconds of each rank, empty ``events``,
+            ``passed`` True, and ``detail`` in one line.
         """
         return {
             "metrics": {
@@ -86,16 +86,17 @@ def verify_process_group(
 ) -> VerificationResult:
     """Run barrier, all_reduce (1 KiB, 1 MiB), broadcast and all_gather, and compare every result exactly.
 
-    All ranks of the group must call it. Blocks until the collectives are done on the host's clock.
+    All ranks of the group must call it. It blocks until the collectives are complete on the host.
 
     Args:
         group: The group to verify, the default group if None.
-        device: Device of the tensors. By default the current CUDA device for a group whose CUDA tensors go through NCCL or the
-            staged backend, and for any group with CUDA tensors where this process has used CUDA, else the CPU; a group with one
-            backend for each, such as ``cpu:gloo,cuda:nccl``, is then verified on both, and the result is that of CUDA. On
-            Windows the CPU for Gloo, whose all_reduce of a CUDA tensor ends the process there (pytorch#186535).
-        timeout_s: Bound on the whole verification, in seconds. A call that exceeds it keeps running in a thread of its own:
-            abort the group then.
+        device: Device of the tensors. The default is the current CUDA device if the group's CUDA tensors use NCCL or
+            the staged backend, or if the group has a CUDA backend and this process has used CUDA; else the CPU. A group
+            with one backend for each device type, such as ``cpu:gloo,cuda:nccl``, is then verified on both, and the
+            result is that of CUDA. On Windows the default for Gloo is the CPU, because all_reduce of a CUDA tensor ends
+            the process (pytorch#186535).
+        timeout_s: Time limit of the whole verification, in seconds. A call that exceeds it continues in its own thread;
+            abort the group in this case.
 
     Returns:
         Latency, bandwidth and the time of each rank.
@@ -103,10 +104,10 @@ def verify_process_group(
     Raises:
         SharedDeviceError: NCCL refused ranks that share a GPU.
         torch.cuda.OutOfMemoryError: The device has no memory left for its context or for a tensor of 1 MiB.
-        VerificationError: A collective failed, stalled or computed a wrong answer; ``ranks`` are those at fault where
-            that is known.
-        ValueError: ``timeout_s`` is not above 0 or is above 1e9, torch.distributed is not initialised, or this rank is not
-            in the group.
+        VerificationError: A collective failed, stalled or computed a wrong result; ``ranks`` are the ranks at fault, if
+            known.
+        ValueError: ``timeout_s`` is not above 0 or is above 1e9, torch.distributed is not initialized, or this rank is
+            not in the group.
     """
     if not is_seconds(timeout_s):
         raise ValueError(
@@ -126,7 +127,7 @@ def verify_process_group(
     try:
         results = [_verify_on(group, each, max(end - time.perf_counter(), 0.001)) for each in devices]
     finally:
-        del group  # a frame of an error would keep it, and its peers waiting
+        del group  # a frame of an error would reference it, and its peers would wait
     return results[-1]
 
 
@@ -140,7 +141,7 @@ def other_devices(device: torch.device | str, group: dist.ProcessGroup | None = 
     """Return one device for each other backend of a group that this process can use: CPU and CUDA.
 
     Args:
-        device: A device of the backend that is left out.
+        device: A device of the backend to exclude.
         group: The group, the default group if None.
     """
     usable = {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
@@ -151,7 +152,7 @@ def other_devices(device: torch.device | str, group: dist.ProcessGroup | None = 
 
 
 def _default_devices(group: dist.ProcessGroup) -> list[torch.device]:
-    """Return one device for each backend of the group; the result is that of the last."""
+    """Return one device for each backend of the group. The last one provides the result."""
     backend = backends_by_device(group).get("cuda")
     dies = backend == "gloo" and sys.platform == "win32"
     used = torch.cuda.is_initialized() and not dies  # type: ignore[no-untyped-call]
@@ -163,10 +164,10 @@ def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     verification = Verification(group, device, timeout_s)
     del group
     try:
-        # NCCL has waits without a limit, in the call, in the device and in its store.
+        # NCCL has waits without a timeout: in the call, on the device and in its store.
         return bounded(verification.run, timeout_s + _STALL_S)
-    except (RuntimeError, TimeoutError) as error:  # what c10d raises for a lost peer and a timeout; and of bounded()
-        from ray_fracbackend.verify_failure import raise_failure  # not on the good path
+    except (RuntimeError, TimeoutError) as error:  # c10d's errors for lost peers and timeouts; of bounded()
+        from ray_fracbackend.verify_failure import raise_failure  # not imported on the good path
 
         raise_failure(verification, error)
         raise
@@ -180,11 +181,11 @@ class Verification:
     Args:
         group: The group.
         device: Device of the tensors.
-        timeout_s: Bound in seconds.
+        timeout_s: Time limit in seconds.
 
     Attributes:
-        group: As given; its owner deletes it, as the frames of an error would keep it.
-        step: The step under way, for messages.
+        group: The group. Its owner deletes it, because the frames of an error would keep it.
+        step: The current step, for messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
@@ -203,23 +204,23 @@ class Verification:
 
     @property
     def backend(self) -> str | None:
-        """The group's backend for tensors of the device."""
+        """Backend of the group for tensors of the device."""
         return backends_by_device(self.group).get(self.device.type)
 
     @property
     def has_gloo(self) -> bool:
-        """Whether Gloo can take the place of the backend."""
+        """Whether Gloo can replace the backend."""
         return self.backend != "gloo" and dist.is_gloo_available()
 
     def run(self) -> VerificationResult:
         """Run the collectives.
 
         Raises:
-            VerificationError: One computed a wrong answer.
-            RuntimeError: One failed, as torch says it.
-            TimeoutError: One did not return in time.
+            VerificationError: A collective computed a wrong result.
+            RuntimeError: A collective failed, with torch's message.
+            TimeoutError: A collective did not return in time.
         """
-        # A thread begins on cuda:0, and a context there would take memory of another rank's device.
+        # A new thread starts on cuda:0, and a context there would use memory of another rank's device.
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             return self._run()
 
@@ -227,7 +228,7 @@ class Verification:
         self.step = "barrier"
         self._barrier()
         self.step = "all_reduce of 1 KiB"
-        # Gloo's ranks are connected already, and with more ranks than cores each of its calls takes tens of milliseconds.
+        # Gloo's ranks are already connected, and with more ranks than cores each call takes tens of milliseconds.
         is_ready = self.backend == "gloo" and self.device.type == "cpu"
         num_untimed, num_timed = (0, 1) if is_ready else (_NUM_UNTIMED, _NUM_TIMED)
         latency_s = self._measure(SMALL_BYTES, num_untimed, num_timed)
@@ -253,7 +254,7 @@ class Verification:
             return
         left_s = max(self.timeout_s - (time.perf_counter() - self.started), 0.001)
         if self.backend == "nccl":
-            # A wait for NCCL that reaches its own limit makes torch's watchdog end the process: torch 2.7 at once.
+            # If a wait for NCCL reaches its own timeout, torch's watchdog ends the process, in torch 2.7 at once.
             self._poll(work, left_s)
         work.wait(timedelta(seconds=left_s))
 
@@ -266,10 +267,11 @@ class Verification:
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _measure(self, num_bytes: int, num_untimed: int, num_timed: int) -> float:
-        """Return the seconds of an all_reduce, the best of those timed."""
+        """Return the seconds of an all_reduce, the fastest of the timed calls."""
         pattern = self._pattern(num_bytes)
         total = pattern * (self.world_size * (self.world_size + 1) // 2)
-        # Without a barrier before each: the ranks come from the one before together, and a barrier costs as much as what is measured.
+        # No barrier before each call: the previous call synchronizes the ranks, and a barrier costs as much as the
+        # measured call.
         num_calls = num_untimed + num_timed
         return min([self._all_reduce(pattern * (self.rank + 1), total) for _ in range(num_calls)][num_untimed:])
 
@@ -279,7 +281,7 @@ class Verification:
         self._wait(dist.barrier(self.group, async_op=True, device_ids=device_ids))
 
     def _all_reduce(self, tensor: torch.Tensor, expected: torch.Tensor) -> float:
-        """Return the seconds of the call and its completion."""
+        """Return the seconds from the call to its completion."""
         self._synchronize()
         started = time.perf_counter()
         self._wait(dist.all_reduce(tensor, group=self.group, async_op=True))

@@ -1,4 +1,4 @@
-"""What a verification that failed says: the step, the rank, who is missing, and whose fault it is. Needs torch alone, no Ray."""
+"""Explain a failed verification: the step, missing ranks, and ranks at fault. Needs only torch, not Ray."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from ray_fracbackend.timeouts import bounded
 if TYPE_CHECKING:
     from ray_fracbackend.verify import Verification
 
-# Ranks that look up which ranks are missing when a collective stalls; the rest would only load the store.
+# Number of ranks that look for missing ranks when a collective stalls; more would only load the store.
 _NUM_REPORTERS = 8
-# How long they wait for the others' records: all keep the same deadline.
+# How long they wait for the records of the others, which have the same deadline.
 _REPORT_S = 1.0
-# Below this the device has no room for a context or for what torch allocates at once.
+# With less free memory the device has no room for a context or for torch's first allocations.
 _SPARE_BYTES = 64 << 20
 
 
 def raise_failure(verification: Verification, error: Exception) -> None:
-    """Raise what an error in a verification means; return where the error itself says it.
+    """Raise the error that explains a failed verification; return if the original error already does.
 
     Args:
         verification: The verification.
-        error: What it raised.
+        error: Error of the verification.
 
     Raises:
         SharedDeviceError: NCCL refused ranks that share a GPU.
         torch.cuda.OutOfMemoryError: The device was full for its context or for NCCL.
-        VerificationError: The collective failed or did not return; with the step, the rank and who is missing.
+        VerificationError: The collective failed or did not return; with the step, the rank and the missing ranks.
     """
     if isinstance(error, (VerificationError, torch.cuda.OutOfMemoryError)):
         _record(verification, "failed")
@@ -51,7 +51,7 @@ def raise_failure(verification: Verification, error: Exception) -> None:
     if _has_no_memory(error, verification.device):
         _record(verification, "failed")
         raise torch.cuda.OutOfMemoryError(cause_of(error)) from error
-    # NCCL connects in the first collective, so its errors for shared GPUs are raised here.
+    # NCCL connects in the first collective, so its errors for shared GPUs occur here.
     kind = "stalled" if isinstance(error, TimeoutError) else nccl_kind(error)
     if kind == "refused":
         raise _refused(verification, error) from error
@@ -59,14 +59,14 @@ def raise_failure(verification: Verification, error: Exception) -> None:
 
 
 def _has_no_memory(error: Exception, device: torch.device) -> bool:
-    """Return whether the device was full for its context or for NCCL, which is no OutOfMemoryError of torch's; nor is a refusal to pin memory."""
+    """Return whether the device has no memory for its context or for NCCL; False if pinning host memory was refused."""
     if is_out_of_memory(str(error)):
         return True
     if device.type != "cuda" or not is_cuda_out_of_memory(error):
         return False
     try:
         return torch.cuda.mem_get_info(device)[0] < _SPARE_BYTES
-    except RuntimeError:  # needs a context too
+    except RuntimeError:  # the call needs a context too
         return True
 
 
@@ -87,7 +87,7 @@ def _failed(verification: Verification, error: Exception, kind: str) -> Verifica
     elapsed_s = time.perf_counter() - verification.started
     text, cause = f"{verification.step} failed on rank {verification.own_rank} after {elapsed_s:.1f} s", cause_of(error)
     is_cuda = is_cuda_error(error)
-    if is_cuda or kind == "own_failure":  # of this rank, also where another one is missing
+    if is_cuda or kind == "own_failure":  # of this rank, even if another rank is missing
         _record(verification, "failed")
         kind, ranks = "own_failure", [verification.own_rank]
     else:
@@ -96,7 +96,7 @@ def _failed(verification: Verification, error: Exception, kind: str) -> Verifica
             text += f": {ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} not in it"
         if kind == "stalled":
             cause = f"no answer within {verification.timeout_s:.3g} s"
-    if is_cuda_out_of_memory(error):  # and the device has some
+    if is_cuda_out_of_memory(error):  # and the device has free memory
         advice = advise("no pinned memory")
     elif is_cuda:
         advice = advise("CUDA refuses", device=str(verification.device))
@@ -112,15 +112,15 @@ def _failed(verification: Verification, error: Exception, kind: str) -> Verifica
 
 
 def _record(verification: Verification, word: str) -> None:
-    """Record this rank in the store, so that peers do not report it as missing."""
-    with contextlib.suppress(RuntimeError):  # the store's own host may be gone already
+    """Write a record of this rank to the store, so that peers do not report it as missing."""
+    with contextlib.suppress(RuntimeError):  # the process of the store may have ended
         verification.store.set(str(verification.rank), word)
 
 
 def _absent(verification: Verification) -> list[int]:
     """Return the global ranks without a record in the store."""
     try:
-        # A call that has not come back may hold the store's client.
+        # A call that has not returned may block the store's client.
         return bounded(lambda: _looked_up(verification), 2 * _REPORT_S)
     except TimeoutError:
         return []
@@ -136,6 +136,6 @@ def _looked_up(verification: Verification) -> list[int]:
         while absent and time.monotonic() < end:
             absent = [rank for rank in absent if not verification.store.check([str(rank)])]
             time.sleep(0.02)
-    except (RuntimeError, ValueError):  # the store's own host is gone
+    except (RuntimeError, ValueError):  # the process of the store has ended
         return []
     return [verification.global_ranks[rank] for rank in absent]
