@@ -1,8 +1,8 @@
 """All uses of private Ray names; no other module imports one.
 
-Each private name is imported inside the function that uses it, so a Ray release without it breaks that function alone, with
-an ImportError that says so, and not ``import ray_fracbackend``. Checked against Ray 2.40 (first supported; V1 engine only),
-2.48 and 2.60 (V1 and V2 engines):
+Each function imports the private names that it uses. A Ray release without one of them breaks only that function, with
+an ImportError that names it, and not ``import ray_fracbackend``. Checked against Ray 2.40 (first supported; V1 engine
+only), 2.48 and 2.60 (V1 and V2 engines):
 
 ==============================================  ====================================================================
 ``ray.train.torch.config``                      ``_set_torch_distributed_env_vars``, 2.40 to 2.60; run before
@@ -40,7 +40,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import ray
-import ray.tune  # public; Ray imports it at a worker's first get_device(), which would be in the middle of a start
+import ray.tune  # public; Ray would import it during a start, at a worker's first get_device()
 
 from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.log import logger
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
     import torch
 
 _NEWEST_CHECKED = "2.60"
-# A worker that takes longer to answer anything has not come back from a failed start.
+# A worker that does not answer a call within this time is still in the failed start.
 _BUSY_S = 2.0
 
 
 def _private(module: str, *names: str, by: str, since: str = "2.40") -> Any:
-    """Import a private module of Ray that has these names. Only called with literals, which ci/canary.py reads.
+    """Import a private module of Ray with these names. Call it only with literals, because ci/canary.py reads them.
 
     Args:
         module: The module.
-        *names: What is used of it.
-        by: The function that needs it.
-        since: The first Ray that has it, of those that are supported.
+        *names: Names of the module that are used.
+        by: Name of the calling function.
+        since: First supported Ray version that has the names.
 
     Raises:
         ImportError: This Ray has no such module, or the module lacks one of the names.
@@ -97,7 +97,7 @@ def worker_addresses(worker_group: Any) -> list[WorkerAddress]:
 
 
 def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
-    """Return the resources that every worker of the group has reserved, without asking a worker."""
+    """Return the resources that every worker of the group has reserved, without a call to a worker."""
     if hasattr(worker_group, "get_resources_per_worker"):
         resources: Mapping[str, float] = worker_group.get_resources_per_worker()
         return resources
@@ -107,12 +107,13 @@ def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
 
 
 def release_workers(worker_group: Any) -> None:
-    """End the workers of a V2 group whose start failed, and those of V1 that are still busy with it.
+    """End the workers of a V2 group whose start failed, and V1 workers that are still busy with the failed start.
 
-    An exception in ``on_start`` makes V2 forget the group that it has just made, with workers and placement group still
-    there (WorkerGroup.create and _start, 2.48 to 2.60). ``abort`` ends them without a graceful shutdown of the backend,
-    which would wait for a rank that hangs; in 2.48 it leaves the workers to this. V1 ends its workers itself, after a
-    graceful shutdown that waits 30 s for one that hangs (BackendExecutor.shutdown, 2.40 to 2.60).
+    After an exception in ``on_start`` V2 drops its reference to the new group, but the workers and the placement group
+    stay (WorkerGroup.create and _start, 2.48 to 2.60). ``abort`` ends them without a graceful shutdown of the backend,
+    which would wait for a hanging rank. In 2.48 ``abort`` does not end the workers, so this function shuts them down.
+    V1 ends its workers itself, after a graceful shutdown that waits 30 s for a hanging worker
+    (BackendExecutor.shutdown, 2.40 to 2.60).
     """
     try:
         _end_busy_workers(worker_group)
@@ -127,7 +128,7 @@ def release_workers(worker_group: Any) -> None:
 
 
 def _end_busy_workers(worker_group: Any) -> None:
-    """Kill the workers that are still in the failed start: neither engine waits for one that is gone."""
+    """Kill the workers that are still in the failed start: neither engine waits for a dead worker."""
     answers = worker_group.execute_async(os.getpid)
     _, busy = ray.wait(answers, num_returns=len(answers), timeout=_BUSY_S)
     for worker, answer in zip(_workers(worker_group), answers, strict=True):
@@ -136,16 +137,17 @@ def _end_busy_workers(worker_group: Any) -> None:
 
 
 def restarts_lost_workers(worker_group: Any) -> bool:
-    """Return True where the engine restarts the workers when a start raises a RayActorError (V2).
+    """Return True if the engine restarts the workers after a RayActorError in a start (V2).
 
-    V1 loses such an error: its trial has no restarts of its own, and raises None instead (BackendExecutor.start and
-    _increment_failures, 2.40 to 2.60). Any other error reaches the user, and Tune restarts the trial as FailureConfig says.
+    V1 loses such an error: its trial has no restarts of its own and raises None instead (BackendExecutor.start and
+    _increment_failures, 2.40 to 2.60). Any other error reaches the user, and Tune restarts the trial according to
+    FailureConfig.
     """
     return not _is_v1(worker_group)
 
 
 def sets_env_before_init(worker_group: Any) -> bool:
-    """Return True where the train context exists before ``on_start`` (V2): RANK, WORLD_SIZE, LOCAL_RANK, ... are set there."""
+    """Return True if RANK, WORLD_SIZE, LOCAL_RANK, ... are known before ``on_start``, from the train context (V2)."""
     return not _is_v1(worker_group)
 
 
@@ -157,7 +159,7 @@ def set_torch_distributed_env() -> None:
 
 
 def node_ids() -> tuple[str, str]:
-    """Return Ray's id and address of this worker's node."""
+    """Return Ray's node id and IP address of this worker's node."""
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
 
@@ -174,12 +176,12 @@ def accelerator_ids() -> Mapping[str, list[str]]:
 
 
 def worker_devices() -> list[torch.device]:
-    """Return the devices that ``ray.train.torch.get_devices()`` will give this worker's train function."""
+    """Return the devices that ``ray.train.torch.get_devices()`` will return in this worker's train function."""
     return list(_private("ray.air._internal.torch_utils", "get_devices", by="worker_devices").get_devices())
 
 
 def train_on_cpu() -> None:
-    """Make ``ray.train.torch.get_device()`` and ``prepare_model`` of this worker use the CPU, whatever Ray reserved."""
+    """Make ``ray.train.torch.get_device()`` and ``prepare_model`` use the CPU in this worker."""
     manager = _private(
         "ray.air._internal.device_manager",
         "CPUTorchDeviceManager",
@@ -192,10 +194,10 @@ def train_on_cpu() -> None:
 
 
 def wrap_checkpoint_copies(around: Callable[[str], AbstractContextManager[None]]) -> None:
-    """Run each copy of files to a local folder that Ray Train makes in this process inside a context. A second call does nothing.
+    """Run Ray Train's copies of files to a local folder in this process inside a context. A second call does nothing.
 
     Args:
-        around: Makes the context for the folder that is copied to.
+        around: Creates the context for the destination folder.
     """
     if v2_enabled():
         storage = _private(
@@ -224,9 +226,9 @@ def _copying_inside(around: Callable[[str], AbstractContextManager[None]], copy_
 
 
 def keep_torch_config(trainer: Any, config: Any) -> None:
-    """Make V1 build the trainer with this configuration in its trial too.
+    """Make V1 use this configuration also when it builds the trainer again in its trial.
 
-    V1 makes the trainer a second time there, from the arguments of the first (BaseTrainer.__new__).
+    V1 builds the trainer there from the arguments of the first one (BaseTrainer.__new__).
     """
     arguments = getattr(trainer, "_param_dict", None)
     if arguments is not None:
@@ -234,7 +236,7 @@ def keep_torch_config(trainer: Any, config: Any) -> None:
 
 
 def v2_enabled() -> bool:
-    """Return True where ``ray.train.torch.TorchTrainer`` is that of the V2 engine."""
+    """Return True if ``ray.train.torch.TorchTrainer`` is that of the V2 engine."""
     return hasattr(ray.train, "UserCallback")
 
 
@@ -254,8 +256,9 @@ def replace_backend_config(worker_group: Any, replace: Callable[[Any], Any]) -> 
     """Replace the backend configuration of a V2 worker group.
 
     Args:
-        worker_group: A V2 group whose backend has not started yet.
-        replace: Returns the configuration to use for the current one; the same object changes nothing.
+        worker_group: A V2 group whose backend has not started.
+        replace: Returns the configuration to use instead of the current one; if it returns the same object, nothing
+            changes.
     """
     callbacks = _private(
         "ray.train.v2._internal.callbacks", "BackendSetupCallback", by="replace_backend_config", since="2.48"
@@ -269,7 +272,7 @@ def replace_backend_config(worker_group: Any, replace: Callable[[Any], Any]) -> 
 
 @contextmanager
 def learner_backend_config(config: Any) -> Iterator[None]:
-    """Use this configuration for the torch learners of RLlib that this process starts inside the context."""
+    """Use this configuration for RLlib's torch learners that this process starts inside the context."""
     learner_group = _private("ray.rllib.core.learner.learner_group", "_get_backend_config", by="learner_backend_config")
     original = learner_group._get_backend_config
     learner_group._get_backend_config = lambda learner_class: (
@@ -284,7 +287,8 @@ def learner_backend_config(config: Any) -> Iterator[None]:
 def results_folder(worker_group: Any) -> tuple[Any, str] | None:
     """Return file system and folder of the run's results, as in ``Result.path``; None for a group without a run.
 
-    V2 calls ``on_start`` in its controller, whose group knows the storage; V1 in the trial, whose session does.
+    V2 calls ``on_start`` in its controller, and the worker group has the storage. V1 calls it in the trial, and the
+    session has it.
     """
     storage = getattr(worker_group, "_storage_context", None)
     if storage is not None:

@@ -1,7 +1,7 @@
-"""Which of a set of processes share a CUDA device, and what a process group of them can use. Needs torch alone, no Ray.
+"""Find processes that share a CUDA device and the backend that a group of them can use. Needs only torch, not Ray.
 
-For groups beside the one that Ray Train starts: a trainer and its inference workers, or a part of the workers. The processes meet in a
-store, before any process group exists, and the decision is that of a start.
+Use it for groups besides the one that Ray Train starts: a trainer and its inference workers, or some of the workers.
+The processes exchange data in a store before any process group exists. The decision is the same as in a start.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from ray_fracbackend.worker.devices import boot_id
 from ray_fracbackend.worker.missing_cuda import why_no_cuda
 from ray_fracbackend.worker.probe import collect_info
 
-# For rank 0's answer after its own wait has ended.
+# Extra time for rank 0's answer after its own wait has ended.
 _ANSWER_S = 5.0
 _MIN_PAUSE_S, _MAX_PAUSE_S = 1e-3, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCheck:
-    """What `check_devices` found, equal on all ranks.
+    """Result of `check_devices`, equal on all ranks.
 
     Attributes:
-        backend: What the group can use for CUDA tensors, as ``FracTorchConfig()`` would choose it: ``nccl`` if NCCL takes these
-            ranks, else ``gloo``, on Windows ``cpu:gloo,cuda:staged``.
-        reason: The decision in one line, as a start logs it.
+        backend: Backend that the group can use for CUDA tensors, as ``FracTorchConfig()`` would choose it: ``nccl`` if
+            NCCL accepts these ranks, else ``gloo``, on Windows ``cpu:gloo,cuda:staged``.
+        reason: The decision in one line, as in the log of a start.
         share_groups: Ranks that share a device, or that NCCL considers to share one; empty if every rank has a device of its own.
         devices: The device of each rank, in rank order.
-        env: Variables for every rank before the group is made, where they are not set: NCCL's, with several ranks per GPU.
+        env: Variables to set on every rank before the group is created, unless they are set: NCCL's variables for
+            several ranks per GPU.
     """
 
     backend: str
@@ -63,29 +64,30 @@ def check_devices(
     device: torch.device | str | int | None = None,
     timeout_s: float = 60.0,
 ) -> DeviceCheck:
-    """Find out which processes share a CUDA device and whether NCCL takes them, before they make a process group.
+    """Find processes that share a CUDA device, and whether NCCL accepts them, before they create a process group.
 
-    All processes must call it, with a store that they have in common, or with a process group that exists. It sends no tensor. What the
-    processes tell each other is pickled: use a store that only they can reach.
+    All processes must call it, with a common store or with an existing process group. It sends no tensor. The processes
+    exchange pickled data, so use a store that only they can reach.
 
     Args:
-        group: The processes are the ranks of this group, the default group if None and no store is given.
-        store: The processes meet in this store, such as a `torch.distributed.TCPStore`; with ``rank`` and ``world_size``.
+        group: The processes are the ranks of this group; the default group if None and no store is given.
+        store: Store in which the processes exchange data, such as a `torch.distributed.TCPStore`; requires ``rank`` and
+            ``world_size``.
         rank: This process's rank, 0 to ``world_size`` - 1.
         world_size: Number of processes.
         device: The CUDA device that this process uses in the group, the current one if None.
-        timeout_s: Bound in seconds on the wait for the other processes.
+        timeout_s: Time limit in seconds of the wait for the other processes.
 
     Returns:
-        The backend that the group can use, and why; who shares a device; the device of each rank.
+        The backend that the group can use and the reason, the ranks that share a device, and the device of each rank.
 
     Raises:
         MissingDeviceError: A process has no CUDA device, or its device is in compute mode PROHIBITED.
         SharedDeviceError: A shared device is in compute mode EXCLUSIVE_PROCESS, and MPS is not reachable from all its ranks.
-        IncompatibleWorkersError: The processes have different versions of NCCL, of this package or of ``world_size``, or are on
-            Windows and on other systems.
-        BackendUnavailableError: What would take NCCL's place cannot run on these processes.
-        RendezvousError: Processes did not come in time, which are ``ranks``, or the store failed.
+        IncompatibleWorkersError: The processes have different versions of NCCL or of this package, or different values
+            of ``world_size``, or some are on Windows and some on other systems.
+        BackendUnavailableError: The backend that would replace NCCL cannot run on these processes.
+        RendezvousError: Processes did not call in time (``ranks`` names them), or the store failed.
         ValueError: An argument breaks its rule.
     """
     if not is_seconds(timeout_s):
@@ -114,18 +116,19 @@ def check_devices(
 
 
 def _probe_process(rank: int, device: torch.device | None = None) -> WorkerInfo:
-    """Collect the device and versions of the calling process, which no Ray Train started; needs no Ray.
+    """Collect the device and versions of the calling process, which Ray Train did not start; needs no Ray.
 
     Args:
-        rank: Its rank in the group that is to be made.
-        device: The CUDA device that it uses in this group, the current one if None.
+        rank: Rank of the process in the group that will be created.
+        device: CUDA device that the process uses in this group, the current one if None.
 
     Returns:
-        The process as a worker with a whole GPU, on a node with the name of its host; ``cuda_missing`` if there is no such device.
+        The process as a worker with a whole GPU, on a node named after its host; ``cuda_missing`` is set if there is no
+        such device.
     """
     devices, cuda_missing = [], None
     try:
-        # Before it is_available() counts by NVML, which knows nothing of a forked process.
+        # Before CUDA is initialized is_available() uses NVML, which does not detect a forked process.
         torch.cuda.init()  # type: ignore[no-untyped-call]
         if device is None or device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -139,7 +142,7 @@ def _probe_process(rank: int, device: torch.device | None = None) -> WorkerInfo:
         node_id=boot_id(),
         node_ip=socket.gethostname(),
         resources={"GPU": 1.0},
-        # What a start has set here counts for this group too.
+        # Variables that a start has set here also apply to this group.
         env=os.environ,
         cuda_missing=cuda_missing,
     )
@@ -188,7 +191,7 @@ def _place(
 
 
 class _Meeting:
-    """One exchange of all ranks in a store, in which calls of other times have keys of their own."""
+    """One exchange of all ranks in a store. Each call has its own keys."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self._rank, self._world_size = rank, world_size
@@ -196,16 +199,16 @@ class _Meeting:
         self._store = PrefixStore("ray_fracbackend/check_devices", store)
 
     def exchange(self, info: WorkerInfo) -> list[WorkerInfo]:
-        """Return what all ranks have told, by rank, on every rank."""
+        """Return the reports of all ranks, by rank, on every rank."""
         try:
             self._store = PrefixStore(str(self._store.add(f"calls/{self._rank}", 1)), self._store)
             self._put(f"rank/{self._rank}", (__version__, self._world_size, pickle.dumps(info)))
-            # Rank 0 reads for all: a store of many ranks could not answer each of them for each other one.
+            # Rank 0 reads for all: with many ranks the store could not answer each rank for every other rank.
             told = self._collect() if self._rank == 0 else self._answer()
             self._part(len(told))
         except RendezvousError:
             raise
-        except (RuntimeError, OSError) as error:  # of the store: c10d's errors are RuntimeErrors
+        except (RuntimeError, OSError) as error:  # errors of the store: c10d raises RuntimeErrors
             first = cause_of(error)
             raise RendezvousError(
                 f"check_devices: the store failed on rank {self._rank} ({first}). The process that hosts it must run until all have "
@@ -214,7 +217,7 @@ class _Meeting:
         return self._checked(told)
 
     def _collect(self) -> dict[int, bytes]:
-        """Wait for all ranks, read what they tell, and pass it on."""
+        """Wait for all ranks, read their reports, and store them for the others."""
         awaited = list(range(self._world_size))
 
         def all_came() -> bool:
@@ -241,13 +244,13 @@ class _Meeting:
         return answer
 
     def _part(self, num_came: int) -> None:
-        """Wait until all have read the answer: the process that hosts the store may end next, where the answer is an error."""
+        """Wait until all ranks have read the answer: after an error the process that hosts the store may end."""
         self._store.add("read", 1)
-        with suppress(RuntimeError, OSError):  # the host has left, so all have read
+        with suppress(RuntimeError, OSError):  # the host has ended, so all ranks have read
             self._wait(lambda: self._store.add("read", 0) >= num_came, time.monotonic() + _ANSWER_S)
 
     def _checked(self, told: dict[int, bytes]) -> list[WorkerInfo]:
-        """Return the workers, if all ranks came, and as ranks of one group and of one release of this package."""
+        """Return the workers if all ranks called, with the same world size and the same version of this package."""
         if absent := [rank for rank in range(self._world_size) if rank not in told]:
             raise self._late(absent)
         by_rank = [pickle.loads(told[rank]) for rank in range(self._world_size)]
@@ -270,7 +273,7 @@ class _Meeting:
 
     @staticmethod
     def _wait(is_done: Callable[[], bool], end: float) -> bool:
-        """Look until it is done; by looks and not by a wait of the store, during which its client can do nothing else."""
+        """Poll until it is done. A wait of the store would block its client for all other calls."""
         pause_s = _MIN_PAUSE_S
         while not is_done():
             if time.monotonic() > end:

@@ -12,13 +12,13 @@ KeyOf = Callable[[WorkerInfo, DeviceInfo], str]
 
 @dataclass(frozen=True, slots=True)
 class ShareGroup:
-    """Ranks on one device, or on MIG slices of one GPU that NCCL takes for one device.
+    """Ranks on one device, or on MIG slices of one GPU that NCCL treats as one device.
 
     Attributes:
         ranks: Ranks in ascending order, at least two.
-        device: The device of the lowest of them.
-        nodes: Addresses of their nodes, in order of first appearance; more than one for containers.
-        same_device: False where the ranks are on different MIG slices.
+        device: Device of the lowest rank.
+        nodes: Addresses of the ranks' nodes, in order of first appearance; with containers there may be several.
+        same_device: False if the ranks are on different MIG slices.
     """
 
     ranks: tuple[int, ...]
@@ -54,17 +54,17 @@ def sharing_ranks(groups: Sequence[ShareGroup]) -> list[int]:
 
 
 def shared_devices(workers: Sequence[WorkerInfo]) -> tuple[ShareGroup, ...]:
-    """Group ranks by device UUID over the whole job, containers of one host included."""
+    """Group ranks by device UUID over the whole job, including containers of one host."""
     return tuple(_group(found, True) for found in _members(workers, lambda _, device: device.uuid))
 
 
 def different_devices(workers: Sequence[WorkerInfo], key_of: KeyOf) -> tuple[ShareGroup, ...]:
-    """Group ranks whose devices have the same key although not all of them are the same device.
+    """Group ranks whose devices have the same key but are not all the same device.
 
     Args:
         workers: Every rank, in rank order.
-        key_of: Returns the key of a worker and its first device. A string and no tuple: on a large job the garbage
-            collector would scan hundreds of thousands of those.
+        key_of: Returns the key of a worker and its first device. Use a string, not a tuple: in a large job the garbage
+            collector would scan hundreds of thousands of tuples.
     """
     uuids: dict[str, str] = {}
     for worker in workers:
@@ -83,7 +83,8 @@ def different_devices(workers: Sequence[WorkerInfo], key_of: KeyOf) -> tuple[Sha
 
 def _members(workers: Sequence[WorkerInfo], key_of: KeyOf) -> list[list[WorkerInfo]]:
     first: dict[str, WorkerInfo] = {}
-    # A list for shared devices only: a list each would cost more than all the rest on a job of 100,000 workers.
+    # Create lists only for shared devices: one list per device would cost more than everything else with 100,000
+    # workers.
     members: dict[str, list[WorkerInfo]] = {}
     for worker in workers:
         if not worker.devices:

@@ -13,23 +13,23 @@ from ray_fracbackend.decide.nccl import MULTI_RANK_ENV, multi_rank_obstacle
 from ray_fracbackend.decide.plan import GLOO_COST
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
 
-# What rounding of 1/k leaves.
+# Remainder caused by rounding 1/k.
 _NO_UNUSED_GPU = 0.01
 
 
 def device_hints(job: Job, backend: str, groups: tuple[ShareGroup, ...], warnings: tuple[str, ...]) -> tuple[str, ...]:
-    """Advise on placement, fractions and device indices of a job that trains on CUDA devices, at most one line a subject.
+    """Return hints on placement, fractions and device indices for a job on CUDA devices, at most one per subject.
 
     Args:
-        job: The job; a node that is missing in its ``node_gpus`` gets no advice on placement.
+        job: The job; a node that is missing in its ``node_gpus`` gets no hint on placement.
         backend: The chosen backend.
         groups: Ranks that share a device.
-        warnings: What is said already.
+        warnings: Warnings of the decision.
     """
     if not job.is_asked:
         return ()
     workers = job.workers
-    # A warning that says what sharing costs has this advice already.
+    # A warning about the cost of sharing already contains this advice.
     is_told = any(GLOO_COST in warning for warning in warnings)
     spread = None if is_told else _spread(workers, groups, job.node_gpus)
     found = [
@@ -43,7 +43,7 @@ def device_hints(job: Job, backend: str, groups: tuple[ShareGroup, ...], warning
 
 
 def reservation_hints(job: Job) -> tuple[str, ...]:
-    """Tell a job without GPUs that its train function sees some; Ray 2.60 does not hide them."""
+    """Return a hint if the train function of a job without GPUs can use some; Ray 2.60 does not hide them."""
     sees = [worker.rank for worker in job.workers if worker.num_visible_devices > 0]
     if job.asks_for_gpus or not sees or not job.settings.backends.is_auto:
         return ()
@@ -61,7 +61,7 @@ def _spread(workers: Sequence[WorkerInfo], groups: Sequence[ShareGroup], node_gp
         num_ranks[worker.node_id] += 1
     for group in groups:
         first = workers[group.ranks[0]]
-        # Ray's num_gpus: the node may have more GPUs.
+        # Ray's num_gpus; the node may have more GPUs.
         gpus = node_gpus.get(first.node_id, 0)
         if len(group.nodes) == 1 and group.same_device and gpus >= num_ranks[first.node_id]:
             return (
@@ -86,7 +86,7 @@ def _fraction(workers: Sequence[WorkerInfo]) -> str | None:
 
 
 def _local_rank(workers: Sequence[WorkerInfo]) -> str | None:
-    """Find the first local rank that is another rank's device index. One that is no index at all is an error of CUDA's anyway."""
+    """Find the first local rank that is another rank's device index; CUDA itself reports an invalid index."""
     local_ranks: dict[str, int] = defaultdict(int)
     for worker in workers:
         local_rank = local_ranks[worker.node_id]
@@ -102,7 +102,7 @@ def _local_rank(workers: Sequence[WorkerInfo]) -> str | None:
 
 
 def _one_host(workers: Sequence[WorkerInfo]) -> str | None:
-    """Find Ray nodes on one machine: Ray counts local ranks by node, libraries such as DeepSpeed by host name (ray#37212)."""
+    """Find Ray nodes on one machine: Ray counts local ranks by node, DeepSpeed by host name (ray#37212)."""
     nodes: dict[str, dict[str, str]] = defaultdict(dict)
     for worker in workers:
         nodes[f"{worker.hostname}\0{worker.boot_id}"][worker.node_id] = worker.hostname

@@ -1,10 +1,10 @@
-"""What a start does: the decision, the plan of the job, the plan of each worker. Each is complete when it is made.
+"""The decision, the plan of the job, and the plan of each worker. Each is immutable.
 
 ::
 
     Decision          table.py   backend, devices, reason, fallback
     StartPlan         + rendezvous.py
-    WorkerPlan        one for each rank, with what that rank verifies and how long it may take
+    WorkerPlan        one for each rank, with its devices to verify and its time limit
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from ray_fracbackend.errors import (
 
 # Cost of Gloo instead of NCCL for a job on GPUs.
 GLOO_COST = "gradients go through host memory and TCP"
-# Accelerate on the CPU: without it, it looks for an accelerator, finds none, and lets every rank train by itself. Read in
-# Accelerate 1.15.0, on which transformers.Trainer is built (PartialState._prepare_backend, Accelerator.prepare_model).
+# Accelerate on the CPU: without this variable it looks for an accelerator, finds none, and lets every rank train by
+# itself. Read in Accelerate 1.15.0, on which transformers.Trainer is built (PartialState._prepare_backend,
+# Accelerator.prepare_model).
 ACCELERATE_ON_CPU: Mapping[str, str] = {"ACCELERATE_USE_CPU": "true"}
-# Without it, Accelerate passes LOCAL_RANK to DDP as the index of the model's device.
+# Without this variable Accelerate passes LOCAL_RANK to DDP as the index of the model's device.
 ACCELERATE_ON_SHARED_DEVICE: Mapping[str, str] = {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The backend and the devices of one start, and why.
+    """Backend and devices of one start, with reasons.
 
     Attributes:
         backend: Name for ``torch.distributed.init_process_group``.
-        device_type: ``cuda`` or ``cpu``: where the workers train and the group is verified.
+        device_type: ``cuda`` or ``cpu``: the devices for training and for the verification.
         reason: The decision in one line, as logged.
         share_groups: Ranks that share a device, or that NCCL considers to share one.
-        env_defaults: Environment variables to set on every worker where the user did not.
-        fallback: Backend to try when ``backend`` does not work, None where a failure is final.
-        only_if_refused: The fallback is for NCCL's refusal of ranks on one GPU alone, which all ranks meet at once; else for any
-            failed verification, and half of the time is kept for it.
+        env_defaults: Environment variables to set on every worker unless the user set them.
+        fallback: Backend to use if ``backend`` fails, None if a failure is final.
+        only_if_refused: If True, the fallback is used only if NCCL refuses ranks on one GPU, which all ranks detect at
+            once. If False, it is used after any failed verification, and half of the time is reserved for it.
         train_on_cpu: ``ray.train.torch.get_device()`` must return cpu in workers for which Ray reserved GPUs.
         hints: Advice, one line each.
         warnings: Settings that were overridden, costs of the choice, and risks, one line each.
@@ -72,11 +73,11 @@ class Decision:
 
     @property
     def is_trial(self) -> bool:
-        """Whether the processes go on with the fallback where the verification fails."""
+        """Whether the processes continue with the fallback if the verification fails."""
         return self.fallback is not None and not self.only_if_refused
 
     def falls_back_from(self, error: Exception) -> bool:
-        """Return whether the fallback is for this error of a start."""
+        """Return whether the fallback is used after this error of a start."""
         if self.fallback is None:
             return False
         failed = (GroupFormationError, VerificationError, OutOfMemoryError, StartTimeoutError) if self.is_trial else ()
@@ -86,8 +87,8 @@ class Decision:
         """Return the decision for the fallback.
 
         Args:
-            error: Why ``backend`` does not work. What was found goes into the warning, without the advice, which is against a
-                group that is not used.
+            error: Why ``backend`` failed. The warning contains it without the advice, which is about a group that is no
+                longer used.
 
         Raises:
             ValueError: There is no fallback.
@@ -115,15 +116,15 @@ class Decision:
         """Return the torch device that the worker trains on, such as ``cuda:1``."""
         if self.device_type == "cpu":
             return "cpu"
-        # No device from Ray: the current device of the user.
+        # Ray assigned no device: the user's current device.
         return f"cuda:{worker.device.index}" if worker.device is not None else "cuda"
 
     def memory_fraction_of(self, worker: WorkerInfo) -> float | None:
-        """Return the share of its device's memory that a worker may use, in 0 to 1; None for whole devices and the CPU."""
+        """Return the share of its device's memory that a worker may use, from 0 to 1; None for no limit."""
         return worker.gpu_fraction if self.device_type == "cuda" and 0 < worker.gpu_fraction < 1 else None
 
     def env_of(self, worker: WorkerInfo) -> Mapping[str, str]:
-        """Return the variables to set in one worker where the user did not: the job's, and those of training libraries."""
+        """Return the job's and the training libraries' variables to set in one worker unless the user set them."""
         if self.device_type == "cpu":
             return {**self.env_defaults, **(ACCELERATE_ON_CPU if worker.gpu_fraction > 0 else {})}
         return {**self.env_defaults, **(ACCELERATE_ON_SHARED_DEVICE if self.share_groups else {})}
@@ -131,7 +132,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class StartPlan(Decision):
-    """A decision, and how its ranks meet.
+    """A decision with the rendezvous of its ranks.
 
     Attributes:
         rendezvous: Rendezvous of the ranks.
@@ -141,7 +142,7 @@ class StartPlan(Decision):
 
     @classmethod
     def of(cls, decision: Decision, rendezvous: Rendezvous) -> StartPlan:
-        """Make the plan of a decision."""
+        """Create the plan from a decision."""
         return cls(**{each.name: getattr(decision, each.name) for each in fields(Decision)}, rendezvous=rendezvous)
 
     def worker_plans(
@@ -183,20 +184,21 @@ class WorkerPlan:
 
     Attributes:
         rank: The worker's rank.
-        world_size: Workers in the job.
+        world_size: Number of workers in the job.
         backend: Name for ``init_process_group``.
-        device: torch device that the worker trains on, without an index where Ray assigned none.
+        device: torch device that the worker trains on, without an index if Ray assigned none.
         rendezvous: The worker's part of the rendezvous.
-        timeout_s: Timeout of the group's collectives once training runs, in seconds.
-        budget_s: Bound on this worker's start, in seconds.
-        attempt: Id of this attempt to start, the same on all ranks: prefix of its keys in rank 0's store.
-        verify: Run the collective check.
-        is_trial: Where the check fails, the process goes on with a group of another backend.
-        train_on_cpu: Ray reserved GPUs that torch cannot use: ``get_device()`` must return cpu.
-        set_distributed_env: Set RANK, WORLD_SIZE, LOCAL_RANK, ... before ``init_process_group``, as Ray Train V2 does.
+        timeout_s: Timeout of the group's collectives during training, in seconds.
+        budget_s: Time limit of this worker's start, in seconds.
+        attempt: Id of this attempt, the same on all ranks: prefix of its keys in rank 0's store.
+        verify: Whether to verify the group.
+        is_trial: Whether the process continues with a group of another backend if the verification fails.
+        train_on_cpu: Whether ``get_device()`` must return cpu, because torch cannot use the GPUs that Ray reserved.
+        set_distributed_env: Whether to set RANK, WORLD_SIZE, LOCAL_RANK, ... before ``init_process_group``, as Ray
+            Train V2 does.
         memory_fraction: Cap on the process's share of its device's memory, None for no cap.
-        env_defaults: Variables to set where the user did not.
-        report: Ray's reference to the start report, fetched by who asks for it; None for a start without Ray.
+        env_defaults: Variables to set unless the user set them.
+        report: Ray's reference to the start report, fetched only on request; None for a start without Ray.
     """
 
     rank: int
@@ -222,10 +224,11 @@ class WorkerPlan:
 
     @property
     def verify_on(self) -> tuple[str, ...]:
-        """Devices that the group is verified on, one for each of its backends; the last is the one that the worker trains on.
+        """Devices to verify the group on, one per backend; the worker trains on the last one.
 
-        Only the CPU and devices that Ray assigned: where it assigned none the script has yet to choose one, and on the current
-        device all ranks of a node would meet. Empty without verification, and where the group has no backend for any of them.
+        Only the CPU and devices that Ray assigned are verified. If Ray assigned none, the script chooses its device
+        later, and all ranks of a node would use the same current device. Empty without verification, and if the group
+        has no backend for any of these devices.
         """
         if not self.verify:
             return ()

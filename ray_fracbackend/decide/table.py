@@ -1,7 +1,7 @@
-"""The decision: from the workers and the settings to one backend for the job, as a table of rows.
+"""Decide on one backend for the job, from the workers and the settings, by a table of rules.
 
-``ROWS`` is the table: guards, which refuse a start, then choices. The first row whose condition holds decides. Example: two workers at
-half a GPU each on a node with one device, torch with NCCL 2.28.9::
+``ROWS`` is the table: first guards, which refuse a start, then choices. The first row whose condition is true decides.
+Example: two workers with half a GPU each on a node with one device, torch with NCCL 2.28.9::
 
     ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.3: using gloo (NCCL 2.28.9 refuses shared devices)
 """
@@ -22,29 +22,29 @@ from ray_fracbackend.errors import FracBackendError
 def decide_start(
     workers: Sequence[WorkerInfo], settings: Settings, node_gpus: Mapping[str, float] | None = None
 ) -> Decision:
-    """Decide on the backend and the devices. The outcome does not depend on the order of the ranks.
+    """Decide on the backend and the devices. The result does not depend on the order of the ranks.
 
     Args:
         workers: Every rank, in rank order, at least one.
-        settings: What the user asked for.
-        node_gpus: GPUs that Ray gives out on each node, by Ray's node id; for hints.
+        settings: The user's settings.
+        node_gpus: Number of GPUs that Ray has on each node, by Ray's node id; for hints.
 
     Raises:
         SharedDeviceError: Devices are shared and ``on_shared_device="error"``, or their compute mode forbids it.
-        MissingDeviceError: GPUs were asked for that torch does not have, and ``on_missing_cuda="error"``.
+        MissingDeviceError: torch cannot use requested GPUs, and ``on_missing_cuda="error"``.
         IncompatibleWorkersError: Mixed NCCL versions where NCCL is needed, or Windows and Linux in one job.
-        BackendUnavailableError: The backend that was asked for cannot run on these workers.
+        BackendUnavailableError: The requested backend cannot run on these workers.
     """
     return decide_job(Job(workers, settings, node_gpus or {}))
 
 
 def deciding_row(job: Job) -> Row:
-    """The first row whose condition holds; the last one holds for every job."""
+    """Return the first row whose condition is true; the last one is true for every job."""
     return next(row for row in ROWS if row.applies(job))
 
 
 def decide_job(job: Job) -> Decision:
-    """Decide, as `decide_start`."""
+    """Make the decision, as in `decide_start`."""
     outcome = deciding_row(job).outcome(job)
     if isinstance(outcome, FracBackendError):
         raise outcome
@@ -56,11 +56,11 @@ class Row:
     """One row of the decision.
 
     Attributes:
-        name: Its name.
-        case: When it decides, in markdown, where none of the rows before it did.
-        result: What it comes to, in markdown.
+        name: Name of the row.
+        case: Condition in markdown, if no earlier row applies.
+        result: Result in markdown.
         applies: The condition.
-        outcome: Makes the decision, or the error of a guard. A choice that cannot be used raises.
+        outcome: Returns the decision, or the error of a guard. A choice that cannot be used raises an error.
     """
 
     name: str

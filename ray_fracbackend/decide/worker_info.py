@@ -1,4 +1,4 @@
-"""What a start knows of one worker: address, devices, network. Frozen dataclasses."""
+"""Address, devices and network of one worker, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NcclVersion = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """Rank, node and process of a worker, known before the worker has answered anything.
+    """Rank, node and process of a worker, known before the worker answers.
 
     Attributes:
-        rank: Index in its worker group.
+        rank: Rank in the worker group.
         node_ip: Ray's address of its node.
-        pid: Its process id.
+        pid: Process id of the worker.
         node_id: Ray's id of its node.
     """
 
@@ -32,17 +32,18 @@ class WorkerAddress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceInfo:
-    """One CUDA device as one worker sees it.
+    """One CUDA device as seen by one worker.
 
     Attributes:
-        uuid: CUDA's UUID of the device: ``GPU-...``, or ``MIG-...`` for a MIG slice. Equal UUIDs are one device. Where
-            CUDA gives none, as old ROCm builds, ``BUS-...`` of host and PCI bus id.
+        uuid: CUDA's UUID of the device: ``GPU-...``, or ``MIG-...`` for a MIG slice. Equal UUIDs mean the same device.
+            If CUDA has no UUID, as in old ROCm builds, ``BUS-...`` with host and PCI bus id.
         index: torch's index of the device in the worker's process.
         name: Product name, such as ``NVIDIA H200``.
         total_memory_bytes: Memory of the device or slice.
         pci_bus_id: PCI bus id of the physical GPU, lower case; MIG slices of one GPU have the same. None if unknown.
-        parent_uuid: UUID of the physical GPU where the device is a MIG slice, else None.
-        compute_mode: ``default``, ``exclusive_process``, ``prohibited``, or ``unknown`` without NVML.
+        parent_uuid: UUID of the physical GPU if the device is a MIG slice, else None.
+        compute_mode: ``default``, ``exclusive_process``, ``prohibited``, or ``unknown`` if neither the driver nor NVML
+            reports it.
     """
 
     uuid: str
@@ -61,18 +62,18 @@ class DeviceInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkInfo:
-    """Network of one worker's node, as far as torch can use it.
+    """Network of one worker's node, as torch can use it.
 
     Attributes:
-        network_id: Equal for workers that share one loopback interface, even as different Ray nodes; empty if unknown.
-        interfaces: Addresses of every interface that is up and has more than link-local ones, by name as Gloo compares
-            it, in the order in which the system lists them, without IPv6 scopes.
-        gloo_missing: Why Gloo cannot make a device of any kind, None where it can.
-        default_device_missing: Why Gloo cannot find a device without the name of an interface, None where it can. Checked on
-            Windows only: elsewhere an interface is always named, and a slow name server must not hold up the start.
+        network_id: Equal for workers that share one loopback interface, even on different Ray nodes; empty if unknown.
+        interfaces: Addresses of every interface that is up and has not only link-local addresses, by the name that Gloo
+            compares, in the order of the system, without IPv6 scopes.
+        gloo_missing: Why Gloo cannot create a device of any kind, None if it can.
+        default_device_missing: Why Gloo cannot find a device without the name of an interface, None if it can. Checked
+            only on Windows: elsewhere an interface is always named, and a slow name server must not delay the start.
         store_port: Port of the store that this worker holds open for the others, None except on rank 0.
         master_addrs: Addresses that the configured name of rank 0's node resolves to here, IPv4 first.
-        master_addr_missing: Why it does not resolve here, None where it does or no name is configured.
+        master_addr_missing: Why the name does not resolve here, None if it resolves or no name is configured.
     """
 
     network_id: str = ""
@@ -89,28 +90,31 @@ class WorkerInfo:
     """One worker of the job, before any process group exists.
 
     Attributes:
-        rank: Rank within the worker group that is being started.
+        rank: Rank in the worker group.
         node_id: Ray's id of the worker's node.
         node_ip: Ray's address of the worker's node, a literal IP.
         hostname: Host name as NCCL sees it; containers on one host may differ.
-        boot_id: Kernel boot id, equal for all containers of one host; empty where the platform has none.
+        boot_id: Kernel boot id, equal for all containers of one host; empty if the platform has none.
         pid: Process id of the worker.
         platform: ``sys.platform``.
         torch_version: ``torch.__version__``.
         ray_version: ``ray.__version__``.
         resources: Resources that Ray reserved for the worker, such as ``{"CPU": 1.0, "GPU": 0.5}``.
-        gpu_ids: Ray's ids of the worker's GPUs; for messages only, never an identity.
-        devices: The worker's own CUDA devices; the first is the one its collectives run on.
-        num_visible_devices: Devices that torch sees in the worker's process, its neighbours' included.
-        cuda_missing: Why torch has no CUDA device for this worker, None where it has one.
-        nccl_available: torch was built with NCCL.
-        nccl_version: Version of the NCCL library that is loaded into the process, None if unknown or absent.
-        gloo_available: torch was built with Gloo.
-        mps_reachable: A CUDA MPS control daemon answers on this node.
-        ipc_host_memory_missing: Why the ipc backend cannot use host memory here, None where it can; probed where it may be used.
-        ipc_device_memory_missing: Why the ipc backend cannot use device memory here, None where it can; probed as above.
-        staged_missing: Why the staged backend cannot be used here, None where it can; probed as above, and on Windows.
-        env: The worker's environment variables for NCCL, Gloo, MPS and the rendezvous, as the user set them.
+        gpu_ids: Ray's ids of the worker's GPUs; used only in messages, never to identify a device.
+        devices: The worker's own CUDA devices; its collectives run on the first one.
+        num_visible_devices: Number of devices that torch sees in the worker's process, including those of other
+            workers.
+        cuda_missing: Why torch has no CUDA device for this worker, None if it has one.
+        nccl_available: Whether torch was built with NCCL.
+        nccl_version: Version of the loaded NCCL library, None if unknown or not loaded.
+        gloo_available: Whether torch was built with Gloo.
+        mps_reachable: Whether a CUDA MPS control daemon has its pipe open on this node.
+        ipc_host_memory_missing: Why the ipc backend cannot use host memory here, None if it can; checked only if ipc
+            may be used.
+        ipc_device_memory_missing: Why the ipc backend cannot use device memory here, None if it can; checked as above.
+        staged_missing: Why the staged backend cannot be used here, None if it can; checked as above, and on Windows
+            with devices.
+        env: The user's environment variables for NCCL, Gloo, MPS and the rendezvous.
         network: The node's network.
     """
 
@@ -140,12 +144,12 @@ class WorkerInfo:
 
     @property
     def gpu_fraction(self) -> float:
-        """GPUs that Ray reserved for the worker: 0 for a CPU worker, 0.5 for half a device."""
+        """Fraction or number of GPUs that Ray reserved for the worker: 0 for a CPU worker, 0.5 for half a device."""
         return self.resources.get("GPU", 0.0)
 
     @property
     def device(self) -> DeviceInfo | None:
-        """Device that the worker's collectives run on, as ``ray.train.torch.get_device()`` picks it."""
+        """Device that the worker's collectives run on, as returned by ``ray.train.torch.get_device()``."""
         return self.devices[0] if self.devices else None
 
     @property
@@ -155,7 +159,7 @@ class WorkerInfo:
 
     @property
     def where(self) -> str:
-        """The worker in a message."""
+        """Rank, node and process for messages."""
         return WorkerAddress(self.rank, self.node_ip, self.pid, self.node_id).text
 
 
