@@ -1,7 +1,8 @@
-"""Literal IP addresses: parse, normalize and classify them, and find the interface that has one.
+"""Literal IP addresses: parse, normalize and classify them, and find the interface of an address.
 
-An IPv6 address may have a scope and more than one spelling: ``fe80::1%eth0`` is link-local, and ``0:0:0:0:0:0:0:1`` and
-``::ffff:127.0.0.1`` are loopback. A host name is no address: it is parsed to None, and neither loopback nor link-local.
+An IPv6 address may have a scope and several spellings: ``fe80::1%eth0`` is link-local, and ``0:0:0:0:0:0:0:1`` and
+``::ffff:127.0.0.1`` are loopback. A host name is not an address: it is parsed to None and is neither loopback nor
+link-local.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None
 
 
 def normal(address: str) -> str:
-    """Normalize an address, without scope, so that two spellings of one compare equal."""
+    """Normalize an address without its scope, so that two spellings of one address are equal."""
     bare = address.partition("%")[0]
     return str(parsed(bare) or bare) if ":" in bare else bare
 
@@ -43,7 +44,7 @@ def bracketed(address: str) -> str:
 
 
 def owner_of(interfaces: Mapping[str, Sequence[str]], address: str) -> str | None:
-    """Return the name of the interface that has the address, None where none has.
+    """Return the name of the interface with this address, None if there is none.
 
     Args:
         interfaces: Normalized addresses of every interface, by name.

@@ -1,9 +1,9 @@
-"""What to do next after a failure of a start: every such sentence, by situation."""
+"""All sentences that advise what to do after a failed start, by situation."""
 
 from __future__ import annotations
 
 _ADVICE = {
-    # A collective of the verification.
+    # A collective of the verification failed.
     "wrong answer": "Do not train with this group: check the node's memory and network{or_gloo}.",
     "refused": "Give each rank a GPU of its own{or_gloo}.",
     "CUDA refuses": "CUDA refused {device}: look at nvidia-smi on that rank's node.",
@@ -12,14 +12,14 @@ _ADVICE = {
     "NCCL fails": "NCCL fails on that rank itself: NCCL_DEBUG=INFO writes the reason to its log{or_gloo}.",
     "NCCL hangs": "NCCL hangs: NCCL_DEBUG=INFO writes where to the workers' logs{or_gloo}.",
     "peer lost": "Look at the log of that rank and at its node's network.",
-    # A group that does not form.
+    # The group did not form.
     "Gloo has no port": "This node has no free port left ({ports}): Gloo needs several for every pair of ranks. Widen the range, or end "
     "what holds so many connections.",
     "Gloo cannot connect": "Gloo connects every pair of ranks on random ports, on this node {interface}: check that all nodes pass them, "
     "or set GLOO_SOCKET_IFNAME to an interface that the others reach; and that rank 0 and the other ranks do not hang.",
     "rank 0 hangs": "Rank 0 hangs, the network to it is cut, or another rank did not connect: look at that process and at the nodes.",
     "store not reached": "Check that every node reaches that address and port.",
-    # What the ranks together tell.
+    # The reports of all ranks together show the cause.
     "worker died": "Look for it in that node's logs; the usual causes are too little memory and a preempted node.",
     "device full": "Free the device of other processes, or ask for a larger GPU fraction so that fewer workers share it.",
     "no answer": "Look at those workers' logs and nodes, or raise start_timeout_s if they are only slow.",
@@ -32,11 +32,11 @@ _ADVICE = {
 
 
 def advise(situation: str, *, has_gloo: bool = False, **values: str) -> str:
-    """Return the advice in a situation: one sentence or two.
+    """Return the advice for a situation: one or two sentences.
 
     Args:
         situation: A key of the table.
-        has_gloo: Gloo can take the place of the backend that failed.
-        **values: What the sentence names.
+        has_gloo: Whether Gloo can replace the backend that failed.
+        **values: Values for the placeholders of the sentence.
     """
     return _ADVICE[situation].format(or_gloo=", or use backend='gloo'" if has_gloo else "", **values)

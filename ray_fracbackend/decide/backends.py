@@ -1,4 +1,4 @@
-"""What the name of a backend means for each device type. The only module that reads such names."""
+"""Parse names of backends into the backend of each device type. No other module parses such names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from difflib import get_close_matches
 
 # Names that this package decides about; any other is left to Ray Train.
 OUR_BACKENDS = ("auto", "nccl", "gloo", "ipc", "staged")
-# Names of other backends that look like a slip of ours.
+# Names of other backends that look like a typo of ours.
 _OTHERS = {"ccl", "hccl", "ncclx", "rccl", "xccl"}
-# What torch calls a group whose CUDA tensors are staged through host memory. As the group is made in Python, all its tensors go
-# through the staged backend, those of the CPU too.
+# torch's name for a group whose CUDA tensors are staged through host memory. The group is created in Python, so all its
+# tensors go through the staged backend, including CPU tensors.
 STAGED = "cpu:gloo,cuda:staged"
 _RULE = (
     "must be 'auto', 'nccl', 'gloo', 'ipc', 'staged', a pair such as 'cpu:gloo,cuda:nccl', or the name of a backend that is "
@@ -23,10 +23,10 @@ _IPC_ALONE = "must be 'ipc' where it has ipc, which is for tensors of all device
 
 @dataclass(frozen=True)
 class Backends:
-    """A name for ``torch.distributed.init_process_group``, and the backend that it means for each device type.
+    """A name for ``torch.distributed.init_process_group``, and its backend for each device type.
 
     Attributes:
-        name: In lower case, as torch reads it; ``auto`` where none was given.
+        name: The name in lower case, as torch reads it; ``auto`` if none was given.
         by_device: Backend by device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``; empty for ``auto``.
     """
 
@@ -35,19 +35,19 @@ class Backends:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the start decides."""
+        """Whether the start chooses the backend."""
         return self.name == "auto"
 
     @property
     def is_ours(self) -> bool:
-        """Whether this package starts it: pairs of cpu and cuda with gloo, nccl and staged too. Any other is Ray's own."""
+        """Whether this package starts it: our names, and pairs of cpu and cuda with gloo, nccl and staged."""
         if self.name in OUR_BACKENDS:
             return True
         return set(self.by_device) <= {"cpu", "cuda"} and set(self.by_device.values()) <= {"gloo", "nccl", "staged"}
 
     @property
     def has_nccl(self) -> bool:
-        """Whether tensors of some device go through NCCL."""
+        """Whether tensors of some device use NCCL."""
         return "nccl" in self.by_device.values()
 
     @property
@@ -57,17 +57,17 @@ class Backends:
 
     @property
     def has_staged(self) -> bool:
-        """Whether CUDA tensors go through the staged backend."""
+        """Whether CUDA tensors use the staged backend."""
         return "staged" in self.by_device.values()
 
     @property
     def connects_with_gloo(self) -> bool:
-        """Whether Gloo connects the ranks when the group is made; ipc and staged have a Gloo group inside."""
+        """Whether Gloo connects the ranks when the group is created; ipc and staged contain a Gloo group."""
         return bool({"gloo", "ipc", "staged"} & set(self.by_device.values()))
 
 
 def similar_backend(name: str) -> str | None:
-    """Return the backend of ours that a name which is none may be a slip of, such as ``gloo`` for ``glo``; else None."""
+    """Return our backend that an unknown name is probably a typo of, such as ``gloo`` for ``glo``; else None."""
     for part in name.split(","):
         backend = part.rpartition(":")[2]
         if backend not in OUR_BACKENDS and backend not in _OTHERS:
@@ -78,17 +78,18 @@ def similar_backend(name: str) -> str | None:
 
 
 def parse_backend(name: str | None) -> Backends:
-    """Read the name of a backend.
+    """Parse the name of a backend.
 
     Args:
-        name: Such as ``nccl``, ``ipc`` or ``cpu:gloo,cuda:nccl``, in any case; None and an empty string mean ``auto``. A name
-            without a device means the backend for the device types that it has: NCCL for cuda, others for cpu and cuda.
+        name: Such as ``nccl``, ``ipc`` or ``cpu:gloo,cuda:nccl``; names are case-insensitive. None and an empty string
+            mean ``auto``. A name without a device is used for the device types of that backend: NCCL for cuda, others
+            for cpu and cuda.
 
     Returns:
         The backend of each device type.
 
     Raises:
-        ValueError: It is no such name; the message is the rule.
+        ValueError: The name is invalid; the message is the rule.
     """
     if name is None or name == "":
         name = "auto"
@@ -99,7 +100,7 @@ def parse_backend(name: str | None) -> Backends:
         devices = {"auto": (), "nccl": ("cuda",)}.get(name, ("cpu", "cuda"))
         return Backends(name, dict.fromkeys(devices, name))
     parts = [part.split(":") for part in name.split(",")]
-    # torch makes a group with ipc in a pair an ipc group for all devices, without a message.
+    # If a pair contains ipc, torch creates an ipc group for all devices, without a message.
     if any(part[-1] == "ipc" for part in parts):
         raise ValueError(_IPC_ALONE)
     if not all(len(part) == 2 and all(part) for part in parts):

@@ -1,4 +1,4 @@
-"""The choices: what each comes to on these workers, or why it cannot be used."""
+"""The choices: the decision of each on these workers, or the error if it cannot be used."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ray_fracbackend.decide.refusals import if_it_helps, mixed_versions
 from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import BackendUnavailableError
 
-# Why Gloo never gets a CUDA tensor on Windows, unless the user names it.
+# Why Gloo receives no CUDA tensor on Windows, unless the user selects it explicitly.
 _NO_GLOO_ON_WINDOWS = "on Windows an all_reduce of CUDA tensors through Gloo ends the process (pytorch#186535)"
 
 
 def without_gpus(job: Job) -> Decision:
-    """Gloo for workers without GPUs, or what was asked for."""
+    """Choose Gloo for workers without GPUs, or the requested backend."""
     backends = job.settings.backends
     if backends.has_ipc:
         return _ipc(job, "backend='ipc'", on="cpu")
@@ -41,7 +41,7 @@ def without_gpus(job: Job) -> Decision:
 
 
 def gloo_without_cuda(job: Job) -> Decision:
-    """Gloo by its name for GPU workers whose torch has no CUDA, as stock starts it."""
+    """Choose an explicit Gloo for GPU workers whose torch has no CUDA, as stock does."""
     backend = job.settings.backends.name
     warning = (
         f"{job.found_without_cuda}: {backend} starts all the same, as with TorchConfig, and a train function that uses "
@@ -59,7 +59,7 @@ def on_cpu(job: Job) -> Decision:
 
 
 def multi_rank(job: Job) -> Decision:
-    """NCCL's own flags for several ranks on one GPU (NCCL env.rst, since 2.30, experimental)."""
+    """Choose NCCL with its flags for several ranks on one GPU (NCCL env.rst, since 2.30, experimental)."""
     workers, groups, policy = job.workers, job.conflicts, job.settings.on_shared_device
     asked = "on_shared_device='nccl'" if policy == "nccl" else f"{MULTI_RANK_ENV}=1 is set"
     old = [
@@ -99,12 +99,12 @@ def multi_rank(job: Job) -> Decision:
 
 
 def ipc_on_devices(job: Job) -> Decision:
-    """The ipc backend, asked for by its name or by the policy."""
+    """Choose the ipc backend, requested by name or by the policy."""
     return _ipc(job, "backend='ipc'" if job.settings.backends.has_ipc else "on_shared_device='ipc'")
 
 
 def _ipc(job: Job, asked: str, *, on: str = "cuda", train_on_cpu: bool = False) -> Decision:
-    """The ipc backend, or an error that names the first worker that cannot share host memory."""
+    """Choose the ipc backend, or raise an error that names the first worker that cannot share host memory."""
     for worker in job.workers:
         if worker.ipc_host_memory_missing:
             instead = if_it_helps(job, ", or use backend='auto'", backend="auto") or if_it_helps(
@@ -125,7 +125,7 @@ def _ipc(job: Job, asked: str, *, on: str = "cuda", train_on_cpu: bool = False) 
 
 
 def staged_on_devices(job: Job) -> Decision:
-    """The staged backend, asked for by its name or by the policy."""
+    """Choose the staged backend, requested by name or by the policy."""
     if not job.settings.backends.has_staged:
         found = f"{share_text(job.conflicts)}: using staged (as on_shared_device says)"
         return _staged(job, found, job.conflicts)
@@ -143,7 +143,7 @@ def _staged(
     backend: str = STAGED,
     warnings: tuple[str, ...] = (),
 ) -> Decision:
-    """The staged backend, or an error that names the first worker that cannot."""
+    """Choose the staged backend, or raise an error that names the first worker that cannot use it."""
     if job.without_staged:
         first = job.without_staged[0]
         fix = "install such a torch (2.8 to 2.10 have no Gloo on Windows)" if job.on_windows else "fix this"
@@ -156,7 +156,7 @@ def _staged(
 
 
 def gloo_on_devices(job: Job) -> Decision:
-    """Gloo, asked for by its name or by the policy."""
+    """Choose Gloo, requested by name or by the policy."""
     if job.wants_nccl:
         return _in_place_of_nccl(job, "as on_shared_device says", job.conflicts)
     prefix = f"{share_text(job.shared)}: " if job.shared else ""
@@ -167,7 +167,7 @@ def gloo_on_devices(job: Job) -> Decision:
 
 
 def auto(job: Job) -> Decision:
-    """What takes the place of NCCL for ranks that share devices, with a warning that says what it costs."""
+    """Choose the backend that replaces NCCL for ranks that share devices, with a warning about its cost."""
     why, backend = why_not_nccl(job), _fallback_name(job)
     some_have_nccl = len(job.without_nccl) < len(job.workers)
     warnings = (without_nccl_warning(job, why, backend),) if some_have_nccl else ()
@@ -175,7 +175,7 @@ def auto(job: Job) -> Decision:
 
 
 def own_without_nccl(job: Job) -> Decision:
-    """What takes the place of NCCL where every rank has a device of its own and some torch has no NCCL."""
+    """Choose the backend that replaces NCCL if every rank has its own device and NCCL is missing on a rank."""
     warnings: tuple[str, ...] = ()
     if job.settings.backends.is_auto and len(job.without_nccl) < len(job.workers):
         warnings = (
@@ -186,13 +186,13 @@ def own_without_nccl(job: Job) -> Decision:
 
 
 def own(job: Job) -> Decision:
-    """NCCL, where every rank has a device of its own."""
+    """Choose NCCL if every rank has its own device."""
     name = "nccl" if job.settings.backends.is_auto else job.settings.backends.name
     reason = f"every rank has a device of its own: using {name} (NCCL {versions_text(job.workers)})"
     if not job.siblings:
         fallback = _fallback(job) if job.settings.on_shared_device in ("auto", "gloo") else None
         return _decided(job, "nccl", reason, fallback=fallback, only_if_refused=True)
-    # NCCL's source allows these, users saw it refuse them (nccl#1716): let the verification decide.
+    # NCCL's source allows these ranks, but users saw it refuse them (nccl#1716): let the verification decide.
     doubt = f"{job.siblings[0].text}: NCCL {versions_text(job.workers)} may refuse them"
     return _decided(job, "nccl", reason, fallback=_fallback(job), warnings=(doubt,))
 
@@ -200,7 +200,7 @@ def own(job: Job) -> Decision:
 def _in_place_of_nccl(
     job: Job, why: str, groups: tuple[ShareGroup, ...] = (), warnings: tuple[str, ...] = ()
 ) -> Decision:
-    """Gloo on workers that train on CUDA devices, as nobody named it; on Windows the staged backend in its place."""
+    """Choose Gloo for workers that train on CUDA devices if no backend was requested; on Windows the staged backend."""
     prefix = f"{share_text(groups)}: " if groups else ""
     if job.on_windows:
         reason = f"{prefix}using staged ({why}; {_NO_GLOO_ON_WINDOWS})"
@@ -218,7 +218,7 @@ def _gloo(
     train_on_cpu: bool = False,
     warnings: tuple[str, ...] = (),
 ) -> Decision:
-    """Gloo on all workers, alone or in a pair, or an error where torch was built without it."""
+    """Choose Gloo on all workers, alone or in a pair, or raise an error if torch was built without it."""
     for worker in job.workers:
         if worker.network.gloo_missing:
             raise BackendUnavailableError(
@@ -234,12 +234,12 @@ def _gloo(
 
 
 def _fallback_name(job: Job) -> str:
-    """What takes the place of NCCL: Gloo, or on Windows staged."""
+    """Return the name of the backend that replaces NCCL: Gloo, or on Windows staged."""
     return STAGED if job.on_windows else "gloo"
 
 
 def _fallback(job: Job) -> str | None:
-    """What takes the place of a choice that fails its verification, None where that cannot be used."""
+    """Return the fallback of a choice that fails its verification, None if it cannot be used."""
     return None if job.on_windows and job.without_staged else _fallback_name(job)
 
 
@@ -256,7 +256,7 @@ def _decided(
     train_on_cpu: bool = False,
     warnings: tuple[str, ...] = (),
 ) -> Decision:
-    """Make the decision, with what the user asked for instead and what would be better."""
+    """Create the decision, with warnings about overridden settings and hints."""
     backend, warnings = _override(job, backend, warnings)
     backends = parse_backend(backend)
     if backends.has_nccl:
@@ -279,7 +279,7 @@ def _decided(
 
 
 def _override(job: Job, backend: str, warnings: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """The backend under the name that the user gave it; or the warnings with one more, which names what was asked for."""
+    """Return the backend under the user's name for it, or the warnings plus one about the user's setting."""
     asked, settings = job.settings.backends, job.settings
     if not (asked.has_nccl or (asked.has_staged and not job.on_devices and job.asks_for_gpus)):
         return backend, warnings

@@ -1,4 +1,4 @@
-"""Why ranks that share a device cannot use NCCL, what it costs, and what to do."""
+"""Explain why ranks that share a device cannot use NCCL, what this costs, and what to do."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ray_fracbackend.decide.worker_info import ranks_text
 
 
 def why_not_nccl(job: Job) -> str:
-    """Return why NCCL does not take these ranks, in one clause."""
+    """Return why NCCL does not accept these ranks, in one clause."""
     if job.without_nccl:
         every = len(job.without_nccl) == len(job.workers)
         return "torch has no NCCL" if every else f"torch of {ranks_text(job.without_nccl)} has no NCCL"
     version = versions_text(job.workers)
     if not any(group.same_device for group in job.conflicts):
         return f"NCCL {version} compares PCI bus ids and refuses them"
-    # One group that NCCL sees is refused at once, whatever becomes of the others.
+    # NCCL refuses the job because of one such group, whatever the others are.
     seen = any(len({job.workers[rank].nccl_host for rank in group.ranks}) < len(group.ranks) for group in job.conflicts)
     if not seen:
         return f"NCCL {version} does not see it across host names and can hang"
@@ -26,12 +26,12 @@ def why_not_nccl(job: Job) -> str:
 
 
 def without_nccl_warning(job: Job, why: str, backend: str) -> str:
-    """Return the warning about what it costs that another backend takes the place of NCCL.
+    """Return the warning about the cost of another backend instead of NCCL.
 
     Args:
         job: Workers that share devices.
-        why: Why NCCL does not take them.
-        backend: The other backend.
+        why: Why NCCL does not accept them.
+        backend: The backend that is used instead.
     """
     groups, ranks = job.conflicts, sharing_ranks(job.conflicts)
     found = (
@@ -54,7 +54,7 @@ def without_nccl_warning(job: Job, why: str, backend: str) -> str:
 
 
 def _chosen_early(job: Job) -> str | None:
-    """Say of whole GPUs that Ray counts as different and CUDA as one that the device was chosen before Ray's variable was set."""
+    """Return a note for whole GPUs that CUDA counts as one: a process chose its device before Ray set its variable."""
     for group in job.conflicts:
         for node_id in {job.workers[rank].node_id for rank in group.ranks}:
             members = [job.workers[rank] for rank in group.ranks if job.workers[rank].node_id == node_id]

@@ -1,7 +1,8 @@
-"""What NCCL, CUDA, Gloo and torch's rendezvous say in their errors. Only this module and missing_cuda.py read such texts.
+"""Parse error messages of NCCL, CUDA, Gloo and torch's rendezvous. Only this module and missing_cuda.py do this.
 
-torch raises most failures of these libraries as a RuntimeError, and only its text tells them apart. NCCL writes the reason of a
-refusal as a warning to its log and returns ``ncclInvalidUsage`` alone; torch appends that sentence as "Last error" where it can.
+torch raises most errors of these libraries as a RuntimeError, so only the message distinguishes them. NCCL logs the
+reason of a refusal as a warning and returns only ``ncclInvalidUsage``. torch appends NCCL's message as "Last error" if
+it can.
 
 ===================  ==============================================================================
 NCCL                 refuses ranks that share a GPU with
@@ -9,7 +10,7 @@ NCCL                 refuses ranks that share a GPU with
 to 2.29              ``Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000``
 2.30.3, 2.30.4       ``Multiple ranks detected using the same GPU on this node. Set NCCL_MULTI_...``
 2.30.7 and newer     ``Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_...``
-2.30, NVLS demanded  ``... has been set to "1" and communicator has multiple ranks using the same NVML device``
+2.30, NVLS required   ``... has been set to "1" and communicator has multiple ranks using the same NVML device``
 ===================  ==============================================================================
 
 Sources: NCCL's init.cc, transport/nvls.cc and utils.cc of the release tags; torch's NCCLUtils.cpp, ProcessGroupNCCL.cpp and
@@ -21,7 +22,7 @@ from __future__ import annotations
 import errno
 import re
 
-# What torch puts before an error of CUDA's.
+# torch's prefix of CUDA errors.
 _CUDA_ERROR = "CUDA error: "
 _REFUSALS = re.compile(
     r"Duplicate GPU detected(?:\s*:\s*rank \d+ and rank \d+ both on CUDA device \w+)?"
@@ -32,14 +33,16 @@ _REFUSALS = re.compile(
 _OWN_FAILURES = re.compile(r"^nccl(?:UnhandledCudaError|SystemError|InternalError|InvalidArgument):", re.MULTILINE)
 _RANKS = re.compile(r"Duplicate GPU detected\s*:\s*rank (\d+) and rank (\d+)", re.IGNORECASE)
 _LAST_ERROR = re.compile(r"^Last error:\s*\n\s*(\S[^\n]*)", re.MULTILINE)
-# A process gets no memory or no device beside another, or its torch has no CUDA. cuBLAS and MPS have own messages.
+# A process receives no memory or no device beside another one, or its torch has no CUDA. cuBLAS and MPS have their own
+# messages.
 _UNTRIED = re.compile(
     r"out of memory|not enough memory|CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)|busy or unavailable|\bMPS\b"
     r"|not compiled with CUDA|invalid device (?:ordinal|id)|no CUDA.capable device|no CUDA GPUs|no NVIDIA driver"
     r"|cudaGetDeviceCount|driver version is insufficient|initialization (?:error|failed)|CUDA unknown error",
     re.IGNORECASE,
 )
-# Address in use: 48 on macOS, 98 on Linux, 10048 on Windows; 10013 is a port that Windows reserved or holds exclusively.
+# Address in use: 48 on macOS, 98 on Linux, 10048 on Windows. 10013 is a port that Windows has reserved or that is held
+# exclusively.
 _IN_USE_ERRNOS = {48, 98, 10048, 10013, errno.EADDRINUSE}
 _IN_USE = re.compile(
     r"address already in use|EADDRINUSE|(?:errno|error|code): -?(?:48|98|10048|10013)\b", re.IGNORECASE
@@ -47,7 +50,7 @@ _IN_USE = re.compile(
 
 
 def cause_of(error: BaseException) -> str:
-    """Summarize an error of any library in one line: its first, and NCCL's own last error where torch appended that."""
+    """Summarize an error of any library in one line: its first line, and NCCL's last error if torch appended it."""
     text = str(error).strip()
     if not text:
         return type(error).__name__
@@ -60,7 +63,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def nccl_kind(error: BaseException) -> str:
-    """Return the kind of failure that an error of torch is by what NCCL says in it; see errors.py. ``failed`` where it says nothing."""
+    """Return the kind of failure (see errors.py) from NCCL's message in torch's error, ``failed`` if there is none."""
     text = str(error)
     if refusal_in(text):
         return "refused"
@@ -72,13 +75,13 @@ def nccl_kind(error: BaseException) -> str:
 
 
 def refusal_in(text: str) -> str | None:
-    """Find NCCL's duplicate-GPU error in exception text; None where there is none."""
+    """Detect NCCL's duplicate-GPU error in an error message; None if there is none."""
     found = _REFUSALS.search(text)
     return found.group().strip() if found else None
 
 
 def refused_ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks of the communicator that the error names, in ascending order; newer versions name none."""
+    """Return the ranks of the communicator that the message names, in ascending order; newer versions name none."""
     found = _RANKS.search(text)
     return tuple(sorted(map(int, found.groups()))) if found else ()
 
@@ -89,17 +92,17 @@ def is_invalid_usage(text: str) -> bool:
 
 
 def is_own_failure(text: str) -> bool:
-    """Return True where NCCL failed on the rank itself and not for the loss of a peer, which is ``ncclRemoteError``."""
+    """Return True if NCCL failed on the rank itself, not because it lost a peer, which is ``ncclRemoteError``."""
     return _OWN_FAILURES.search(text) is not None and "Call to connect" not in text
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Return True where NCCL found no room on the device for its communicator or a buffer."""
+    """Return True if NCCL found no memory on the device for its communicator or a buffer."""
     return "ncclUnhandledCudaError" in text and "out of memory" in text.lower()
 
 
 def is_timeout(text: str) -> bool:
-    """Return True for torch's error of a wait for NCCL that has ended at its limit; it names the group's timeout, not the limit."""
+    """Return True if an NCCL wait timed out; torch's error names the group's timeout, not that of the wait."""
     return "Watchdog caught collective operation timeout" in text
 
 
@@ -112,18 +115,18 @@ def is_cuda_error(error: BaseException | None) -> bool:
 
 
 def is_cuda_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether CUDA refused a call for want of memory, of the device or of the host; torch's allocator raises another class."""
+    """Return whether CUDA lacked memory of the device or the host; torch's allocator raises another class."""
     return isinstance(error, RuntimeError) and str(error).startswith(f"{_CUDA_ERROR}out of memory")
 
 
 def says_nothing_of_device(error: BaseException) -> bool:
-    """Return whether a device was not tried at all: no memory or no device for this process, or no CUDA in its torch."""
-    # The first line: what torch appends to it names other errors.
+    """Return whether the device was not tested: no memory or no device for this process, or a torch without CUDA."""
+    # Only the first line: the text that torch appends names other errors.
     return _UNTRIED.search(cause_of(error)) is not None
 
 
 def without_allocator(text: str) -> str:
-    """Return torch's out-of-memory text without what it says of its own allocator."""
+    """Return torch's out-of-memory message without its advice on the allocator."""
     return text.partition(" Including non-PyTorch memory")[0].rstrip(".")
 
 
@@ -131,18 +134,18 @@ def without_allocator(text: str) -> str:
 
 
 def has_no_transport(error: BaseException) -> bool:
-    """Return whether Gloo refused a device because this build has no transport, or not the one that was asked for."""
+    """Return whether Gloo refused a device because this build has no transport, or not the selected one."""
     return "unsupported gloo device" in str(error)
 
 
 def has_no_port(error: BaseException) -> bool:
-    """Return whether Gloo, which asks the system for any port, got none."""
+    """Return whether the system had no free port for Gloo."""
     return "bind: Address already in use" in str(error)
 
 
 def is_address_in_use(error: BaseException) -> bool:
-    """Return True for the errors that c10d and the system raise when a port is taken."""
-    # Python turns Windows' 10013 into an errno of its own, and keeps the code beside it.
+    """Return True for c10d's and the system's errors if a port is in use."""
+    # Python maps Windows' 10013 to another errno and keeps the original code beside it.
     if isinstance(error, OSError) and {error.errno, getattr(error, "winerror", None)} & _IN_USE_ERRNOS:
         return True
     return _IN_USE.search(str(error)) is not None

@@ -1,4 +1,4 @@
-"""How many workers with a fraction of a GPU fit on one. Standard library only."""
+"""Compute how many workers with a fraction of a GPU fit on one GPU. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ RESOURCE_UNIT = 1e-4
 
 
 def workers_per_gpu(fraction: float) -> int:
-    """Return how many workers with such a fraction, above 0 and below 1, fit on one GPU."""
+    """Return how many workers with this fraction, above 0 and below 1, fit on one GPU."""
     return math.floor((1 + RESOURCE_UNIT / 2) / fraction)
 
 
 def largest_fraction(per_gpu: int) -> float:
-    """Return the largest fraction in Ray's precision of which so many fit on one GPU."""
+    """Return the largest fraction in Ray's precision of which this number of workers fits on one GPU."""
     return math.floor(round(1 / RESOURCE_UNIT) / per_gpu) * RESOURCE_UNIT

@@ -1,14 +1,14 @@
-"""Choose Gloo's network interface for every rank, from what each worker reported about its node.
+"""Choose Gloo's network interface for every rank from the workers' reports.
 
-Example: the ranks of two nodes whose interfaces have different names, as the log line has it::
+Example: two nodes whose interfaces have different names, as in the log line::
 
     over eth0 (rank 0), over ens5 (rank 1)
 
-Without the name of an interface Gloo takes the address that the node's own host name resolves to, which on many
-machines is a loopback or foreign address; with one it takes the first address of that interface. MASTER_ADDR has no
-effect on it. So on one node every rank gets the loopback interface, on Windows only where the host name leads to no
-device, and between nodes the interface that has its node's address. A name that the user set is kept, and a conflict
-with these rules is a warning. The rules of each system are in docs/windows.md.
+Without an interface name Gloo uses the address to which the node's own host name resolves. On many machines this is a
+loopback address or one of another machine. With an interface name Gloo uses the first address of that interface.
+MASTER_ADDR does not affect it. On one node every rank therefore uses the loopback interface; on Windows only if the
+host name leads to no device. Between nodes each rank uses the interface with its node's address. A name that the user
+set is kept; if it conflicts with these rules, there is a warning. docs/windows.md describes the rules of each system.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ray_fracbackend.decide.interfaces import IFNAME, gloo_doubt
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
 from ray_fracbackend.errors import BackendUnavailableError, RendezvousError
 
-# Systems whose list of addresses may start with a link-local one; Linux lists IPv4, then the widest scope of IPv6
-# first.
+# On these systems the list of addresses may start with a link-local address. Linux lists IPv4 first, then the widest
+# scope of IPv6.
 _LINK_LOCAL_FIRST = ("win32", "darwin")
 
 
@@ -32,10 +32,10 @@ class InterfaceChoice:
     """Gloo's interface on one rank.
 
     Attributes:
-        name: Its name, None where Gloo finds one itself.
-        by_user: The name is the user's own setting.
-        by_route: The worker finds the name itself, from its route to rank 0.
-        start_only: The name is removed after the start: groups that the train function makes later work without it.
+        name: Name of the interface, None if Gloo finds one itself.
+        by_user: Whether the user set the name.
+        by_route: Whether the worker finds the name itself, from its route to rank 0.
+        start_only: Whether the name is removed after the start: later groups of the train function work without it.
     """
 
     name: str | None = None
@@ -60,7 +60,7 @@ def choose_interfaces(
 
     Args:
         workers: Every rank, in rank order.
-        one_node: All ranks share one loopback interface.
+        one_node: Whether all ranks share one loopback interface.
 
     Raises:
         RendezvousError: The ranks would use addresses of different families.
@@ -128,7 +128,7 @@ def _on_one_node(worker: WorkerInfo) -> tuple[InterfaceChoice, list[str]]:
         trouble = _trouble(worker, name)
         if trouble:
             return InterfaceChoice(), [_unset(name, trouble)]
-        # Without a name Gloo takes the host name's address, or loopback where there is none: on one node either works.
+        # Without a name Gloo uses the host name's address, or loopback if there is none. On one node both work.
         return InterfaceChoice(name=name, start_only=True), []
     if worker.network.default_device_missing is None:
         return InterfaceChoice(), []
@@ -163,7 +163,7 @@ def _between_nodes(worker: WorkerInfo) -> tuple[InterfaceChoice, list[str]]:
 
 
 def _trouble(worker: WorkerInfo, name: str) -> str | None:
-    """Return why Gloo cannot use this name, None where it can."""
+    """Return why Gloo cannot use this name, None if it can."""
     if "," in name:
         return "its name has a comma, at which Gloo splits the list"
     if worker.platform == "win32" and not name.isascii():
@@ -179,7 +179,7 @@ def _unset(name: str, trouble: str) -> str:
 
 
 def _gloo_family(worker: WorkerInfo, choice: InterfaceChoice) -> str | None:
-    """Return the IP version of the address that Gloo takes: an interface's IPv4 address where it has one."""
+    """Return the IP version of the address that Gloo uses: an interface's IPv4 address if it has one."""
     addresses = worker.network.interfaces.get((choice.name or "").split(",")[0])
     if not addresses:
         return None
@@ -187,7 +187,7 @@ def _gloo_family(worker: WorkerInfo, choice: InterfaceChoice) -> str | None:
 
 
 def _check_families(workers: Sequence[WorkerInfo], choices: Sequence[InterfaceChoice]) -> list[str]:
-    """Refuse a mix of address families: Gloo cannot connect an IPv4 with an IPv6 address."""
+    """Refuse mixed address families: Gloo cannot connect an IPv4 address with an IPv6 address."""
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for worker, choice in zip(workers, choices, strict=True):
         family = _gloo_family(worker, choice)

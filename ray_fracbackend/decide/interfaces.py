@@ -1,8 +1,8 @@
-"""The variables that name network interfaces, each in the syntax of its library.
+"""Check the variables that name network interfaces, each in the syntax of its library.
 
 ==========================  ===============================================================================
-``GLOO_SOCKET_IFNAME``      names, separated by commas, as they are (torch, ProcessGroupGloo)
-``NCCL_SOCKET_IFNAME``      beginnings of names; ``=eth0`` the name itself; ``^eth`` all others (NCCL, env.rst)
+``GLOO_SOCKET_IFNAME``      exact names, separated by commas (torch, ProcessGroupGloo)
+``NCCL_SOCKET_IFNAME``      prefixes of names; ``=eth0`` for an exact name; ``^eth`` for all others (NCCL, env.rst)
 ==========================  ===============================================================================
 """
 
@@ -15,10 +15,10 @@ NCCL_IFNAME = "NCCL_SOCKET_IFNAME"
 
 
 def gloo_doubt(value: str, known: Sequence[str]) -> str | None:
-    """Return what of ``GLOO_SOCKET_IFNAME`` is no interface, in one clause; None where all is.
+    """Return which part of ``GLOO_SOCKET_IFNAME`` is not an interface, in one clause; None if all parts are.
 
     Args:
-        value: The variable.
+        value: Value of the variable.
         known: Names of the node's interfaces.
     """
     missing = next((name for name in value.split(",") if name not in known), None)
@@ -33,10 +33,10 @@ def gloo_doubt(value: str, known: Sequence[str]) -> str | None:
 
 
 def nccl_doubt(value: str, known: Sequence[str]) -> str | None:
-    """Return why NCCL finds no interface by ``NCCL_SOCKET_IFNAME``, in one clause; None where it finds one.
+    """Return why NCCL finds no interface by ``NCCL_SOCKET_IFNAME``, in one clause; None if it finds one.
 
     Args:
-        value: The variable.
+        value: Value of the variable.
         known: Names of the node's interfaces.
     """
     if not value or matched(value, known):
@@ -45,7 +45,7 @@ def nccl_doubt(value: str, known: Sequence[str]) -> str | None:
 
 
 def matched(value: str, known: Sequence[str]) -> list[str]:
-    """Return the interfaces that a value in NCCL's syntax stands for; loopback only where it is named."""
+    """Return the interfaces that match a value in NCCL's syntax; loopback only if the value names it."""
     excludes = value.startswith("^")
     rest = value[1:] if excludes else value
     is_exact = rest.startswith("=")

@@ -1,4 +1,4 @@
-"""What the rows of the decision ask about a job. What follows from the workers is computed once, when a row asks for it."""
+"""Properties of a job that the rows of the decision use, computed once on first use."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Job:
 
     Attributes:
         workers: Every rank, in rank order, at least one.
-        settings: What the user asked for.
-        node_gpus: GPUs that Ray gives out on each node, by Ray's node id; for hints.
-        is_asked: It is the job of a user, and not one that asks whether an advice would help.
+        settings: The user's settings.
+        node_gpus: Number of GPUs that Ray has on each node, by Ray's node id; for hints.
+        is_asked: Whether this is a user's job; False for a job that tests whether an advice would help.
     """
 
     workers: Sequence[WorkerInfo]
@@ -30,12 +30,12 @@ class Job:
 
     @cached_property
     def wants_nccl(self) -> bool:
-        """Whether NCCL is to be used where it can."""
+        """Whether NCCL should be used if possible."""
         return self.settings.backends.is_auto or self.settings.backends.has_nccl
 
     @cached_property
     def wants_ipc_on_cpu(self) -> bool:
-        """Whether ipc is to be used where the workers train on the CPU."""
+        """Whether ipc should be used if the workers train on the CPU."""
         backends = self.settings.backends
         return backends.has_ipc or (backends.is_auto and self.settings.on_shared_device == "ipc")
 
@@ -46,7 +46,7 @@ class Job:
 
     @cached_property
     def on_devices(self) -> bool:
-        """Whether Ray reserved GPUs and every worker has its own."""
+        """Whether Ray reserved GPUs and every worker has its own devices."""
         return self.asks_for_gpus and not self.without_cuda
 
     @cached_property
@@ -56,12 +56,12 @@ class Job:
 
     @cached_property
     def without_cuda(self) -> list[WorkerInfo]:
-        """Workers that have no CUDA device although Ray reserved one, or that say why they have none."""
+        """Workers without a CUDA device although Ray reserved one, and workers that report why they have none."""
         return [w for w in self.workers if w.cuda_missing is not None or (w.gpu_fraction > 0 and not w.devices)]
 
     @cached_property
     def found_without_cuda(self) -> str:
-        """Who has no CUDA device and why, in one line."""
+        """The workers without a CUDA device and the reasons, in one line."""
         ranks = [worker.rank for worker in self.without_cuda]
         causes = dict.fromkeys(
             f"node {w.node_ip}: {w.cuda_missing or 'no CUDA device was found'}" for w in self.without_cuda
@@ -90,7 +90,7 @@ class Job:
 
     @cached_property
     def conflicts(self) -> tuple[ShareGroup, ...]:
-        """Ranks that share a device and, where NCCL is wanted, ranks that it would refuse."""
+        """Ranks that share a device and, if NCCL is wanted, ranks that NCCL would refuse."""
         if not self.wants_nccl or self.without_nccl:
             return self.shared
         found = (*self.shared, *nccl_conflicts(self.workers))
@@ -99,13 +99,13 @@ class Job:
             policy != "error" and self.siblings and multi_rank_obstacle(self.workers, self.siblings) is None
         )
         if not found and asked and all((w.nccl_version or (0,)) >= NCCL_MULTI_RANK for w in self.workers):
-            # NCCL's source tells them apart; without the flags users saw it refuse them (nccl#1716)
+            # NCCL's source distinguishes them, but users saw it refuse them without the flags (nccl#1716)
             return self.siblings
         return found
 
     @cached_property
     def asks_for_multi_rank(self) -> bool:
-        """Whether NCCL's flags for several ranks per GPU are asked for: by the policy, or by the user's own variable."""
+        """Whether NCCL's flags for several ranks per GPU are requested, by the policy or by the user's variable."""
         if not (self.wants_nccl and self.conflicts):
             return False
         asked = self.settings.on_shared_device == "nccl"
@@ -118,11 +118,11 @@ class Job:
 
     @cached_property
     def exclusive(self) -> tuple[ShareGroup, ...]:
-        """Groups that share a device for one process at a time, without MPS on all of their ranks."""
+        """Groups that share a device in exclusive-process mode without MPS on all of their ranks."""
         found = []
         for group in self.shared:
             members = [self.workers[rank] for rank in group.ranks]
-            # Any rank's: without NVML one of them may not know it.
+            # Use the mode of any rank: without NVML some ranks may not know it.
             exclusive = any(member.devices[0].compute_mode == "exclusive_process" for member in members)
             if exclusive and not all(member.mps_reachable for member in members):
                 found.append(group)
@@ -135,7 +135,7 @@ class Job:
 
     @cached_property
     def device_memory_obstacle(self) -> str | None:
-        """Why the ipc backend cannot use device memory for these workers, None where it can."""
+        """Why the ipc backend cannot use device memory for these workers, None if it can."""
         for group in self.conflicts:
             if not group.same_device:
                 return f"{group.text}, and slices cannot map each other's memory"
@@ -148,5 +148,5 @@ class Job:
         return None
 
     def shares_by(self, policy: str) -> bool:
-        """Whether devices are shared where NCCL is wanted, and ``on_shared_device`` has this value."""
+        """Whether devices are shared and NCCL is wanted, and ``on_shared_device`` has this value."""
         return self.wants_nccl and bool(self.conflicts) and self.settings.on_shared_device == policy

@@ -1,4 +1,4 @@
-"""Starts that are Ray Train's own and stay untouched; asked before any worker is."""
+"""Find starts that are left to Ray Train unchanged, before any worker is called."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ray_fracbackend.decide.backends import parse_backend, similar_backend
 
-# Ray resources of accelerators that Ray starts itself.
+# Ray resources of accelerators for which Ray starts the group itself.
 _FOREIGN_ACCELERATORS = ("TPU", "HPU", "NPU", "neuron_cores")
-# Case and result, as the rows of the table have them.
+# Case and result, in the format of the table's rows.
 LEFT_TO_RAY = (
     "a backend of [another name](#whose-backend), or `TPU`, `HPU`, `NPU` or `neuron_cores` workers",
     "Ray's own start, untouched. Decided before the workers are probed: no verification, no report",
@@ -18,11 +18,12 @@ LEFT_TO_RAY = (
 
 @dataclass(frozen=True)
 class LeftToRay:
-    """A start that is Ray Train's own.
+    """A start that is left to Ray Train.
 
     Attributes:
-        reason: Why it is, for a message.
-        is_probable_typo: The backend's name is most likely one of ours with a slip, which torch refuses later and less clearly.
+        reason: Why it is left to Ray Train, for a message.
+        is_probable_typo: Whether the backend's name is probably a typo of ours, which torch would refuse later and less
+            clearly.
     """
 
     reason: str
@@ -30,14 +31,14 @@ class LeftToRay:
 
 
 def left_to_ray(backend: str | None, resources_per_worker: Mapping[str, float]) -> LeftToRay | None:
-    """Tell whether a start is Ray Train's own.
+    """Return whether a start is left to Ray Train.
 
     Args:
-        backend: The backend that was asked for.
-        resources_per_worker: What Ray reserved for each worker.
+        backend: The requested backend.
+        resources_per_worker: Resources that Ray reserved for each worker.
 
     Returns:
-        Why it is, None where it is ours.
+        The reason, None if this package starts the group.
     """
     if not parse_backend(backend).is_ours:
         similar = similar_backend(parse_backend(backend).name)

@@ -1,7 +1,7 @@
-"""NCCL's rules for ranks on one GPU: which it refuses in which version, and the flags of 2.30 for several ranks per GPU.
+"""NCCL's rules for ranks on one GPU: which it refuses in which version, and the flags of 2.30 for several ranks.
 
-Several ranks on one GPU are experimental in NCCL, since 2.30: every rank takes channels of its own, and too few resources for
-all of them end in a hang. Sources: init.cc, utils.cc and env.rst of the release tags.
+Several ranks on one GPU are experimental in NCCL, since 2.30. Every rank uses its own channels; if there are not enough
+resources for all, NCCL hangs. Sources: init.cc, utils.cc and env.rst of the release tags.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ray_fracbackend.decide.worker_info import DeviceInfo, NcclVersion, WorkerIn
 
 # From this version on NCCL compares GPU UUIDs instead of PCI bus ids (init.cc, ncclCheckMultiRank).
 NCCL_COMPARES_UUID: NcclVersion = (2, 30, 7)
-# From this version on NCCL takes several ranks on one GPU when NCCL_MULTI_RANK_GPU_ENABLE=1.
+# From this version on NCCL accepts several ranks on one GPU if NCCL_MULTI_RANK_GPU_ENABLE=1.
 NCCL_MULTI_RANK: NcclVersion = (2, 30, 0)
 MULTI_RANK_ENV = "NCCL_MULTI_RANK_GPU_ENABLE"
-# CTAs for all ranks of a device together: NCCL documents its defaults as enough for two ranks.
+# CTAs for all ranks of a device together: NCCL's documentation says that its defaults are enough for two ranks.
 _CTAS_PER_DEVICE = 8
 
 
@@ -28,10 +28,10 @@ def versions_text(workers: Sequence[WorkerInfo]) -> str:
 
 
 def nccl_conflicts(workers: Sequence[WorkerInfo]) -> tuple[ShareGroup, ...]:
-    """Group ranks on different devices that the loaded NCCL considers one and refuses.
+    """Group ranks on different devices that the loaded NCCL treats as one and refuses.
 
-    NCCL compares ranks of equal host hash only (utils.cc): below 2.30.7 by PCI bus id, so that MIG slices of one GPU
-    collide, from 2.30.7 on by device UUID. A version that could not be read is taken to be old.
+    NCCL compares only ranks with the same host hash (utils.cc). Below 2.30.7 it compares PCI bus ids, so MIG slices of
+    one GPU collide; from 2.30.7 on it compares device UUIDs. An unknown version counts as old.
     """
     return different_devices(
         workers, lambda worker, device: f"{worker.nccl_host}\0{_compared(worker.nccl_version, device)}"
@@ -45,7 +45,7 @@ def _compared(version: NcclVersion | None, device: DeviceInfo) -> str:
 
 
 def mig_siblings(workers: Sequence[WorkerInfo]) -> tuple[ShareGroup, ...]:
-    """Group ranks on different MIG slices of one GPU; users report that NCCL may refuse these at any version."""
+    """Group ranks on different MIG slices of one GPU; users report that NCCL may refuse these in any version."""
     if not any(worker.devices and worker.devices[0].is_mig for worker in workers):
         return ()
     return different_devices(workers, _physical_gpu)
@@ -58,13 +58,13 @@ def _physical_gpu(worker: WorkerInfo, device: DeviceInfo) -> str:
 
 
 def multi_rank_obstacle(workers: Sequence[WorkerInfo], groups: Sequence[ShareGroup]) -> str | None:
-    """Return why the user's ``NCCL_MULTI_RANK_GPU_ENABLE=1`` has no effect, None where it has.
+    """Return why the user's ``NCCL_MULTI_RANK_GPU_ENABLE=1`` has no effect, None if it has an effect.
 
-    It needs the variable on all ranks that share a device, and one NCCL of 2.30 or newer on all workers.
+    It needs the variable on all ranks that share a device, and the same NCCL, 2.30 or newer, on all workers.
 
     Args:
         workers: Every rank, in rank order.
-        groups: The ranks that share a device.
+        groups: Ranks that share a device.
 
     Returns:
         The obstacle in one clause.
@@ -83,7 +83,7 @@ def multi_rank_obstacle(workers: Sequence[WorkerInfo], groups: Sequence[ShareGro
 
 
 def nvls_demanded(workers: Sequence[WorkerInfo]) -> str | None:
-    """Return who demands NVLS, in one clause: NCCL refuses it beside several ranks on a GPU. None where nobody does."""
+    """Return which ranks require NVLS, in one clause, or None. NCCL refuses it with several ranks on a GPU."""
     ranks = [worker.rank for worker in workers if worker.env.get("NCCL_NVLS_ENABLE") == "1"]
     return (
         f"NCCL_NVLS_ENABLE=1 is set on {ranks_text(ranks)}, which NCCL refuses beside several ranks on one GPU"
@@ -95,12 +95,12 @@ def nvls_demanded(workers: Sequence[WorkerInfo]) -> str | None:
 def multi_rank_env(num_ranks: int, several_nodes: bool = False) -> dict[str, str]:
     """Return the variables that NCCL 2.30 or newer needs for several ranks on one GPU.
 
-    NVLS is disabled explicitly: it is incompatible with several ranks per GPU, and 2.30.7 detects that from the last
-    pair of ranks alone (init.cc, ``hasMultiRankNvml``).
+    NVLS is disabled explicitly: it is incompatible with several ranks per GPU, and 2.30.7 checks this only on the last
+    pair of ranks (init.cc, ``hasMultiRankNvml``).
 
     Args:
-        num_ranks: Ranks on the fullest GPU, at least one.
-        several_nodes: True if the job has more than one node.
+        num_ranks: Number of ranks on the GPU with the most ranks, at least one.
+        several_nodes: Whether the job has more than one node.
     """
     env = {MULTI_RANK_ENV: "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": str(max(1, _CTAS_PER_DEVICE // num_ranks))}
     if several_nodes:
@@ -109,14 +109,14 @@ def multi_rank_env(num_ranks: int, several_nodes: bool = False) -> dict[str, str
 
 
 def kept_settings(workers: Sequence[WorkerInfo], env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return ``NAME=value`` of each variable that the user set to another value than the plan."""
+    """Return ``NAME=value`` of each variable that the user set to a different value than the plan."""
     return tuple(
         sorted({f"{name}={w.env[name]}" for w in workers for name in env if w.env.get(name, env[name]) != env[name]})
     )
 
 
 def interface_doubts(workers: Sequence[WorkerInfo]) -> tuple[str, ...]:
-    """Return each ``NCCL_SOCKET_IFNAME`` by which NCCL finds no interface of the rank's node, in one line with the ranks."""
+    """Return each ``NCCL_SOCKET_IFNAME`` that matches no interface of the rank's node, in one line with the ranks."""
     ranks_of: dict[str, list[int]] = {}
     for worker in workers:
         value, known = worker.env.get(NCCL_IFNAME, ""), list(worker.network.interfaces)

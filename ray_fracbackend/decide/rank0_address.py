@@ -1,12 +1,12 @@
-"""Choose the address of rank 0's store as each rank reaches it, always a literal IP.
+"""Choose the address of rank 0's store for each rank, always a literal IP.
 
 ========================  ==============================================================================
-``master_addr`` is set    as configured; a host name becomes the address that it resolves to on each rank
+``master_addr`` is set    as configured; a host name is replaced by the address that it resolves to on each rank
 all ranks on one node     loopback
-otherwise                 Ray's address of rank 0's node; an error where other nodes cannot use it
+otherwise                 Ray's address of rank 0's node; an error if other nodes cannot use it
 ========================  ==============================================================================
 
-A host name never reaches c10d, which would look it up again and again.
+c10d always receives an IP address, because it would look up a host name repeatedly.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
 from ray_fracbackend.errors import RendezvousError
 
-# Address of rank 0's store by rank, the source of it as logged, warnings.
+# Addresses of rank 0's store by rank, their source for the log, and warnings.
 _Addresses = tuple[tuple[str, ...], str, tuple[str, ...]]
 
 
 def rank0_addresses(workers: Sequence[WorkerInfo], settings: Settings, one_node: bool) -> _Addresses:
-    """Return rank 0's address as each rank reaches it, the source of it, and warnings, one line each.
+    """Return rank 0's address for each rank, its source, and warnings, one line each.
 
     Args:
         workers: Every rank, in rank order.
         settings: The user's settings.
-        one_node: All ranks share one loopback interface.
+        one_node: Whether all ranks share one loopback interface.
 
     Raises:
-        RendezvousError: No address of rank 0 can work for all ranks.
+        RendezvousError: No address of rank 0 works for all ranks.
     """
     if settings.master_addr is not None:
         return _configured(workers, settings.master_addr, one_node)
@@ -83,7 +83,7 @@ def _node_address(workers: Sequence[WorkerInfo]) -> tuple[str, tuple[str, ...]]:
     if loopback:
         raise RendezvousError(_loopback_text(loopback), ranks=[worker.rank for worker in loopback])
     address = first.node_ip
-    if is_link_local(address):  # needs a scope, which differs from node to node
+    if is_link_local(address):  # it needs a scope, which differs between nodes
         name = owner_of(interfaces, address)
         others = [a for a in interfaces.get(name or "", ()) if not is_link_local(a)]
         if not others:

@@ -1,4 +1,4 @@
-"""The errors of the guards: why a job cannot start like this, and what would let it start."""
+"""Errors of the guards: why a job cannot start with these settings, and what to change."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ray_fracbackend.errors import FracBackendError, IncompatibleWorkersError, M
 
 
 def if_it_helps(job: Job, text: str, **settings: str) -> str:
-    """Return the text where the start would go through with these settings in place of the user's, else nothing."""
+    """Return the text if the start would succeed with these settings instead of the user's, else an empty string."""
     if not job.is_asked:
         return ""
-    from ray_fracbackend.decide.table import decide_job  # the rows, which are made of these errors
+    from ray_fracbackend.decide.table import decide_job  # table.py imports this module
 
     changed = copy.copy(job.settings)
     for name, value in settings.items():
@@ -28,7 +28,7 @@ def if_it_helps(job: Job, text: str, **settings: str) -> str:
 
 
 def mixed_systems(job: Job) -> FracBackendError:
-    """Windows and other systems in one job."""
+    """Return the error for Windows and other systems in one job."""
     return IncompatibleWorkersError(
         f"Windows on {ranks_text(job.on_windows)}, Linux or macOS on the others. Gloo cannot connect Windows with other "
         "systems (gloo#386); place all workers on nodes of one system.",
@@ -37,12 +37,12 @@ def mixed_systems(job: Job) -> FracBackendError:
 
 
 def cannot_use_nccl(job: Job) -> list[int]:
-    """Ranks of a job without GPUs that cannot use NCCL all the same."""
+    """Return the ranks of a job without GPUs that cannot use NCCL."""
     return [worker.rank for worker in job.workers if not worker.nccl_available or worker.num_visible_devices == 0]
 
 
 def nccl_without_gpus(job: Job) -> FracBackendError:
-    """NCCL by its name for workers that have no GPU of any kind."""
+    """Return the error for an explicit NCCL on workers without any GPU."""
     ranks = cannot_use_nccl(job)
     auto = if_it_helps(job, ", or use backend='auto' or 'gloo'", backend="auto")
     return MissingDeviceError(
@@ -53,7 +53,7 @@ def nccl_without_gpus(job: Job) -> FracBackendError:
 
 
 def missing_cuda(job: Job) -> FracBackendError:
-    """GPUs of Ray that torch cannot use."""
+    """Return the error for GPUs of Ray that torch cannot use."""
     on_cpu = if_it_helps(
         job, ", or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU", on_missing_cuda="cpu"
     )
@@ -65,7 +65,7 @@ def missing_cuda(job: Job) -> FracBackendError:
 
 
 def compute_mode(job: Job) -> FracBackendError:
-    """A compute mode that lets no process, or no second one, use a device."""
+    """Return the error for a compute mode that allows no process, or no second process, on a device."""
     if job.prohibited:
         return MissingDeviceError(
             f"the device of {ranks_text(job.prohibited)} is in compute mode PROHIBITED, which lets no process use it. "
@@ -81,7 +81,7 @@ def compute_mode(job: Job) -> FracBackendError:
 
 
 def shared_error(job: Job) -> FracBackendError:
-    """Shared devices, which the policy forbids."""
+    """Return the error for shared devices that the policy forbids."""
     auto = if_it_helps(job, ", or set on_shared_device to 'auto' or 'gloo'", on_shared_device="auto")
     return SharedDeviceError(
         f"{share_text(job.conflicts)}, and on_shared_device='error' forbids it. Ask for a whole GPU per worker or for fewer "
@@ -91,7 +91,7 @@ def shared_error(job: Job) -> FracBackendError:
 
 
 def mixed_versions(job: Job) -> IncompatibleWorkersError:
-    """NCCL of different versions."""
+    """Return the error for different NCCL versions."""
     ranks_by_version = {
         version_text(version): [worker.rank for worker in job.workers if worker.nccl_version == version]
         for version in job.nccl_versions

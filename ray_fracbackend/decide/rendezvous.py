@@ -1,12 +1,12 @@
 """Plan the rendezvous: address and port of rank 0's store, Gloo's interface of every rank, libuv.
 
-Example: two nodes, rank 0 on 10.0.0.3, whose host names resolve to 127.0.1.1 as Debian sets them::
+Example: two nodes, rank 0 on 10.0.0.3, whose host names resolve to 127.0.1.1 as on Debian::
 
     rank 0 at 10.0.0.3:41235 (its node's address), Gloo over eth0 (rank 0), over ens5 (rank 1)
 
-An explicit setting of the user always wins, and a conflict with these rules is a warning. NCCL finds its interfaces
-itself: no NCCL variable is ever set. rank0_address.py chooses the address, gloo_interface.py the interfaces. The rules
-of each system are in docs/windows.md.
+The user's settings always take precedence; if they conflict with these rules, there is a warning. NCCL finds its
+interfaces itself: a start never sets an NCCL variable for them. rank0_address.py chooses the address, gloo_interface.py
+the interfaces. docs/windows.md describes the rules of each system.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
 from ray_fracbackend.errors import RendezvousError
 
-# torchrun's, which leaks into what a script that it runs starts.
+# Set by torchrun, and inherited by the processes that its script starts.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-# c10d tries IPv6 first, and a Windows IPv6 socket does not take the IPv4 address in it; then it connects over IPv4.
+# c10d tries IPv6 first, and a Windows IPv6 socket cannot reach an IPv4 address. Then c10d connects over IPv4.
 NOTE_10049 = (
     "on Windows c10d logs 'The client socket has failed to connect to [...] (system error: 10049 ...)', or 10051, at times with a "
     "foreign host name, before it connects over IPv4: this line is expected and harmless"
@@ -37,13 +37,13 @@ class WorkerRendezvous:
     """Rendezvous of one rank.
 
     Attributes:
-        master_addr: Address of rank 0's store as this rank reaches it, a literal IP without brackets.
+        master_addr: Address of rank 0's store for this rank, a literal IP without brackets.
         master_port: Port of that store.
-        env: Variables to set, also where the user set them.
-        start_env: Variables to set for the start and to remove once the group is verified.
-        interface_by_route: Find ``GLOO_SOCKET_IFNAME`` on the worker: the interface of its route to rank 0.
-        check_device: Gloo's device may not work, so it is created once before any rank waits.
-        check_reachable: Rank 0 may be on another machine, so the connection is checked first.
+        env: Variables to set, overriding the user's.
+        start_env: Variables to set for the start and to remove after the verification.
+        interface_by_route: Whether the worker finds ``GLOO_SOCKET_IFNAME``: the interface of its route to rank 0.
+        check_device: Whether to create Gloo's device once before any rank waits, because it may not work.
+        check_reachable: Whether to check the connection first, because rank 0 may be on another machine.
     """
 
     master_addr: str
@@ -60,14 +60,14 @@ class Rendezvous:
     """Rendezvous of all ranks.
 
     Attributes:
-        master_addrs: Address of rank 0's store as each rank reaches it, by rank; literal IPs.
+        master_addrs: Address of rank 0's store for each rank, by rank; literal IPs.
         master_port: Port of that store.
         init_method: ``env`` or ``tcp``.
-        one_node: All ranks share one loopback interface.
-        uses_gloo: Gloo connects the ranks.
-        interfaces: Gloo's interface of every rank, by rank; empty where Gloo is not used.
-        libuv_off: The store must not use libuv.
-        on_linux: The workers run on Linux.
+        one_node: Whether all ranks share one loopback interface.
+        uses_gloo: Whether Gloo connects the ranks.
+        interfaces: Gloo's interface of every rank, by rank; empty if Gloo is not used.
+        libuv_off: Whether the store must not use libuv.
+        on_linux: Whether the workers run on Linux.
         reason: The choice in one line, as logged.
         warnings: Conflicting settings and risks, one line each.
     """
@@ -85,7 +85,7 @@ class Rendezvous:
 
     @property
     def master_addr(self) -> str:
-        """Address of rank 0's store as rank 0 itself knows it."""
+        """Address of rank 0's store on rank 0 itself."""
         return self.master_addrs[0]
 
     def of(self, rank: int) -> WorkerRendezvous:
@@ -105,9 +105,9 @@ class Rendezvous:
             env=env,
             start_env=interface if choice.start_only else {},
             interface_by_route=choice.by_route,
-            # Except on Linux, Gloo may see other names and addresses of interfaces than psutil.
+            # Except on Linux, Gloo may use other names and addresses of interfaces than psutil.
             check_device=self.uses_gloo and (not self.on_linux or choice.name is None or choice.by_user),
-            # Rank 0 has the store itself, and may not reach its own address from inside.
+            # Rank 0 has the store itself, and may not be able to reach its own address from inside.
             check_reachable=not self.one_node and rank > 0,
         )
 
@@ -121,11 +121,11 @@ def plan_rendezvous(
         workers: Every rank, in rank order, at least one.
         settings: The user's settings.
         backend: The chosen backend.
-        store_port: Port of the store that rank 0 holds open, None where it holds none.
+        store_port: Port of the store that rank 0 holds open, None if there is none.
 
     Raises:
-        RendezvousError: Rank 0 holds no store open, no address of it can work for all ranks, or the ranks would give
-            Gloo addresses of different families.
+        RendezvousError: Rank 0 has no open store, no address of it works for all ranks, or the ranks would use Gloo
+            addresses of different families.
         BackendUnavailableError: Gloo finds no network device on a Windows node.
     """
     windows = workers[0].platform == "win32"
@@ -160,7 +160,7 @@ def plan_rendezvous(
 
 
 def _foreign_settings(workers: Sequence[WorkerInfo]) -> tuple[str, ...]:
-    """Warn of what is not of Ray Train: a variable of torchrun's, systems that Gloo does not connect with each other."""
+    """Return warnings about a variable of torchrun, and about systems that Gloo does not connect with each other."""
     warnings = []
     agents = [worker.rank for worker in workers if worker.env.get(AGENT_STORE) == "True"]
     if agents:
@@ -178,9 +178,9 @@ def _foreign_settings(workers: Sequence[WorkerInfo]) -> tuple[str, ...]:
 
 
 def is_one_node(workers: Sequence[WorkerInfo]) -> bool:
-    """Return True where all ranks share one loopback: one Ray node, or several on one machine with one address.
+    """Return True if all ranks share one loopback: one Ray node, or several on one machine with one address.
 
-    The network's id alone is not enough: machines that were restored from one snapshot have equal boot ids and namespaces.
+    The network id is not enough: machines that were restored from one snapshot have equal boot ids and namespaces.
     """
     if len({worker.node_id for worker in workers}) == 1:
         return True
