@@ -1,11 +1,12 @@
-"""Tries the newest Ray or the newest torch, with all else as in the tests: does the suite pass on it?
+"""Run the tests with the newest Ray or the newest torch; all other packages stay as in the tests.
 
     python3 ci/canary.py ray|torch [--pre] [PYTEST ARGUMENT ...]     in a temporary virtual environment, which is removed
     python3 ci/canary.py --record                                    after a check by hand: take this Ray's names as the known ones
 
-Of Ray it also checks the private names that ray_fracbackend/_ray.py imports or reaches, known from ci/ray_names.json, and the patches
-of upstream/. Ends with 0 when all is as known and passes; 1 when a name changed or vanished, a test failed, a patch does not apply or
-the release cannot be installed beside the other packages; 2 when nothing could be checked, as no package index could be reached.
+For Ray it also checks the private names that ray_fracbackend/_ray.py imports or uses against ci/ray_names.json, and the
+patches of upstream/. Exit code: 0 if nothing changed and all tests pass; 1 if a name changed or is gone, a test failed,
+a patch does not apply, or the release cannot be installed with the other packages; 2 if no package index could be
+reached.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from common import CONSTRAINTS, ROOT, make_venv
 
 KNOWN = ROOT / "ci" / "ray_names.json"
 COMPAT = ROOT / "ray_fracbackend" / "_ray.py"
-# Private methods and attributes that _ray.py reaches through objects that Ray hands over.
+# Private methods and attributes that _ray.py uses on objects from Ray.
 _V2_GROUPS = "ray.train.v2._internal.execution.worker_group"
 REACHED = (
     "ray.train.torch.config:_TorchBackend.on_start",
@@ -45,7 +46,7 @@ REACHED = (
 
 
 def compat_names(source: str) -> Iterator[str]:
-    """Find ``module:name`` of everything a module imports from Ray, by statement or by ``_private``, anywhere in it."""
+    """Find ``module:name`` of everything that a module imports from Ray, by statement or by ``_private``."""
     tree = ast.parse(source)
     owners = {}
     for node in ast.walk(tree):
@@ -57,7 +58,7 @@ def compat_names(source: str) -> Iterator[str]:
             yield from (f"{module}:{ast.literal_eval(name)}" for name in node.args[1:])
         elif isinstance(node, ast.Assign) and (module := private_module(node.value)):
             owners |= {target.id: module for target in node.targets if isinstance(target, ast.Name)}
-    # And the private attributes it takes from an imported module.
+    # Private attributes that it reads from an imported module.
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             value = node.value
@@ -73,12 +74,12 @@ def private_module(node: ast.AST) -> str | None:
 
 
 def names() -> list[str]:
-    """All names to look at, sorted."""
+    """Return all names to check, sorted."""
     return sorted({*compat_names(COMPAT.read_text()), *REACHED})
 
 
 def describe(name: str) -> str | None:
-    """Kind and signature of a name in this interpreter's Ray, None where it is gone."""
+    """Return kind and signature of a name in this interpreter's Ray, None if it is gone."""
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -89,7 +90,7 @@ def describe(name: str) -> str | None:
                 found = importlib.import_module(f"{found.__name__}.{part}")
     except (ImportError, AttributeError) as error:
         missing = getattr(error, "name", None) or ""
-        # An extra of Ray that is not installed says nothing about the name.
+        # A missing extra of Ray does not mean that the name is gone.
         return None if missing.startswith("ray") or isinstance(error, AttributeError) else f"not installed: {missing}"
     if inspect.ismodule(found):
         return "module"
@@ -99,7 +100,7 @@ def describe(name: str) -> str | None:
 
 
 def signature(found: Any) -> str:
-    """Parameters and defaults; without annotations, whose text differs between versions of Python."""
+    """Return parameters and defaults, without annotations, whose text differs between Python versions."""
     full = inspect.signature(found)
     bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in full.parameters.values()]
     text = str(full.replace(parameters=bare, return_annotation=inspect.Signature.empty))
@@ -113,7 +114,7 @@ def described() -> dict[str, Any]:
 
 
 def differences(known: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """One line for each name that is gone, changed or not known yet."""
+    """Return one line for each name that is gone, changed or new."""
     lines = []
     for name, now in found["names"].items():
         before = known["names"].get(name)
@@ -129,8 +130,8 @@ def differences(known: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def install_newest(package: str, python: Path, folder: Path, pre: bool) -> None:
-    """Installs the project and the newest release of a package, or ends the script: with 2 without an index, with 1 for another reason."""
-    # One package is what is to be new; all else is as in the tests.
+    """Install the project and the newest release of a package, or exit: with 2 without an index, else with 1."""
+    # Only this package is the newest one; all others are as in the tests.
     constraints = folder / "constraints.txt"
     lines = CONSTRAINTS.read_text().splitlines(keepends=True)
     constraints.write_text("".join(line for line in lines if not line.startswith(f"{package}==")))
@@ -149,14 +150,14 @@ def install_newest(package: str, python: Path, folder: Path, pre: bool) -> None:
 
 
 def has_releases(package: str, python: Path) -> bool:
-    """Return whether a package index answers: what pip prints of a failed installation does not always say so."""
+    """Return whether a package index answers, because pip's output of a failed installation is not always clear."""
     command = [str(python), "-m", "pip", "index", "versions", package]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def check(package: str, pre: bool, arguments: list[str]) -> int:
-    """Try the newest release of a package; returns the exit code."""
-    # pip tries an unreachable index for minutes; its virtual environment is gone afterwards in any case.
+    """Test the newest release of a package; return the exit code."""
+    # pip tries an unreachable index for minutes. The temporary environment is removed in any case.
     with tempfile.TemporaryDirectory(prefix="canary-", ignore_cleanup_errors=True) as folder:
         python = make_venv(Path(folder) / "venv")
         install_newest(package, python, Path(folder), pre)
@@ -173,7 +174,7 @@ def check(package: str, pre: bool, arguments: list[str]) -> int:
 
 
 def names_that_differ(python: Path) -> list[str] | None:
-    """Print and return what became of Ray's private names; None where that Ray cannot be imported."""
+    """Print and return the private names that differ; None if this Ray cannot be imported."""
     done = subprocess.run([python, __file__, "--describe"], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         print(f"{done.stderr.strip()[-2000:]}\ncanary: the newest Ray cannot be imported.")

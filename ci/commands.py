@@ -2,8 +2,8 @@
 
 usage: python ci/commands.py [COMMAND ...]     in an environment with the project and its extra `demo`
 
-A command has to end in time, with its exit code, and has to print its lines. One that fails does not stop the next. Ends with a table,
-and with 1 if a command failed. Standard library only; Linux, macOS and Windows.
+A command must end in time, with its exit code, and must print its lines. If one fails, the next still runs. The script
+prints a table and exits with 1 if a command failed. Standard library only; Linux, macOS and Windows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import IO
 
 from common import ROOT
 
-# A command that is over its limit gets SIGTERM, after which it ends its Ray, and so many seconds for that.
+# Seconds for a command to shut down its Ray after SIGTERM, which it gets after its time limit.
 _GRACE_S = 20
 
 
@@ -31,12 +31,12 @@ class Command:
     """One command.
 
     Attributes:
-        arguments: After ray-fracbackend.
-        limit_s: Seconds after which it has failed; at least 1.5 times what the slowest machine took, which is Windows' builds
-            under Wine on two cores (ci/wine_results.jsonl: doctor 39 s, demo 262 s, one start of the smoke test 167 s, the
-            example of `run` 184 s with three epochs).
-        prints: Regular expressions, each of which is found in a line of its output.
-        exit_code: Exit code.
+        arguments: Arguments after ray-fracbackend.
+        limit_s: Time limit in seconds, at least 1.5 times the time on the slowest machine: Windows' builds under Wine
+            on two cores (ci/wine_results.jsonl: doctor 39 s, demo 262 s, one start of the smoke test 167 s, the example
+            of `run` 184 s with three epochs).
+        prints: Regular expressions; each must match a line of the output.
+        exit_code: Expected exit code.
     """
 
     arguments: tuple[str, ...]
@@ -46,7 +46,7 @@ class Command:
 
     @property
     def name(self) -> str:
-        """Name of the command."""
+        """Return the name of the command."""
         return self.arguments[0]
 
 
@@ -55,7 +55,8 @@ COMMANDS = (
     Command(("doctor",), 120, (r"^  ok +Gloo ", r"^Paste this into an issue:")),
     Command(("plan", "--num-workers", "2"), 255, (r"\[2 workers, .*, not verified\]$",)),
     Command(("test", "--num-workers", "2"), 260, (r"verified in \d+ ms", r"^10 DDP steps on 2 workers: ")),
-    # The script has Ray's own TorchConfig and every rank saves a checkpoint of one name, which fails on Windows without `run`.
+    # The script uses Ray's own TorchConfig, and every rank saves a checkpoint with the same name. On Windows this fails
+    # without `run`.
     Command(
         ("run", "--on-missing-cuda", "cpu", _LAPTOP, "--stock", "--epochs", "1"),
         300,
@@ -66,10 +67,10 @@ COMMANDS = (
 
 
 def run_command(command: Command, program: Sequence[str], cwd: Path = ROOT) -> str:
-    """Run one command and show its output; returns ``passed``, or what went wrong."""
+    """Run one command and show its output; return ``passed`` or the reason of the failure."""
     words = [*program, *command.arguments]
     print("+", *words, flush=True)
-    # A file: a process that is left would hold a pipe open.
+    # A file, because a process that is left would hold a pipe open.
     with tempfile.TemporaryFile() as output:
         code = _exit_code(words, command.limit_s, output, cwd)
         output.seek(0)
@@ -84,7 +85,7 @@ def run_command(command: Command, program: Sequence[str], cwd: Path = ROOT) -> s
 
 
 def _exit_code(words: list[str], limit_s: float, output: IO[bytes], cwd: Path) -> int | None:
-    """Return the exit code; None after the limit, when the command and what it started have been ended."""
+    """Return the exit code; None after the time limit, when the command and its child processes have been ended."""
     process = subprocess.Popen(words, cwd=cwd, stdout=output, stderr=output, start_new_session=os.name != "nt")
     try:
         return process.wait(limit_s)
@@ -94,7 +95,7 @@ def _exit_code(words: list[str], limit_s: float, output: IO[bytes], cwd: Path) -
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command with its children; on Windows at once, as there is no SIGTERM."""
+    """End a command with its child processes; on Windows at once, because it has no SIGTERM."""
     if sys.platform == "win32":
         subprocess.run(["taskkill", "/T", "/F", "/PID", str(process.pid)], check=False)
         process.wait()
@@ -111,7 +112,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_commands(commands: Sequence[Command], program: Sequence[str], cwd: Path = ROOT) -> bool:
-    """Run commands one after the other and print a table of them; returns whether all passed."""
+    """Run commands one after the other and print a table; return whether all passed."""
     rows = []
     for command in commands:
         started = time.monotonic()

@@ -12,7 +12,7 @@ _BEGIN, _END = "<!-- table: ci/compatibility.py -->\n", "<!-- end of the table -
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """One row for each Python and torch, one column for each Ray, then what failed and rows without a run."""
+    """Return one row per Python and torch with one column per Ray, then the failures and the missing runs."""
     found = {matrix.key_of(cell): cell for cell in cells}
     notes: list[str] = []
     idle: list[str] = []
@@ -40,7 +40,7 @@ def _line(columns: list[str]) -> str:
 
 
 def _build(torch: str, row: list[dict[str, Any] | None]) -> tuple[str, str]:
-    """The torch that was installed, or the one to install, and what is built into it."""
+    """Return the torch that was installed, or that should be installed, and its build features."""
     installed = next((cell for cell in row if cell and "v1" in cell), None)
     if installed is None:
         return torch, "-"
@@ -66,7 +66,7 @@ def _noted(word: str, reason: str, notes: list[str]) -> str:
 
 
 def page(text: str, cells: list[dict[str, Any]]) -> str:
-    """The page with a new table in it."""
+    """Return the page with a new table."""
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     return f"{before}{_BEGIN}\n{table(cells)}\n\n{_END}{after}"

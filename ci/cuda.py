@@ -7,15 +7,15 @@ usage: python ci/cuda.py [OPTION ...] COMMAND ...       set up what is missing, 
                                                         the table of docs/gpu-sharing.md
        python ci/cuda.py --set-up | --export            only set up; print the exact versions
 
-Uses the package sources that pip is set up with. What it sets up is kept in --folder, 7 GB for each torch outside of the project,
-and used again.
+It uses the package sources of pip's configuration. It keeps the environment in --folder, 7 GB for each torch outside
+the project, and reuses it.
 
-**It is not a GPU.** The emulated CUDA runtime keeps device memory in host memory, and the CPU kernels of torch run late, in the order
-of the streams. So torch's CUDA build, its allocator, streams, events, IPC and ProcessGroupNCCL are the real ones; the driver, NVML,
-NCCL, and the kernels are not. What fails here may be the rig's fault, and what passes is no statement on a GPU's speed, on the order
-in which its kernels add numbers, or on the real NCCL.
+**It is not a GPU.** The emulated CUDA runtime keeps device memory in host memory. torch's CPU kernels run late, in the
+order of the streams. torch's CUDA build, its allocator, streams, events, IPC and ProcessGroupNCCL are real. The driver,
+NVML, NCCL and the kernels are not. A failure may be caused by the emulation. A success says nothing about a GPU's
+speed, the order in which its kernels add numbers, or the real NCCL.
 
-Exit code: that of the command; 2 for a wrong option, 77 where this machine cannot run it.
+Exit code: that of the command; 2 for a wrong option, 77 if this machine cannot run it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import cuda_steps
 from common import NOT_RUN, ROOT
 from cuda_setup import CELLS, SOURCES, Rig
 
-# Value (N: a number that is needed) and meaning of each fault.
+# Value (N: a required number) and meaning of each fault.
 FAULTS = {
     "no_driver": ("", "no driver: cudaErrorInsufficientDriver, and NVML does not start"),
     "old_driver": ("", "the driver is older than CUDA: cudaErrorInsufficientDriver"),
@@ -72,7 +72,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 
 
 def nvml_functions() -> list[str]:
-    """Return the functions that nvml_FUNCTION can name: without the beginning nvml and without a version."""
+    """Return the functions that nvml_FUNCTION can name, without the prefix nvml and without a version."""
     defined = re.findall(r"nvmlReturn_t nvml([A-Z]\w*?)(?:_v\d)?\(", (SOURCES / "nvml.cpp").read_text())
     return sorted(set(defined) - {"InitWithFlags"})
 
@@ -114,7 +114,7 @@ def nccl_version(text: str) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options; an error with exit code 2 for a wrong one."""
+    """Return the options; exit with 2 for a wrong option."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     faults = [(f"{name}=N" if kind else name, meaning) for name, (kind, meaning) in FAULTS.items()]
     faults.append(("nvml_FUNCTION", "this function of NVML fails with NVML_ERROR_UNKNOWN; such as nvml_DeviceGetUUID"))
@@ -189,7 +189,7 @@ def environment(rig: Rig, options: argparse.Namespace, state: Path) -> dict[str,
 
 
 class Command:
-    """Run one command: passes signals on to it, and ends what it leaves behind.
+    """Run one command: pass signals on to it, and end the processes that it leaves.
 
     Attributes:
         signal: The last signal that was passed on; 0 for none.
@@ -200,19 +200,19 @@ class Command:
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._forward)
-        # Processes whose parent has ended become children of this one: none is missed.
+        # Child processes whose parent has ended become children of this process, so none is missed.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def run(
         self, command: list[str], variables: dict[str, str], output: IO[str] | None = None, limit_s: float = 0
     ) -> int:
-        """Run the command to its end; returns its exit code, 128 + N for signal N.
+        """Run the command to its end; return its exit code, 128 + N for signal N.
 
         Args:
             command: Program and arguments.
-            variables: Its environment.
-            output: Where its output goes; None for that of this process.
-            limit_s: Seconds after which it gets SIGTERM; 0 for no limit.
+            variables: Environment of the command.
+            output: File for its output; None for the output of this process.
+            limit_s: Seconds until it gets SIGTERM; 0 for no limit.
         """
         try:
             process = self._process = subprocess.Popen(
@@ -225,7 +225,7 @@ class Command:
             timer.start()
         try:
             while True:
-                pid, status = os.waitpid(-1, 0)  # of others too: nobody else asks for them
+                pid, status = os.waitpid(-1, 0)  # also for other children, which only this process can wait for
                 if pid == process.pid:
                     code = process.returncode = os.waitstatus_to_exitcode(status)
                     return code if code >= 0 else 128 - code
@@ -241,9 +241,9 @@ class Command:
 
     def _send(self, number: int) -> None:
         assert self._process is not None
-        if self._process.returncode is not None:  # its number may be another's by now
+        if self._process.returncode is not None:  # its process id may have been reused
             return
-        send = os.killpg if number == signal.SIGINT else os.kill  # as a terminal does
+        send = os.killpg if number == signal.SIGINT else os.kill  # like a terminal
         with contextlib.suppress(ProcessLookupError):
             send(self._process.pid, number)
 
@@ -267,7 +267,7 @@ class Command:
 
 
 def _descendants() -> dict[int, str]:
-    """Return process ids and names of children of this process and of theirs, without those that have ended."""
+    """Return process ids and names of all living descendants of this process."""
     parents, names = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -319,7 +319,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def state_folder() -> Iterator[Path]:
-    """Make the folder that the processes of one command share."""
+    """Create the folder that the processes of one command share."""
     state = Path(tempfile.mkdtemp(prefix="cuda-rig-"))
     try:
         yield state
@@ -328,7 +328,7 @@ def state_folder() -> Iterator[Path]:
 
 
 def run_steps(command: Command, rig: Rig, options: argparse.Namespace) -> int:
-    """Run steps one after the other, each on a machine of its own; returns 1 if one failed, 128 + N after signal N."""
+    """Run steps one after the other, each on its own machine; return 1 if one failed, 128 + N after signal N."""
     failed = False
     (rig.folder / "steps").mkdir(exist_ok=True)
     for name in options.command or cuda_steps.STEPS:

@@ -1,15 +1,15 @@
-"""A CUDA build of torch, Ray, and CUDA libraries that run on the CPU: made with pip from its package sources and with g++.
+"""Set up a CUDA build of torch, Ray, and CUDA libraries that run on the CPU, with pip and g++.
 
 =======================  =============================================================================================
-libcudart.so.13 or .12   ci/cuda/*.cpp; what torch takes from the runtime and these lack answers cudaErrorNotSupported
-libcuda.so.1             empty: the driver's functions are in the library above, which it needs
+libcudart.so.13 or .12   ci/cuda/*.cpp; other functions that torch uses return cudaErrorNotSupported
+libcuda.so.1             empty; the driver's functions are in the library above, which it loads
 libnccl.so.2             ci/cuda/nccl*.cpp
-nvml/libnvidia-ml.so.1   ci/cuda/nvml.cpp and what it needs of the others
-rig_error_table.hpp      names and texts of the errors, asked of the runtime library that torch brings
+nvml/libnvidia-ml.so.1   ci/cuda/nvml.cpp and the files that it needs
+rig_error_table.hpp      names and texts of the errors, read from torch's real runtime library
 =======================  =============================================================================================
 
-A folder for each torch has the virtual environment, the compiled libraries in ``lib-HASH``, and the logs. The project itself is
-not installed there: ci/cuda.py puts the work tree on the path.
+One folder for each torch contains the virtual environment, the compiled libraries in ``lib-HASH``, and the logs. The
+project is not installed there: ci/cuda.py puts the work tree on the path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathlib import Path
 from common import ROOT, make_venv
 
 SOURCES = ROOT / "ci" / "cuda"
-# What the tests need beside torch and Ray, as in pyproject.toml.
+# Packages that the tests need besides torch and Ray, as in pyproject.toml.
 _TESTS = ("pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "expecttest", "psutil", "filelock", "nvidia-ml-py")
 _TESTS += ("packaging", "scikit-learn", "tqdm", "matplotlib")
 _LIBRARIES = ("lightning", "accelerate", "transformers")
@@ -68,10 +68,10 @@ class Cell:
     Args:
         ray: Version of Ray.
         runtime: Name of CUDA's runtime library.
-        headers: Requirements of wheels with headers that torch does not bring.
+        headers: Requirements of wheels with headers that torch does not depend on.
         include: Folders of the headers, below site-packages.
-        real_runtime: The runtime library that torch brings, below site-packages.
-        nccl: Version of NCCL that torch brings.
+        real_runtime: The runtime library of torch's dependencies, below site-packages.
+        nccl: Version of NCCL in torch's dependencies.
     """
 
     ray: str
@@ -124,7 +124,7 @@ class Rig:
         self._stages = {"packages": packages, "libraries": list(_LIBRARIES)}
 
     def why_not(self) -> str | None:
-        """Return what this machine lacks, None where the rig can be set up or is there."""
+        """Return what this machine lacks, None if the emulation can be or is set up."""
         if (sys.platform, platform.machine()) != ("linux", "x86_64"):
             return f"needs Linux on x86-64; this is {sys.platform} on {platform.machine()}"
         for tool, package in _TOOLS.items():
@@ -142,14 +142,14 @@ class Rig:
         return None
 
     def set_up(self, libraries: bool = False, always_say: bool = False) -> None:
-        """Make what is missing: minutes the first time, seconds after a change of the sources, nothing later.
+        """Set up what is missing: minutes the first time, seconds after a change of the sources, nothing later.
 
         Args:
             libraries: Also install Lightning, Accelerate and Transformers.
-            always_say: Print time and disk even if nothing was missing.
+            always_say: Print time and disk space even if nothing was missing.
 
         Raises:
-            SystemExit: A command failed; its log is named.
+            SystemExit: A command failed; the message names its log.
         """
         started = time.monotonic()
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ class Rig:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def disk_gb(self) -> float:
-        """Return what the folder takes on disk."""
+        """Return the disk space of the folder in GB."""
         files = (os.lstat(Path(at, name)) for at, _, names in os.walk(self.folder) for name in names)
         return sum(file.st_blocks * 512 for file in files) / 1e9
 
@@ -191,7 +191,7 @@ class Rig:
         line = shlex.join(map(str, command))
         with path.open("a") as output:
             print(f"+ {line}", file=output, flush=True)
-            # A pip that outlives this process keeps the lock: nobody else writes to the folder.
+            # A pip that outlives this process keeps the lock, so no other process writes to the folder.
             code = subprocess.run(
                 list(map(str, command)), stdout=output, stderr=output, pass_fds=[self._lock_held], check=False
             ).returncode
@@ -206,7 +206,7 @@ class Rig:
         return self.venv / f".ready-{stage}-{_hash(' '.join(parts).encode())}"
 
     def _install(self, stage: str) -> bool:
-        """Install the packages of one stage; returns whether they were missing."""
+        """Install the packages of one stage; return whether they were missing."""
         if self._stamp(stage).exists():
             return False
         pip = [self._python, "-m", "pip", "install", "--disable-pip-version-check", "--no-warn-script-location"]
@@ -234,7 +234,7 @@ class Rig:
         return _hash(self.torch.encode(), *parts)
 
     def _build(self) -> bool:
-        """Compile and link the libraries; returns whether they were missing."""
+        """Compile and link the libraries; return whether they were missing."""
         if self.lib.exists():
             os.utime(self.lib)
             return False
@@ -246,7 +246,7 @@ class Rig:
         (work / "nvml").mkdir(parents=True)
         self._write_error_table(work)
         sources = sorted(SOURCES.glob("*.cpp"))
-        # One job for each core; the object files of sources and headers that are as before are used again.
+        # One job per core. Object files of unchanged sources and headers are reused.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = dict(zip(sources, pool.map(lambda source: self._compile(source, work), sources), strict=True))
         nccl = [made for source, made in compiled.items() if source.name.startswith("nccl")]
@@ -279,7 +279,7 @@ class Rig:
         return target
 
     def _gxx(self, command: Sequence[str | Path]) -> None:
-        """Run the compiler and show what it says, warnings too."""
+        """Run the compiler and show its output, including warnings."""
         done = subprocess.run(list(map(str, command)), stderr=subprocess.PIPE, text=True, check=False)
         sys.stderr.write(done.stderr)
         if done.returncode:
@@ -296,7 +296,7 @@ class Rig:
             # ncclInternalError
             stubs = self._stubs(work, "nccl", 3, {name for name, of in taken if name.startswith("nccl")}, nccl)
             self._link(work, "libnccl.so.2", "{ global: nccl*; pnccl*; local: *; };", [*nccl, stubs, *against])
-        # Of the runtime's sources only what NVML calls: it has no symbol in common with the runtime library.
+        # Link only what NVML calls: this library must have no symbol in common with the runtime library.
         archive = work / "rig.a"
         self._call("link", "ar", "rcs", archive, *others)
         options = ["-Wl,--no-undefined", "-Wl,-soname,libnvidia-ml.so.1"]
@@ -311,7 +311,7 @@ class Rig:
         script.unlink()
 
     def _stubs(self, work: Path, name: str, error: int, taken: set[str], objects: list[Path]) -> Path:
-        """Compile a function for each name that is taken and that the objects do not define."""
+        """Compile a function for each required name that the objects do not define."""
         listed = subprocess.run(["nm", "--defined-only", "--extern-only", *objects], capture_output=True, check=True)
         defined = {line.split()[-1] for line in listed.stdout.decode().splitlines() if line}
         source = work / f"{name}_stubs.cpp"
@@ -320,16 +320,16 @@ class Rig:
         return source.with_suffix(".o")
 
     def _taken(self) -> set[tuple[str, str]]:
-        """Return what the libraries of torch and of its dependencies take from others: names, and libraries if known."""
+        """Return the symbols that the libraries of torch and its dependencies import, with their libraries if known."""
         libraries = [*self._site.glob("torch/lib/*.so*"), *self._site.glob("nvidia/**/*.so*")]
         command = ["nm", "--dynamic", "--undefined-only", *libraries]
-        # Its exit code tells of files that are no libraries.
+        # A nonzero exit code means only that some files are not libraries.
         listed = subprocess.run(command, capture_output=True, check=False).stdout.decode()
         return set(re.findall(r"^ +U (\w+)(?:@+(\S+))?$", listed, re.M))
 
 
 def _versions(name: str) -> list[str]:
-    """Return the versions of a package that pip can install here, none where its sources cannot be reached."""
+    """Return the versions of a package that pip can install here, none if its sources cannot be reached."""
     command = [sys.executable, "-m", "pip", "index", "versions", name, "--retries", "1", "--disable-pip-version-check"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     found = re.search(r"^Available versions: (.+)$", listed, re.M)

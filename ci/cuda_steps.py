@@ -1,6 +1,6 @@
-"""Steps that ci/cuda.py runs on the emulated CUDA runtime, what they came to, and their table in the docs. Standard library only.
+"""Steps of ci/cuda.py on the emulated CUDA runtime, their results, and their table. Standard library only.
 
-A step is a command with a time limit, on one or several torch releases. `SMOKE` are those that every change has to pass.
+A step is a command with a time limit, on one or several torch releases. Every change must pass the steps in `SMOKE`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BEGIN, _END = "<!-- table: ci/cuda.py --steps --record -->\n", "<!-- end of the
 _COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
 _PYTEST = ("pytest", "-p", "no:cacheprovider", "-q", "-rs", "--full")
 
-# For the tests of several devices; all others use the first.
+# For the tests with several devices; all others use the first device.
 _TWO_GPUS = {"CUDA_RIG_DEVICES": "2"}
 
 
@@ -32,10 +32,10 @@ class Step:
     """One command.
 
     Args:
-        what: What it shows, for the table.
+        what: Description for the table.
         command: Program and arguments, in the project's folder.
-        limit_s: Seconds after which it is ended.
-        env: Variables beside those of the rig.
+        limit_s: Time limit in seconds.
+        env: Environment variables besides those of the emulation.
     """
 
     what: str
@@ -107,13 +107,13 @@ SMOKE = _tests(
 
 
 def run(start: Callable[..., int], step: Step, variables: Mapping[str, str], log: Path) -> dict[str, Any]:
-    """Run one step with its output in a file; returns what it came to.
+    """Run one step with its output in a file; return its result.
 
     Args:
         start: ``Command.run`` of ci/cuda.py.
-        step: What to run.
-        variables: Environment of the rig.
-        log: The file.
+        step: The step.
+        variables: Environment of the emulation.
+        log: File for the output.
     """
     started = time.monotonic()
     command = [word.replace("{out}", str(log.with_suffix(".out"))) for word in step.command]
@@ -130,7 +130,7 @@ def _last_lines(text: str) -> str:
 
 
 def record(torch: str, ray: str, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write these results over earlier ones of the same steps, and the table of the page."""
+    """Replace earlier results of the same steps by these, and update the table of the page."""
     known = {cell["torch"]: cell for cell in read()}
     steps = {**known.get(torch, {}).get("steps", {}), **found}
     known[torch] = {
@@ -147,7 +147,7 @@ def record(torch: str, ray: str, found: Mapping[str, Mapping[str, Any]]) -> None
 
 
 def read() -> list[dict[str, Any]]:
-    """Return what was recorded, a cell for each torch release."""
+    """Return the recorded results, a cell for each torch release."""
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 

@@ -1,11 +1,11 @@
-"""Record what CUDA builds of torch say where CUDA fails, for the unit tests: their own texts, on the emulated runtime.
+"""Record torch's error messages for failures of CUDA, on the emulated runtime, for the unit tests.
 
 usage: python ci/cuda_texts.py          writes tests/unit/cuda_texts.json, in some minutes
 
-The errors' numbers are made by the emulated runtime (ci/cuda.py), which has the names and the texts of numbers from the real one; what
-is recorded is what torch makes of them. For each torch and each of tests/cuda/cuda_steps.py: the first step that fails, with type
-and text of its error, or that none does. For each CUDA_VISIBLE_DEVICES on a machine with two GPUs: how many torch counts, and the error of
-torch.cuda.init().
+The emulated runtime (ci/cuda.py) returns the error numbers, with the names and texts of the real runtime. The script
+records how torch reports them. For each torch and each step of tests/cuda/cuda_steps.py it records the first step that
+fails, with type and text of its error, or that none fails. For each CUDA_VISIBLE_DEVICES on a machine with two GPUs it
+records torch's device count and the error of torch.cuda.init().
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ print(json.dumps({"count": torch.cuda.device_count(), "error": error}))
 
 
 def ask(torch: str, options: list[str], command: list[str], **env: str) -> dict[str, Any]:
-    """Return what a program says, in one line of JSON."""
+    """Return the output of a program, one line of JSON."""
     variables = [f"{name}={value}" for name, value in env.items()]
     words = [sys.executable, str(ROOT / "ci" / "cuda.py"), "--torch", torch, *options]
     words += ["env", "--unset=CUDA_VISIBLE_DEVICES", *variables, *command]
@@ -49,7 +49,7 @@ def ask(torch: str, options: list[str], command: list[str], **env: str) -> dict[
 
 
 def record(torch: str) -> dict[str, Any]:
-    """Return everything of one torch release."""
+    """Return all records of one torch release."""
     errors, version = {}, ""
     for name, case in CASES.items():
         found = ask(torch, [], ["python", "-m", "tests.cuda.cuda_steps", name], **case.env)

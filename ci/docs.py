@@ -1,7 +1,7 @@
 """Build the documentation as a site into build/site. usage: python ci/docs.py
 
-Takes the extra `docs` of this interpreter's environment: python -m pip install -e '.[docs]'. A warning fails the build. The
-site is read from its files, without a server and without internet: build/site/index.html.
+Uses the extra `docs` of this interpreter's environment: python -m pip install -e '.[docs]'. A warning fails the build.
+The site is read from its files, without a server and without internet: build/site/index.html.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from common import ROOT, run
 
 SITE = ROOT / "build" / "site"
-# Scripts, pictures and styles by an address, which a reader's browser would fetch.
+# Scripts, images and styles that a reader's browser would fetch from a network address.
 _LOADED = re.compile(r"""<(?:script|img|link|iframe)\b[^>]*(?:src|href)=["']?(https?://[^"' >]+)""")
 
 

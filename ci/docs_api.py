@@ -1,4 +1,4 @@
-"""Extension of griffe for mkdocs.yml: what the API page cannot read from the source as it stands. Called by MkDocs, not by hand."""
+"""Extension of griffe for mkdocs.yml: what griffe cannot read from the source. Called by MkDocs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PublicApi(griffe.Extension):
     """Show the settings with their defaults, and code in docstrings as Python."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Read ``_setting(default, rule, help)`` of Settings as the dataclass field that it makes."""
+        """Treat ``_setting(default, rule, help)`` of Settings as the dataclass field that it creates."""
         call = attr.value
         if not isinstance(call, griffe.ExprCall) or str(call.function) != "_setting":
             return
@@ -29,7 +29,7 @@ class PublicApi(griffe.Extension):
         )
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Fence the code of a docstring."""
+        """Convert code in a docstring to a fenced block."""
         if obj.docstring:
             obj.docstring.value = _CODE.sub(_fenced, obj.docstring.value)
 

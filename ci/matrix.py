@@ -1,10 +1,10 @@
-"""Tries versions of Ray with the torch and the Python of this environment; `nox -s matrix` runs it once for each pair of those.
+"""Test versions of Ray with this environment's torch and Python; `nox -s matrix` runs it for each pair.
 
 usage: python ci/matrix.py --torch VERSION [--ray VERSION ...]
 
-Installs each Ray and the project into the environment that it runs in, runs a few tests with every engine that this Ray
-has, and writes one JSON line a cell to ci/matrix_results.jsonl, in place of the line that the same cell had. What cannot be
-installed because a wheel does not exist is reported and is no failure.
+Installs each Ray and the project into the environment that runs it, and runs a few tests with every engine of this Ray. Writes
+one JSON line per cell to ci/matrix_results.jsonl, replacing the earlier line of the cell. If a version cannot be
+installed because a wheel does not exist, this is reported and is not a failure.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from common import ROOT
 RESULTS = ROOT / "ci" / "matrix_results.jsonl"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 RAYS = ("2.40.0", "2.44.1", "2.48.0", "2.52.1", "2.56.1", "2.60.0")
-# The oldest that is supported, the one that the tests run with, and newer ones.
+# The oldest supported version, the version that the tests use, and newer ones.
 TORCHES = ("2.4.1", "2.13.0", "2.14.1", "2.15.0")
-# A start on logical GPUs, and one that fails.
+# A start on logical GPUs, and a start that fails.
 SMOKE = (
     "tests/ray/test_trainer.py::test_gpu_script_on_the_cpu",
     "tests/ray/test_trainer.py::test_missing_cuda_is_an_error_by_default",
@@ -47,17 +47,17 @@ print(json.dumps({
 
 
 def key_of(cell: dict[str, Any]) -> tuple[str, str, str]:
-    """What makes two lines the same cell: Python's series, the torch that was asked for, Ray."""
+    """Return the identity of a cell: Python series, requested torch, Ray."""
     return cell["python"], cell["torch_asked"], cell["ray"]
 
 
 def read() -> list[dict[str, Any]]:
-    """All cells that have been tried."""
+    """Return all cells that have been tested."""
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
 def record(cell: dict[str, Any]) -> None:
-    """Writes one cell, in place of an earlier line of it."""
+    """Write one cell, replacing its earlier line."""
     cells = {key_of(known): known for known in read()}
     cells[key_of(cell)] = cell
     lines = [json.dumps(cells[key]) for key in sorted(cells, key=_numbers)]
@@ -69,7 +69,7 @@ def _numbers(key: tuple[str, str, str]) -> list[list[int]]:
 
 
 def why_not_installed(pip_errors: str) -> str | None:
-    """The reason that pip gives where wheels are missing or exclude each other, None where something else went wrong."""
+    """Return pip's reason if wheels are missing or exclude each other, None for another failure."""
     if found := _NO_WHEEL.search(pip_errors):
         return f"no wheel of {found[1]}"
     if found := _CONFLICT.search(pip_errors):
@@ -78,7 +78,7 @@ def why_not_installed(pip_errors: str) -> str | None:
 
 
 def try_cell(torch: str, ray: str) -> dict[str, Any]:
-    """Installs one combination and runs the smoke tests with each of its engines."""
+    """Install one combination and run the smoke tests with each of its engines."""
     series = "{}.{}".format(*sys.version_info[:2])
     cell: dict[str, Any] = {"python": series, "torch_asked": torch, "ray": ray, "result": "passed"}
     cell["date"] = datetime.date.today().isoformat()
@@ -103,7 +103,7 @@ def try_cell(torch: str, ray: str) -> dict[str, Any]:
 
 
 def try_engine(engine: str) -> str:
-    """``passed``, or what failed."""
+    """Return ``passed`` or the failure."""
     environment = {**os.environ, "RAY_TRAIN_V2_ENABLED": _ENGINES[engine]}
     commands = [["-m", "pytest", "--quiet", "--full", *SMOKE], ["ci/start_smoke.py", "--once"]]
     for command in commands:

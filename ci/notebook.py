@@ -1,7 +1,7 @@
 """Run examples/fractional_gpu.ipynb from top to bottom in a folder of its own. usage: python ci/notebook.py [--write]
 
-Needs nbclient and ipykernel, of the extra `test`. A cell that raises ends it with exit code 1. --write puts the outputs into the
-notebook, without warnings, and without addresses and paths of this machine.
+Needs nbclient and ipykernel from the extra `test`. If a cell raises an error, the exit code is 1. --write saves the
+outputs in the notebook, without warnings, and without addresses and paths of this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEPT = ("output_type", "data", "text", "name")
 
 
 def ran(notebook: nbformat.NotebookNode, folder: str) -> nbformat.NotebookNode:
-    """Execute all cells with this interpreter, in a folder of its own."""
+    """Execute all cells with this interpreter in a separate folder."""
     client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}})
     client.create_kernel_manager()
     client.km.kernel_spec.argv[0] = sys.executable
@@ -29,7 +29,7 @@ def ran(notebook: nbformat.NotebookNode, folder: str) -> nbformat.NotebookNode:
 
 
 def cleaned(notebook: nbformat.NotebookNode, folder: str) -> nbformat.NotebookNode:
-    """Keep what cells show, without times, warnings and what belongs to this machine."""
+    """Keep the outputs of the cells, without times, warnings and data of this machine."""
     number = 0
     for cell in notebook.cells:
         cell.metadata = {}

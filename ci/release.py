@@ -1,10 +1,10 @@
-"""The steps of a release but the upload, which .github/workflows/release.yml does; people run them to try a release.
+"""All steps of a release except the upload, for .github/workflows/release.yml and for people.
 
 usage: python ci/release.py check-tag TAG     the tag is v and the version, and the changelog has its dated section
        python ci/release.py build FOLDER      build the source archive, and the wheel from it, into a folder that is empty or not there
        python ci/release.py test FOLDER       test that wheel: twine, then a new virtual environment, where every command runs
 
-Needs build and twine, which the extra `test` has. What is uploaded are the files that were tested: nothing is built a second time.
+Needs build and twine from the extra `test`. The tested files are uploaded: nothing is built a second time.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ assert FracTorchConfig().backend == "auto"
 
 
 def version() -> str:
-    """Return the version of the checkout, without importing it: that needs Ray and torch."""
+    """Return the version of the checkout without importing it, because that needs Ray and torch."""
     text = (ROOT / "ray_fracbackend" / "__init__.py").read_text(encoding="utf-8")
     (found,) = re.findall(r'^__version__ = "(.+)"$', text, flags=re.MULTILINE)
     return str(found)
 
 
 def check_tag(tag: str) -> None:
-    """Check that a tag is that of the version, and that the changelog has the version.
+    """Check that a tag matches the version, and that the changelog has a section for the version.
 
     Raises:
-        SystemExit: One of them is not so.
+        SystemExit: A check failed.
     """
     if tag != f"v{version()}":
         sys.exit(f"the tag is {tag} and __version__ is {version()}: the tag must be v{version()}")
@@ -61,7 +61,7 @@ def built(folder: Path) -> tuple[Path, Path]:
     """Return the wheel and the source archive of the version in a folder.
 
     Raises:
-        SystemExit: The folder has other files, which would be uploaded too, or lacks one.
+        SystemExit: The folder contains other files, which would be uploaded too, or one is missing.
     """
     wanted = [f"ray_fracbackend-{version()}-py3-none-any.whl", f"ray_fracbackend-{version()}.tar.gz"]
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -83,29 +83,29 @@ def build(folder: Path) -> None:
 
 
 def show(folder: Path) -> None:
-    """Print the SHA-256 sums, by which the logs show that the tested files are those that were built."""
+    """Print the SHA-256 sums: the logs then show that the tested files are the built ones."""
     for file in built(folder):
         print(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}", flush=True)
 
 
 def test(folder: Path) -> None:
-    """Check both files with twine; install the wheel into a new environment and run every command of the command line there.
+    """Check both files with twine. Install the wheel into a new environment and run every command of the command line.
 
     Raises:
         SystemExit: Something failed.
     """
     wheel, archive = built(folder)
     show(folder)
-    # pip would take a checkout there for the package, and install nothing; and the wheel is what is tried.
+    # In a checkout pip would find the package there and install nothing, but the wheel must be tested.
     os.environ.pop("PYTHONPATH", None)
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, archive)
     with tempfile.TemporaryDirectory(prefix="ray-fracbackend-release-", ignore_cleanup_errors=True) as name:
         python = make_venv(Path(name) / "venv")
         install(python, f"{wheel}[demo]")
-        # -I: not the current folder.
+        # -I: do not import from the current folder.
         run(python, "-I", "-c", SMOKE, version())
         run(python, "-I", "-m", "ray_fracbackend", "--version")
-        # Ray's workers import from the driver's folder too: it must not be the checkout.
+        # Ray's workers also import from the driver's folder, so it must not be the checkout.
         elsewhere = Path(name) / "elsewhere"
         elsewhere.mkdir()
         program = str(python.with_name("ray-fracbackend" + python.suffix))

@@ -1,8 +1,8 @@
-"""Checks on any system that the declared dependencies resolve for Windows from wheels alone.
+"""Check on any system that the declared dependencies can be installed on Windows from wheels only.
 
     python ci/resolve_windows.py [PYTHON_VERSION ...]      default: every supported version; needs `pip install uv`
 
-pip evaluates environment markers for the system that it runs on, so it cannot answer this from Linux; uv can.
+pip evaluates environment markers for its own system, so it cannot check this on Linux; uv can.
 """
 
 from __future__ import annotations

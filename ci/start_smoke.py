@@ -24,7 +24,7 @@ HOSTS = (_SYSTEM if sys.platform == "win32" else Path("/")) / "etc/hosts"
 
 
 def train() -> None:
-    """All ranks add up their ranks; every rank offers the same checkpoint file."""
+    """Sum the ranks on all ranks; every rank reports the same checkpoint file."""
     import torch
     import torch.distributed as dist
     from ray.train import Checkpoint
@@ -85,7 +85,7 @@ def run(name: str, **variables: str) -> tuple[int, str]:
 
 @contextmanager
 def hosts_alias() -> Iterator[None]:
-    """Put a foreign name for 127.0.0.1 first in the hosts file, as games and container tools leave it."""
+    """Put a foreign name for 127.0.0.1 first in the hosts file, like games and container tools do."""
     path = HOSTS
     before = path.read_bytes()
     path.write_bytes(f"127.0.0.1 {ALIAS}\n".encode() + before)

@@ -28,14 +28,14 @@ V1_TESTS = (
     ),
     "tests/faults/test_faults.py",
 )
-# c10d's stores ask for the name of every peer: a slow name server must not stop a test for longer than this.
+# c10d's stores look up the name of every peer; a slow name server must not delay a test for longer than this.
 RESOLVER = "timeout:1"
-# Ray has wheels for Python 3.13 from this one on.
+# Ray has wheels for Python 3.13 from this version on.
 LOWEST = RAYS[0] if sys.version_info < (3, 13) else "2.48.0"
 
 
 def install_lowest(python: Path) -> Path:
-    """Install the lowest Ray alone into a folder that goes before the environment's own, which has what else it needs."""
+    """Install only the lowest Ray, into a folder that precedes the environment's packages on the path."""
     folder = ROOT / ".venv-lowest"
     if not (folder / f"ray-{LOWEST}.dist-info").exists():
         run(python, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", folder, f"ray=={LOWEST}")
@@ -53,7 +53,7 @@ def main() -> None:
         sys.exit(call(*pytest))
     smoke = SMOKE if "--full" in sys.argv else SMOKE[:1]
     started = time.perf_counter()
-    # One process more than there are cores: tests wait a fifth of their time.
+    # One process more than cores, because tests wait for a fifth of their time.
     cores = os.cpu_count() or 2
     failed = call(*pytest, *spread(cores + 1), RAY_TRAIN_V2_ENABLED="1") != 0
     side_by_side = (
@@ -71,18 +71,20 @@ def main() -> None:
 
 
 def cuda_failed() -> bool:
-    """Run everything on CUDA tensors on emulated GPUs; False where this machine cannot, which is said."""
+    """Run all steps on CUDA tensors on emulated GPUs; print the reason and return False if this machine cannot."""
     return call(sys.executable, "ci/cuda.py", "--libraries", "--steps") not in (0, NOT_RUN)
 
 
 def spread(num_processes: int) -> list[str]:
-    """Options for files of tests over so many processes, in the order of collection: sorted by their number of tests, files with
-    a few long ones would come last."""
+    """Return options to spread files of tests over processes in collection order.
+
+    Sorted by number of tests, files with a few long tests would come last.
+    """
     return ["-n", str(num_processes), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def call_quietly(passes: list[tuple[list[str | Path], dict[str, str]]]) -> bool:
-    """Run one after the other and show the output of each when it has ended, so that two at a time stay apart."""
+    """Run commands one after the other and show the output of each at its end, so two at a time do not mix."""
     failed = False
     for command, env in passes:
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:

@@ -1,4 +1,4 @@
-"""What the project runs on Windows: one list for the Windows jobs of CI, for a person's machine, and for ci/wine.py.
+"""Steps that test the project on Windows, for the Windows jobs of CI, for a person's machine, and for ci/wine.py.
 
 usage: python ci/windows.py [--results FILE] [STEP ...]     in an environment with the project and its extra `test`
 
@@ -29,7 +29,7 @@ import psutil
 from commands import COMMANDS
 from common import ROOT
 
-# Tests that start Ray: a start in each way, one that fails, checkpoints, the command line.
+# Tests that start Ray: each kind of start, a start that fails, checkpoints, the command line.
 RAY_TESTS = (
     "tests/ray/test_trainer.py",
     "tests/ray/test_checkpoint.py",
@@ -50,12 +50,12 @@ class Step:
     """One command.
 
     Attributes:
-        name: Word for the command line.
+        name: Name on the command line.
         command: Arguments of Python.
-        limit_s: Seconds after which it has failed: at least 1.5 times what it took under Wine (ci/wine_results.jsonl). Those of one
-            run add up to less than the time limit of the Windows jobs, which else end without the table.
-        without_gloo: It also runs where torch has no Gloo transport.
-        is_pytest: It is a run of pytest, whose tests are counted.
+        limit_s: Time limit in seconds: at least 1.5 times the time under Wine (ci/wine_results.jsonl). The limits of
+            one run add up to less than the time limit of the Windows jobs, which would otherwise end without the table.
+        without_gloo: Whether it also runs if torch has no Gloo transport.
+        is_pytest: Whether it is a run of pytest, whose tests are counted.
     """
 
     name: str
@@ -70,7 +70,7 @@ def _tests(name: str, *paths: str, limit_s: float, without_gloo: bool = False) -
 
 
 def _command(name: str) -> Step:
-    # A minute more than the command itself has, so that it is ci/commands.py that ends it and says so.
+    # One minute more than the command has, so that ci/commands.py ends the command and reports it.
     (command,) = (command for command in COMMANDS if command.name == name)
     return Step(name, ("ci/commands.py", name), command.limit_s + 60)
 
@@ -93,7 +93,7 @@ STEPS = (
 
 @dataclass
 class Counts:
-    """Tests of a folder: those that ran, and those that were left out, marked ``linux`` or for another reason."""
+    """Tests of a folder: those that ran, and those that were skipped, marked ``linux`` or for another reason."""
 
     passed: int = 0
     failed: int = 0
@@ -104,9 +104,9 @@ class Counts:
 
 
 def count(report: Path) -> Iterator[tuple[str, Counts]]:
-    """Read a JUnit report of pytest: folder and counts of each test."""
+    """Read a JUnit report of pytest; return folder and counts of each test."""
     for case in ElementTree.parse(report).iter("testcase"):
-        # A file that cannot be imported has its module as the name, and no class.
+        # A file that cannot be imported has its module as the name and no class.
         folder = "/".join((case.get("classname") or case.get("name", "")).split(".")[:2])
         found = Counts(seconds=float(case.get("time", 0)))
         skipped = case.find("skipped")
@@ -150,7 +150,7 @@ def import_modules() -> None:
 
 @contextmanager
 def report_file(step: Step) -> Iterator[tuple[list[str], Callable[[], list[tuple[str, Counts]]]]]:
-    """Options for pytest, and what reads its report afterwards; nothing for other steps."""
+    """Return options for pytest and a function that reads its report; nothing for other steps."""
     if not step.is_pytest:
         yield [], list
         return
@@ -160,7 +160,7 @@ def report_file(step: Step) -> Iterator[tuple[list[str], Callable[[], list[tuple
 
 
 def run_step(step: Step) -> tuple[str, list[tuple[str, Counts]]]:
-    """Run one step; returns ``passed``, or what went wrong, and its tests."""
+    """Run one step; return ``passed`` or the reason of the failure, and its tests."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])}
     with report_file(step) as (options, read):
         command = [sys.executable, *step.command, *options]
@@ -178,10 +178,10 @@ def run_step(step: Step) -> tuple[str, list[tuple[str, Counts]]]:
 
 
 def chosen(names: list[str], torch: str) -> list[Step]:
-    """Return the steps to run: those that are named, or all that this torch can run.
+    """Return the steps to run: the given ones, or all that this torch can run.
 
     Raises:
-        SystemExit: A name is none of a step.
+        SystemExit: A name is not a step.
     """
     if unknown := set(names) - {step.name for step in STEPS}:
         raise SystemExit(f"no step {', '.join(sorted(unknown))}; there are {', '.join(step.name for step in STEPS)}")

@@ -30,18 +30,18 @@ from wine_setup import Wine, why_not
 RESULTS = ROOT / "ci" / "wine_results.jsonl"
 PAGE = ROOT / "docs" / "windows.md"
 _BEGIN, _END = "<!-- table: ci/wine.py --record -->\n", "<!-- end of the table -->"
-# A torch below and one above those without a Gloo transport, and one of these; two Rays. The first runs all steps.
+# One torch below, one among and one above those without a Gloo transport; two Rays. The first cell runs all steps.
 CELLS = (("2.13.0", "2.60.0"), ("2.7.1", "2.51.1"), ("2.9.1", "2.60.0"))
-# What may differ with an older torch and Ray.
+# Steps for the older torch and Ray, whose results may differ.
 _OLDER = {"2.7.1": ["imports", "verify", "facts", "smoke", "example"]}
 _WORDS = {"passed": "passed", "failed": "failed", "linux": "marked `linux`", "skipped": "skipped"}
 _VARIABLES = {
-    # The engine and the waits of a machine that is slower than Windows.
+    # Engine and timeouts for a machine that is slower than Windows.
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
     "RAY_worker_register_timeout_seconds": "300",
     "RAY_worker_niceness": "0",
-    # Wine has no performance counters of memory that Ray's monitor reads.
+    # Wine lacks the memory performance counters that Ray's monitor reads.
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_AUTH_MODE": "disabled",
     "PYTHONUTF8": "1",
@@ -49,7 +49,7 @@ _VARIABLES = {
 
 
 def copy_project(folder: Path) -> None:
-    """Copy the work tree, without what git ignores, in place of an earlier copy."""
+    """Copy the work tree without the files that git ignores, replacing an earlier copy."""
     shutil.rmtree(folder, ignore_errors=True)
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
@@ -61,7 +61,7 @@ def copy_project(folder: Path) -> None:
 
 
 def run_cell(wine: Wine, torch: str, ray: str, steps: list[str]) -> dict[str, Any]:
-    """Run the steps with one torch and one Ray; returns what ci/windows.py found."""
+    """Run the steps with one torch and one Ray; return the results of ci/windows.py."""
     print(f"\n##### torch {torch}, Ray {ray}, Wine {wine.version()} ({datetime.datetime.now():%F %T})", flush=True)
     results = wine.folder / "results.json"
     results.unlink(missing_ok=True)
@@ -76,19 +76,19 @@ def run_cell(wine: Wine, torch: str, ray: str, steps: list[str]) -> dict[str, An
 
 
 def read() -> list[dict[str, Any]]:
-    """What was recorded, in the order of CELLS."""
+    """Return the records in the order of CELLS."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     found = {key_of(cell): cell for cell in map(json.loads, lines)}
     return [found[key] for key in CELLS if key in found]
 
 
 def key_of(cell: dict[str, Any]) -> tuple[str, str]:
-    """What makes two lines the same cell."""
+    """Return the identity of a line."""
     return cell["torch"].partition("+")[0], cell["ray"]
 
 
 def record(cells: list[dict[str, Any]]) -> None:
-    """Write these cells over earlier lines of theirs, step by step, and the table of the page."""
+    """Replace earlier lines of these cells, step by step, and update the table of the page."""
     known = {key_of(cell): cell for cell in read()}
     for cell in cells:
         earlier = known.get(key_of(cell), {})
@@ -101,7 +101,7 @@ def record(cells: list[dict[str, Any]]) -> None:
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """The tests by folder and the steps, with a column for each pair of versions."""
+    """Return the tests by folder and the steps, with a column for each pair of versions."""
     lines = [_row("", [f"torch {cell['torch']}, Ray {cell['ray']}" for cell in cells]), "|" + "---|" * (len(cells) + 1)]
     folders = dict.fromkeys(folder for cell in cells for folder in cell["tests"])
     lines += [_row(f"`{folder}`", [_counts(cell["tests"].get(folder)) for cell in cells]) for folder in folders]

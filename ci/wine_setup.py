@@ -1,15 +1,15 @@
-"""A Windows CPython with Windows' own wheels, under Wine on Debian 12: made from the package sources of apt and pip alone.
+"""Set up a Windows CPython with Windows wheels under Wine on Debian 12, only from the package sources of apt and pip.
 
 ========================  ============================================================================================
-Wine 10                   Debian 13's, in a root directory of its own: Debian 12's Wine 8 cannot stat an inherited file
-python311.dll, ``.pyd``   python.org's 3.11.9, out of the wheel of panda3d
-python.exe                a launcher compiled here, which says in its manifest that it knows Windows 10
+Wine 10                   Debian 13's, in its own root directory: Debian 12's Wine 8 cannot stat an inherited file
+python311.dll, ``.pyd``   python.org's 3.11.9, from the wheel of panda3d
+python.exe                a launcher compiled here, whose manifest declares support of Windows 10
 python3.dll               the stable ABI's forwarder, generated here; psutil needs it
 Lib                       Debian 12's standard library for 3.11
-MSVC runtime              the wheel of msvc-runtime, preferred to Wine's: with that one Gloo of torch 2.13 never receives
+MSVC runtime              the wheel of msvc-runtime, used before Wine's: with Wine's, Gloo of torch 2.13 never receives
 ========================  ============================================================================================
 
-Drive W: is the folder, and no drive is the machine's own root, so that nothing of Linux (/proc, /dev/shm) is to be seen.
+Drive W: is the folder. No drive is the machine's own root, so nothing of Linux (/proc, /dev/shm) is visible.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REQUIREMENTS = ROOT / "ci" / "wine-requirements.txt"
 _PYTHON_WHEEL = "panda3d==1.10.16"
 _RUNTIME_WHEEL = "msvc-runtime==14.44.35112"
 _NEEDED_GB = 8
-# Programs on this machine, and the packages that have them.
+# Programs on this machine, and their packages.
 _TOOLS = {
     "debootstrap": "debootstrap",
     "x86_64-w64-mingw32-gcc": "gcc-mingw-w64-x86-64",
@@ -46,7 +46,7 @@ _FOR_WINDOWS = ["--no-deps", "--only-binary=:all:", "--platform", "win_amd64", "
 _FOR_WINDOWS += ["--implementation", "cp", "--quiet"]
 _RUNTIME = ("msvcp140", "msvcp140_1", "msvcp140_2", "msvcp140_atomic_wait", "msvcp140_codecvt_ids", "concrt140")
 _RUNTIME += ("vcomp140", "vcruntime140", "vcruntime140_1")
-# The MSVC runtime beside python.exe goes before Wine's; the others are windows that nobody would see.
+# The MSVC runtime beside python.exe is used before Wine's. The other entries disable windows that nobody would see.
 _OVERRIDES = "mscoree,mshtml,winemenubuilder.exe,winedbg.exe=;" + ",".join(f"*{name}" for name in _RUNTIME) + "=n,b"
 _LAUNCHER = r"""
 /* python.exe: calls Py_Main of the Python DLL that lies beside it, as CPython's own PC/python.c does. */
@@ -76,7 +76,7 @@ _FORWARDER = "int __stdcall DllMainCRTStartup(void *a, unsigned long b, void *c)
 
 
 def why_not() -> str | None:
-    """Return what this machine lacks, None where Wine can be set up."""
+    """Return what this machine lacks, None if Wine can be set up."""
     release = platform.freedesktop_os_release() if sys.platform == "linux" else {}
     if (release.get("ID"), release.get("VERSION_ID")) != ("debian", "12") or platform.machine() != "x86_64":
         return f"needs Debian 12 on x86-64; this is {release.get('PRETTY_NAME', sys.platform)} on {platform.machine()}"
@@ -99,14 +99,14 @@ class Wine:
         self._logs = folder / "logs"
 
     def set_up(self, torches: set[str], rays: set[str]) -> None:
-        """Make what is missing; takes minutes the first time, seconds later.
+        """Set up what is missing: minutes the first time, seconds later.
 
         Args:
             torches: Versions of torch to install side by side.
-            rays: Versions of Ray, in the same way.
+            rays: Versions of Ray, likewise.
 
         Raises:
-            SystemExit: A command failed; its log is named.
+            SystemExit: A command failed; the message names its log.
         """
         for name in ("src", "py/DLLs", "v", "wheels", "logs", "run"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -121,12 +121,12 @@ class Wine:
         self._step("Wine's registry and drives", self._prefix)
 
     def python(self, arguments: Sequence[str], torch: str, ray: str, variables: Mapping[str, str]) -> int:
-        """Run Windows' python.exe in W: and show what it prints; returns its exit code.
+        """Run Windows' python.exe in W: and show its output; return its exit code.
 
         Args:
-            arguments: Its arguments.
+            arguments: Arguments of python.exe.
             torch: Version of torch to put on its path.
-            ray: Version of Ray, in the same way.
+            ray: Version of Ray to put on its path.
             variables: Further environment variables.
         """
         path = [rf"W:\v\torch-{torch}", rf"W:\v\ray-{ray}", r"W:\project", r"W:\project\ci\wine_site"]
@@ -136,7 +136,7 @@ class Wine:
         command = shlex.join(["wine", r"W:\py\python.exe", *arguments])
         script = self.folder / "run.sh"
         script.write_text(f"cd {shlex.quote(str(self.folder))} && exec {command} >{shlex.quote(str(output))} 2>&1\n")
-        # With a terminal it has a console, as on Windows: Ray ends its processes with CTRL_BREAK, which needs one.
+        # With a terminal it has a console, as on Windows. Ray ends its processes with CTRL_BREAK, which needs one.
         line = ["env", *environment, "script", "-qec", f"bash {shlex.quote(str(script))}", "/dev/null"]
         process = subprocess.Popen(
             self._inside(line), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -149,7 +149,7 @@ class Wine:
             follower.join()
 
     def version(self) -> str:
-        """Return Wine's own version, such as ``10.0``."""
+        """Return the version of Wine, such as ``10.0``."""
         found = subprocess.run(self._inside(["wine", "--version"]), capture_output=True, text=True, check=True).stdout
         return found.strip().removeprefix("wine-").split()[0]
 
@@ -168,7 +168,7 @@ class Wine:
         print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
 
     def _inside(self, command: Sequence[str]) -> list[str]:
-        """The command in Wine's root directory; /proc, /dev and the folder are there only for it, by a mount namespace."""
+        """Return the command in Wine's root; a mount namespace shows /proc, /dev and the folder only to it."""
         folder = shlex.quote(str(self.folder))
         mounts = (
             f"for at in proc sys dev; do mount --rbind /$at {folder}/root/$at; done; "
@@ -184,7 +184,7 @@ class Wine:
             "WINEARCH": "win64",
             "WINEDEBUG": "-all",
             "WINEDLLOVERRIDES": _OVERRIDES,
-            "KMP_AFFINITY": "disabled",  # libiomp5md asks for processor groups that Wine does not have
+            "KMP_AFFINITY": "disabled",  # libiomp5md requests processor groups, which Wine does not have
             "ONEDNN_MAX_CPU_ISA": "AVX2",  # wider instructions end the process under Wine
         }
         variables = [f"{name}={value}" for name, value in environment.items()]
@@ -308,7 +308,7 @@ class Wine:
                     (target / ".ready").touch()
                     new.append(target)
         compiler = sys.executable if sys.version_info[:2] == (3, 11) else shutil.which("python3.11")
-        if new and compiler:  # else at the first import, under Wine
+        if new and compiler:  # else it happens at the first import, under Wine
             command = [compiler, "-m", "compileall", "-q", *map(str, new)]
             subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
@@ -330,7 +330,7 @@ class Wine:
 
 
 def _apt_source() -> str:
-    """Return where this machine's apt has Debian from."""
+    """Return the address of Debian in this machine's apt configuration."""
     command = ["apt-get", "indextargets", "--format", "$(SITE) $(RELEASE)", "Created-By: Packages"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     sources = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == ["bookworm"]]
@@ -340,7 +340,7 @@ def _apt_source() -> str:
 
 
 def _follow(path: Path, process: subprocess.Popen[bytes]) -> None:
-    """Print what comes into a file until its process has ended."""
+    """Print the text that is added to a file until its process has ended."""
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     with path.open("rb") as output:
         while True:

@@ -1,8 +1,8 @@
-"""Corrects one difference of Wine in every Python that ci/wine.py starts: a file that is being copied is not shared.
+"""Emulate Windows' file sharing in every Python that ci/wine.py starts: a file that is being copied is not shared.
 
-Windows' CopyFileW, which pyarrow calls for local files, opens its destination for itself alone: a second copy to it fails with
-ERROR_SHARING_VIOLATION, ``[WinError 32]``. Wine's shares it. Here files are copied through a handle that is not shared, so that the
-violation is Wine's own answer to a second one.
+pyarrow copies local files with Windows' CopyFileW, which opens its destination exclusively. A second copy to the same
+file fails with ERROR_SHARING_VIOLATION, ``[WinError 32]``. Wine's CopyFileW shares the file. Here files are copied
+through a handle that is not shared, so Wine itself refuses the second copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CREATE_ALWAYS = 2
 
 
 class _AfterPyarrow:
-    """Finds pyarrow.fs once, and changes it when it has been loaded: importing it here would slow every start."""
+    """Find pyarrow.fs once and patch it after it has been loaded: importing it here would slow down every start."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "pyarrow.fs":

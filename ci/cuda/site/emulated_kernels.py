@@ -1,15 +1,17 @@
-"""CPU kernels behind torch's CUDA operators, over the memory of the emulated runtime (ci/cuda/rig.hpp).
+"""CPU kernels for torch's CUDA operators, on the memory of the emulated runtime (ci/cuda/rig.hpp).
 
-Runs in every process that imports a CUDA build of torch under ci/cuda.py, on the thread that calls an operator and on the
-threads of the streams. For each aten operator with a CUDA kernel that a CPU kernel can stand in for, a Python kernel
+Runs in every process that imports a CUDA build of torch under ci/cuda.py, on the thread that calls an operator and on
+the threads of the streams. Each aten operator with a CUDA kernel that a CPU kernel can replace gets a Python kernel,
+which
 
-1. finds the shapes of the outputs with a run on meta tensors, and allocates them with torch's caching allocator;
-2. puts the computation into the queue of the current stream: it runs late, on the stream's thread, and finds its operands by
-   their addresses alone. It keeps nothing alive: memory that is freed too early is used again, as on a GPU.
+1. computes the shapes of the outputs on meta tensors, and allocates them with torch's caching allocator;
+2. puts the computation into the queue of the current stream. It runs late, on the stream's thread, and finds its
+operands only by their addresses. It holds no reference: memory that is freed too early is reused, as on a GPU.
 
-Operators whose outputs have a shape that depends on data wait for the stream, as CUDA's do, and so do those without a meta
-kernel. What only calls the runtime stays torch's own: views, item(), record_stream, copies that are one cudaMemcpyAsync.
-Stricter than a GPU: fresh memory is filled with 0xFF bytes in the order of the stream, and a kernel that fails ends the process.
+Operators whose output shape depends on data wait for the stream, as CUDA's do; so do operators without a meta kernel.
+Operators that only call the runtime stay torch's own: views, item(), record_stream, copies that are one
+cudaMemcpyAsync. It is stricter than a GPU: new memory is filled with 0xFF bytes in the order of the stream, and a
+kernel that fails ends the process.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from torch._C import DispatchKey, DispatchKeySet
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
-# Runtime entries of the CPU: torch's code for every device, where an operator has such.
+# Dispatch keys of torch's code for all devices, if an operator has such code.
 _GENERIC = DispatchKeySet(DispatchKey.CPU)
-# Operators whose own CUDA kernel only calls the runtime, or nothing.
+# Operators whose own CUDA kernel calls only the runtime, or nothing.
 _NATIVE = {
     "_efficientzerotensor",
     "_fused_sdp_choice",
@@ -50,23 +52,23 @@ _NATIVE = {
     "set_.source_Storage_storage_offset",
     "set_.source_Tensor",
 }
-# Operators that have the same code for all devices, which calls kernels of the device itself.
+# Operators with the same code for all devices, which calls kernels of the device itself.
 _GENERIC_CODE = ("convolution", "convolution_backward", "ldexp.Tensor", "ldexp.out", "ldexp_")
-# Operators that take operands from the host beside scalars.
+# Operators that accept operands from the host besides scalars.
 _HOST_OPERANDS = ("index.", "_index_put_impl_", "_ctc_loss")
 _ONLY_WRITES = {"copy_", "fill_.Scalar", "fill_.Tensor", "zero_"}
-# Operators whose floating-point arguments decide about shapes.
+# Operators whose floating-point arguments affect shapes.
 _RANGES = ("arange", "range", "linspace", "logspace")
-# What CPU kernels say of a type that they lack.
+# Error messages of CPU kernels for a type that they do not support.
 _UNSUPPORTED = ("not implemented for", "support tensors of type")
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
-_PLANS = 1000  # remembered for each operator
-_TRIAL = 1 << 22  # elements of the operands, at most, of a trial
+_PLANS = 1000  # remembered plans per operator
+_TRIAL = 1 << 22  # maximum number of elements of the operands in a trial
 _MISSING = object()
 _ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 
 # ---- the runtime
-# Calls that return at once keep the GIL, those that wait release it.
+# Calls that return at once keep the GIL; calls that wait release it.
 _rig = ctypes.PyDLL(None)
 _waits = ctypes.CDLL(None)
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -91,7 +93,7 @@ def _declare() -> None:
 
 @_Work
 def _run(number: int) -> None:
-    """Run a queued computation, on the stream's thread."""
+    """Run a queued computation on the stream's thread."""
     name, work = _queued[number]
     try:
         with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
@@ -113,13 +115,13 @@ def _put(enqueue: Any, stream: int, name: str, work: Callable[[], None]) -> None
 
 
 def _check() -> None:
-    """Raise torch's error for a device that is lost: nothing that is queued will run."""
+    """Raise torch's error for a lost device: no queued computation will run."""
     if _rig.cudaPeekAtLastError():
         torch.cuda.synchronize()
 
 
 def _drain() -> None:
-    """Let queued computations end before the interpreter does; a stream that waits for ever is left behind."""
+    """Let queued computations finish before the interpreter ends; abandon a stream that waits forever."""
     limit = time.monotonic() + 5
     while _queued and time.monotonic() < limit and not _rig.cudaPeekAtLastError():
         time.sleep(0.001)
@@ -148,12 +150,12 @@ class _Region:
         if tensor.numel():
             last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
             self.pointer, self.bytes = tensor.data_ptr(), (last + 1) * tensor.element_size()
-            # What a kernel reads: neither the gaps between rows, nor what a dimension repeats.
+            # Memory that a kernel reads: without the gaps between rows and without the repetitions of a dimension.
             sizes = [size for size, stride in zip(self.size, self.stride, strict=True) if stride]
             self.touched = min(self.bytes, math.prod(sizes) * tensor.element_size())
 
     def tensor(self) -> torch.Tensor:
-        """CPU tensor over the same memory; ends the process where there is none any more."""
+        """Return a CPU tensor over the same memory; end the process if the memory has been freed."""
         if not self.bytes:
             return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
         address = _rig.rig_address(self.pointer)
@@ -164,14 +166,14 @@ class _Region:
 
 
 def _poison(pointer: int, size: int, stream: int) -> None:
-    """Fill fresh memory, late: also finds memory that another stream still reads."""
+    """Fill new memory late. This also detects memory that another stream still reads."""
     if size:
         _rig.rig_poison(stream, pointer, size)
         _check()
 
 
 def _allocate(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Tensor with the layout of a meta tensor, in fresh memory. For torch's own kernel, which is replaced by this."""
+    """Return a tensor with the layout of a meta tensor in new memory. It replaces torch's own kernel."""
     size = like.untyped_storage().nbytes()
     with _current(device) as stream:
         storage = torch.UntypedStorage(size, device=device)
@@ -181,7 +183,7 @@ def _allocate(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Kernel of torch.empty or torch.empty_strided."""
+    """Return the kernel of torch.empty or torch.empty_strided."""
 
     def kernel(
         *shape: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, **options: Any
@@ -196,7 +198,7 @@ def _factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _resize_storage(storage: Any, size: int) -> Any:
-    """UntypedStorage.resize_, with poison in what is new: FSDP allocates its parameters so."""
+    """UntypedStorage.resize_, with poison in the new part, because FSDP allocates its parameters in this way."""
     before = storage.nbytes()
     torch._C.StorageBase.resize_(storage, size)
     if storage.device.type == "cuda" and size > before:
@@ -217,7 +219,7 @@ def _with_index(device: Any) -> torch.device:
 
 
 def _each(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to a value, or to all of a list of values."""
+    """Apply a function to a value, or to each value of a list."""
     return [_each(function, each) for each in value] if isinstance(value, (list, tuple)) else function(value)
 
 
@@ -234,7 +236,7 @@ def _number(value: Any) -> Any:
 
 
 def _held(value: Any) -> Any:
-    """What a queued computation keeps of an argument: addresses of the device's memory, values of the host's."""
+    """Return what a queued computation keeps of an argument: addresses of device memory, values of host memory."""
     if isinstance(value, torch.Tensor):
         return _Region(value) if value.is_cuda else value.clone()
     if isinstance(value, torch.device):
@@ -257,7 +259,7 @@ def _meta(value: Any) -> Any:
 
 
 def _sample(value: Any) -> Any:
-    """What a trial takes for an argument: ones, but zeros for indices. Those that are int32 are LAPACK's, which count from 1."""
+    """Return a trial value for an argument: ones, but zeros for indices; LAPACK's int32 indices start at 1."""
     if isinstance(value, torch.Tensor):
         index = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.int32
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).fill_(0 if index else 1)
@@ -266,7 +268,7 @@ def _sample(value: Any) -> Any:
 
 # ---- kernels
 class _Kernel:
-    """Kernel of one operator. Its arguments are a list in the order of the schema, with _MISSING for those not given."""
+    """Kernel of one operator. Its arguments are a list in schema order, with _MISSING for omitted ones."""
 
     def __init__(self, name: str, schema: Any) -> None:
         arguments = schema.arguments
@@ -277,7 +279,7 @@ class _Kernel:
         self.outs = [i for i, each in self.written.items() if each.is_out]
         self.returned = [self._returned(each) for each in schema.returns]
         self.generator = next((i for i, each in enumerate(arguments) if "Generator" in str(each.type)), None)
-        # Numbers come in place of tensors where torch's Python interface takes them; most of aten's does not.
+        # Numbers may replace tensors only where torch's Python interface accepts them; most aten operators do not.
         takes_numbers = torch._C._should_allow_numbers_as_tensors(name.partition(".")[0])
         self.numbers = [i for i, each in enumerate(arguments) if str(each.type) == "Tensor" and not takes_numbers]
         self.waits = any("Tensor" not in str(each.type) for each in schema.returns)
@@ -286,7 +288,7 @@ class _Kernel:
         self._operator: Any = None
 
     def _returned(self, result: Any) -> int | None:
-        """The argument that is returned, None for a new tensor."""
+        """Return the argument that is returned, None for a new tensor."""
         alias = result.alias_info
         return next(
             (i for i, each in self.written.items() if alias and each.alias_info.before_set == alias.before_set), None
@@ -294,7 +296,7 @@ class _Kernel:
 
     @property
     def operator(self) -> Any:
-        """What computes it: on meta tensors and on CPU tensors."""
+        """The operator that computes it on meta tensors and on CPU tensors."""
         if self._operator is None:
             packet, _, overload = self.name.partition(".")
             self._operator = FORMULAS.get(self.name) or getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -309,13 +311,13 @@ class _Kernel:
         return (result,) if len(self.returned) == 1 else result or ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Issue the kernel: on the calling thread, for the current stream."""
+        """Issue the kernel on the calling thread, for the current stream."""
         with torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowADInplaceOrView():
             values = [*args, *(kwargs.get(name, _MISSING) for name in self.names[len(args) :])]
             for at in self.numbers:
                 values[at] = _number(values[at])
             device = self._device(values)
-            if device is None:  # tensors of several devices: torch's own code takes them one by one
+            if device is None:  # tensors of several devices: torch's own code processes them one by one
                 return self.operator.redispatch(_GENERIC, *args, **kwargs)
             with _current(device) as stream:
                 plan = None if self.waits else self._plan(values)
@@ -325,7 +327,7 @@ class _Kernel:
                 return self._queue(plan, values, device, stream, seed)
 
     def _device(self, values: list[Any]) -> torch.device | None:
-        """The device of the operands, checked as torch does; None for a foreach operator on several."""
+        """Return the device of the operands, checked as torch does; None for a foreach operator on several devices."""
         tensors = [each for each in _flat(values) if isinstance(each, torch.Tensor)]
         devices = {each.device for each in tensors if each.is_cuda or each.dim()}
         written = _flat(values[at] for at in self.written)
@@ -336,11 +338,11 @@ class _Kernel:
                 found = " and ".join(sorted({str(each.device) for each in tensors}, reverse=True)[:2])
                 message = f"Expected all tensors to be on the same device, but found at least two devices, {found}!"
                 raise RuntimeError(message)
-        given = [each for each in values if isinstance(each, torch.device)]  # of torch.tril_indices and the like
+        given = [each for each in values if isinstance(each, torch.device)]  # of torch.tril_indices and others
         return next((each for each in devices if each.type == "cuda"), None) or _with_index(given[0] if given else None)
 
     def _seed(self, values: list[Any], device: torch.device) -> int | None:
-        """Seed of a random operator by the state of its CUDA generator, which goes on by one step."""
+        """Return a random operator's seed from the state of its CUDA generator, and advance the state."""
         if self.generator is None and self.name not in RANDOM:
             return None
         generator = None if self.generator is None else values[self.generator]
@@ -354,7 +356,7 @@ class _Kernel:
 
     # ---- what is known before it runs
     def _plan(self, values: list[Any]) -> Any:
-        """Layouts of the outputs, and of the out= arguments that change theirs; None where only the data tells."""
+        """Return layouts of the outputs, and of resized out= arguments; None if they depend on data."""
         key = tuple(map(self._key, values))
         plan = self.plans.get(key, _MISSING)
         if plan is not _MISSING:
@@ -366,7 +368,7 @@ class _Kernel:
             if plan is not None and not self._try(plan[0], values):
                 plan = None
         except _ERRORS:
-            return None  # the CPU kernel says why, or knows better
+            return None  # the CPU kernel raises the error, or supports the case
         self.plans[key] = plan
         return plan
 
@@ -383,14 +385,14 @@ class _Kernel:
         metas = _each(_meta, values)
         try:
             results = self._results(self._call(metas))
-        except NotImplementedError:  # no meta kernel: none is needed where the results are arguments
+        except NotImplementedError:  # no meta kernel; none is needed if the results are arguments
             return None if self.outs or None in self.returned else ([None] * len(self.returned), [])
         outputs = [value if at is None else None for at, value in zip(self.returned, results, strict=True)]
         outs = zip(_flat(values[at] for at in self.outs), _flat(metas[at] for at in self.outs), strict=True)
         return outputs, [meta if out.size() != meta.size() else None for out, meta in outs]
 
     def _try(self, outputs: list[Any], values: list[Any]) -> bool:
-        """Compute over other data of the same layout: wrong arguments have to be found by the caller, not on the stream."""
+        """Compute on other data of the same layout, so that the caller detects wrong arguments, not the stream."""
         if sum(each.numel() for each in _flat(values) if _is_cuda(each)) > _TRIAL:
             return True
         seed = None if self.generator is None and self.name not in RANDOM else 0
@@ -405,7 +407,7 @@ class _Kernel:
 
     # ---- running it
     def _compute(self, held: list[Any], seed: int | None) -> Any:
-        """Compute over CPU tensors, on the stream's thread."""
+        """Compute on CPU tensors, on the stream's thread."""
         values = _each(_mapped, held)
         if seed is not None and self.generator is not None:
             values[self.generator] = torch.Generator().manual_seed(seed)
@@ -419,7 +421,7 @@ class _Kernel:
             return self._compute_wider(values, error)
 
     def _compute_wider(self, values: list[Any], error: RuntimeError) -> Any:
-        """In a wider type: CPU kernels lack some of the narrow ones."""
+        """Compute in a wider type, because CPU kernels do not support some narrow types."""
         pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def widen(value: Any) -> Any:
@@ -451,10 +453,10 @@ class _Kernel:
         def work() -> None:
             results = self._results(self._compute(held, seed))
             for target, value in zip(_flat(targets), _flat(results), strict=True):
-                if target is not None and value.numel():  # some CPU kernels leave out what backward does not need
+                if target is not None and value.numel():  # some CPU kernels omit results that backward does not need
                     target.tensor().copy_(value)
 
-        # What is changed in place is read and written.
+        # A tensor that is changed in place is read and written.
         changed = [] if self.name in _ONLY_WRITES else [held[at] for at in self.written if at not in self.outs]
         operands = _flat([*targets, *held, *changed])
         _rig.rig_count_bytes(sum(each.touched for each in operands if isinstance(each, _Region)))
@@ -501,14 +503,14 @@ class _Kernel:
 
 
 def _store(value: torch.Tensor, tensor: torch.Tensor, stream: int) -> torch.Tensor:
-    """Put the copy of a computed value into a device tensor behind the allocation's poison."""
+    """Copy a computed value into a device tensor, after the allocation's poison."""
     region = _Region(tensor)
     _put(_rig.rig_enqueue, stream, "copy_", lambda: region.tensor().copy_(value))
     return tensor
 
 
 def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """copy_: torch's own makes one cudaMemcpyAsync, or comes back with one that needs a kernel, on one device."""
+    """copy_: on one device torch's own calls cudaMemcpyAsync, or fails because a kernel is needed."""
     with torch._C.DisableTorchFunction():
         alike = (self.dtype, self.size(), self.is_conj(), self.is_neg()) == (
             source.dtype,
@@ -540,7 +542,7 @@ _library: Any = None  # keeps the kernels registered
 
 
 def _replaceable() -> Iterator[tuple[str, Any]]:
-    """The operators that get a kernel here, with their schemas."""
+    """Return the operators that get a kernel here, with their schemas."""
     for full in torch._C._dispatch_get_all_op_names():
         name = full.removeprefix("aten::")
         if name == full or name in _NATIVE:
@@ -558,7 +560,7 @@ def _replaceable() -> Iterator[tuple[str, Any]]:
 
 
 def install() -> None:
-    """Register the kernels, and turn off what has no kernel here: cuDNN and fused attention."""
+    """Register the kernels, and disable features without a kernel here: cuDNN and fused attention."""
     global _library
     _declare()
     _library = torch.library.Library("aten", "IMPL")
@@ -567,7 +569,7 @@ def install() -> None:
     kernels["empty.memory_format"] = _factory(torch.empty)
     kernels["empty_strided"] = _factory(torch.empty_strided)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each replaces one of torch's
+        warnings.simplefilter("ignore")  # each kernel replaces one of torch's
         for name, kernel in kernels.items():
             _library.impl(name, kernel, "CUDA")
     torch.UntypedStorage.resize_ = _resize_storage  # type: ignore[method-assign,assignment]

@@ -1,6 +1,6 @@
-"""Formulas of the CUDA operators that torch has no CPU kernel for, by torch's operators for all devices.
+"""Formulas for CUDA operators without a CPU kernel in torch, by torch's operators for all devices.
 
-Used by emulated_kernels.py, on meta and on CPU tensors. Names and arguments are those of aten's native_functions.yaml.
+Used by emulated_kernels.py on meta and CPU tensors. Names and arguments are those of aten's native_functions.yaml.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def rms_norm_backward(grad, x, shape, rstd, weight, mask):
     return of_x.to(x.dtype) if mask[0] else None, of_weight.to(x.dtype) if mask[1] and weight is not None else None
 
 
-# Operators that draw random numbers without an argument for the generator: their formulas take one.
+# Operators that draw random numbers without a generator argument; their formulas accept one.
 RANDOM = ("native_dropout",)
 FORMULAS: dict[str, Callable[..., Any]] = {
     "native_dropout": native_dropout,

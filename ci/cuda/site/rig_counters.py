@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Counters:
-    """What a process asked its devices for since it began, in the order of ``Counters`` in ci/cuda/runtime.hpp.
+    """Counts of a process's calls to its devices, in the order of ``Counters`` in ci/cuda/runtime.hpp.
 
     Attributes:
         kernels: Kernels launched.
@@ -23,13 +23,13 @@ class Counters:
         event_records: Events recorded.
         event_waits: Waits of a stream for an event of this process.
         peer_event_waits: Waits of a stream for an event of another process.
-        word_writes: Words that a stream is to write.
+        word_writes: Words that a stream writes.
         word_waits: Waits of a stream for a word.
         host_waits: Calls in which the host waits for the device.
-        host_polls: Looks of the host at work that is not done.
-        contexts: Contexts made.
-        device_bytes: Device memory of the process.
-        peak_device_bytes: The most that it was.
+        host_polls: Polls of the host for unfinished work.
+        contexts: Contexts created.
+        device_bytes: Device memory of the process in bytes.
+        peak_device_bytes: Its maximum.
     """
 
     kernels: int = 0
@@ -49,7 +49,7 @@ class Counters:
     peak_device_bytes: int = 0
 
     def since(self, before: Counters) -> Counters:
-        """Return what was added to an earlier state; the peak as it is."""
+        """Return the difference to an earlier state; the peak is unchanged."""
         grown = {field.name: getattr(self, field.name) - getattr(before, field.name) for field in fields(self)}
         return Counters(**{**grown, "peak_device_bytes": self.peak_device_bytes})
 
@@ -63,12 +63,12 @@ def counters() -> Counters:
 
 
 def count_all_reduce(size: int, dtype: torch.dtype, device: torch.device) -> Counters:
-    """Return what one all_reduce takes on this rank, in a group that has done some like it before; checks the result."""
+    """Return the counts of one all_reduce on this rank, after some similar calls in the group; check the result."""
     import torch
     import torch.distributed as dist
 
     tensor = torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
-    # The first ones of a kind also wait for those that read what other calls have left in the slots.
+    # The first calls of a kind also wait for the ranks that read data of earlier calls in the slots.
     for number in range(4):
         tensor.fill_(1)
         torch.cuda.synchronize(device)

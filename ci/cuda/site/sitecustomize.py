@@ -1,6 +1,7 @@
-"""Put CPU kernels behind torch's CUDA operators, in every Python that ci/cuda.py starts, once it has imported torch.
+"""Register CPU kernels for torch's CUDA operators in every Python that ci/cuda.py starts, after it has imported torch.
 
-Does nothing for a torch without CUDA and where the emulated runtime is not loaded. Another sitecustomize on sys.path runs too.
+Does nothing for a torch without CUDA, or if the emulated runtime is not loaded. Another sitecustomize on sys.path also
+runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _load_torch(load: Callable[[Any], None], torch: Any) -> None:
 
 
 def _load_refs(load: Callable[[Any], None], refs: Any) -> None:
-    """Load torch._refs, whose functions find the shapes of results, so that their first call does not import torch._dynamo."""
+    """Load torch._refs, which computes result shapes, so that their first call does not import torch._dynamo."""
     torch = sys.modules["torch"]
     real, torch._disable_dynamo = torch._disable_dynamo, lambda function: function  # type: ignore[attr-defined]
     try:
@@ -33,7 +34,7 @@ def _load_refs(load: Callable[[Any], None], refs: Any) -> None:
 
 
 class _Finder:
-    """Find torch and torch._refs, and change how they are loaded: importing torch here would slow every start."""
+    """Find torch and torch._refs and patch their loading: importing torch here would slow down every start."""
 
     def __init__(self) -> None:
         self._loads = {"torch": _load_torch, "torch._refs": _load_refs}
