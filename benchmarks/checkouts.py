@@ -1,11 +1,10 @@
-"""Is a checkout slower than another? on_start and the ipc backend of both, in turn, in one run.
+"""Compare two checkouts: on_start and the ipc backend of both, in turn, in one run.
 
     python benchmarks/checkouts.py OLD [--turns 3] [--starts 3] [--workers 2] [--out FOLDER]
 
-OLD is a folder with the other checkout, such as one of ``git worktree add --detach OLD REVISION``; the new one is that of this
-script. Each turn runs benchmarks/start.py and benchmarks/ipc of both, in processes of their own, first the old
-one and then the new one, in the next turn the other way round. Writes one dated JSON with the medians over all turns and
-their ratios. Run it on a quiet machine.
+OLD is a folder with the other checkout, for example from ``git worktree add --detach OLD REVISION``; the new one is the
+checkout of this script. Each turn runs benchmarks/start.py and benchmarks/ipc of both in separate processes, in
+alternating order. It writes one dated JSON with the medians over all turns and their ratios. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NEW = Path(__file__).resolve().parents[1]
 
 
 def run(checkout: Path, *command: str) -> dict[str, Any]:
-    """The result that a benchmark of a checkout writes."""
+    """Return the result that a benchmark of a checkout writes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *command, "--out", folder]
         env = {**os.environ, "PYTHONPATH": str(checkout)}
@@ -36,13 +35,13 @@ def run(checkout: Path, *command: str) -> dict[str, Any]:
 
 
 def ipc_command(checkout: Path) -> list[str]:
-    """How its benchmark of ipc is called: a script until 2026-11-26."""
+    """Return the command of its ipc benchmark, which was a script until 2026-11-26."""
     script = "benchmarks/ipc_all_reduce.py"
     return [script] if (checkout / script).exists() else ["-m", "benchmarks.ipc"]
 
 
 def starts(result: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
-    """Milliseconds of each on_start of ours, by kind."""
+    """Return the milliseconds of each of our on_start calls, by kind."""
     for kind in ("new processes", "same workers"):
         for row in result["rows"][kind]:
             yield (
@@ -52,14 +51,14 @@ def starts(result: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
 
 
 def collectives(result: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
-    """Median milliseconds of each ipc case, one a start of its processes."""
+    """Return the median milliseconds of each ipc case, one for each start of its processes."""
     for row in result["rows"]:
         if row["backend"] == "ipc":
             yield f"ipc {row['operation']}, {row['num_ranks']} ranks, {row['num_bytes']} bytes", row["start_medians_ms"]
 
 
 def revision(checkout: Path) -> str:
-    """Commit of a checkout, with a mark where files differ from it."""
+    """Return the commit of a checkout, with a mark if files differ from it."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: where they ran, and one dated JSON a run."""
+"""Functions shared by the benchmarks: the environment, and one dated JSON per run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STAMP = re.compile(r"(?P<kind>.+?)_(?P<when>\d{4}-\d{2}-\d{2}|\d{8}_\d{4})")
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions and load, so that a number can be read years later."""
+    """Return hardware, versions and load, so that a number can still be interpreted years later."""
     import torch
 
     from ray_fracbackend.decide.worker_info import version_text
@@ -40,7 +40,7 @@ def environment() -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    with suppress(PackageNotFoundError):  # such as Ray on a host where ipc alone is measured
+    with suppress(PackageNotFoundError):  # such as Ray on a host where only ipc is measured
         return version(package)
     return None
 
@@ -56,14 +56,14 @@ def _cpu_name() -> str:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """A command line with the option that all benchmarks have."""
+    """Return a parser with the option that all benchmarks have."""
     found = argparse.ArgumentParser(description=description)
     found.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON (default: benchmarks/results)")
     return found
 
 
 def save(name: str, out: Path, results: dict[str, Any]) -> Path:
-    """Writes ``NAME_YYYY-MM-DD.json`` and returns its path."""
+    """Write ``NAME_YYYY-MM-DD.json`` and return its path."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name}_{today}.json"
@@ -72,7 +72,7 @@ def save(name: str, out: Path, results: dict[str, Any]) -> Path:
 
 
 def newest(kind: str, results: Path = RESULTS) -> Path | None:
-    """The result of a kind, such as ``start_v2``, with the last date in its name; None where there is none."""
+    """Return the newest result of a kind, such as ``start_v2``, by the date in its name; None if there is none."""
     found = {
         stamp["when"].replace("-", ""): path
         for path in results.glob("*.json")
@@ -82,7 +82,7 @@ def newest(kind: str, results: Path = RESULTS) -> Path | None:
 
 
 def machine_of(result: dict[str, Any]) -> dict[str, Any]:
-    """Hardware and versions of a result; those of ipc had keys of their own until 2026-11-26."""
+    """Return hardware and versions of a result; results of ipc had other keys until 2026-11-26."""
     if "environment" in result:
         found: dict[str, Any] = result["environment"]
         return found
@@ -91,7 +91,7 @@ def machine_of(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def where(result: dict[str, Any]) -> str:
-    """Date, hardware and versions of a result, for a caption."""
+    """Return date, hardware and versions of a result, for a caption."""
     machine = machine_of(result)
     gpus = f", {', '.join(machine['gpus']) or 'no GPU'}" if "gpus" in machine else ""
     ray = f", Ray {machine['ray']}" if "ray" in machine else ""

@@ -1,9 +1,9 @@
-"""What an all_reduce of CUDA tensors asks of the device and the host, counted: copies, kernels, events, waits.
+"""Count the copies, kernels, events and waits of an all_reduce of CUDA tensors.
 
 usage: python ci/cuda.py python benchmarks/cuda_counts.py
 
-Runs on the emulated CUDA runtime, which counts them (ci/cuda/counters.cpp). Counts do not depend on the machine; speed does, and
-is not measured. A row is the second call of its kind in a group: the first one sets the group up.
+Runs on the emulated CUDA runtime, which counts them (ci/cuda/counters.cpp). Counts do not depend on the machine. Speed
+does, and is not measured. A row is the second call of its kind in a group; the first call sets the group up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
     cases = Cases(__file__, options)
     with cases.running():
         for backend in options.backends:
-            # What a rank does to the host and back is the same for any number of them.
+            # A rank copies the same to the host and back, whatever the number of ranks.
             for num_ranks in options.ranks if backend == "ipc" else options.ranks[:1]:
                 for dtype in _DTYPES:
                     cases.run(backend, num_ranks, dtype=dtype, sizes=list(options.sizes))

@@ -24,7 +24,7 @@ from tests.faults.runs import plantings, problems, run_cells, too_late
 
 
 def run_engine(engine: str, timeout_s: float, limit_s: float) -> list[dict[str, Any]]:
-    """Every cell of an engine."""
+    """Run every cell of an engine."""
     cells = []
     for planting, seen in run_cells(plantings(), engine, timeout_s, limit_s):
         found = []
@@ -45,7 +45,7 @@ def main() -> None:
     options.add_argument("--limit-s", type=float, default=60.0, help="seconds after the fault when a fit is given up")
     options.add_argument("--engines", nargs="+", choices=("V1", "V2"), default=["V1", "V2"])
     arguments = options.parse_args()
-    with ThreadPoolExecutor() as pool:  # side by side: most of the time both only wait
+    with ThreadPoolExecutor() as pool:  # side by side, because both wait most of the time
         runs = pool.map(lambda engine: run_engine(engine, arguments.timeout_s, arguments.limit_s), arguments.engines)
         cells = [cell for run in runs for cell in run]
     settings = {"timeout_s": arguments.timeout_s, "limit_s": arguments.limit_s, "num_workers": 2}

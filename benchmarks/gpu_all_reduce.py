@@ -22,7 +22,7 @@ from common import parser, save
 from gpu_ranks import Cases, Rank, add_options, in_rank
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20, 256 << 20)
-# What matters most first: the budget may end before the last.
+# The most important cases come first, because the budget may end before the last one.
 BACKENDS = (
     "copy",
     "ipc",
@@ -41,10 +41,10 @@ _MAX_IN_A_ROW = 10
 
 
 def call_of(rank: Rank, operation: str, numel: int, dtype: torch.dtype) -> Callable[[], object]:
-    """The call to be measured, on zeros, which stay zeros; its answer has been checked on other numbers.
+    """Return the call to be measured, on zeros, which stay zeros; its result was checked with other numbers.
 
     Raises:
-        RuntimeError: The answer is wrong.
+        RuntimeError: The result is wrong.
     """
     part = numel // rank.num_ranks
     rank_sum = rank.num_ranks * (rank.num_ranks + 1) / 2
@@ -70,7 +70,7 @@ def call_of(rank: Rank, operation: str, numel: int, dtype: torch.dtype) -> Calla
 
 
 def measure(rank: Rank) -> None:
-    """Every operation and size in turn."""
+    """Measure every operation and size in turn."""
     dtype = getattr(torch, rank.spec["dtype"])
     for operation in rank.spec["operations"]:
         for num_bytes in rank.spec["sizes"]:
@@ -78,7 +78,7 @@ def measure(rank: Rank) -> None:
             seconds = rank.time_calls(call, _CALLS_S)
             p25, median, p75 = statistics.quantiles(seconds, n=4)
 
-            # Equal on all ranks, as the seconds are.
+            # The seconds are equal on all ranks, and so is this number.
             count = max(2, min(_MAX_IN_A_ROW, int(_CALLS_S / median)))
 
             def in_a_row(call: Callable[[], object] = call, count: int = count) -> None:

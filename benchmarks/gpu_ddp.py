@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-# What matters most first: the budget may end before the last.
+# The most important cases come first, because the budget may end before the last one.
 BACKENDS = ("none", "ipc", "staged", "gloo", "staged_gloo", "nccl")
 _WARM_UP_STEPS = 3
 _STEPS_S = 2.0
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 def resnet(width: int) -> nn.Module:
-    """Two blocks of each width, as ResNet-18; 11 million parameters at width 64."""
+    """Return two blocks of each width, as in ResNet-18; 11 million parameters at width 64."""
     widths = [width, width, 2 * width, 4 * width, 8 * width]
     layers: list[nn.Module] = [
         nn.Conv2d(3, width, 7, 2, 3, bias=False),
@@ -61,13 +61,13 @@ def resnet(width: int) -> nn.Module:
 
 
 def transformer(width: int) -> nn.Module:
-    """Six encoder layers; 19 million parameters at width 512."""
+    """Return six encoder layers; 19 million parameters at width 512."""
     layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
     return nn.Sequential(nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(width, 100))
 
 
 def workload(name: str, dry: bool, samples: int, device: torch.device) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """The model, this rank's part of a batch, and its labels."""
+    """Return the model, this rank's part of a batch, and its labels."""
     torch.manual_seed(0)
     if name == "resnet":
         model, inputs = resnet(8 if dry else 64), torch.randn(samples, 3, *([32, 32] if dry else [128, 128]))
@@ -80,7 +80,7 @@ def workload(name: str, dry: bool, samples: int, device: torch.device) -> tuple[
 
 
 def sharded(model: nn.Module, rank: Rank) -> nn.Module:
-    """The model under FSDP2, each encoder layer a unit."""
+    """Return the model under FSDP2, with each encoder layer as a unit."""
     mesh = init_device_mesh(rank.device.type, (rank.num_ranks,))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
@@ -89,7 +89,7 @@ def sharded(model: nn.Module, rank: Rank) -> nn.Module:
 
 
 def step_function(rank: Rank, name: str, samples: int, how: str) -> tuple[Callable[[], None], int]:
-    """One training step, and the number of the model's parameters."""
+    """Return one training step and the number of the model's parameters."""
     model, inputs, labels = workload(name, rank.spec["dry"], samples, rank.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if rank.spec["backend"] != "none":

@@ -28,7 +28,7 @@ _NUM_SLOTS = 2
 
 
 class Sequence:
-    """A number in memory that all ranks map; one of them at a time may raise it."""
+    """A number in memory that all ranks map; only one rank at a time may increase it."""
 
     def __init__(self, path: Path, create: bool) -> None:
         with open(path, "a+b" if create else "r+b") as file:
@@ -46,7 +46,7 @@ class Sequence:
 
 
 def events_of(rank: Rank) -> tuple[list[torch.cuda.Event], list[torch.cuda.Event]]:
-    """This rank's own ring of interprocess events, and its predecessor's."""
+    """Return this rank's own ring of interprocess events and its predecessor's."""
     own = [torch.cuda.Event(interprocess=True) for _ in range(_NUM_SLOTS)]
     for slot, event in enumerate(own):
         event.record()
@@ -57,7 +57,7 @@ def events_of(rank: Rank) -> tuple[list[torch.cuda.Event], list[torch.cuda.Event
 
 
 class Ring:
-    """This rank's part of the hops of one way."""
+    """This rank's part of the hops with one method."""
 
     def __init__(self, rank: Rank, way: str, sequence: Sequence) -> None:
         self._rank, self._way, self._sequence = rank, way, sequence
@@ -66,7 +66,7 @@ class Ring:
         self._event = torch.cuda.Event() if way == "host" else None
 
     def run(self, first: int, num_hops: int) -> float:
-        """Seconds of so many hops on this rank, beginning with a sequence number."""
+        """Return the seconds of this number of hops on this rank, starting with a sequence number."""
         rank = self._rank
         rank.synchronize()
         dist.barrier(rank.control)
@@ -83,7 +83,8 @@ class Ring:
 
     def _work(self, hop: int) -> None:
         if self._way == "event":
-            # A slot is recorded again only when its wait of a round before was issued: the ring came by since.
+            # A slot is recorded again only after its wait of the previous round was issued, because the ring has come
+            # around.
             if hop > 0:
                 torch.cuda.current_stream().wait_event(self._others[(hop - 1) // self._rank.num_ranks % _NUM_SLOTS])
             self._number.add_(1)
@@ -105,7 +106,7 @@ def measure(rank: Rank) -> None:
     num_hops = rank.spec["hops"]
     for way in rank.spec["ways"]:
         ring, seconds = Ring(rank, way, sequence), []
-        for _ in range(4):  # the first is the warm-up
+        for _ in range(4):  # the first run is the warm-up
             seconds.append(rank.slowest(ring.run(first, num_hops)))
             first += num_hops
         microseconds = sorted(value / num_hops * 1e6 for value in seconds[1:])

@@ -43,7 +43,7 @@ _COPIED_BYTES = 64 << 20
 _EVENT_HOPS = 400
 _SEMAPHORE_HOPS = 2000
 _BUSY_S = 4.0
-# About a second and a half on a GPU of 2 GHz.
+# About one and a half seconds on a GPU with 2 GHz.
 _LONG_CYCLES = 3_000_000_000
 _STUCK_S = 8.0
 _MEET_S = 15.0
@@ -66,7 +66,7 @@ class Side:
     Attributes:
         rank: 0 or 1.
         runtime: The device.
-        stream: Where this process works.
+        stream: Stream of this process.
     """
 
     def __init__(self, rank: int, pipe: Connection) -> None:
@@ -78,12 +78,12 @@ class Side:
         torch.cuda.set_stream(self.stream)
 
     def meet(self, value: Any = None) -> Any:
-        """Hand a value to the other process and return its own."""
+        """Pass a value to the other process and return its value."""
         self._pipe.send(value)
         return self.receive()
 
     def send(self, value: Any = None) -> None:
-        """Hand a value over."""
+        """Send a value to the other process."""
         self._pipe.send(value)
 
     def receive(self) -> Any:
@@ -93,7 +93,7 @@ class Side:
         return self._pipe.recv()
 
     def shared(self) -> tuple[driver.DeviceBlock, driver.DeviceBlock]:
-        """Allocate a block, and open the other process's."""
+        """Allocate a block, and open the other process's block."""
         block = self.runtime.allocate(_BLOCK_BYTES)
         return block, self.runtime.open(self.meet(self.runtime.export(block)), _BLOCK_BYTES)
 
@@ -159,7 +159,7 @@ def event(side: Side) -> dict[str, Any]:
 
 
 def shared_event() -> Any:
-    """An event that has been recorded, before which it has no handle."""
+    """Return a recorded event: before it is recorded it has no handle."""
     one = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
     one.record()
     return one
@@ -170,7 +170,7 @@ def open_event(handle: bytes) -> Any:
 
 
 def shared_words(side: Side) -> tuple[Arena, int]:
-    """A page of host memory of both processes, and its address on the device."""
+    """Return a page of host memory of both processes, and its address on the device."""
     if side.rank == 0:
         arena, name = create_arena(_PAGE_BYTES)
         side.meet(name)
@@ -195,7 +195,7 @@ def semaphore(side: Side) -> dict[str, Any]:
 
 
 def hop_by_words(side: Side, own: int, theirs: int) -> float:
-    """Microseconds of a hop with these two words."""
+    """Return the microseconds of a hop with these two words."""
     number, runtime, stream = torch.zeros(1, device="cuda"), side.runtime, side.stream
     microseconds, turn = [], 0
     for _ in range(4):
@@ -282,7 +282,7 @@ def killed(side: Side) -> dict[str, Any]:
 
 
 def until_free(stream: Any) -> float:
-    """Seconds until a stream is idle, or until one gives up."""
+    """Return the seconds until a stream is idle, or until the time limit."""
     started = time.monotonic()
     while not stream.query() and time.monotonic() - started < _STUCK_S:
         time.sleep(0.01)
@@ -295,7 +295,7 @@ QUESTIONS: dict[str, Callable[[Side], dict[str, Any]]] = {
 
 
 def answer(question: str, rank: int, pipe: Connection) -> None:
-    """One process's part; leaves without the interpreter's teardown, which would wait for a stuck stream."""
+    """Run one process's part; exit without the interpreter's teardown, which would wait for a stuck stream."""
     try:
         found = QUESTIONS[question](Side(rank, pipe))
     except BaseException as error:
@@ -306,13 +306,13 @@ def answer(question: str, rank: int, pipe: Connection) -> None:
 
 
 def ask(question: str, limit_s: float) -> str | None:
-    """Why there is no whole answer within the limit, None where there is one."""
+    """Return why there is no complete answer within the limit, None if there is one."""
     context = multiprocessing.get_context("spawn")
     ends = context.Pipe()
     processes = [context.Process(target=answer, args=(question, rank, ends[rank])) for rank in (0, 1)]
     for process, own in zip(processes, ends, strict=True):
         process.start()
-        own.close()  # so that a process whose peer has ended does not wait for it
+        own.close()  # else a process whose peer has ended would wait for it
     end, late = time.monotonic() + limit_s, []
     for rank, process in enumerate(processes):
         process.join(max(0.0, end - time.monotonic()))
@@ -324,7 +324,7 @@ def ask(question: str, limit_s: float) -> str | None:
 
 
 def facts() -> dict[str, str]:
-    """What the machine says of itself, by command."""
+    """Return information about the machine, by command."""
     found = {"mps": shutil.which("nvidia-cuda-mps-control") or "not installed"}
     for command in _FACTS:
         try:

@@ -1,7 +1,7 @@
-"""Ranks of a GPU benchmark as processes that can be killed, one set a case, each with a bound; MPS around them.
+"""Run the ranks of a GPU benchmark as killable processes, with a time limit per case and optionally MPS.
 
-A benchmark script starts itself as its ranks: `run_case` in the parent, `in_rank` and `Rank` in the children. A row is written when
-it has been measured; a case that fails or hangs is a row with its reason.
+A benchmark script starts itself as its ranks: `run_case` runs in the parent, `in_rank` and `Rank` in the children. Each
+row is written as soon as it is measured. A case that fails or hangs becomes a row with its reason.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 Row = dict[str, Any]
 _SPEC = "GPU_BENCHMARK_SPEC"
 _MPS_S = 15.0
-# A rank that outlives the first failure waits for a peer that is gone.
+# A rank that outlives the first failure waits for a lost peer.
 _GRACE_S = 5.0
 _COLLECTIVE = timedelta(seconds=120)
 
 
 def add_options(parser: ArgumentParser, budget_s: float) -> None:
-    """The options that all GPU benchmarks have."""
+    """Add the options that all GPU benchmarks have."""
     parser.add_argument("--dry", action="store_true", help="the same on CPUs with tiny sizes: a check of the script")
     parser.add_argument(
         "--budget-s", type=float, default=budget_s, help="seconds for everything; what is left is skipped"
@@ -51,7 +51,8 @@ def add_options(parser: ArgumentParser, budget_s: float) -> None:
     parser.add_argument("--mps", action="store_true", help="all cases as clients of an MPS daemon")
 
 
-# What a case adds to the backend of its group. ipc measures device memory, or fails: else its row would be that of staged.
+# Additions of a case to the backend of its group. For ipc device memory is required: otherwise its row would show
+# staged.
 _IN_MEMORY = {"RAY_FRACBACKEND_IPC_DEVICE_PATH": "memory"}
 _BACKENDS: dict[str, tuple[str, dict[str, str]]] = {
     "copy": ("gloo", {}),
@@ -66,7 +67,7 @@ _BACKENDS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def env_of(spec: dict[str, Any], rank: int) -> dict[str, str]:
-    """Variables of one rank: those of `_BACKENDS`, NCCL's flags for several ranks per GPU and its library, a host for each rank."""
+    """Return the variables of one rank: those of `_BACKENDS`, NCCL's multi-rank flags and library, and a host id."""
     env = {"GLOO_SOCKET_IFNAME": "lo", **_BACKENDS.get(spec["backend"], ("", {}))[1]}
     if spec["backend"] == "nccl":
         preload = {"LD_PRELOAD": spec["nccl_library"]} if spec["nccl_library"] else {}
@@ -75,7 +76,7 @@ def env_of(spec: dict[str, Any], rank: int) -> dict[str, str]:
 
 
 class Cases:
-    """Runs the cases of one benchmark within its budget.
+    """Run the cases of one benchmark within its budget.
 
     Args:
         script: The benchmark's own file.
@@ -91,12 +92,12 @@ class Cases:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Be a client of an MPS daemon of its own meanwhile, where that is wanted."""
+        """Run an MPS daemon in the block, if requested, and be its client."""
         with mps() if self._options.mps else contextlib.nullcontext({}) as self._mps_env:
             yield
 
     def run(self, backend: str, num_ranks: int, **spec: Any) -> None:
-        """Runs one case; what NCCL refused with fewer ranks is not tried again."""
+        """Run one case; if NCCL refused it with fewer ranks, skip it."""
         case = {"backend": backend, "num_ranks": num_ranks, "mps": self._options.mps}
         left_s = self._end - time.monotonic()
         reason = self._refused.get(backend)
@@ -113,15 +114,15 @@ class Cases:
             self._rows.add(**case, failed=reason)
 
     def results(self) -> dict[str, Any]:
-        """All rows so far, for the benchmark's JSON."""
+        """Return all rows so far, for the benchmark's JSON."""
         return {"dry": self._options.dry, "mps": self._options.mps, "rows": self._rows.read()}
 
 
 def run_case(script: str, spec: dict[str, Any], timeout_s: float, env: dict[str, str]) -> str | None:
-    """Starts the ranks of one case, waits, and ends what is left of them.
+    """Start the ranks of one case, wait for them, and end the rest.
 
     Returns:
-        Why there are no more rows than there are, None where all went well.
+        Why rows are missing, None if there was no failure.
     """
     num_ranks = spec["num_ranks"]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -154,7 +155,7 @@ def run_case(script: str, spec: dict[str, Any], timeout_s: float, env: dict[str,
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> tuple[list[int], int | None]:
-    """Waits for all to end, or for a while after one failed: the ranks that go on, and the first that failed."""
+    """Wait for all ranks, or for a while after one failed; return the running ranks and the first that failed."""
     end = time.monotonic() + timeout_s
     failed: int | None = None
     while True:
@@ -178,7 +179,7 @@ def _reason(logs: list[Path]) -> str:
 
 @contextlib.contextmanager
 def mps() -> Iterator[dict[str, str] | str]:
-    """A CUDA MPS daemon of its own: the variables that make a process its client, or why there is none."""
+    """Start a CUDA MPS daemon; yield the variables for its client processes, or why there is none."""
     program = shutil.which("nvidia-cuda-mps-control")
     if program is None:
         yield "nvidia-cuda-mps-control is not installed"
@@ -217,10 +218,10 @@ class Rank:
 
     Attributes:
         spec: Job of the parent process.
-        rank: Its number.
-        num_ranks: How many there are.
-        device: Where its tensors live.
-        control: A Gloo group for barriers and agreement on the host, apart from what is measured.
+        rank: Number of the rank.
+        num_ranks: Number of ranks.
+        device: Device of its tensors.
+        control: A separate Gloo group for barriers and agreement on the host, which is not measured.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -247,24 +248,24 @@ class Rank:
 
     @property
     def _nccl(self) -> Row:
-        """The library that was loaded, where the case is NCCL's."""
+        """Return the loaded library if the case uses NCCL."""
         if "nccl" not in self.spec["backend"]:
             return {}
         return {"nccl": version_text(loaded_nccl_version())}
 
     def synchronize(self) -> None:
-        """Waits for the device."""
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def slowest(self, seconds: float) -> float:
-        """The largest of all ranks' figures."""
+        """Return the largest value of all ranks."""
         value = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.control)
         return value.item()
 
     def once(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call that begins after a barrier, until its device work is done on the slowest rank."""
+        """Return the seconds of a call from a barrier until the device work of the slowest rank is done."""
         self.synchronize()
         dist.barrier(self.control)
         started = time.perf_counter()
@@ -273,14 +274,14 @@ class Rank:
         return self.slowest(time.perf_counter() - started)
 
     def time_calls(self, call: Callable[[], Any], budget_s: float, most: int = 200) -> list[float]:
-        """Seconds of each of several calls, as many as the budget has room for, at least two, after a warm-up."""
+        """Return the seconds of each of several calls after a warm-up: at least two, as many as the budget allows."""
         self.once(call)
         again = self.once(call)
         return [self.once(call) for _ in range(max(2, min(most, int(budget_s / again))))]
 
 
 def in_rank(body: Callable[[Rank], None]) -> bool:
-    """Runs the body where this process is a rank; False in the parent."""
+    """Run the body if this process is a rank; return False in the parent."""
     if _SPEC not in os.environ:
         return False
     rank = Rank(json.loads(os.environ[_SPEC]))

@@ -27,7 +27,7 @@ from ray_fracbackend.demo import build_model, load_digits
 
 
 def train(config: dict[str, Any]) -> None:
-    """The demo's loop, without its display."""
+    """The demo's loop, without its output."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     loader = ray.train.torch.prepare_data_loader(DataLoader(load_digits()[0], batch_size=32, shuffle=True))

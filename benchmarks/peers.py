@@ -25,7 +25,7 @@ from tests.peers.suites import ALL
 
 
 def compare(suite: Suite) -> dict[str, Any]:
-    """Every side of a suite, one after the other."""
+    """Run every side of a suite, one after the other."""
     runs = {}
     for side in suite.sides:
         print(f"=== {suite.name} on {side}", flush=True)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def earlier(out: Path) -> dict[str, Any]:
-    """What the day's file has."""
+    """Return the content of today's file."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     path = out / f"peers_{today}.json"
     return {row["suite"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}

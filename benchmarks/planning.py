@@ -46,7 +46,7 @@ def made_up_workers(num_workers: int, ranks_per_gpu: int) -> list[WorkerInfo]:
 
 
 class CollectorTime:
-    """Counts the seconds that garbage collections take, while it is among ``gc.callbacks``."""
+    """Count the seconds of garbage collections while it is in ``gc.callbacks``."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

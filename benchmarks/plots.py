@@ -1,6 +1,6 @@
 """Draws the newest result of each benchmark. usage: python benchmarks/plots.py [--check] [--results FOLDER] [--out FOLDER]
 
-Needs matplotlib. Run it after a new JSON came into benchmarks/results: the pictures in docs/figures keep their names.
+Needs matplotlib. Run it after adding a JSON to benchmarks/results. The pictures in docs/figures keep their names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib
 from tables import size_text
 
-# Run as a script: its own folder comes first in sys.path.
+# When run as a script, its own folder comes first in sys.path.
 sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks.common import RESULTS, newest, where
 from benchmarks.ipc.figure import COLORS, draw_panel
@@ -34,7 +34,7 @@ _STYLE = {
     "axes.axisbelow": True,
     "legend.frameon": False,
     "savefig.facecolor": "white",
-    # Equal input gives an equal file.
+    # The same input produces the same file.
     "svg.hashsalt": "ray_fracbackend",
 }
 _BLUE, _LIGHT_BLUE, _GRAY, _ORANGE = "#2f6db3", "#8fb8de", "#7a7a7a", "#c77b30"
@@ -46,12 +46,12 @@ _STARTS = {
 
 
 def source(path: Path) -> str:
-    """Which result, and which state of it: the title of its picture, by which a test sees that one is out of date."""
+    """Return name and state of a result, as the title of its picture; a test detects an outdated picture by it."""
     return f"{path.name}, SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
 
 
 def save(figure: Any, target: Path, result: dict[str, Any], told: str, top: float = 1) -> None:
-    """Writes the picture with what it shows and where it was measured below it."""
+    """Write the picture with a description and the machine below it."""
     figure.tight_layout(rect=(0, 0.36 / figure.get_figheight(), 1, top))
     figure.text(
         0.012, 0.06 / figure.get_figheight(), f"{told}\n{where(result)}", fontsize=7.5, color="#57606a", va="bottom"
@@ -62,12 +62,12 @@ def save(figure: Any, target: Path, result: dict[str, Any], told: str, top: floa
 
 
 def plain(axis: Any, unit: Callable[[float], str] = "{:g}".format) -> None:
-    """Numbers instead of powers of ten on an axis."""
+    """Show numbers instead of powers of ten on an axis."""
     axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: unit(value)))
 
 
 def dots(axis: Any, x: float, values: Sequence[float], color: str, label: str | None) -> None:
-    """Every value as a dot and their median as a line."""
+    """Draw every value as a dot and their median as a line."""
     axis.plot([x] * len(values), values, "o", color=color, markersize=3.5, alpha=0.45, markeredgewidth=0)
     median = statistics.median(values)
     axis.plot([x - 0.07, x + 0.07], [median] * 2, color=color, linewidth=2.2, label=label)
@@ -75,7 +75,7 @@ def dots(axis: Any, x: float, values: Sequence[float], color: str, label: str | 
 
 
 def start(result: dict[str, Any], target: Path) -> None:
-    """Milliseconds of on_start over workers, in new processes and on the same ones again; seconds until training."""
+    """Draw milliseconds of on_start over workers, in new processes and on the same ones; and seconds until training."""
     kinds = {
         "new processes": ("in new processes, as Ray Train makes them", 1e3),
         "same workers": ("again on the same workers", 1e3),
@@ -102,7 +102,7 @@ def start(result: dict[str, Any], target: Path) -> None:
 
 
 def planning(result: dict[str, Any], target: Path) -> None:
-    """Milliseconds of the decision over workers."""
+    """Draw milliseconds of the decision over workers."""
     figure, axis = plt.subplots(figsize=(4.6, 3.3))
     for ranks_per_gpu, color in ((1, _BLUE), (2, _ORANGE)):
         points = [
@@ -121,7 +121,7 @@ def planning(result: dict[str, Any], target: Path) -> None:
 
 
 def ipc(result: dict[str, Any], target: Path) -> None:
-    """Milliseconds of an all_reduce over its size, one panel a number of ranks."""
+    """Draw milliseconds of an all_reduce over its size, one panel per number of ranks."""
     numbers = sorted({row["num_ranks"] for row in result["rows"]})
     figure, axes = plt.subplots(1, len(numbers), figsize=(3.8 * len(numbers), 3.3), sharey=True, squeeze=False)
     for axis, num_ranks in zip(axes[0], numbers, strict=True):
@@ -135,7 +135,7 @@ def ipc(result: dict[str, Any], target: Path) -> None:
 
 
 def ipc_demo(result: dict[str, Any], target: Path) -> None:
-    """Milliseconds of an epoch of the demo by backend."""
+    """Draw milliseconds of an epoch of the demo by backend."""
     figure, axis = plt.subplots(figsize=(4.6, 3.3))
     backends = ("gloo", "ipc")
     for x, backend in enumerate(backends):
@@ -147,7 +147,7 @@ def ipc_demo(result: dict[str, Any], target: Path) -> None:
 
 
 def scale(result: dict[str, Any], target: Path) -> None:
-    """What a start costs the driver in simulation, in seconds and in bytes, and what it costs real processes."""
+    """Draw the cost of a start for the driver in simulation, in seconds and bytes, and the cost of real processes."""
     simulated, real = result["simulated"], result["real"]
     figure, axes = plt.subplots(1, 3, figsize=(10.2, 3.3))
     workers = [row["num_workers"] for row in simulated]
@@ -157,7 +157,7 @@ def scale(result: dict[str, Any], target: Path) -> None:
         axes[0].plot(workers, seconds, marker="o", markersize=4, color=color, label=phase.removesuffix("_s"))
     for phase, color in (("probe", _GRAY), ("start", _ORANGE)):
         for way, line in (("to", "-"), ("from", "--")):
-            # The functions of one phase have had other names.
+            # The functions of a phase had other names in earlier results.
             calls = [row[f"bytes_{way}_workers"] for row in simulated]
             mib = [sum(num for call, num in row.items() if call.startswith(phase)) / 2**20 for row in calls]
             axes[1].plot(workers, mib, line, marker="o", markersize=4, color=color, label=f"{phase}, {way} the workers")
@@ -199,7 +199,7 @@ FIGURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
 
 
 def is_of(picture: Path, path: Path) -> bool:
-    """The picture was drawn from the result as it is now."""
+    """Return whether the picture was drawn from the current result."""
     return picture.exists() and f"<dc:title>{source(path)}</dc:title>" in picture.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Rows of a benchmark, written as they are found. Standard library only."""
+"""Rows of a benchmark, written as soon as they are measured. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ROWS = "BENCHMARK_ROWS"
 
 
 class Rows:
-    """Rows of one script, in a file that all its processes append to as they find them: a process that dies loses none.
+    """Rows of one script, in a file to which all its processes append; a process that dies loses no row.
 
-    The file is that of the environment variable ``BENCHMARK_ROWS``, else a temporary one.
+    The environment variable ``BENCHMARK_ROWS`` names the file; by default it is a temporary one.
 
     Args:
-        script: Name that the rows carry.
+        script: Name of the script in the rows.
     """
 
     def __init__(self, script: str) -> None:
@@ -35,7 +35,7 @@ class Rows:
         add_row(self._script, row)
 
     def read(self) -> list[dict[str, Any]]:
-        """All rows of this script since this object was made, of all processes."""
+        """Return all rows of this script from all processes, since this object was created."""
         with open(os.environ[_ROWS]) as file:
             file.seek(self._begin)
             found = [json.loads(line) for line in file]
@@ -47,10 +47,10 @@ class Rows:
 
 
 def add_row(script: str, row: dict[str, Any]) -> None:
-    """Print a row and append it to the file of `Rows`; in a process that one with such an object has started."""
+    """Print a row and append it to the file of `Rows`, in a process started by one that has a `Rows` object."""
     line = json.dumps({"script": script, **row}) + "\n"
     print(line, end="", flush=True)
-    # One write at the end of the file, so that lines of several processes do not mix.
+    # A single write at the end of the file, so that lines of several processes do not mix.
     file = os.open(os.environ[_ROWS], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(file, line.encode())

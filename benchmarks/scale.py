@@ -1,8 +1,8 @@
-"""What a start costs the driver as the job grows, in simulation, and what it costs real processes on this machine.
+"""What does a start cost the driver as the job grows, in simulation, and what does it cost real processes?
 
-Simulated: the real probe, plan, rendezvous, start and report code of the driver, with a worker group that answers at once
-from made-up `WorkerInfo` and a Ray without messages; so the seconds are the driver's own, without Ray's messages. Bytes are
-those of the pickled arguments and answers. Real: so many forked processes that start and verify a Gloo group, without Ray.
+Simulated: the driver's real code for probe, plan, rendezvous, start and report, with a worker group that answers at
+once with made-up `WorkerInfo`, and a Ray without messages. The seconds are therefore the driver's own. Bytes are those
+of the pickled arguments and results. Real: forked processes that start and verify a Gloo group, without Ray.
 
 usage: python benchmarks/scale.py [--simulated 1000 10000 100000] [--real 2 8 32 64] [--out FOLDER]
 """
@@ -33,7 +33,7 @@ _REPEATS = 3
 
 
 class Metadata:
-    """What Ray knows of a worker."""
+    """Ray's metadata of a worker."""
 
     def __init__(self, worker: WorkerInfo) -> None:
         self.metadata = WorkerAddress(worker.rank, worker.node_ip, worker.pid, worker.node_id)
@@ -71,14 +71,14 @@ class SimulatedGroup:
 
 
 class Answer:
-    """A reference to a result that is there already."""
+    """A reference to a result that already exists."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class SimulatedRay:
-    """What the driver's code calls of Ray."""
+    """The functions of Ray that the driver's code calls."""
 
     ObjectRef = Answer
     put = staticmethod(lambda value: Answer(None))
@@ -95,7 +95,7 @@ def network(worker: WorkerInfo) -> NetworkInfo:
 
 
 def simulate(num_workers: int) -> dict[str, Any]:
-    """Medians of the seconds of each phase, and the bytes that each round would carry."""
+    """Return the median seconds of each phase, and the bytes that each round would send."""
     runs = []
     for _ in range(_REPEATS):
         group = SimulatedGroup(num_workers)
@@ -128,7 +128,7 @@ def simulate(num_workers: int) -> dict[str, Any]:
 
 
 def real(num_ranks: int) -> dict[str, Any]:
-    """Seconds until every one of so many processes has its Gloo group, verified."""
+    """Return the seconds until every process has its Gloo group, verified."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     facts = [

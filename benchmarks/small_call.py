@@ -1,13 +1,14 @@
-"""Where does the time of a small all_reduce go? One rank's own part of it, without a wait for another rank.
+"""Where does the time of a small all_reduce go? Measure one rank's own part, without waiting for another rank.
 
 usage: python benchmarks/small_call.py [--rounds 40] [--calls 200] [--bytes 4096] [--out FOLDER]
 
-In each round every case is timed in turn, so a slow moment of the machine meets all. Microseconds, medians of the rounds:
+In each round every case is timed in turn, so a slow moment of the machine affects all of them. Microseconds, medians of
+the rounds:
 
-``ipc``           ``all_reduce`` in a group of one rank: all that a rank does, but to wait
-``call layer``    the same call to a process group in Python that does nothing: torch.distributed's wrapper and dispatch
-``two copies``    what such a call must do with tensors: into the slot, and out of it
-``ctypes call``   a call of a C function that does nothing much: the way into a compiled part
+``ipc``           ``all_reduce`` in a group of one rank: all work of a rank except waiting
+``call layer``    the same call to a Python process group that does nothing: torch.distributed's wrapper and dispatch
+``two copies``    the necessary work on the tensors: a copy into the slot and a copy out of it
+``ctypes call``   a call of an almost empty C function: the cost of calling compiled code
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
 
 
 class NoWork(dist.Work):
-    """Is done."""
+    """A completed Work."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -42,7 +43,7 @@ class NoGroup(dist.ProcessGroup):
 
 
 def cases(num_bytes: int) -> dict[str, Callable[[], Any]]:
-    """What is timed, by name."""
+    """Return the timed functions by name."""
     dist.Backend.register_backend("none", lambda store, rank, size, timeout: NoGroup(rank, size), devices=["cpu"])
     none = dist.new_group(backend="none")
     tensor, slot = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
@@ -61,7 +62,7 @@ def cases(num_bytes: int) -> dict[str, Callable[[], Any]]:
 
 
 def microseconds(case: Callable[[], Any], calls: int) -> float:
-    """Of one call."""
+    """Return the microseconds of one call."""
     started = time.perf_counter()
     for _ in range(calls):
         case()

@@ -1,9 +1,9 @@
-"""How long on_start takes: ours with verification against stock Ray Train's, alternating in one run.
+"""How long does on_start take? Ours with verification, and stock Ray Train's, alternating in one run.
 
-Ray Train starts a group once on worker processes that it has just made, and makes new ones after a failure. So what a
-user waits for is the first start in new processes: one TorchTrainer run a figure, stock and ours in turn; beside it the
-time from ``fit()`` to the train function. For the record the script also repeats starts on one worker group, where all
-imports are done and what is left is messages and sockets.
+Ray Train starts a group once on new worker processes, and creates new processes after a failure. A user therefore waits
+for the first start in new processes. This is measured with one TorchTrainer run per value, stock and ours in turn,
+together with the time from ``fit()`` to the train function. The script also repeats starts on one worker group, where
+all imports are done and only messages and sockets remain.
 
 usage: [RAY_TRAIN_V2_ENABLED=0|1] python benchmarks/start.py [--starts 11] [--workers 2 4 8] [--out FOLDER]
 """
@@ -36,9 +36,9 @@ CONFIGS: dict[str, TorchConfig] = {
 
 @dataclass
 class MeasuredConfig(TorchConfig):
-    """Starts the workers of one run by each configuration in turn, and writes the seconds to a file.
+    """Start the workers of one run with each configuration in turn, and write the seconds to a file.
 
-    The configurations travel as a user's does, so that the workers import what they need with it.
+    The configurations are sent in the same way as a user's, so the workers import with them what they need.
     """
 
     configs: tuple[TorchConfig, ...] = ()
@@ -65,7 +65,7 @@ def seconds_of_start(worker_group: Any, config: TorchConfig) -> float:
 
 
 def run(num_workers: int, names: tuple[str, ...]) -> tuple[list[float], float]:
-    """Seconds of one start after the other on the workers of one TorchTrainer run, and from fit() to the train function."""
+    """Return the seconds of repeated starts on one run's workers, and from fit() to the train function."""
     with tempfile.TemporaryDirectory() as folder:
         path, ready = Path(folder) / "seconds.json", Path(folder) / "ready"
 
@@ -87,7 +87,7 @@ def run(num_workers: int, names: tuple[str, ...]) -> tuple[list[float], float]:
 
 
 def in_new_processes(num_workers: int, num_starts: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of on_start, and seconds from fit() to the train function, by configuration."""
+    """Return the seconds of on_start, and from fit() to the train function, by configuration."""
     seconds: dict[str, list[float]] = {"stock": [], "ours": []}
     ready: dict[str, list[float]] = {"stock": [], "ours": []}
     for number in range(num_starts):

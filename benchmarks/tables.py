@@ -1,7 +1,7 @@
-"""Writes the newest results into the pages that quote them. usage: python benchmarks/tables.py [--check]
+"""Write the newest results into the pages that quote them. usage: python benchmarks/tables.py [--check]
 
-A page has ``<!-- numbers: NAME -->`` before such a text and ``<!-- end -->`` after it; NAME is a key of TEXTS.
-Only for a table may the comment begin a line: Markdown leaves the rest of such a line as it is.
+A page has ``<!-- numbers: NAME -->`` before such a text and ``<!-- end -->`` after it; NAME is a key of TEXTS. The
+comment may start a line only before a table, because Markdown does not format the rest of such a line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 
 
 def newest_result(kind: str) -> tuple[str, Any]:
-    """Name and content of the newest result of a kind."""
+    """Return name and content of the newest result of a kind."""
     path = newest(kind)
     if path is None:
         raise FileNotFoundError(f"no {kind} result in {RESULTS}")
@@ -52,7 +52,7 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def start() -> str:
-    """What a start with two workers takes, beside stock."""
+    """Return the duration of a start with two workers, with stock beside it."""
     _, result = newest_result("start_v2")
     medians = {
         kind: next(row["median_s"] for row in rows if row["num_workers"] == 2) for kind, rows in result["rows"].items()
@@ -68,17 +68,17 @@ def start() -> str:
 
 
 def ipc_rows(operations: tuple[str, ...], num_ranks: int, busy: int = 0) -> dict[tuple[str, int], dict[str, float]]:
-    """Median milliseconds by backend, by operation and size, in the order of measurement."""
+    """Return median milliseconds by backend, by operation and size, in the order of measurement."""
     medians: dict[tuple[str, int], dict[str, float]] = {}
     for row in newest_result("ipc")[1]["rows"]:
-        # A result from before there were loops has none.
+        # Older results have no loops.
         if row["operation"] in operations and (row["num_ranks"], row.get("busy", 0)) == (num_ranks, busy):
             medians.setdefault((row["operation"], row["num_bytes"]), {})[row["backend"]] = row["median_ms"]
     return medians
 
 
 def ipc_setting() -> str:
-    """Where the ipc backend was measured."""
+    """Return the machine and settings of the ipc measurement."""
     name, result = newest_result("ipc")
     machine = machine_of(result)
     open_mpi = result.get("open_mpi") or machine.get("open_mpi")
@@ -90,7 +90,7 @@ def ipc_setting() -> str:
 
 
 def ipc_collectives(num_ranks: int) -> str:
-    """Every collective, beside Gloo, Open MPI and a plain copy."""
+    """Return a table of every collective, with Gloo, Open MPI and a plain copy."""
     rows = []
     for (operation, size), ms in ipc_rows(_COLLECTIVES, num_ranks).items():
         ratios = [("gloo", "ipc", 1), ("open_mpi", "ipc", 2), ("ipc", "copy", 2)]
@@ -120,7 +120,7 @@ def ipc_collectives(num_ranks: int) -> str:
 
 
 def ipc_ddp() -> str:
-    """A step of DDP by backend."""
+    """Return a table of a DDP step by backend."""
     rows = [
         [size_text(size), *(three_digits(ms[backend]) for backend in ("ipc", "gloo", "copy"))]
         for (_, size), ms in ipc_rows(("ddp_step",), 2).items()
@@ -129,7 +129,7 @@ def ipc_ddp() -> str:
 
 
 def ipc_busy() -> str:
-    """An all_reduce and a DDP step beside endless loops: the quotient of Gloo's time and that of ipc."""
+    """Return an all_reduce and a DDP step beside endless loops: times, and Gloo's time divided by ipc's."""
     rows, loops = [], sorted({row.get("busy", 0) for row in newest_result("ipc")[1]["rows"]})
     for num_ranks in (2, 4):
         found = [ipc_rows(("all_reduce", "ddp_step"), num_ranks, busy) for busy in loops]
@@ -144,13 +144,13 @@ def ipc_busy() -> str:
 
 
 def ipc_others(num_ranks: int) -> str:
-    """The most that other processes took of the machine in a round."""
+    """Return the largest share of the machine that other processes used in a round."""
     shares = [row["others"] for row in newest_result("ipc")[1]["rows"] if row["num_ranks"] == num_ranks]
     return f"{max(shares) * 100:.0f}%"
 
 
 def ipc_demo() -> str:
-    """An epoch of the demo by backend."""
+    """Return an epoch of the demo by backend."""
     name, result = newest_result("ipc_demo")
     ipc, gloo = (result["median_s"][backend] * 1e3 for backend in ("ipc", "gloo"))
     return (
@@ -159,7 +159,7 @@ def ipc_demo() -> str:
 
 
 def faults_setting() -> str:
-    """Where the faults were planted, and with which timeouts."""
+    """Return the machine and timeouts of the runs with faults."""
     name, result = newest_result("faults")
     where = result["environment"]
     loads = [cell["load"] for cell in result["cells"]]
@@ -171,7 +171,7 @@ def faults_setting() -> str:
 
 
 def faults_rows() -> dict[tuple[str, str], dict[tuple[str, str, str], Any]]:
-    """What was seen, by phase and fault in the order of the runs, then by configuration, backend and engine."""
+    """Return the observations by phase and fault, then by configuration, backend and engine."""
     rows: dict[tuple[str, str], dict[tuple[str, str, str], Any]] = {}
     for cell in newest_result("faults")[1]["cells"]:
         row = rows.setdefault((cell["phase"], cell["fault"]), {})
@@ -190,7 +190,7 @@ def fault_seen(seen: Any, limit_s: float) -> str:
 
 
 def faults() -> str:
-    """Error and seconds of every cell; nothing for what was not run."""
+    """Return error and seconds of every cell; an empty cell if it did not run."""
     limit_s = newest_result("faults")[1]["limit_s"]
     configs = (("ours", "gloo"), ("ours", "ipc"), ("stock", "gloo"))
     keys = [(*config, engine) for config in configs for engine in ("V1", "V2")]
@@ -207,7 +207,7 @@ def _missing(key: tuple[str, str, str], phase: str) -> str:
 
 
 def faults_text() -> str:
-    """First line of every error of V2, ours with Gloo beside stock's."""
+    """Return the first line of every error with V2, ours with Gloo beside stock's."""
     rows = []
     for names, row in faults_rows().items():
         seen = [row.get((config, "gloo", "V2")) for config in ("ours", "stock")]
@@ -216,16 +216,16 @@ def faults_text() -> str:
 
 
 def peers_setting() -> str:
-    """Where others' suites ran."""
+    """Return the machine of the runs of other projects' suites."""
     name, result = newest_result("peers")
     where = result["environment"]
-    # Suites are added one by one, on several machines: only the sides of one suite are of one.
+    # Suites are added one by one, on several machines. Only the sides of one suite ran on the same machine.
     return f"`benchmarks/results/{name}`: {where['num_cpus']} cores, each suite on one machine, torch {where['torch']}, Ray {where['ray']}"
 
 
 def peers(of: str) -> str:
-    """How many tests of others pass on each side of a suite, and how long it takes."""
-    # A suite of which nothing passes on stock's side needs what is not here, such as GPUs.
+    """Return the number of passing tests on each side of a suite, and the duration."""
+    # If nothing passes on stock's side, the suite needs something that is missing here, such as GPUs.
     found = [
         row
         for row in newest_result("peers")[1]["rows"]
@@ -244,7 +244,7 @@ def peers(of: str) -> str:
 
 
 def peers_differences(of: str) -> str:
-    """Tests that pass on stock alone, by reason."""
+    """Return the tests that pass only on stock, by reason."""
     by_reason: dict[str, list[str]] = {}
     for row in newest_result("peers")[1]["rows"]:
         for side in row["sides"].values() if row["of"] == of else ():
@@ -258,13 +258,13 @@ def peers_differences(of: str) -> str:
 
 
 def counts_setting() -> str:
-    """Where the counts come from."""
+    """Return the source of the counts."""
     name, result = newest_result("cuda_counts")
     return f"`benchmarks/results/{name}`: torch {result['environment']['torch']}, emulated CUDA"
 
 
 def counts(*backends: str) -> str:
-    """What an all_reduce asks of the device and the host, by backend."""
+    """Return the counts of an all_reduce on the device and the host, by backend."""
     rows = []
     for row in newest_result("cuda_counts")[1]["rows"]:
         if row["backend"] not in backends or "ranks" not in row:
@@ -299,7 +299,7 @@ def counts(*backends: str) -> str:
 
 
 def each_rank(values: Iterable[float]) -> str:
-    """``3``, or ``3, 0`` where the first rank has 3 and the others 0, or the smallest and the largest."""
+    """Return ``3``; ``3, 0`` if the first rank has 3 and the others 0; else the smallest and the largest value."""
     first, *others = [f"{value:.4g}" for value in values]
     if set(others) <= {first}:
         return first
@@ -307,7 +307,7 @@ def each_rank(values: Iterable[float]) -> str:
 
 
 def first_line(text: str) -> str:
-    """For a cell of a table, and cut where it is very long."""
+    """Return the first line of a text for a cell of a table, shortened if it is very long."""
     line = text.splitlines()[0].replace("|", "\\|")
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
 
@@ -337,7 +337,7 @@ TEXTS: dict[str, Callable[[], str]] = {
 
 
 def renewed(page: str) -> str:
-    """The page with the newest numbers in it."""
+    """Return the page with the newest numbers."""
     return _MARKED.sub(lambda found: f"{found[1]}{TEXTS[found[2]]()}{found[4]}", page)
 
 

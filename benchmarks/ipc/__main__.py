@@ -2,8 +2,8 @@
 
     python -m benchmarks.ipc [--ranks 2 4] [--busy 0 1 2] [--device cuda] [--rounds 3] [--starts 5] [--out FOLDER]
 
-In the project's folder. Prints medians, and writes one dated JSON with hardware, versions and load, and its plot (needs matplotlib).
-Run it on a quiet machine: what other processes took meanwhile is in the file.
+Run it in the project's folder on a quiet machine. It prints medians and writes one dated JSON with hardware, versions
+and load, and its plot (needs matplotlib). The file also contains the share of other processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.ipc.ranks import OPERATIONS, SIZES
 from ray_fracbackend.ipc import host_memory_support
 
 _ELEMENT_BYTES = 4
-# Of the size of a case: inputs and outputs of each backend, and a DDP step's parameters, gradients and buckets.
+# Memory of a case: inputs and outputs of each backend, and a DDP step's parameters, gradients and buckets.
 _TENSORS_PER_RANK = 8
 
 
@@ -63,7 +63,7 @@ def _options() -> argparse.Namespace:
 
 
 def why_not(ranks: list[int], sizes: list[int], device: str, out: Path) -> str | None:
-    """Why a measurement cannot run, found before it takes minutes: value, rule and fix; None where it can."""
+    """Return why a measurement cannot run, before it takes minutes: value, rule and fix; None if it can run."""
     if missing := host_memory_support():
         return f"the ipc backend cannot run here: {missing}"
     if device == "cuda" and not torch.cuda.is_available():
@@ -109,7 +109,7 @@ def main() -> None:
                 device=options.device,
                 progress=show,
             )
-        except RuntimeError as error:  # of a rank
+        except RuntimeError as error:  # a rank failed
             sys.exit(str(error))
     print(figure.table(result))
     path = save("ipc", options.out, result)

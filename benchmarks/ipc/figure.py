@@ -9,7 +9,7 @@ from benchmarks.common import where
 
 LABELS = {"ipc": "ipc", "gloo": "Gloo", "nccl": "NCCL", "open_mpi": "Open MPI", "copy": "plain copy"}
 COLORS = {"ipc": "tab:blue", "gloo": "tab:red", "nccl": "tab:purple", "open_mpi": "tab:green", "copy": "tab:gray"}
-# Of other processes' CPU time, above which a table carries a warning.
+# Share of other processes' CPU time above which a table contains a warning.
 _BUSY_SHARE = 0.1
 _COLUMNS = ("ipc", "gloo", "nccl", "copy", "open_mpi")
 _LEGEND = (
@@ -19,7 +19,7 @@ _LEGEND = (
 
 
 def table(result: dict[str, Any]) -> str:
-    """Medians, one line for each operation, number of ranks, of loops and size, with units and a caveat on a busy machine."""
+    """Return medians, one line per operation, ranks, loops and size, with a warning if the machine was busy."""
     lines = [*_medians(result["rows"]), "", *_LEGEND]
     if (share := result["cpu_share_of_other_processes"]) > _BUSY_SHARE:
         lines += [
@@ -48,14 +48,14 @@ def _medians(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks: int, busy: int = 0) -> None:
-    """Draw one operation with one number of ranks and of loops: milliseconds over size, median and quartiles, both axes logarithmic.
+    """Draw one operation with one number of ranks and loops: median and quartiles over size, logarithmic axes.
 
     Args:
-        axis: Of matplotlib.
-        rows: As `measure` returns them; the others are skipped.
-        operation: Of `ranks.OPERATIONS`.
-        num_ranks: Processes.
-        busy: Endless loops beside them.
+        axis: Axis of matplotlib.
+        rows: As returned by `measure`; rows of other cases are skipped.
+        operation: One of `ranks.OPERATIONS`.
+        num_ranks: Number of processes.
+        busy: Number of endless loops beside them.
     """
     for backend, label in LABELS.items():
         points = sorted(
@@ -82,11 +82,11 @@ def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks:
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
-    """Draw milliseconds over size, one panel an operation and number of ranks and loops, with median and quartiles.
+    """Draw milliseconds over size, one panel per operation and number of ranks and loops, with median and quartiles.
 
     Args:
-        result: As it was saved.
-        target: Picture to write; its suffix is the format.
+        result: The saved result.
+        target: File of the picture; its suffix selects the format.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

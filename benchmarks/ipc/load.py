@@ -1,4 +1,4 @@
-"""How much of the machine other processes use while something is measured, and processes that use it on purpose."""
+"""Measure how much of the machine other processes use, and start processes that use it on purpose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-# Ends with its standard input, and so with the process that started it.
+# Ends with its standard input, and therefore with the process that started it.
 _LOOP = """
 import os, threading
 threading.Thread(target=lambda: os._exit(len(os.read(0, 1))), daemon=True).start()
@@ -22,7 +22,7 @@ while True:
 
 
 def busy_s(without: Sequence[int] = ()) -> float:
-    """CPU seconds that all processes of the machine have used since boot, but these; those of virtual machines count once."""
+    """Return the CPU seconds since boot of all processes except these; those of virtual machines count once."""
     times = psutil.cpu_times()
     total = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
     for pid in without:
@@ -33,7 +33,7 @@ def busy_s(without: Sequence[int] = ()) -> float:
 
 @contextmanager
 def busy_loops(number: int) -> Iterator[list[int]]:
-    """Keep processes busy that use all of a core that they get, as the workers of a data loader do; yields their process ids."""
+    """Run processes that use a whole core if they can, like workers of a data loader; yield their process ids."""
     loops = [subprocess.Popen([sys.executable, "-c", _LOOP], stdin=subprocess.PIPE) for _ in range(number)]
     try:
         yield [loop.pid for loop in loops]
@@ -45,7 +45,7 @@ def busy_loops(number: int) -> Iterator[list[int]]:
 
 
 class OthersShare:
-    """Share of the machine's CPU time that other processes than this one and its ended children used since this object was made."""
+    """Share of CPU time used by processes other than this one and its ended children, since creation."""
 
     def __init__(self) -> None:
         self._start = self._now()

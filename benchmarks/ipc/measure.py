@@ -1,6 +1,6 @@
 """Measure every case of the ipc benchmark. Driver side; imports torch, never Ray.
 
-Open MPI is measured where ``mpirun`` and mpi4py are installed, NCCL on CUDA devices where it accepts the ranks.
+Open MPI is measured if ``mpirun`` and mpi4py are installed, NCCL on CUDA devices if it accepts the ranks.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ def measure(
 ) -> dict[str, Any]:
     """Measure every operation and size for each number of ranks.
 
-    Args:
-        ranks: Numbers of processes, each measured on its own.
+    ranks: Numbers of processes, each measured separately.
+        busy: Numbers of endless loops beside the ranks, each measured separately.
         busy: Numbers of endless loops beside the ranks, each measured on its own.
-        operations: Of `ranks.OPERATIONS`.
+        operations: Names from `ranks.OPERATIONS`.
         sizes: Bytes of the float32 tensors.
-        rounds: How often everything is measured in one start; medians are over all rounds of all starts.
-        starts: How often the processes are started anew.
-        tries: Most tries of a case, while other processes use the machine.
+        rounds: Number of repetitions in one start; medians are over all rounds of all starts.
+        starts: Number of times that the processes are started.
+        tries: Maximum number of tries of a case while other processes use the machine.
         device: ``"cpu"``, or ``"cuda"`` for tensors on the first CUDA device that torch sees, which all ranks share.
-        progress: Called as ``progress(done, total, what)``, for each number of ranks and loops from the beginning.
+        progress: Called as ``progress(done, total, what)``, for each number of ranks and loops from the start.
 
     Returns:
-        Plain values for JSON: settings, load, what `benchmarks.common.environment` lacks of the machine, and ``rows`` as
-        `run_benchmark` gives them.
+        Plain values for JSON: settings, load, details of the machine beyond `benchmarks.common.environment`, and
+        ``rows`` from `run_benchmark`.
 
     Raises:
-        RuntimeError: A rank failed; the message has its output.
+        RuntimeError: A rank failed; the message contains its output.
     """
     others, rows = OthersShare(), []
     for num_ranks, loops in itertools.product(ranks, busy):
@@ -95,7 +95,7 @@ def _caches() -> dict[str, str]:
 
 
 def mpirun(num_ranks: int) -> list[str] | None:
-    """Return the command for Open MPI's ranks, None where it is not installed."""
+    """Return the command for Open MPI's ranks, None if it is not installed."""
     path = shutil.which("mpirun")
     if path is None or importlib.util.find_spec("mpi4py") is None:
         return None
@@ -112,7 +112,7 @@ def _mpi_version() -> str | None:
 
 
 def nccl_env(num_ranks: int) -> dict[str, str] | None:
-    """Return the variables with which NCCL accepts this many ranks on one device, None where it does not."""
+    """Return the variables with which NCCL accepts this many ranks on one device, None if it does not."""
     if num_ranks == 1:
         return {}
     return multi_rank_env(num_ranks) if (loaded_nccl_version() or ()) >= NCCL_MULTI_RANK else None

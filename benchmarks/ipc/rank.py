@@ -20,7 +20,7 @@ import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
 from benchmarks.ipc.load import busy_s
 from ray_fracbackend.worker.group_end import destroy_process_groups
 
-# Calls of one size in one round: many for small ones, few for those that take long anyway.
+# Calls of one size in one round: many for small sizes, few for sizes that take long.
 _BYTES_PER_ROUND = 400 << 20
 _MIN_CALLS, _MAX_CALLS = 4, 100
 _WARM_UP_CALLS = 2
@@ -36,12 +36,12 @@ def _calls(num_bytes: int) -> int:
 
 
 def _collective(operation: str, num_bytes: int, group: Any, device: torch.device) -> Callable[[], Any]:
-    """Return a function that runs the operation once on tensors of its own."""
+    """Return a function that runs the operation once on its own tensors."""
     size = dist.get_world_size()
     whole = torch.ones(num_bytes // 4 // size * size, device=device)
     part = torch.ones(whole.numel() // size, device=device)
     if operation == "all_reduce":
-        # Zeros stay zeros however often they are summed.
+        # Zeros stay zeros, however often they are summed.
         whole.zero_()
         return lambda: dist.all_reduce(whole, group=group)
     if operation == "broadcast":
@@ -53,7 +53,7 @@ def _collective(operation: str, num_bytes: int, group: Any, device: torch.device
 
 
 def _open_mpi(operation: str, num_bytes: int, mpi: Any) -> Callable[[], Any]:
-    """Return the same through mpi4py, on memory of torch tensors as well."""
+    """Return the same function with mpi4py, also on memory of torch tensors."""
     comm = mpi.COMM_WORLD
     size = comm.Get_size()
     whole = torch.zeros(num_bytes // 4 // size * size).numpy()
@@ -67,7 +67,7 @@ def _open_mpi(operation: str, num_bytes: int, mpi: Any) -> Callable[[], Any]:
 
 
 def _ddp_step(num_bytes: int, group: Any, device: torch.device) -> Callable[[], Any]:
-    """Return a forward and backward of a linear model under DDP, or of the bare model if there is no group."""
+    """Return a forward and backward of a linear model with DDP, or of the model itself if there is no group."""
     width = max(8, int((num_bytes / 4 / 4) ** 0.5))
     model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(4))).to(
         device
@@ -85,7 +85,7 @@ def _ddp_step(num_bytes: int, group: Any, device: torch.device) -> Callable[[], 
 def _subjects(
     operation: str, num_bytes: int, groups: dict[str, Any], mpi: Any, device: torch.device
 ) -> dict[str, Callable[[], Any]]:
-    """Return what to time side by side, by backend; "copy" is a plain copy of the tensor, or a bare step."""
+    """Return the functions to time, by backend; "copy" is a plain copy of the tensor, or a step without DDP."""
     if operation == "ddp_step":
         subjects = {name: _ddp_step(num_bytes, group, device) for name, group in {**groups, "copy": None}.items()}
     else:
@@ -98,7 +98,7 @@ def _subjects(
 
 
 def _until_done(subject: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """Make a call on a CUDA device return only when its work is done."""
+    """Make a call on a CUDA device return only after its work is done."""
     if device.type == "cpu":
         return subject
 
@@ -110,13 +110,13 @@ def _until_done(subject: Callable[[], Any], device: torch.device) -> Callable[[]
 
 
 def _groups(nccl: bool, device: torch.device) -> dict[str, Any]:
-    """Create the groups to measure, by backend. NCCL is left out where it does not take these ranks."""
+    """Create the groups to measure, by backend. NCCL is left out if it does not accept these ranks."""
     groups = {"ipc": dist.group.WORLD, "gloo": dist.new_group(backend="gloo", timeout=_TIMEOUT)}
     if device.type == "cuda":
-        dist.all_reduce(torch.zeros(1, device=device))  # sets device memory up
+        dist.all_reduce(torch.zeros(1, device=device))  # sets up device memory
         reason = groups["ipc"].staged_reason
         if reason is not None:
-            # Without device memory ipc stages tensors: its rows would be those of the staged backend.
+            # Without device memory ipc stages tensors, so its rows would be those of the staged backend.
             raise RuntimeError(f"the ipc backend cannot use the memory of {device}: {reason}")
     if nccl and _works_everywhere(group := dist.new_group(backend="nccl", timeout=_NCCL_TIMEOUT), device):
         groups["nccl"] = group
@@ -124,7 +124,7 @@ def _groups(nccl: bool, device: torch.device) -> dict[str, Any]:
 
 
 def _works_everywhere(group: Any, device: torch.device) -> bool:
-    """Return whether an all_reduce in the group goes through on every rank; the same answer on all of them."""
+    """Return whether an all_reduce in the group succeeds on every rank; the result is the same on all ranks."""
     works = torch.ones(1)
     try:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -138,7 +138,7 @@ def _works_everywhere(group: Any, device: torch.device) -> bool:
 
 
 def _time_calls(subject: Callable[[], Any], num_calls: int) -> torch.Tensor:
-    """Return the seconds of each call on the rank that took longest."""
+    """Return the seconds of each call on the slowest rank."""
     seconds = torch.empty(num_calls, dtype=torch.float64)
     for _ in range(_WARM_UP_CALLS):
         subject()
@@ -154,14 +154,14 @@ def _time_calls(subject: Callable[[], Any], num_calls: int) -> torch.Tensor:
 def _time_case(
     subjects: dict[str, Callable[[], Any]], num_calls: int, loops: list[int]
 ) -> tuple[dict[str, list[float]], float]:
-    """Return the seconds of all calls by backend, and the share of the machine that others than ranks and loops took meanwhile."""
+    """Return the seconds of all calls by backend, and the machine's share used by others than ranks and loops."""
     wall, busy, own = time.monotonic(), busy_s(loops), time.process_time()
     timed = {backend: _time_calls(subject, num_calls).tolist() for backend, subject in subjects.items()}
     wall, busy, own = time.monotonic() - wall, busy_s(loops) - busy, time.process_time() - own
     total_own = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(total_own)
     share = torch.tensor(max(0.0, busy - total_own.item()) / (wall * (os.cpu_count() or 1)), dtype=torch.float64)
-    # Rank 0's figure, so that all ranks come to the same decision.
+    # Rank 0's value, so that all ranks make the same decision.
     dist.broadcast(share, 0)
     return timed, share.item()
 
@@ -169,7 +169,7 @@ def _time_case(
 def _time_quietly(
     subjects: dict[str, Callable[[], Any]], num_calls: int, tries: int, loops: list[int]
 ) -> tuple[dict[str, list[float]], float]:
-    """Return the first of up to `tries` measurements during which the machine was quiet, or the quietest of them."""
+    """Return the first of up to `tries` measurements on a quiet machine, or the one with the least load."""
     best = _time_case(subjects, num_calls, loops)
     for _ in range(tries - 1):
         if best[1] <= _QUIET_SHARE:
@@ -182,7 +182,7 @@ def _time_quietly(
 
 
 def _measure(spec: dict[str, Any], mpi: Any) -> Iterator[dict[str, Any]]:
-    """Yield progress messages, then one with all that was measured."""
+    """Yield progress messages, then one with all measurements."""
     device = _device(spec["device"])
     groups = _groups(spec["nccl"], device)
     cases = [(operation, size) for operation in spec["operations"] for size in spec["sizes"]]
@@ -206,7 +206,7 @@ def _measure(spec: dict[str, Any], mpi: Any) -> Iterator[dict[str, Any]]:
 
 
 def _device(kind: str) -> torch.device:
-    """Return the device of this rank, after making it the current one."""
+    """Return the device of this rank and make it the current device."""
     if kind == "cpu":
         return torch.device(kind)
     device = torch.device(kind, 0)
@@ -215,14 +215,14 @@ def _device(kind: str) -> torch.device:
 
 
 def _end_with_parent() -> None:
-    """End this process when standard input does: its other end is the driver's, which may be killed."""
+    """End this process when standard input ends: the other end belongs to the driver, which may be killed."""
     os.read(0, 1)
     os._exit(1)
 
 
 def _rank_main(spec: dict[str, Any]) -> None:
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
-    # mpirun passes its standard input to rank 0, and ends the others with it.
+    # mpirun passes its standard input to rank 0, and ends the other ranks with rank 0.
     if rank == 0 or not spec["mpi"]:
         threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
 """Measure collectives and DDP steps of the ipc backend beside Gloo, NCCL, a plain copy and, under mpirun, Open MPI.
 
-Starts the ranks, which run `rank`, and collects their rows. Everything of one run is measured in the same
-processes, backend after backend in every round, so that a slow moment of the machine meets all. Needs no process group in
-the caller's process; imports torch, never Ray.
+Starts the ranks, which run `rank`, and collects their rows. All cases of one run are measured in the same processes,
+one backend after the other in every round, so a slow moment of the machine affects all of them. Needs no process group
+in the caller's process; imports torch, never Ray.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from benchmarks.ipc.load import busy_loops
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "ddp_step")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)
 
-# Where `benchmarks` is found.
+# Folder that contains `benchmarks`.
 _ROOT = Path(__file__).parents[2]
-# Between asking a process to end and killing it.
+# Seconds between asking a process to end and killing it.
 _END_S = 5.0
 
 Row = dict[str, Any]
@@ -48,32 +48,34 @@ def run_benchmark(
     mpirun: Sequence[str] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[Row]:
-    """Measure on this machine.
+    """Run the benchmark on this machine.
 
     Args:
-        num_ranks: Processes to start.
-        operations: Of `OPERATIONS`.
-        sizes: Bytes of the float32 tensor: of all_gather the output, of reduce_scatter the input, of ddp_step the
-            parameters.
-        rounds: How often everything is measured by the same processes; medians are over all rounds of all starts.
-        starts: How often the processes are started anew: where they and their memory lie differs from start to start.
-        tries: How often a case of a round is repeated while other processes use over a tenth of the machine. The
-            quietest try counts, whatever its times are.
-        device: Where the tensors are: ``"cpu"``, or ``"cuda"`` for the first device that torch sees, which all ranks share.
-        busy: Endless loops that run beside the ranks, each a process.
-        nccl_env: Variables with which NCCL takes the ranks, on ``"cuda"``; None leaves NCCL out.
+        num_ranks: Number of processes.
+        operations: Names from `OPERATIONS`.
+        sizes: Bytes of the float32 tensor: for all_gather of the output, for reduce_scatter of the input, for ddp_step
+            of the parameters.
+        rounds: Number of repetitions in the same processes; medians are over all rounds of all starts.
+        starts: Number of times that the processes are started. The places of processes and memory differ between
+            starts.
+        tries: Maximum number of tries of a case in a round while other processes use more than a tenth of the machine.
+            The try with the least load counts, whatever its times are.
+        device: Device of the tensors: ``"cpu"``, or ``"cuda"`` for the first device that torch sees, which all ranks
+            share.
+        busy: Number of endless loops that run beside the ranks, each in its own process.
+        nccl_env: Variables with which NCCL accepts the ranks, for ``"cuda"``; None leaves NCCL out.
         mpirun: Command that starts `num_ranks` processes under Open MPI, such as ``["mpirun", "-n", "2"]``; the ranks
             need mpi4py. None starts them directly and leaves Open MPI out.
         progress: Called as ``progress(done, total, what)``.
 
     Returns:
         One row for each operation, size and backend: ``operation``, ``num_bytes``, ``backend``, ``num_ranks``,
-        ``busy``, ``num_calls``, the ``median_ms``, ``p25_ms`` and ``p75_ms`` of the calls, ``start_medians_ms``, the median of
-        each start, and ``others``, the largest share of the machine that other processes took in a round. A call begins
-        after a barrier and ends when its last rank is through, with its work on the device.
+        ``busy``, ``num_calls``; ``median_ms``, ``p25_ms`` and ``p75_ms`` of the calls; ``start_medians_ms``, the median
+        of each start; and ``others``, the largest share of the machine that other processes used in a round. A call
+        starts after a barrier and ends when its last rank has finished, including its work on the device.
 
     Raises:
-        RuntimeError: A rank failed, or the ipc backend cannot use the memory of the device; the message has its output.
+        RuntimeError: A rank failed, or the ipc backend cannot use the device's memory; the message contains its output.
     """
     spec = {
         "size": num_ranks,
@@ -112,13 +114,13 @@ def _start_ranks(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     argument = json.dumps({**spec, "port": store.port})
     command = [sys.executable, "-m", "benchmarks.ipc.rank", argument]
-    # mpirun starts all ranks and numbers them itself.
+    # mpirun starts and numbers all ranks itself.
     commands = [command] * spec["size"] if mpirun is None else [[*mpirun, *command]]
     ranks: list[subprocess.Popen[str]] = []
     try:
         for rank, line in enumerate(commands):
             variables = {**os.environ, **env, "OMP_NUM_THREADS": "1", "RANK": str(rank)}
-            # The pipe to its standard input ends with this process, however that ends, and the rank with it.
+            # The pipe to its standard input ends with this process in any case, and the rank ends with the pipe.
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             ranks.append(subprocess.Popen(line, env=variables, cwd=_ROOT, text=True, **pipes))
         return _measured(ranks, progress)
@@ -129,12 +131,12 @@ def _start_ranks(
 
 
 def _measured(ranks: list[subprocess.Popen[str]], progress: Callable[[int, int, str], None]) -> list[Any]:
-    """Return what rank 0 measured; a rank that fails ends the others, which would wait for it."""
+    """Return the measurements of rank 0; a rank that fails ends the others, which would wait for it."""
     measured: list[Any] = []
     failed = ""
-    # Each in a thread of its own: a full pipe would stop a rank.
+    # One thread for each rank, because a full pipe would stop a rank.
     with ThreadPoolExecutor(len(ranks)) as pool:
-        try:  # of the threads too: once one reads, the pool waits for the end of its rank
+        try:  # also for the threads: while one reads, the pool waits for the end of its rank
             outputs = {
                 pool.submit(_read, process, measured if rank == 0 else [], progress): process
                 for rank, process in enumerate(ranks)
@@ -154,7 +156,7 @@ def _measured(ranks: list[subprocess.Popen[str]], progress: Callable[[int, int, 
 
 def _end(ranks: Sequence[subprocess.Popen[str]]) -> None:
     for process in ranks:
-        process.terminate()  # which mpirun passes on
+        process.terminate()  # mpirun passes it on
     for process in ranks:
         try:
             process.wait(_END_S)
@@ -163,7 +165,7 @@ def _end(ranks: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def _read(process: subprocess.Popen[str], measured: list[Any], progress: Callable[[int, int, str], None]) -> str:
-    """Read a rank's output to its end: add what it measured to the list, and return whatever else it printed."""
+    """Read a rank's output to its end: append measurements to the list, and return all other output."""
     other = ""
     assert process.stdout is not None
     for line in process.stdout:
