@@ -1,7 +1,7 @@
-"""What a user sees when a worker is killed, stopped, raises, hangs or computes wrong answers, and after how long.
+"""Measure the error and its delay for each fault of a worker (killed, stopped, raising, hanging, wrong results).
 
-One fault in one of two CPU workers, in each phase of a run, for both of our backends and for stock Ray's TorchConfig.
-The exit code is 1 where a start-up of ours took more than start_timeout_s + 10 s to fail, did not name the rank, or left
+One fault in one of two CPU workers, in each phase of a run, with both of our backends and with stock Ray's TorchConfig.
+The exit code is 1 if one of our starts took more than start_timeout_s + 10 s to fail, did not name the rank, or left
 something behind.
 
 usage: python benchmarks/faults.py [--timeout-s 10] [--limit-s 60] [--engines V1 V2] [--out FOLDER]

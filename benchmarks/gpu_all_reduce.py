@@ -1,14 +1,15 @@
-"""How long is an all_reduce between ranks that share one GPU, by each backend, beside a copy on the device?
+"""How long does an all_reduce take on one shared GPU, with each backend, compared with a copy?
 
 usage: python benchmarks/gpu_all_reduce.py [--ranks 2 4 8] [--backends ...] [--dtype bfloat16] [--operations all_gather ...]
        [--mps] [--budget-s 270] [--dry] [--out FOLDER]
 
-Backends: ``ipc`` (device memory, the first rank reduces), ``ipc_split`` (each rank reduces its share), ``ipc_one_pass`` (each rank
-reduces all), ``ipc_4_mib`` (as ``ipc`` in chunks of 4 MiB), ``staged`` (pinned host memory over shared host memory),
-``staged_gloo`` (the same over Gloo), ``gloo``, ``nccl`` (2.30 or newer, with its multi-rank flags), ``nccl_hostid`` (every rank says
-it is on a host of its own; for the record), and ``copy``, a device-to-device copy of the tensor by every rank at one time.
-Medians of calls that begin after a barrier and end when the last rank is through; ``in_a_row_ms`` is a call of several that follow each
-other. Sizes are of an all_reduce's tensor, of an all_gather's output and of a reduce_scatter's input.
+Backends: ``ipc`` (device memory, the first rank reduces), ``ipc_split`` (each rank reduces its share), ``ipc_one_pass``
+(each rank reduces everything), ``ipc_4_mib`` (as ``ipc`` in chunks of 4 MiB), ``staged`` (pinned host memory over
+shared host memory), ``staged_gloo`` (the same over Gloo), ``gloo``, ``nccl`` (2.30 or newer, with its multi-rank
+flags), ``nccl_hostid`` (every rank claims to be on its own host; for the record), and ``copy``, a device-to-device copy
+of the tensor by all ranks at the same time. Medians of calls that start after a barrier and end when the last rank has
+finished; ``in_a_row_ms`` is the time of one of several consecutive calls. The size is that of an all_reduce's tensor,
+of an all_gather's output and of a reduce_scatter's input.
 """
 
 from __future__ import annotations

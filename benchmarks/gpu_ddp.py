@@ -1,11 +1,12 @@
-"""How many samples a second does DDP train when its ranks share one GPU, by each backend?
+"""How many samples per second does DDP train if its ranks share one GPU, with each backend?
 
 usage: python benchmarks/gpu_ddp.py [--ranks 2 4] [--backends ...] [--mps] [--budget-s 200] [--dry] [--out FOLDER]
 
-A convolutional network of ResNet-18's shape and size (11 million parameters) and a transformer encoder (19 million), in
-float32. The whole batch is the same for every number of ranks. ``none`` is the same processes without communication, the
-limit for every backend; one process without DDP is the one to beat by sharing at all. Stock Gloo is the peer. Then the
-transformer under FSDP2, which Gloo has no collectives for on CUDA: its case ends with that reason.
+A convolutional network with ResNet-18's shape and size (11 million parameters) and a transformer encoder (19 million),
+in float32. The whole batch is the same for every number of ranks. ``none`` runs the same processes without
+communication, which is the limit for every backend. One process without DDP is the baseline that sharing must beat.
+Stock Gloo is the comparison. The transformer also runs with FSDP2. Gloo has no collectives for it on CUDA, so its case
+ends with that reason.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What does it cost when one process waits for another's work on the same GPU?
+"""What does it cost if one process waits for another's work on the same GPU?
 
 usage: python benchmarks/gpu_handoff.py [--ranks 2 4 8] [--hops 400] [--mps] [--budget-s 90] [--dry] [--out FOLDER]
 
-The ranks stand in a ring. At hop n a rank waits until the host's sequence number is n, makes its stream wait for the event
-that its predecessor recorded, launches a small kernel, records an event of its own and publishes n + 1. Microseconds of a
-hop, over all hops, the last kernel's end included. Ways:
+The ranks form a ring. At hop n a rank waits until the host's sequence number is n, makes its stream wait for the event
+of its predecessor, launches a small kernel, records its own event and publishes n + 1. The result is microseconds per
+hop over all hops, including the end of the last kernel. Methods:
 
 ``event``   the stream waits for the peer's interprocess event; the host runs ahead
-``host``    the host waits for its own event before it publishes, and no stream waits
-``number``  the sequence number alone, no GPU: what the host's part costs
+``host``    the host waits for its own event before it publishes; no stream waits
+``number``  only the sequence number, no GPU: the cost of the host's part
 """
 
 from __future__ import annotations

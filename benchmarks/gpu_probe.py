@@ -1,11 +1,11 @@
-"""First on a GPU: do the parts that ipc stands on work between two processes, and what does each cost? Under a minute.
+"""Test on a GPU whether the features that ipc needs work between two processes, and their cost. Under a minute.
 
 usage: python benchmarks/gpu_probe.py [--budget-s 75] [--dry] [--out FOLDER]
 
-Each question is two processes of its own, so that one that fails or hangs costs its own answer alone:
+Each question runs in two separate processes, so one that fails or hangs loses only its own answer:
 
-``identity``   the device's UUID by the driver and by the runtime (they may differ on a MIG slice), and what it says of itself
-``memory``     is memory that the other process exported right, and how long do export and opening take?
+``identity``   the device's UUID from the driver and from the runtime (they may differ on a MIG slice), and its properties
+``memory``     is memory that the other process exported correct, and how long do export and opening take?
 ``event``      microseconds of a hop: a stream waits for the other process's interprocess event, runs a small kernel, records its own;
                and of the hosts' part alone, a message by pipe
 ``semaphore``  the same with words (cuStreamWriteValue64, cuStreamWaitValue64) and no host in between: in mapped device memory, and in

@@ -1,8 +1,8 @@
-"""Suites that others wrote, on stock's side and on ours: how many tests pass, which differ, and the wall time.
+"""Run test suites of other projects on stock's side and on ours: passing tests, differences and duration.
 
-torch's DistributedTest comes with its wheel. TORCH_CHECKOUT and RAY_CHECKOUT name checkouts of PyTorch and Ray for the others. A
-run adds to the day's file, so that suites can be run one by one. The exit code is 1 where a test differs that
-tests/peers/differences.py does not know.
+torch's DistributedTest comes with its wheel. TORCH_CHECKOUT and RAY_CHECKOUT name checkouts of PyTorch and Ray for the
+other suites. A run adds to the file of the day, so suites can be run one by one. The exit code is 1 if a test differs
+that is not in tests/peers/differences.py.
 
 usage: python benchmarks/peers.py [--suites NAME ...] [--out FOLDER]
 """

@@ -1,4 +1,4 @@
-"""How long the decision takes for 1,000 to 300,000 made-up workers, and how much of that Python's garbage collector takes.
+"""How long does the decision take for 1,000 to 300,000 simulated workers, and how much of it is garbage collection?
 
 usage: python benchmarks/planning.py [--out FOLDER]
 """
