@@ -1,4 +1,4 @@
-"""Runs functions in real processes with a hard limit, and leaves none behind; finds those of Ray Train and files left."""
+"""Run functions in real processes with a time limit and leave none behind; find processes of Ray Train and left files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from unittest import mock
 
 import psutil
 
-# In the environment of all that a program of the tests starts.
+# Environment variable of everything that a program of the tests starts.
 _RUN = "RAY_FRACBACKEND_TEST_RUN"
-# Children are not forked from the tests' own process, where another thread may hold a lock at that moment (such as libc's while
-# it resolves a name), for which the child would wait for ever. They come from a process that has imported what most of them
-# need and has started no threads. Windows has no fork: a child there imports all anew.
+# Child processes are not forked from the tests' own process, where another thread may hold a lock (such as libc's while
+# it resolves a name), so the child would wait forever. They are forked from a process that has imported what most of
+# them need and has started no threads. Windows has no fork; a child imports everything there.
 CONTEXT: Any = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
 if sys.platform != "win32":
     CONTEXT.set_forkserver_preload(
@@ -40,25 +40,25 @@ if sys.platform != "win32":
             "ray_fracbackend.staged",
         ]
     )
-# A child imports the test's module before the time limit of a run begins.
+# A child imports the test's module before the time limit of a run starts.
 _IMPORTS_S = 120.0
-# Code for a child that waits for a signal, up to a minute. Python calls a signal's handler between two instructions: one that comes
-# in the moment before a long sleep begins is handled when that sleep is over.
+# Code for a child that waits for a signal, up to a minute. Python calls a signal's handler between two instructions: a
+# signal just before a long sleep would be handled only after it.
 NAPS = "[time.sleep(0.1) for _ in range(600)]"
-# Exit code of a process that was killed.
+# Exit code of a killed process.
 _KILLED = -getattr(signal, "SIGKILL", signal.SIGTERM)
-# Sockets of `free_port`, the newest of them: more than a test asks for.
+# Sockets of `free_port`, the newest ones: more than a test requests.
 _held: deque[socket.socket] = deque()
 _MAX_HELD = 32
 
 
 def under_wine() -> bool:
-    """Whether the Windows API is Wine's, which deviates from Windows in places."""
+    """Return whether the Windows API is Wine's, which differs from Windows in places."""
     return sys.platform == "win32" and hasattr(ctypes.windll.ntdll, "wine_get_version")
 
 
 def loopback_name() -> str:
-    """Name of the loopback interface: lo on Linux, which Gloo knows by this name too."""
+    """Return the name of the loopback interface: lo on Linux, which Gloo also knows by this name."""
     return next(
         name
         for name, addresses in psutil.net_if_addrs().items()
@@ -75,10 +75,10 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def with_signals(*command: str | os.PathLike[str], ignored: bool = False) -> list[str]:
-    """A command that SIGINT and SIGHUP end, also where the tests run in the background of a shell or under nohup, which ignore them.
+    """Return a command that SIGINT and SIGHUP end, also if a shell or nohup ignores them for background jobs.
 
-    Not by preexec_fn, for which subprocess runs the handlers that libraries have for a fork: a process that was connected to Ray and
-    had run a V2 trainer waited for Ray without an end after it (2.60.0).
+    preexec_fn is not used, because subprocess then runs the fork handlers of libraries: a process that had been
+    connected to Ray and had run a V2 trainer then waited forever for Ray (2.60.0).
     """
     arguments = [os.fspath(each) for each in command]
     if sys.platform == "win32":
@@ -88,15 +88,15 @@ def with_signals(*command: str | os.PathLike[str], ignored: bool = False) -> lis
 
 
 def python_path() -> str:
-    """PYTHONPATH for a program of the tests: the project, and what this process has, from which Ray itself may come."""
+    """Return PYTHONPATH for a program of the tests: the project, and this process's path, which may contain Ray."""
     return os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 
 
 def free_port() -> int:
-    """A TCP port that is free on all addresses.
+    """Return a TCP port that is free on all addresses.
 
-    On Linux it stays so for a while: a bound socket keeps the system from giving it to another process, and lets one listen there
-    that sets SO_REUSEADDR, as the stores of torch, Ray and this package do.
+    On Linux it stays free for a while: a bound socket keeps the system from assigning it to another process, but a
+    process that sets SO_REUSEADDR can listen there, as the stores of torch, Ray and this package do.
     """
     holder = socket.socket()
     if sys.platform != "win32":
@@ -110,7 +110,7 @@ def free_port() -> int:
 
 
 def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
-    """Until something listens there on loopback. torch's store client sleeps longer between attempts the longer it waits."""
+    """Wait until a process listens on the port on loopback. torch's store client sleeps longer after each attempt."""
     end = time.monotonic() + timeout_s
     while True:
         try:
@@ -124,7 +124,7 @@ def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> bool:
-    """Whether a condition comes true in time; for what other processes do meanwhile."""
+    """Return whether a condition of other processes becomes true in time."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if condition():
@@ -134,12 +134,12 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> bool:
 
 
 def train_worker_processes(above: psutil.Process | None = None) -> list[psutil.Process]:
-    """Processes of Ray Train workers below a process, by default of this one's own Ray, oldest first."""
+    """Return the Ray Train worker processes below a process, by default below this one's own Ray, oldest first."""
     return actor_processes("RayTrainWorker", above)
 
 
 def actor_processes(name: str, above: psutil.Process | None = None) -> list[psutil.Process]:
-    """Processes of actors of a class below a process, by default of this one's own Ray, oldest first."""
+    """Return the processes of actors of a class below a process, by default below this one's own Ray, oldest first."""
     found, pids = [], _pids_of_actors(name) if sys.platform == "win32" and above is None else set()
     for process in (above or psutil.Process()).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # one may end meanwhile
@@ -150,17 +150,17 @@ def actor_processes(name: str, above: psutil.Process | None = None) -> list[psut
 
 
 def _pids_of_actors(name: str) -> set[int]:
-    # Windows shows no titles of processes, but Ray has a table of its actors, those that have ended included.
+    # Windows shows no process titles, but Ray has a table of its actors, which includes ended ones.
     from ray._private import state
 
     return {actor["Pid"] for actor in state.actors().values() if name in actor["ActorClassName"]}
 
 
 def processes_with(variable: str, text: str) -> list[psutil.Process]:
-    """Living processes, without this one, that have a text in an environment variable: those that a test has started, by a mark."""
+    """Return living processes, without this one, that have a text in an environment variable: a mark of a test."""
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # of the system, or ended meanwhile
+        with suppress(psutil.Error, OSError):  # a process of the system, or ended meanwhile
             is_other = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
             if is_other and text in process.environ().get(variable, ""):
                 found.append(process)
@@ -168,19 +168,19 @@ def processes_with(variable: str, text: str) -> list[psutil.Process]:
 
 
 def mark_processes() -> None:
-    """Makes what this process starts from now on known to ``left_files``, also after its parent has ended."""
+    """Mark everything that this process starts from now on for ``left_files``, also after its parent has ended."""
     os.environ[_RUN] = uuid.uuid4().hex
 
 
 def shared_files() -> set[str]:
-    """Names in /dev/shm."""
+    """Return the names in /dev/shm."""
     return set(os.listdir("/dev/shm"))
 
 
 def left_files(before: set[str]) -> set[str]:
-    """Names in /dev/shm that were not there before, without those that a living process of another program has mapped.
+    """Return new names in /dev/shm, without those that a living process of another program has mapped.
 
-    Processes are of this program where they are below this one, or started since ``mark_processes``.
+    Processes of this program are those below this one, and those started since ``mark_processes``.
     """
     left = shared_files() - before
     if not left:
@@ -195,12 +195,12 @@ def left_files(before: set[str]) -> set[str]:
 
 
 def new_process(function: Any, *args: Any) -> Any:
-    """A daemon process of `CONTEXT` that is to call a function, with the environment that this process has now."""
+    """Return a daemon process of `CONTEXT` that will call a function, with the current environment of this process."""
     return CONTEXT.Process(target=_in_environment, args=(dict(os.environ), function, args), daemon=True)
 
 
 def _in_environment(environment: dict[str, str], function: Any, args: tuple[Any, ...]) -> None:
-    # It comes from a process that began with what an earlier test may have set.
+    # The forking process still has the variables that an earlier test set.
     os.environ.clear()
     os.environ.update(environment)
     function(*args)
@@ -208,7 +208,7 @@ def _in_environment(environment: dict[str, str], function: Any, args: tuple[Any,
 
 @dataclass
 class Outcome:
-    """What one process did: `value` if its function returned, `error` and `trace` if that raised, `exitcode` otherwise."""
+    """Result of one process: `value` if its function returned, `error` and `trace` if it raised, `exitcode` otherwise."""
 
     rank: int
     value: Any = None
@@ -234,12 +234,12 @@ def run_each(
     """Call a function in one new process for each tuple of arguments; kill what is left at the end.
 
     Args:
-        function: At module level, so that it pickles.
+        function: A function at module level, so it can be pickled.
         calls: Arguments, by rank.
-        limit_s: Seconds for all of them, once the processes have imported what they need. A rank that is still running then has
-            exitcode -SIGKILL and error TimeoutError.
-        needed: Ranks to wait for, by default all; the others are killed then.
-        fresh: Start new interpreters, which have these variables, by rank, before anything is imported.
+        limit_s: Time limit in seconds for all of them, after the processes have imported what they need. A rank that is
+            still running then has exitcode -SIGKILL and error TimeoutError.
+        needed: Ranks to wait for, by default all; the others are killed afterwards.
+        fresh: Variables by rank for new interpreters, which have them before anything is imported.
     """
     pipes: dict[Connection, int] = {}
     processes = []
@@ -256,7 +256,7 @@ def run_each(
         sender.close()
         pipes[receiver] = rank
         processes.append(process)
-    with suppress(threading.BrokenBarrierError):  # a child that did not come so far has no answer
+    with suppress(threading.BrokenBarrierError):  # a child that did not reach the barrier has no answer
         imported.wait(_IMPORTS_S)
     outcomes = [Outcome(rank) for rank in range(len(calls))]
     waited_for = set(range(len(calls)) if needed is None else needed)
@@ -290,10 +290,10 @@ def _answer(imported: Any, pipe: Connection, function: Callable[..., Any], argum
         except Exception:
             error = RuntimeError(repr(error))
         message = ("error", error, traceback.format_exc(), time.monotonic() - started)
-    # Plain pickle: the one of multiprocessing would hand tensors over as descriptors of a process that is ending.
+    # Plain pickle, because multiprocessing's would pass tensors as descriptors of a process that is ending.
     pipe.send_bytes(pickle.dumps(message))
     pipe.close()
-    # Skip interpreter teardown: a rank that holds a broken Gloo group may take long there.
+    # Skip interpreter teardown, which may take long in a rank with a broken Gloo group.
     os._exit(0)
 
 
@@ -312,17 +312,17 @@ def _collect(pipe: Connection, outcome: Outcome) -> None:
 def run_processes(
     function: Any, num_processes: int, *args: Any, timeout_s: float = 60.0, needed: Sequence[int] | None = None
 ) -> list[Any]:
-    """Calls ``function(rank, num_processes, port, *args)`` in new processes with the environment of this one.
+    """Call ``function(rank, num_processes, port, *args)`` in new processes with the environment of this one.
 
     Args:
-        function: What each process calls, at module level, so that it pickles.
-        num_processes: How many there are.
-        args: Further arguments, equal for all.
-        timeout_s: As `run_each` has it.
-        needed: As `run_each` has it.
+        function: Function for each process, at module level, so it can be pickled.
+        num_processes: Number of processes.
+        args: Further arguments, equal for all processes.
+        timeout_s: As in `run_each`.
+        needed: As in `run_each`.
 
     Returns:
-        What each rank returned, its exception where it raised one, or None where it ended or hung without an answer.
+        For each rank the returned value, the exception that it raised, or None if it ended or hung without an answer.
     """
     port = free_port()
     calls = [(function, rank, num_processes, port, args) for rank in range(num_processes)]
@@ -336,7 +336,7 @@ def run_processes(
 
 
 def _on_one_thread(function: Any, rank: int, num_processes: int, port: int, args: tuple[Any, ...]) -> Any:
-    import torch  # only here: most tests that use this module have no need of it
+    import torch  # only here, because most tests that use this module do not need it
 
     torch.set_num_threads(1)  # the processes share few cores
     return function(rank, num_processes, port, *args)

@@ -1,4 +1,4 @@
-"""Builders of made-up workers and devices."""
+"""Build workers and devices for tests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ H200 = "NVIDIA H200"
 
 
 def gpu(name: str = "a", **facts: Any) -> DeviceInfo:
-    """A whole GPU; devices of equal name are one device."""
+    """Return a whole GPU; devices with equal names are one device."""
     return DeviceInfo(**{"uuid": f"GPU-{name}", "name": H200, "pci_bus_id": f"00000000:{name}:00.0", **facts})
 
 
 def mig(name: str, parent: str = "a", **facts: Any) -> DeviceInfo:
-    """A MIG slice of a GPU: a UUID of its own, the bus id of its parent."""
+    """Return a MIG slice of a GPU: its own UUID and the bus id of its parent."""
     return DeviceInfo(
         **{
             "uuid": f"MIG-{name}",
@@ -28,7 +28,7 @@ def mig(name: str, parent: str = "a", **facts: Any) -> DeviceInfo:
 
 
 def worker(rank: int, device: DeviceInfo | None = None, node: str = "1", **facts: Any) -> WorkerInfo:
-    """A worker that holds half of its device, or a CPU worker."""
+    """Return a worker with half of its device, or a CPU worker."""
     defaults: dict[str, Any] = {
         "rank": rank,
         "node_id": f"node{node}",
@@ -48,5 +48,5 @@ def worker(rank: int, device: DeviceInfo | None = None, node: str = "1", **facts
 
 
 def job(*devices: DeviceInfo | None, **facts: Any) -> list[WorkerInfo]:
-    """One worker a device, in rank order, all on one node."""
+    """Return one worker per device, in rank order, all on one node."""
     return [worker(rank, device, **facts) for rank, device in enumerate(devices)]

@@ -1,4 +1,4 @@
-"""What an error of the decision advises is taken: none advises what another one refuses."""
+"""The advice in an error of the decision works: no error advises what another one refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ADVISED = re.compile(r"(backend|on_shared_device|on_missing_cuda)(?:=| to )((?:
 
 @st.composite
 def lacking(draw: st.DrawFn) -> list[WorkerInfo]:
-    """Random jobs, CPU jobs among them, in which some or all ranks lack Gloo, a transport, ipc, staged or CUDA."""
+    """Generate random jobs, including CPU jobs, in which some or all ranks lack Gloo, a transport, ipc, staged or CUDA."""
     workers = draw(jobs())
     if draw(st.integers(0, 4)) == 0:
         workers = [worker(rank, platform=workers[0].platform) for rank in range(2)]
@@ -43,13 +43,13 @@ def lacking(draw: st.DrawFn) -> list[WorkerInfo]:
 
 
 def advised(text: str) -> list[dict[str, str]]:
-    """The settings that a message says to use, without those that it only quotes: what was asked for comes before the cause."""
+    """Return the settings that a message advises, without those that it only quotes; the user's settings precede the cause."""
     advice = text.rpartition(". ")[2]
     return [{name: value} for name, values in _ADVISED.findall(advice) for value in re.findall(r"'([\w:,]+)'", values)]
 
 
 def refusal(workers: list[WorkerInfo], chosen: Settings) -> str:
-    """The error of the decision, empty where there is none."""
+    """Return the error of the decision, empty if there is none."""
     try:
         decide_start(workers, chosen)
     except FracBackendError as error:
@@ -58,7 +58,7 @@ def refusal(workers: list[WorkerInfo], chosen: Settings) -> str:
 
 
 def starts(workers: list[WorkerInfo], chosen: Settings) -> bool:
-    """Whether nothing of ours refuses it: the decision, and on Windows the trial of Gloo on CUDA tensors."""
+    """Return whether the package accepts the start: the decision, and on Windows the trial of Gloo on CUDA tensors."""
     plan = decide_start(workers, chosen)
     on_windows = any(each.platform == "win32" for each in workers)
     return not (on_windows and plan.device_type == "cuda" and plan.backends.by_device.get("cuda") == "gloo")
@@ -72,7 +72,7 @@ def starts(workers: list[WorkerInfo], chosen: Settings) -> bool:
     st.sampled_from(["error", "cpu"]),
 )
 def test_what_is_advised_starts(workers, backend, policy, on_missing_cuda):
-    """Each setting that a message advises lets the start go through, with all others as they are."""
+    """With each setting that a message advises the start succeeds, with all other settings unchanged."""
     chosen = Settings(backend=backend, on_shared_device=policy, on_missing_cuda=on_missing_cuda)
     if left_to_ray(backend, workers[0].resources):
         return
@@ -81,7 +81,7 @@ def test_what_is_advised_starts(workers, backend, policy, on_missing_cuda):
         assert starts(workers, replace(chosen, **advice)), text
 
 
-# What NCCL says of ranks on one GPU, of one that hangs, and of nothing in particular.
+# NCCL's messages for ranks on one GPU, for a hang, and for other errors.
 FAILURES = [
     VerificationError(
         "all_reduce failed (ncclInvalidUsage).", advice="Look at the log.", ranks=(0,), kind="invalid_usage"
@@ -103,7 +103,7 @@ FAILURES = [
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(lacking(), st.sampled_from(["auto", "nccl", "error"]), st.sampled_from(FAILURES))
 def test_what_is_advised_after_a_failure_of_nccl_starts(workers, policy, failure):
-    """Also a setting that is advised once NCCL has been tried."""
+    """The same is true for settings that are advised after NCCL has failed."""
     chosen = Settings(backend="nccl", on_shared_device=policy)
     if refusal(workers, chosen):
         return
@@ -125,5 +125,5 @@ def test_what_is_advised_after_a_failure_of_nccl_starts(workers, policy, failure
     ],
 )
 def test_the_reading_of_messages(text, found):
-    """Settings in the last sentence."""
+    """Settings are found in the last sentence."""
     assert advised(text) == found

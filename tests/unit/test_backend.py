@@ -1,4 +1,4 @@
-"""The backend's calls of Ray Train, without Ray's processes."""
+"""Ray Train's calls of the backend, without Ray's processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shut_down(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 def test_a_worker_that_fails_in_the_shutdown_does_not_hide_the_cause(
     release: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ray empties torch's cache there, which a worker that has lost its GPU cannot."""
+    """Ray empties torch's cache in the shutdown, which fails in a worker that has lost its GPU."""
     error = RayTaskError("_shutdown_torch", "<traceback>", RuntimeError(recorded("device_lost", release)))
     with caplog.at_level(logging.WARNING, logger.name):
         shut_down(monkeypatch, error)
@@ -39,6 +39,6 @@ def test_a_worker_that_fails_in_the_shutdown_does_not_hide_the_cause(
 
 
 def test_other_errors_of_the_shutdown_are_rays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as of a worker that died, which Ray handles itself."""
+    """For example the death of a worker, which Ray handles itself."""
     with pytest.raises(GetTimeoutError):
         shut_down(monkeypatch, GetTimeoutError("late"))

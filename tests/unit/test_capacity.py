@@ -1,4 +1,4 @@
-"""Places for workers, and what is advised where there are too few."""
+"""Capacity for workers, and the advice if it is too small."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NODE = {"CPU": 8.0, "GPU": 2.0}
 
 
 def packed(gpus: int, fraction: float) -> int:
-    """Workers that fit when each takes a part of one GPU, by trying: Ray's rule, counted in its ten-thousandths."""
+    """Return the number of workers that fit if each uses part of one GPU, by simulation of Ray's rule in ten-thousandths."""
     free, part = [10_000] * gpus, round(fraction * 10_000)
     for count in itertools.count():
         fitting = [gpu for gpu, left in enumerate(free) if left >= part]
@@ -27,14 +27,14 @@ def packed(gpus: int, fraction: float) -> int:
 
 @given(st.integers(0, 4), st.integers(400, 9999))
 def test_fractions_do_not_add_up_over_devices(gpus: int, parts: int) -> None:
-    """The number of places is that of a packing device by device."""
+    """The capacity is that of a packing device by device."""
     fraction = parts / 10_000
     assert places({"GPU": float(gpus)}, {"GPU": fraction}) == packed(gpus, fraction)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 30), st.integers(400, 9999))
 def test_the_advice_fits(gpus: int, num_nodes: int, num_workers: int, parts: int) -> None:
-    """A fraction that the text advises gives places to all workers, and so does a number of workers."""
+    """With the fraction or the number of workers that the text advises, all workers fit."""
     nodes = [{"CPU": 1000.0, "GPU": float(gpus)}] * num_nodes
     worker = {"CPU": 1.0, "GPU": parts / 10_000}
     text = why_no_place(nodes, worker, num_workers, "PACK")
@@ -98,6 +98,6 @@ def test_the_advice_fits(gpus: int, num_nodes: int, num_workers: int, parts: int
     ],
 )
 def test_texts(nodes, worker, num_workers, strategy, said) -> None:
-    """Which packing is possible, and what to ask for instead."""
+    """The text states which packing is possible, and what to request instead."""
     text = why_no_place(nodes, worker, num_workers, strategy)
     assert text is None if said is None else re.search(said, text)

@@ -27,7 +27,7 @@ _STORAGES = {False: "ray.train._internal.storage", True: "ray.train.v2._internal
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Locks in a folder of the test's own."""
+    """Keep the locks in a folder of the test."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -36,7 +36,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(params=[False, True], ids=["V1", "V2"])
 def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ray's module that copies, as it is without us, for each engine."""
+    """Return Ray's module that copies files, without our patch, for each engine."""
     try:
         module = importlib.import_module(_STORAGES[request.param])
     except ModuleNotFoundError:
@@ -55,7 +55,7 @@ def hold(folder: str, temporary_folder: str, has_lock: Any, may_end: Any) -> Non
 
 
 def test_processes_take_turns_by_folder(temporary: Path) -> None:
-    """A process waits for another that copies to the same folder, not for one that copies to another, and not for a dead one."""
+    """A process waits for another that copies to the same folder, but not for one with another folder or a dead one."""
     context = multiprocessing.get_context("spawn")
     has_lock, may_end, done = context.Event(), context.Event(), threading.Event()
     process = context.Process(target=hold, args=("there", str(temporary), has_lock, may_end))
@@ -79,7 +79,7 @@ def test_processes_take_turns_by_folder(temporary: Path) -> None:
 
 
 def test_the_wait_for_a_turn_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    """A worker that hangs in its copy does not stop the others: they copy, and say so."""
+    """A worker that hangs in its copy does not stop the others: they copy and log a warning."""
     with in_turn("there"), caplog.at_level(logging.WARNING, logger.name), in_turn("there", turn_s=0.1):
         pass
     assert "copying a checkpoint to there without waiting for other workers" in caplog.text
@@ -88,7 +88,7 @@ def test_the_wait_for_a_turn_is_bounded(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_folder_for_locks_that_is_missing(temporary: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The copy is made all the same."""
+    """The copy is made without the lock."""
     temporary.rmdir()
     ran = False
     with in_turn("there", turn_s=0.1):
@@ -97,8 +97,8 @@ def test_a_folder_for_locks_that_is_missing(temporary: Path, caplog: pytest.LogC
 
 
 def test_ray_copies_to_a_local_folder_inside(storage: Any, tmp_path: Path) -> None:
-    """The folder is passed, the files arrive, and a second call wraps nothing twice."""
-    for folder in ("source", "destination"):  # Ray makes both before
+    """The folder is passed, the files are copied, and a second call does not wrap twice."""
+    for folder in ("source", "destination"):  # Ray creates both before
         (tmp_path / folder).mkdir()
     (tmp_path / "source" / "model.pt").write_text("weights")
     entered = []
@@ -120,7 +120,7 @@ def test_ray_copies_to_a_local_folder_inside(storage: Any, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("destination_filesystem", [None, SimpleNamespace(type_name="s3")])
 def test_other_copies_do_not_wait(storage: Any, destination_filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Downloads, and uploads to an object store, where nobody holds a file."""
+    """Downloads, and uploads to an object store, do not wait, because no process holds a file open there."""
     copied = []
     monkeypatch.setattr(storage, "_pyarrow_fs_copy_files", lambda *args, **options: copied.append((args, options)))
     _ray.wrap_checkpoint_copies(lambda folder: pytest.fail(f"waited for {folder}"))
@@ -131,7 +131,7 @@ def test_other_copies_do_not_wait(storage: Any, destination_filesystem: Any, mon
 def test_a_ray_without_the_name_is_a_warning(
     storage: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training goes on as with stock, and the warning says what to do."""
+    """Training continues as with stock, and the warning states what to do."""
     monkeypatch.delattr(storage, "_pyarrow_fs_copy_files")
     with caplog.at_level(logging.WARNING, logger.name):
         copy_checkpoints_in_turn()
@@ -141,7 +141,7 @@ def test_a_ray_without_the_name_is_a_warning(
 
 @pytest.mark.parametrize(("platform", "takes_turns"), [("win32", True), ("linux", False), ("darwin", False)])
 def test_workers_take_turns_on_windows(platform: str, takes_turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the start of the training on; elsewhere Ray's copy is left as it is."""
+    """Workers take turns from the start of the training on; on other systems Ray's copy is unchanged."""
     calls: list[Any] = []
     group = SimpleNamespace(execute=calls.append)
     monkeypatch.setattr(TorchConfig().backend_cls, "on_training_start", lambda *_: calls.append("stock"))
@@ -152,7 +152,7 @@ def test_workers_take_turns_on_windows(platform: str, takes_turns: bool, monkeyp
 
 @pytest.mark.parametrize(("value", "wraps"), [(None, True), ("1", True), ("0", False)])
 def test_the_switch(value: str | None, wraps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable turns it off."""
+    """The variable disables the turns."""
     calls: list[Any] = []
     monkeypatch.setattr(_ray, "wrap_checkpoint_copies", calls.append)
     if value is not None:
@@ -162,7 +162,7 @@ def test_the_switch(value: str | None, wraps: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_wrong_value_of_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value, rule and fix."""
+    """The error contains value, rule and fix."""
     monkeypatch.setenv(TURNS_ENV, "no")
     with pytest.raises(
         ValueError, match=r"^RAY_FRACBACKEND_CHECKPOINT_TURNS='no': must be 0 or 1; leave it out for 1\.$"
@@ -171,5 +171,5 @@ def test_a_wrong_value_of_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_wait_is_shorter_than_the_default_timeout_of_collectives() -> None:
-    """The other ranks wait in their next collective meanwhile."""
+    """The other ranks wait in their next collective during the copies."""
     assert Settings().timeout_s > checkpoint_turns._TURN_S

@@ -1,4 +1,4 @@
-"""Connection of the commands to a Ray cluster: refusals with their reason, before Ray itself is imported, on real sockets."""
+"""Connections of the commands to a Ray cluster: refusals with a reason, before Ray is imported, on real sockets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SETTINGS = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_P
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, tmp_path):
-    """No settings of Ray, and a home and a temporary folder without a cluster."""
+    """Remove Ray's settings, and use a home and a temporary folder without a cluster."""
     for name in _SETTINGS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -28,7 +28,7 @@ def clean(monkeypatch, tmp_path):
 
 
 def refused(address, timeout_s=5.0):
-    """The error of an address."""
+    """Return the error of an address."""
     with pytest.raises(ClusterError) as caught:
         check_address(address, timeout_s)
     assert len(str(caught.value).splitlines()) == 1
@@ -48,7 +48,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("address", "text"), WRONG.values(), ids=WRONG)
 def test_malformed_addresses(address, text):
-    """What is not an address is one line that says what one looks like, without a connection."""
+    """For a malformed address one line shows the format of an address, without a connection."""
     error = refused(address)
     assert error.reason == "no_cluster"
     assert str(error).startswith(text)
@@ -65,7 +65,7 @@ def test_nothing_listens():
 
 
 def test_the_variable_is_named(monkeypatch):
-    """An address that comes from RAY_ADDRESS is named with it, for None and for auto; an address that is given is not."""
+    """If the address comes from RAY_ADDRESS, the error names the variable, for None and for auto; not for an explicit address."""
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
     text = f"no Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: "
     assert str(refused(None)).startswith(text)
@@ -74,7 +74,7 @@ def test_the_variable_is_named(monkeypatch):
 
 
 def test_the_file_of_a_dead_cluster_is_named(tmp_path):
-    """The address that ray start has recorded is named with its file, and how to remove it."""
+    """If ray start recorded the address, the error names the file and how to remove it."""
     file = tmp_path / "ray" / "ray_current_cluster"
     file.parent.mkdir()
     file.write_text(f"127.0.0.1:{free_port()}\n")
@@ -83,20 +83,20 @@ def test_the_file_of_a_dead_cluster_is_named(tmp_path):
 
 
 def test_no_cluster_to_check():
-    """Without any address there is nothing to refuse: connected() starts a local Ray."""
+    """Without any address nothing is refused: connected() starts a local Ray."""
     check_address(None)
     assert target_of(None).is_local
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 70])
 def test_unknown_host(host):
-    """A name that does not resolve is no cluster."""
+    """A host name that does not resolve is refused."""
     assert refused(f"{host}:6379").reason == "no_cluster"
 
 
 @pytest.fixture
 def address_file(tmp_path):
-    """What ray start records, with a cluster that is gone."""
+    """Write a file as ray start does, for a cluster that has ended."""
     file = tmp_path / "ray" / "ray_current_cluster"
     file.parent.mkdir()
     file.write_text("127.0.0.1:1\n")
@@ -117,7 +117,7 @@ def address_file(tmp_path):
     ids=["a token", "mode token", "mode disabled", "no token"],
 )
 def test_a_file_of_another_user(address_file, monkeypatch, settings, reason):
-    """A user who makes /tmp/ray first could name a cluster of theirs: no token goes there, and without one nothing is refused."""
+    """Another user could create /tmp/ray first and name their cluster: no token is sent there, and without a token nothing is refused."""
     os.chown(address_file, 4242, 4242)
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
@@ -130,7 +130,7 @@ def test_a_file_of_another_user(address_file, monkeypatch, settings, reason):
 
 
 def in_a_process(code, timeout_s=60, **environment):
-    """Runs code in a process."""
+    """Run code in a process."""
     return subprocess.run(
         with_signals(sys.executable, "-c", code),
         env={**os.environ, "PYTHONPATH": python_path(), **environment},
@@ -142,7 +142,7 @@ def in_a_process(code, timeout_s=60, **environment):
 
 
 def test_refusals_do_not_import_ray():
-    """The check is over before Ray, torch or psutil are imported, and the command's modules import without them."""
+    """The check ends before Ray, torch or psutil are imported, and the command's modules import without them."""
     code = (
         "import sys\n"
         "for name in ('ray', 'torch', 'psutil'): sys.modules[name] = None\n"
@@ -157,7 +157,7 @@ def test_refusals_do_not_import_ray():
     assert (done.stdout.split(), done.stderr) == (["no_cluster"], "")
 
 
-# A Ray whose connection hangs, fails or succeeds, in the child that tries it and in the command.
+# A Ray whose connection hangs, fails or succeeds, in the child process and in the command.
 _FAKE_RAY = """
 import os, signal, sys, time, types
 exceptions = types.SimpleNamespace(RayError=KeyError)
@@ -192,7 +192,7 @@ print(f"{time.monotonic() - started:.1f} s")
 
 @pytest.fixture
 def connect(tmp_path):
-    """What connected() does with a Ray whose init has a body."""
+    """Return the result of connected() with a Ray whose init has the given body."""
 
     def connect(body, address="127.0.0.1:6379", timeout_s=30.0, import_s=60.0):
         (tmp_path / "ray.py").write_text(_FAKE_RAY.replace("BODY", body))
@@ -206,7 +206,7 @@ def connect(tmp_path):
 
 
 def test_connection_that_hangs(connect):
-    """A connection that does not end is over in time, and no process is left."""
+    """A connection that hangs ends in time, and no process is left."""
     done = connect("time.sleep(600)", timeout_s=2)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(
@@ -216,7 +216,7 @@ def test_connection_that_hangs(connect):
 
 
 def test_an_import_of_ray_that_hangs(connect):
-    """It has a bound of its own: the time limit is that of the connection."""
+    """The import has its own time limit: the command's limit is that of the connection."""
     done = connect("pass\ntime.sleep(600)", timeout_s=2, import_s=3.0)
     assert (done.returncode, done.stderr) == (0, "")
     assert "the import of Ray did not end within 3 s" in done.stdout
@@ -238,7 +238,7 @@ _INVALID = "Failed to get cluster ID from GCS server: Unauthenticated: RPC error
     ids=["token", "http", "versions", "no Ray", "an error", "a crash"],
 )
 def test_causes_in_rays_own_output(connect, body, reason):
-    """What Ray raises, or its C++ client writes, is one line with its reason, as soon as it is there: Ray itself goes on for a minute."""
+    """An error of Ray, or a line of its C++ client, becomes one line with a reason as soon as it appears; Ray would go on for a minute."""
     done = connect(body)
     shown, seconds = done.stdout.splitlines()
     assert shown.split()[0] == reason, done.stdout + done.stderr
@@ -248,12 +248,12 @@ def test_causes_in_rays_own_output(connect, body, reason):
 
 
 def test_a_word_about_tokens_is_no_refusal(connect):
-    """Ray may log where it has its token from."""
+    """Ray may log the source of its token; this is not a refusal."""
     assert "INSIDE" in connect("say('I auth.cc:7: Loaded authentication token from a file')").stdout
 
 
 def test_a_port_that_is_not_rays(connect):
-    """Ray's client says after 5 s that it gets no answer; a slow head node has the rest of the time."""
+    """Ray's client reports after 5 s that it gets no answer; a slow head node has the rest of the time."""
     line = "rpc_client.h:153: Failed to connect to GCS at address 10.0.0.3:8265 within 5 seconds."
     done = connect(f"say({line!r}); time.sleep(600)", timeout_s=2)
     assert done.stdout.startswith(
@@ -277,7 +277,7 @@ TOKENS = {
 
 @pytest.mark.parametrize(("settings", "text"), TOKENS.values(), ids=TOKENS)
 def test_refused_token(monkeypatch, tmp_path, settings, text):
-    """Each cause has its words and where the token comes from, and no token is printed."""
+    """Each cause has its own message with the source of the token, and no token is printed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "secret.txt").write_text("secret2\n")
     for name, value in settings.items():
@@ -291,7 +291,7 @@ def test_refused_token(monkeypatch, tmp_path, settings, text):
 
 
 def test_a_local_ray_that_does_not_start(connect):
-    """Ray raises a plain Exception then; it is a line, and what was started is shut down."""
+    """Ray raises a plain Exception; it becomes one line, and the started processes are shut down."""
     done = connect("raise Exception('The current node timed out during startup. This could\\nhappen')", "local")
     assert done.stdout.splitlines()[:2] == [
         "SHUTDOWN",
@@ -303,7 +303,7 @@ def test_a_local_ray_that_does_not_start(connect):
 
 @pytest.mark.parametrize("address", ["127.0.0.1:6379", "local"])
 def test_after_the_connection_nothing_is_redirected(connect, address):
-    """Ray's output during ray.init is dropped; later output, and SIGTERM, are the process's own again; Ray is shut down."""
+    """Ray's output during ray.init is dropped. Later output, and SIGTERM, are the process's own again. Ray is shut down."""
     done = connect("pass", address)
     assert done.stderr == "after\n"
     assert done.stdout.splitlines()[:2] == [f"INSIDE {address == 'local'} True", "SHUTDOWN"]
@@ -312,7 +312,7 @@ def test_after_the_connection_nothing_is_redirected(connect, address):
 @pytest.mark.linux(reason="sends a signal to a process that waits")
 @pytest.mark.parametrize("address", ["127.0.0.1:6379", "local"])
 def test_interrupt_during_the_connection(connect, address):
-    """Ctrl-C ends a connection at once, and the attempt in the child with it."""
+    """Ctrl-C ends a connection and the attempt in the child process at once."""
     to = "getppid" if address != "local" else "getpid"
     done = connect(f"time.sleep(0.3); os.kill(os.{to}(), signal.SIGINT); time.sleep(30)", address, 60)
     assert "INTERRUPTED" in done.stdout
@@ -321,12 +321,12 @@ def test_interrupt_during_the_connection(connect, address):
 
 @pytest.mark.linux(reason="kills a process that waits")
 def test_the_attempt_ends_with_the_command(connect):
-    """However the command ends: its child has the other end of a pipe."""
+    """The child ends with the command in any case, because it holds the other end of a pipe."""
     assert connect("os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)").returncode == -signal.SIGKILL
 
 
 def test_sigterm_during_a_local_start_reaches_the_commands_handler():
-    """Ray's handler raises SystemExit; the command's own is called in its place, and stays set."""
+    """Ray's handler would raise SystemExit; the command's own handler is called instead and stays set."""
     code = (
         "import signal, sys\n"
         "from ray_fracbackend.cli.connect import cluster\n"

@@ -1,4 +1,4 @@
-"""How the failures of the workers become one error, without Ray's processes."""
+"""Merging the failures of the workers into one error, without Ray's processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ray_fracbackend.timeouts import Deadline
 
 @pytest.fixture
 def failure_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The error of a start whose workers raise these errors, by rank; None answers."""
+    """Return the error of a start whose workers raise these errors, by rank; None means an answer."""
 
     def gathered(*outcomes: BaseException | None) -> FracBackendError:
         def get(refs: Any) -> Any:
@@ -51,7 +51,7 @@ def failure_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     "death", [RayOutOfMemoryError("the node ran low on memory"), NodeDiedError("the node is gone")]
 )
 def test_a_worker_that_ray_s_memory_monitor_killed_is_dead(failure_of: Any, death: Exception) -> None:
-    """Ray has an error of its own for it, which is no RayActorError; the ranks that waited for it do not hide it."""
+    """Ray raises a separate error for it, which is not a RayActorError; the errors of waiting ranks do not hide it."""
     error = failure_of(VerificationError("barrier failed", ranks=[0]), death)
     assert isinstance(error, WorkerDiedError)
     assert error.ranks == (1,)
@@ -59,7 +59,7 @@ def test_a_worker_that_ray_s_memory_monitor_killed_is_dead(failure_of: Any, deat
 
 
 def test_what_is_said_is_that_of_the_rank_that_knows_most(failure_of: Any) -> None:
-    """Kind, cause and the sentence for a fallback's warning are of NCCL's refusal, though another class comes first."""
+    """Kind, cause and the sentence for a fallback's warning come from NCCL's refusal, even if another class comes first."""
     refused = GroupFormationError(
         "creating failed (Duplicate GPU).", advice="Look.", kind="refused", cause="Duplicate GPU"
     )
@@ -74,14 +74,14 @@ def test_what_is_said_is_that_of_the_rank_that_knows_most(failure_of: Any) -> No
 
 
 def test_out_of_memory_without_a_text(failure_of: Any) -> None:
-    """An error that says nothing is reported by its name."""
+    """An error without a message is reported by its class name."""
     error = failure_of(None, torch.cuda.OutOfMemoryError())
     assert isinstance(error, OutOfMemoryError)
     assert "(starting gloo): OutOfMemoryError. Free the device" in str(error)
 
 
 def test_what_torch_says_of_its_allocator_is_left_out(failure_of: Any) -> None:
-    """Fragmentation is not the cause at a start; who holds the memory may be."""
+    """Fragmentation is not the cause at a start; other users of the memory may be."""
     said = (
         "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 MiB is free. "
         "Process 4711 has 7.00 GiB memory in use. Including non-PyTorch memory, this process has 0 bytes memory in use. Of "
@@ -93,7 +93,7 @@ def test_what_torch_says_of_its_allocator_is_left_out(failure_of: Any) -> None:
 
 
 def test_a_device_that_cuda_refuses_is_the_cause(failure_of: Any) -> None:
-    """Its rank ends, and the peers fail in whatever they do then: the error has neither their texts nor their ranks."""
+    """The rank with the refused device ends, and its peers fail then: the error contains neither their messages nor their ranks."""
     refused = MissingDeviceError("cuda:0 cannot be used: busy.", ranks=[1])
     error = failure_of(VerificationError("connection closed. Look at its node's network.", ranks=[0]), refused)
     assert isinstance(error, MissingDeviceError)
@@ -106,7 +106,7 @@ def test_a_device_that_cuda_refuses_is_the_cause(failure_of: Any) -> None:
 def test_a_rank_without_an_answer(
     monkeypatch: pytest.MonkeyPatch, slack_s: float, budget_s: float, is_named: bool
 ) -> None:
-    """Named where another has come to the deadline, however long the slack; before it, the rank waits for the one that failed."""
+    """A rank without an answer is named if another rank reached the deadline; before that it is assumed to wait for the failed rank."""
 
     def wait(refs: Any, timeout: float, **options: Any) -> tuple[list[int], list[int]]:
         time.sleep(min(timeout, 0.15))

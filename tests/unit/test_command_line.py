@@ -1,4 +1,4 @@
-"""The options of the command line, what wrong ones end with, and commands where a package is broken."""
+"""Options of the command line, errors for wrong options, and commands with a broken package."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _OPTIONS = [
 @pytest.mark.parametrize(("option", "settings"), _OPTIONS)
 @pytest.mark.parametrize("command", ["run {} script.py", "run {} -m module", "plan --num-workers 2 {}", "test {}"])
 def test_options_are_settings(command: str, option: str, settings: dict[str, object]) -> None:
-    """Each option gives the setting's value, and what is not given is left to the script or the default."""
+    """Each option sets the value of its setting; without it the script's value or the default is used."""
     found = settings_of(parser().parse_args(command.format(option).split()))
     assert found == settings
     Settings(**found)
 
 
 def test_every_setting_has_an_option() -> None:
-    """The options are made from the fields, so that a new setting is there too."""
+    """The options are generated from the fields, so a new setting has one too."""
     assert {setting.name for setting in fields(Settings)} == {name for _, settings in _OPTIONS for name in settings}
     assert set(setting_options().values()) == {option.split()[0] for option, _ in _OPTIONS}
 
 
 def test_every_setting_has_a_help() -> None:
-    """The texts are in a table of the command line, which has each setting and nothing else."""
+    """The help texts are in a table of the command line with an entry for each setting and nothing else."""
     assert list(options._OPTIONS) == [setting.name for setting in fields(Settings)]
     assert all(option.help for option in options._OPTIONS.values())
 
@@ -93,7 +93,7 @@ def test_every_setting_has_a_help() -> None:
     ],
 )
 def test_wrong_usage(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2 with option, rule and value, without names of functions and without optional arguments."""
+    """The exit code is 2, and the error contains option, rule and value, without function names and optional arguments."""
     assert main(line.split()) == 2
     output, errors = capsys.readouterr()
     assert (output, errors.startswith("usage: ray-fracbackend")) == ("", True)
@@ -112,7 +112,7 @@ def test_wrong_usage(line: str, said: str, capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_what_is_found_before_any_ray_starts(line: str, said: str, capsys, monkeypatch) -> None:
-    """Exit code 2, and one line on standard error that begins with the command."""
+    """The exit code is 2, with one line on standard error that starts with the command."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main(line.split()) == 2
     output, errors = capsys.readouterr()
@@ -122,7 +122,7 @@ def test_what_is_found_before_any_ray_starts(line: str, said: str, capsys, monke
 
 
 def machine_with(*checks):
-    """What the doctor finds on a machine with these lines."""
+    """Make the doctor report a machine with these lines."""
     return lambda timeout_s: Diagnosis({"this machine": tuple(checks)})
 
 
@@ -131,7 +131,7 @@ def broken(*_):
 
 
 _FINE, _WRONG = Check("NCCL", "ok", "2.28.9"), Check("/dev/shm", "problem", "too little", "more")
-# Command line, what the doctor finds, exit code, reason, a word of the message.
+# Command line, the doctor's lines, exit code, reason, a word of the message.
 _ENDS = {
     "good": ("doctor --json", machine_with(_FINE), 0, None, ""),
     "a problem": ("doctor --json", machine_with(_FINE, _WRONG), 1, "problem_found", "/dev/shm: too little"),
@@ -163,7 +163,7 @@ _ENDS = {
 
 @pytest.mark.parametrize(("line", "found", "code", "reason", "said"), _ENDS.values(), ids=_ENDS)
 def test_one_shape_of_json(line, found, code, reason, said, capsys, monkeypatch) -> None:
-    """Every command and failure: one document on standard output, whose ok, error and exit code agree."""
+    """Every command and failure prints one document on standard output, and its ok, error and exit code agree."""
     monkeypatch.setattr("ray_fracbackend.cli.doctor.diagnose.diagnose_machine", found)
     assert main(line.split()) == code
     output, errors = capsys.readouterr()
@@ -190,7 +190,7 @@ def test_one_shape_of_json(line, found, code, reason, said, capsys, monkeypatch)
     ],
 )
 def test_a_package_that_does_not_import(tmp_path: Path, package: str, command: list[str]) -> None:
-    """A line with the cause in place of a traceback, such as for a torch that lacks a library of the driver."""
+    """One line with the cause replaces the traceback, such as for a torch that lacks a library of the driver."""
     (tmp_path / f"{package}.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
     done = subprocess.run(
         [sys.executable, "-m", "ray_fracbackend", *command],
@@ -215,7 +215,7 @@ _PACKAGES = {
 
 @pytest.mark.parametrize(("body", "cause"), _PACKAGES.values(), ids=_PACKAGES)
 def test_a_module_of_a_broken_package(tmp_path, body, cause, capsys, monkeypatch) -> None:
-    """Looking for pkg.train imports pkg: what is wrong with it is said, and not that there is no such module."""
+    """Looking for pkg.train imports pkg. An error of pkg is reported as such, not as a missing module."""
     name = f"package_{abs(hash(body))}"
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(body)
@@ -231,7 +231,7 @@ def test_a_module_of_a_broken_package(tmp_path, body, cause, capsys, monkeypatch
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
 @pytest.mark.parametrize("safe", ["", "1"], ids=["by default", "PYTHONSAFEPATH"])
 def test_the_first_folder_of_the_path(tmp_path, safe) -> None:
-    """The script's, as under python; with PYTHONSAFEPATH it is not there, and the first of PYTHONPATH stays."""
+    """It is the script's folder, as with python. With PYTHONSAFEPATH it is missing, and the first folder of PYTHONPATH stays."""
     (tmp_path / "train.py").write_text("")
     first = tmp_path / "first"  # a path without a drive would get one on Windows
     code = "import sys; from ray_fracbackend.cli.commands.run import find_script; find_script('train.py', False); print(sys.path[0])"

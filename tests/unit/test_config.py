@@ -80,13 +80,13 @@ _BAD = [
 
 
 def test_fields_and_defaults_are_the_agreed_ones():
-    """Names, order and defaults of the fields are public and frozen here."""
+    """Names, order and defaults of the fields are public; this test fixes them."""
     assert {field.name: field.default for field in dataclasses.fields(FracTorchConfig)} == _DEFAULTS
     assert [field.name for field in dataclasses.fields(FracTorchConfig)] == list(_DEFAULTS)
 
 
 def test_stock_fields_stay_positional_and_ours_are_keyword_only():
-    """Code that passes TorchConfig's three fields by position keeps working; ours cannot be confused with them."""
+    """Code that passes TorchConfig's three fields by position still works; our fields are keyword-only."""
     config = FracTorchConfig("gloo", "tcp", 60)
     assert (config.backend, config.init_method, config.timeout_s) == ("gloo", "tcp", 60)
     with pytest.raises(TypeError):
@@ -94,14 +94,14 @@ def test_stock_fields_stay_positional_and_ours_are_keyword_only():
 
 
 def test_it_is_a_torch_config_with_its_own_backend():
-    """Ray sees a TorchConfig and finds our backend through it."""
+    """Ray sees a TorchConfig and gets our backend from it."""
     config = FracTorchConfig()
     assert isinstance(config, TorchConfig)
     assert config.backend_cls is FracTorchBackend
 
 
 def test_none_becomes_auto():
-    """TorchTrainer replaces a falsy backend by nccl or gloo before the start, so None must not stay."""
+    """TorchTrainer replaces a falsy backend by nccl or gloo before the start, so None must become "auto"."""
     assert FracTorchConfig(backend=None).backend == "auto"
 
 
@@ -110,14 +110,14 @@ def test_none_becomes_auto():
     [("", "auto"), ("GLOO", "gloo"), ("Nccl", "nccl"), ("CPU:gloo,CUDA:NCCL", "cpu:gloo,cuda:nccl"), ("Mine", "mine")],
 )
 def test_spellings_of_a_backend(given, taken):
-    """What torch takes is taken, also where another script's TorchConfig has it."""
+    """All spellings that torch accepts are accepted, also in another script's TorchConfig."""
     assert FracTorchConfig(backend=given).backend == taken
     assert frac_config(TorchConfig(backend=given), {}).backend == taken
 
 
 @pytest.mark.parametrize(("backend", "handed_over"), [("mine", "mine"), ("auto", None)])
 def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, backend, handed_over):
-    """A field that a later Ray adds to TorchConfig is handed over too, and the user's own config is not changed."""
+    """A field that a later Ray adds to TorchConfig is passed on too, and the user's config is not changed."""
     seen = []
     monkeypatch.setattr(TorchConfig().backend_cls, "on_start", lambda self, group, config: seen.append(config))
     config = FracTorchConfig(backend=backend, init_method="tcp", timeout_s=7)
@@ -138,7 +138,7 @@ def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, backend, handed_
     ],
 )
 def test_a_likely_slip_is_a_warning(monkeypatch, caplog, backend, level, said):
-    """torch refuses it later, and less clearly."""
+    """torch would refuse it later, with a less clear error."""
     monkeypatch.setattr(TorchConfig().backend_cls, "on_start", lambda self, group, config: None)
     caplog.set_level("INFO")
     group = SimpleNamespace(get_resources_per_worker=lambda: {"TPU": 1})
@@ -171,13 +171,13 @@ def test_wrong_values(name, value, rule):
     ],
 )
 def test_right_values(settings):
-    """What the rules allow is kept as it is."""
+    """Valid values are kept unchanged."""
     config = FracTorchConfig(**settings)
     assert {name: getattr(config, name) for name in settings} == settings
 
 
 def test_a_change_after_construction_is_checked_by_the_start():
-    """The start checks its copy of the settings, so a later wrong assignment is caught there."""
+    """The start checks its copy of the settings, so it detects a wrong assignment after construction."""
     config = FracTorchConfig()
     config.on_shared_device = "maybe"
     with pytest.raises(ValueError, match="on_shared_device='maybe'"):
@@ -185,18 +185,18 @@ def test_a_change_after_construction_is_checked_by_the_start():
 
 
 def test_to_dict_is_json_ready_and_whole():
-    """Ray Train's state export gets every setting as plain values."""
+    """Ray Train's state export receives every setting as plain values."""
     assert FracTorchConfig(master_port=(1, 2)).to_dict() == {**_DEFAULTS, "master_port": [1, 2]}
 
 
 def test_notebook_representation_shows_the_settings():
-    """Like stock's: a table with every field."""
+    """As with stock: a table with every field."""
     html = FracTorchConfig(on_shared_device="gloo")._repr_html_()
     assert "FracTorchConfig" in html
     assert "on_shared_device" in html
 
 
 def test_it_pickles():
-    """The configuration travels to Ray's controller."""
+    """The configuration is sent to Ray's controller."""
     config = FracTorchConfig(master_port=(1, 2), on_missing_cuda="cpu")
     assert pickle.loads(pickle.dumps(config)) == config

@@ -1,6 +1,6 @@
-"""The doctor's lines, from reports to levels, and the child process that collects a report, with real children.
+"""The doctor's lines, from reports to levels, and its child process, with real children.
 
-Real machines and clusters are in tests/ray/test_doctor.py.
+tests/ray/test_doctor.py uses real machines and clusters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NETWORK = NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
 
 
 def machine(device=None, network=_NETWORK, **facts):
-    """A healthy machine, except for the given attributes; those of WorkerInfo go there."""
+    """Return a healthy machine, except for the given attributes; those of WorkerInfo go there."""
     own = {name: facts.pop(name) for name in list(facts) if name in MachineInfo.__dataclass_fields__}
     defaults = {"ray_version": "2.60.0", "torch_version": "2.13.0", "ipc_host_memory_missing": None}
     found = worker(0, device, network=network, **{**defaults, "ipc_device_memory_missing": None, **facts})
@@ -52,14 +52,14 @@ def machine(device=None, network=_NETWORK, **facts):
 
 
 def line(facts, name, num_nodes=1):
-    """The worst line of a name."""
+    """Return the most severe line with a name."""
     found = [check for check in check_machine(facts, num_nodes) if check.name == name]
     return max(found, key=lambda check: ("ok", "warning", "problem").index(check.level))
 
 
 @pytest.mark.parametrize("device", [None, gpu()], ids=["cpu", "gpu"])
 def test_healthy_machine(device):
-    """Nothing but ok, and no fix for what is not broken."""
+    """All lines are ok, and none has a fix."""
     checks = check_machine(machine(device))
     assert {check.level for check in checks} == {"ok"}
     assert not any(check.fix for check in checks)
@@ -194,33 +194,33 @@ CASES = {
 
 @pytest.mark.parametrize(("facts", "name", "level", "text", "fix"), CASES.values(), ids=CASES)
 def test_line(facts, name, level, text, fix):
-    """Each fault is the right line with the right fix, and the other lines are ok."""
+    """Each fault leads to the correct line with the correct fix, and the other lines are ok."""
     found = line(facts, name)
     assert (found.level, text in found.text, fix in found.fix) == (level, True, True), found
     assert bool(found.fix) == bool(fix)
 
 
 def test_versions_that_are_both_old():
-    """The fix is a command that pip accepts: one requirement per package."""
+    """The fix is a command that pip accepts, with one requirement per package."""
     found = line(machine(ray_version="2.39.0", torch_version="2.3.1"), "versions")
     assert found.fix == "pip install 'ray[train]>=2.40' 'torch>=2.4'"
     assert [Requirement(part).name for part in found.fix.split("'")[1::2]] == ["ray", "torch"]
 
 
 def test_a_version_that_is_not_one():
-    """A build of one's own has a version of its own."""
+    """A custom build has its own version string."""
     assert line(machine(torch_version="my-build"), "versions").level == "ok"
 
 
 def test_without_devices():
-    """A CPU-only machine is fine, and the line says what its GPU workers need."""
+    """A CPU-only machine is ok, and the line states what its GPU workers need."""
     found = line(machine(cuda_missing="torch 2.13.0+cpu is a CPU-only build"), "CUDA devices")
     assert found.level == "ok"
     assert found.text.endswith("CPU workers train on the CPU; GPU workers need on_missing_cuda='cpu'")
 
 
 def failed(stage, kind="error", text="OSError: broken", missing=None, also=()):
-    """A machine with a stage that failed, and those that need it without values."""
+    """Return a machine with a failed stage, without the values of the stages that need it."""
     not_done = {stage, *also, *(name for name, each in STAGES.items() if stage in each.needs)}
     driver = None if "driver" in not_done else "570.1"
     return machine(failures={stage: Failure(kind, text, missing)}, not_done=frozenset(not_done), driver_version=driver)
@@ -268,7 +268,7 @@ FAILURES = {
 
 @pytest.mark.parametrize(("facts", "name", "text", "fix"), FAILURES.values(), ids=FAILURES)
 def test_failed_stages(facts, name, text, fix):
-    """A stage that failed is a problem with cause and fix; what could not be checked is nowhere ok."""
+    """A failed stage is a problem with cause and fix, and nothing that was not checked is reported as ok."""
     found = line(facts, name)
     assert (found.level, text in found.text, fix in found.fix) == ("problem", True, True), found
     checks = check_machine(facts)
@@ -279,7 +279,7 @@ def test_failed_stages(facts, name, text, fix):
 
 
 def test_a_driver_without_torch():
-    """The driver's GPUs are shown where torch cannot be imported, and nothing is compared with an unknown number of GPUs."""
+    """The driver's GPUs are shown if torch cannot be imported, and nothing is compared with an unknown number of GPUs."""
     facts = replace(failed("torch"), driver_gpus=("NVIDIA H200", "NVIDIA H200"), driver_cuda="13.0", ray_gpus=2.0)
     assert line(facts, "driver").text == "NVIDIA 570.1 for CUDA 13.0: 2 x NVIDIA H200"
     assert line(facts, "Ray's GPUs").level == "problem"
@@ -288,7 +288,7 @@ def test_a_driver_without_torch():
 
 
 def nvml(**functions):
-    """A pynvml with these functions, where the others raise its error."""
+    """Return a pynvml with these functions; all others raise its error."""
 
     class Refused(Exception):
         pass
@@ -313,7 +313,7 @@ COUNTS = {
 
 @pytest.mark.parametrize(("module", "count"), COUNTS.values(), ids=COUNTS)
 def test_gpus_of_the_node(monkeypatch, module, count):
-    """The stage of the driver has NVML's number of GPUs, which is unknown where NVML does not count them."""
+    """The driver's stage reports NVML's number of GPUs, unknown if NVML does not count them."""
     monkeypatch.setitem(sys.modules, "pynvml", module)
     found = STAGES["driver"].run(Found(), "127.0.0.1").machine
     assert found.get("num_node_devices") == count
@@ -321,7 +321,7 @@ def test_gpus_of_the_node(monkeypatch, module, count):
 
 @pytest.mark.parametrize("visible", [None, "", "0,1"])
 def test_visible_devices(monkeypatch, visible):
-    """The report has the variable as the machine has it; an empty one hides all devices and is not an unset one."""
+    """The report contains the variable as set on the machine; an empty value hides all devices and differs from an unset variable."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -329,7 +329,7 @@ def test_visible_devices(monkeypatch, visible):
 
 
 def test_block_for_an_issue():
-    """Text ends with the block, JSON has it; devices are counted, and nodes have a line each."""
+    """The text ends with the block, the JSON contains it; devices are counted, and nodes have one line each."""
     facts = machine(gpu(total_memory_bytes=141 << 30), driver_version="570.1", driver_cuda="12.8", os_text="Linux-6.8")
     facts = replace(facts, variables={"NCCL_DEBUG": "INFO"}, torch_built_for="CUDA 13.0")
     environment = environment_of(facts, [facts, facts])
@@ -344,7 +344,7 @@ def test_block_for_an_issue():
 
 @pytest.mark.parametrize("stage", ["ray", "torch", "driver", "NCCL"])
 def test_block_without_a_stage(stage):
-    """What is unknown is not shown as absent."""
+    """Unknown values are not shown as missing."""
     facts = failed(stage, also=("driver", "CUDA devices"))
     facts = replace(facts, worker=replace(facts.worker, ray_version="", torch_version=""))
     environment = environment_of(facts)
@@ -354,12 +354,12 @@ def test_block_without_a_stage(stage):
 
 
 def test_no_secrets(monkeypatch):
-    """Only names of the list are shown, and none that may hold a secret."""
+    """Only variables of the list are shown, and none that may contain a secret."""
     for name in ("NCCL_DEBUG", "RAY_TRAIN_X", "RAY_AUTH_MODE", "USE_LIBUV"):
         monkeypatch.setenv(name, "shown")
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "WANDB_API_KEY", "RAY_TRAIN_TOKEN", "NCCL_X_KEY", "HOME"):
         monkeypatch.setenv(name, "hidden")
-    # What the lines of the doctor and a start's report show, as well as the block for an issue.
+    # The doctor's lines and a start's report show these variables; so does the block for an issue.
     used = _variables(("NCCL_", "GLOO_"))
     assert used.get("NCCL_DEBUG") == "shown"
     assert "hidden" not in used.values()
@@ -369,7 +369,7 @@ def test_no_secrets(monkeypatch):
     assert "hidden" not in found.values()
 
 
-# Imports neither Ray nor torch, whatever the child does.
+# The parent imports neither Ray nor torch, whatever the child does.
 _REPORT = """
 import json, sys
 from ray_fracbackend.cli.doctor.diagnose import diagnose_machine
@@ -385,14 +385,14 @@ _LIGHT = {
 
 
 def fake_packages(folder, **bodies):
-    """PYTHONPATH with modules of these bodies before all others."""
+    """Return PYTHONPATH with modules of these bodies before all others."""
     for name, body in {**_LIGHT, **bodies}.items():
         (folder / f"{name}.py").write_text(body)
     return os.pathsep.join([str(folder), python_path()])
 
 
 def report(folder, timeout_s=60, **bodies):
-    """The doctor's checks by name where modules have these bodies, and its seconds; what it writes to the terminal is nothing."""
+    """Return the doctor's checks by name for modules with these bodies, and its seconds; it writes nothing to the terminal."""
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", _REPORT, str(timeout_s)],
@@ -412,7 +412,7 @@ def texts(checks, name):
 
 
 def test_import_that_raises(tmp_path):
-    """The line has the error; a library's own output is not on the terminal, and the rest is checked."""
+    """The line contains the error, a library's own output is not on the terminal, and everything else is checked."""
     checks, _ = report(tmp_path, ray="print('noise'); raise ImportError('cannot import name x\\nmore')")
     assert texts(checks, "versions") == [
         "ray cannot be imported: ImportError: cannot import name x",
@@ -435,7 +435,7 @@ CRASHES = {
 @pytest.mark.linux(reason="Windows has no signals, and another exit code")
 @pytest.mark.parametrize(("body", "text"), CRASHES.values(), ids=CRASHES)
 def test_import_that_ends_the_process(tmp_path, body, text):
-    """The line has signal or exit code with the last words; another child does the rest."""
+    """The line contains the signal or exit code with the last output, and another child runs the other stages."""
     checks, _ = report(tmp_path, torch=body)
     (found,) = texts(checks, "versions")
     assert text in found
@@ -443,7 +443,7 @@ def test_import_that_ends_the_process(tmp_path, body, text):
 
 
 def test_driver_that_hangs(tmp_path):
-    """nvmlInit that never returns is a line within the limit, and its process is gone."""
+    """If nvmlInit never returns, there is a line within the time limit, and its process is ended."""
     checks, took_s = report(tmp_path, 5, pynvml="import time\ndef nvmlInit(): time.sleep(600)")
     (found,) = texts(checks, "CUDA devices")
     assert found.startswith("the driver did not answer within ")
@@ -452,7 +452,7 @@ def test_driver_that_hangs(tmp_path):
 
 
 def test_no_time_at_all(tmp_path):
-    """A limit that is too short is a problem that says so, and not a hang."""
+    """A time limit that is too short is reported as a problem and does not hang."""
     checks, took_s = report(tmp_path, 0.01, torch="import time; time.sleep(600)")
     assert any(check["level"] == "problem" and "--timeout-s" in check["fix"] for check in checks)
     assert took_s < 15
@@ -461,7 +461,7 @@ def test_no_time_at_all(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("package", ["ray", "torch"])
 def test_import_that_hangs(tmp_path, package):
-    """The same for an import."""
+    """The same for an import that hangs."""
     checks, took_s = report(tmp_path, 5, **{package: "import time; time.sleep(600)"})
     assert any(text.startswith(f"the import of {package} did not end within ") for text in texts(checks, "versions"))
     assert took_s < 15
@@ -469,7 +469,7 @@ def test_import_that_hangs(tmp_path, package):
 
 
 class Through:
-    """A child that is through with every stage and keeps its pipe open."""
+    """A child that has finished every stage and keeps its pipe open."""
 
     def __init__(self):
         self.events, self.stopped = queue.SimpleQueue(), False
@@ -479,7 +479,7 @@ class Through:
 
 
 def test_a_child_that_does_not_end(monkeypatch):
-    """It is stopped when its time is over, and nothing failed."""
+    """The child is stopped after its time limit, and nothing is reported as failed."""
     child = Through()
     monkeypatch.setattr(collect, "_Child", lambda request: child)
     with collect.Collector(0.3) as collector:
@@ -489,7 +489,7 @@ def test_a_child_that_does_not_end(monkeypatch):
 
 
 def no_child_is_left(folder):
-    """Whether all processes with the folder on their path end in time."""
+    """Return whether all processes with the folder on their path end in time."""
     return wait_until(lambda: not processes_with("PYTHONPATH", str(folder)), 10)
 
 
@@ -499,7 +499,7 @@ ENDS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": 9}  # a n
 @pytest.mark.linux(reason="sends signals")
 @pytest.mark.parametrize("ending", ENDS.values(), ids=ENDS)
 def test_no_child_is_left(tmp_path, ending):
-    """However the command ends, what its child has started ends with it."""
+    """The processes of the child end with the command, however it ends."""
     grandchild = "import subprocess, time\ndef nvmlInit(): open('ready', 'w').close(); subprocess.run(['sleep', '600'])"
     command = with_signals(sys.executable, "-c", _REPORT, "60")
     environment = {**os.environ, "PYTHONPATH": fake_packages(tmp_path, pynvml=grandchild)}
@@ -511,7 +511,7 @@ def test_no_child_is_left(tmp_path, ending):
 
 
 def test_no_shm_no_line():
-    """Systems without /dev/shm have no line on it."""
+    """Systems without /dev/shm have no line about it."""
     assert not [c for c in check_machine(machine(shm_total_bytes=None, shm_free_bytes=None)) if c.name == "/dev/shm"]
 
 
@@ -524,7 +524,7 @@ NODES = {
 
 @pytest.mark.parametrize(("facts", "name", "level", "text"), NODES.values(), ids=NODES)
 def test_line_of_a_node_among_others(facts, name, level, text):
-    """What is fine on one machine is not between several."""
+    """Some values are ok on one machine but not between several."""
     assert line(facts, name).level == "ok"
     found = line(facts, name, num_nodes=2)
     assert (found.level, text in found.text) == (level, True), found
@@ -532,7 +532,7 @@ def test_line_of_a_node_among_others(facts, name, level, text):
 
 
 def test_equal_nodes():
-    """One line says that nodes are of one kind; a single machine has nothing to compare."""
+    """One line states that the nodes are equal; a single machine has nothing to compare."""
     assert check_cluster([machine()]) == ()
     (found,) = check_cluster([machine(gpu("a")), machine(gpu("b"), node="2")])
     assert found.level == "ok"
@@ -549,7 +549,7 @@ def test_equal_nodes():
     ],
 )
 def test_mixed_nodes(name, facts):
-    """A difference that a job does not survive names the values and the nodes."""
+    """If a difference breaks a job, the line names the values and the nodes."""
     (found,) = check_cluster([machine(gpu("a")), machine(gpu("b"), node="2", **facts)])
     assert (found.name, found.level) == (name, "problem")
     assert "10.0.0.1" in found.text
@@ -558,20 +558,20 @@ def test_mixed_nodes(name, facts):
 
 
 def test_python_patch_versions_may_differ():
-    """3.11.7 and 3.11.9 are one Python to Ray."""
+    """Ray treats 3.11.7 and 3.11.9 as the same Python."""
     (found,) = check_cluster([machine(), machine(node="2", python_version="3.11.9")])
     assert found.level == "ok"
 
 
 def test_one_device_on_two_nodes():
-    """Containers of one machine: Ray gives the device out twice."""
+    """With containers of one machine Ray assigns the device twice."""
     found = check_cluster([machine(gpu()), machine(gpu(), node="2")])[-1]
     assert (found.name, found.level) == ("CUDA devices", "warning")
     assert "GPU-a belongs to nodes 10.0.0.1, 10.0.0.2" in found.text
 
 
 def test_text_and_json():
-    """Text has a fix under its line and colours only where asked; JSON has all; a warning is no problem."""
+    """The text has each fix below its line and colours only on request; the JSON contains everything; a warning is not a problem."""
     fine, doubt = Check("NCCL", "ok", "2.28.9"), Check("/dev/shm", "warning", "little", "more")
     found = Diagnosis({"node a": (fine, doubt)})
     assert found.problems() == []
@@ -586,7 +586,7 @@ def test_text_and_json():
 
 
 def test_a_cause_with_advice_of_its_own_is_the_fix():
-    """What CUDA's error means says what to do; the general advice would be wrong there."""
+    """If CUDA's error has its own advice, it is the fix, because the general advice would be wrong."""
     cause = 'the NVIDIA Fabric Manager is not running (CUDA says "Error 802"); start nvidia-fabricmanager'
     facts = machine(devices=(), num_node_devices=8, cuda_missing=cause, cuda_visible_devices="0")
     (check,) = [check for check in check_machine(facts) if check.name == "CUDA devices"]

@@ -22,14 +22,14 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_defaults_leave_the_users_value() -> None:
-    """A variable of the user is not replaced by a default."""
+    """A default does not replace a variable of the user."""
     os.environ[NAME] = "user"
     environment.set_default({NAME: "ours"})
     assert os.environ[NAME] == "user"
 
 
 def test_a_second_start_does_not_take_the_first_for_the_user() -> None:
-    """What the first start set may be set anew by the second, and is not reported as the user's."""
+    """The second start may set the first one's variables again, and they are not reported as the user's."""
     environment.set_default({NAME: "first"})
     assert NAME not in environment.user_environment()
     environment.set_default({NAME: "second"})
@@ -37,7 +37,7 @@ def test_a_second_start_does_not_take_the_first_for_the_user() -> None:
 
 
 def test_a_value_that_the_user_changed_is_the_users() -> None:
-    """A train function that changes the variable makes it its own."""
+    """If a train function changes the variable, it becomes the user's."""
     environment.set_default({NAME: "ours"})
     os.environ[NAME] = "user"
     assert environment.user_environment()[NAME] == "user"
@@ -46,14 +46,14 @@ def test_a_value_that_the_user_changed_is_the_users() -> None:
 
 
 def test_clear_removes_what_earlier_starts_set() -> None:
-    """A start that sets less than the last does not inherit the rest."""
+    """A start that sets fewer variables than the previous one does not inherit the rest."""
     environment.set_always({NAME: "ours"})
     environment.clear()
     assert NAME not in os.environ
 
 
 def test_setting_the_users_own_value_leaves_it_his() -> None:
-    """Where user and start agree, the variable is not removed with the start's."""
+    """If user and start set the same value, the variable is not removed with the start's."""
     os.environ[NAME] = "same"
     environment.set_always({NAME: "same"})
     environment.clear()
@@ -61,7 +61,7 @@ def test_setting_the_users_own_value_leaves_it_his() -> None:
 
 
 def test_a_failed_start_restores_what_is_known_of_the_last() -> None:
-    """After a start, and one that failed, the first one's variable still is no setting of the user's."""
+    """After a start and a failed start, the first one's variable is still not a setting of the user."""
     environment.set_always({NAME: "first"})
     before = environment.snapshot()
     environment.clear()
@@ -72,7 +72,7 @@ def test_a_failed_start_restores_what_is_known_of_the_last() -> None:
 
 
 def test_restore_touches_changed_variables_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of libraries read the environment at any time: what did not change is never gone for a moment."""
+    """Libraries' threads may read the environment at any time, so an unchanged variable is never missing."""
     os.environ[NAME] = "before"
     before = environment.snapshot()
     os.environ[f"{NAME}_2"] = "new"
@@ -92,7 +92,7 @@ def test_restore_touches_changed_variables_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_for_the_start_alone_does_not_stay() -> None:
-    """A variable of the start's own is gone with it; the user's stays as it was."""
+    """A variable of the start is removed afterwards; the user's variable stays unchanged."""
     os.environ[f"{NAME}_USER"] = "same"
     seen = {}
 

@@ -1,4 +1,4 @@
-"""NCCL's refusals as torch passes them on."""
+"""NCCL's refusals in torch's error messages."""
 
 import pytest
 
@@ -37,26 +37,26 @@ REFUSALS = {
 
 
 def torch_text(sentence=None):
-    """The text of torch's DistBackendError."""
+    """Return the message of torch's DistBackendError."""
     return _HEAD if sentence is None else f"{_HEAD}\nLast error:\n{sentence}"
 
 
 @pytest.mark.parametrize("sentence", REFUSALS.values(), ids=REFUSALS)
 def test_every_text_of_every_version(sentence):
-    """Each of NCCL's sentences is found in torch's error, without what stands around it."""
+    """Each message of NCCL is found in torch's error, without the surrounding text."""
     found = refusal_in(torch_text(sentence))
     assert found == sentence.split(". ")[0]
     assert refusal_in(f"rank 0 (node a): all failed ({found}). Do this; rank 1 (node a): other") == found
 
 
 def test_ranks_where_nccl_names_them():
-    """The old text has two ranks, the new ones have none."""
+    """The old message contains two ranks, the new ones none."""
     assert refused_ranks(torch_text(DUPLICATE)) == (0, 1)
     assert refused_ranks(torch_text(REFUSALS["2.30.7"])) == ()
 
 
 def test_bare_invalid_usage():
-    """Without a sentence there is no refusal in the text, but NCCL's result is reported."""
+    """Without a message there is no refusal in the text, but NCCL's result is reported."""
     assert refusal_in(torch_text()) is None
     assert is_invalid_usage(torch_text())
     assert is_invalid_usage(torch_text().splitlines()[0])
@@ -64,13 +64,13 @@ def test_bare_invalid_usage():
 
 
 def test_cause_in_one_line():
-    """torch's first line and NCCL's last error, or the type where there is no text."""
+    """torch's first line and NCCL's last error, or the class name if there is no message."""
     assert cause_of(RuntimeError(torch_text("remote process exited"))).endswith("2.28.9: remote process exited")
     assert cause_of(RuntimeError("first\nsecond")) == "first"
     assert cause_of(TimeoutError()) == "TimeoutError"
 
 
-# torch's text by NCCL's result, as ProcessGroupNCCL of torch 2.14.1 raises it on the emulated NCCL (tests/cuda/test_nccl.py).
+# torch's message for each NCCL result, as ProcessGroupNCCL of torch 2.14.1 raises it on the emulated NCCL (tests/cuda/test_nccl.py).
 _RESULTS = {
     "system error": (
         "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.30.7\nncclSystemError: System call "
@@ -98,7 +98,7 @@ _RESULTS = {
     ],
 )
 def test_whose_failure_it_is(result, last, is_own, is_full):
-    """A rank that fails by itself is at fault, one that lost a peer is not."""
+    """A rank whose NCCL fails by itself is at fault; a rank that lost a peer is not."""
     text = f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:92, {_RESULTS[result]}{last}\n"
     assert is_own_failure(text) == is_own
     assert is_out_of_memory(text) == is_full
@@ -106,7 +106,7 @@ def test_whose_failure_it_is(result, last, is_own, is_full):
 
 
 def test_a_wait_that_ended():
-    """torch names the timeout of the group, not the limit of the wait."""
+    """torch names the group's timeout, not the limit of the wait."""
     assert is_timeout(
         "[PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE, "
         "NumelIn=1, NumelOut=1, Timeout(ms)=1800000) ran for 19970 milliseconds before timing out."
@@ -123,6 +123,6 @@ def test_a_wait_that_ended():
     ],
 )
 def test_what_stands_below_the_first_line_is_of_no_device(text, untried, full):
-    """torch appends lines that name other errors: a device that failed is not taken for one that was full or busy."""
+    """torch appends lines with other errors: a failed device is not reported as a full or busy one."""
     assert says_nothing_of_device(RuntimeError(text)) is untried
     assert is_cuda_out_of_memory(RuntimeError(text)) is full

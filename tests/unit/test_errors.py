@@ -1,4 +1,4 @@
-"""Errors cross processes whole."""
+"""Errors cross processes with all their attributes."""
 
 import gc
 import json
@@ -27,7 +27,7 @@ def test_pickle(cls):
 
 
 def test_attributes_cross_processes():
-    """Kind, step, cause and what was found, which the driver reads in place of the text; other words keep them."""
+    """Kind, step, cause and `found` cross processes; the driver reads them instead of the message. A restated error keeps them."""
     error = VerificationError(
         "barrier failed (no answer).", advice="Look.", ranks=[1], kind="stalled", step="barrier", cause="no answer"
     )
@@ -45,7 +45,7 @@ def test_attributes_cross_processes():
 
 
 def test_pickle_as_an_error_of_a_task():
-    """What Ray makes of an error that a task raised survives pickling too; up to Ray 2.40 by the error's own rule."""
+    """Ray's version of an error that a task raised can be pickled too; up to Ray 2.40 by the error's own rule."""
 
     class AsInTask(RayError, errors.MissingDeviceError):
         def __init__(self, cause):
@@ -63,7 +63,7 @@ def test_pickle_as_an_error_of_a_task():
 
 
 def test_reasons_are_distinct():
-    """A machine can distinguish the errors by their reason."""
+    """Programs can distinguish the errors by their reason."""
     assert len({cls.reason for cls in _ALL}) == len(_ALL)
 
 
@@ -73,7 +73,7 @@ def test_reasons_are_distinct():
     ids=["V2", "V1"],
 )
 def test_a_dead_worker(worker_group, restarts):
-    """V2 restarts the workers of a start on a RayActorError only; V1 would lose that one, so there it is none."""
+    """V2 restarts the workers only on a RayActorError of a start. V1 would lose that error, so there it is not one."""
     with pytest.raises(errors.WorkerDiedError, match="gone") as caught:
         fail(errors.WorkerDiedError("gone", ranks=[1]), worker_group)
     assert isinstance(caught.value, RayActorError) == restarts
@@ -81,7 +81,7 @@ def test_a_dead_worker(worker_group, restarts):
 
 
 def fail(found, worker_group):
-    """As on_start ends."""
+    """Raise an error as on_start does."""
     try:
         raise found
     except BaseException as error:
@@ -92,7 +92,7 @@ def fail(found, worker_group):
 
 @pytest.mark.parametrize("cls", [errors.WorkerDiedError, errors.RendezvousError])
 def test_a_failed_start_is_freed_at_once(cls):
-    """Its error holds no frame that holds the error: the worker group in those frames would wait for a garbage collection."""
+    """The error references no frame that references the error; otherwise the worker group would wait for a garbage collection."""
     gc.disable()
     try:
         try:
@@ -105,7 +105,7 @@ def test_a_failed_start_is_freed_at_once(cls):
 
 
 def test_the_form_of_a_health_probe():
-    """What failed, on which ranks, and the whole message, as JSON takes it."""
+    """The failure, its ranks and the whole message can be converted to JSON."""
     found = VerificationError("rank 1 is not in it", ranks=[1]).to_probe_result()
     assert json.loads(json.dumps(found)) == {
         "metrics": {},
@@ -117,7 +117,7 @@ def test_the_form_of_a_health_probe():
 
 
 def test_the_form_of_a_health_probe_that_passed():
-    """Figures by name with their units, and of each rank."""
+    """Values by name with units, and values of each rank."""
     found = FIGURES.to_probe_result()
     assert json.loads(json.dumps(found)) == found
     assert (found["passed"], found["events"]) == (True, [])

@@ -1,4 +1,4 @@
-"""What plan and workers tell about the error of a failed start: NCCL on shared devices, addresses that are not reached."""
+"""Information from the plan and the workers in the error of a failed start: NCCL on shared devices, unreachable addresses."""
 
 import pytest
 
@@ -23,7 +23,7 @@ _NEW = (2, 30, 7)
 
 
 def failed(text="", kind="failed", ranks=(), cls=VerificationError):
-    """An error as a worker raises it, with what NCCL said as the cause."""
+    """Return an error as a worker raises it, with NCCL's message as the cause."""
     return cls(f"barrier failed ({text}).", kind=kind, cause=text, ranks=ranks)
 
 
@@ -34,7 +34,7 @@ def multi_rank(**facts):
 
 @pytest.mark.parametrize("sentence", REFUSALS.values(), ids=REFUSALS)
 def test_refusal_becomes_one_error(sentence):
-    """NCCL's duplicate-GPU error becomes a SharedDeviceError with the share map, the version and what to do."""
+    """NCCL's duplicate-GPU error becomes a SharedDeviceError with the share map, the version and the advice."""
     plan, workers = multi_rank()
     error = explain_nccl(failed(sentence, "refused", [1]), plan, workers)
     assert isinstance(error, SharedDeviceError)
@@ -46,7 +46,7 @@ def test_refusal_becomes_one_error(sentence):
 
 
 def test_bare_invalid_usage_of_ranks_that_share():
-    """ncclInvalidUsage alone is the refusal where the ranks are known to share a device, and nowhere else."""
+    """ncclInvalidUsage counts as the refusal only if the ranks are known to share a device."""
     plan, workers = multi_rank()
     bare = failed(torch_text().splitlines()[0], "invalid_usage")
     assert isinstance(explain_nccl(bare, plan, workers), SharedDeviceError)
@@ -55,7 +55,7 @@ def test_bare_invalid_usage_of_ranks_that_share():
 
 
 def test_users_own_variables_are_named():
-    """A variable of the user's that was kept is the first suspect."""
+    """If a variable of the user was kept, the error names it first."""
     plan, workers = multi_rank(env={"NCCL_MULTI_RANK_GPU_ENABLE": "0", "NCCL_MAX_CTAS": "16"})
     text = str(explain_nccl(failed(REFUSALS["2.30.7"], "refused"), plan, workers))
     assert "The user set NCCL_MAX_CTAS=16, NCCL_MULTI_RANK_GPU_ENABLE=0, which was kept: unset it" in text
@@ -68,7 +68,7 @@ _WRONG_INTERFACE = {
 
 
 def test_an_interface_that_is_not_there_is_no_shared_device():
-    """NCCL calls both an invalid usage: the variable is named with the ranks, and sharing is not blamed."""
+    """NCCL reports both as an invalid usage: the error names the variable and the ranks, not sharing."""
     plan, workers = multi_rank(**_WRONG_INTERFACE)
     doubt = "ranks 0,1: NCCL_SOCKET_IFNAME=nosuch0 is kept, but it matches none of this node's interfaces (lo, eth0)"
     assert doubt in plan.warnings
@@ -80,14 +80,14 @@ def test_an_interface_that_is_not_there_is_no_shared_device():
 
 
 def test_an_interface_that_is_not_there_warns_where_nothing_is_shared():
-    """Before NCCL starts, and for NCCL alone."""
+    """The warning comes before NCCL starts, and only for NCCL."""
     workers = job(gpu("a"), gpu("b"), **_WRONG_INTERFACE)
     assert len(decide_start(workers, Settings()).warnings) == 1
     assert decide_start(workers, Settings(backend="gloo")).warnings == ()
 
 
 def test_nvls_that_the_user_demands():
-    """NCCL refuses it by name: an error before the start where its flags were asked for, and Gloo where auto decides."""
+    """NCCL refuses NVLS with several ranks per GPU: an error before the start if its flags were requested, Gloo under auto."""
     env = {"NCCL_NVLS_ENABLE": "1"}
     with pytest.raises(
         BackendUnavailableError, match=r"NCCL_NVLS_ENABLE=1 is set on ranks 0,1, which NCCL refuses .* Unset it"
@@ -100,7 +100,7 @@ def test_nvls_that_the_user_demands():
 
 
 def test_mig_slices_are_named():
-    """Slices that NCCL took for one device are named with their GPU."""
+    """Slices that NCCL treats as one device are named with their GPU."""
     workers = job(mig("1"), mig("2"), nccl_version=_NEW)
     error = explain_nccl(failed(REFUSALS["2.30.7"], "refused"), decide_start(workers, Settings()), workers)
     assert "ranks 0,1 use MIG slices of GPU-a" in str(error)
@@ -108,7 +108,7 @@ def test_mig_slices_are_named():
 
 
 def test_devices_that_ray_does_not_count():
-    """Without known devices NCCL's own ranks are reported."""
+    """Without known devices the error contains NCCL's own ranks."""
     plan = Decision(backend="nccl", device_type="cuda", reason="as asked for")
     error = explain_nccl(failed(DUPLICATE, "refused", [0, 1], SharedDeviceError), plan, job(None, None))
     assert "ranks 0,1 share a GPU" in str(error)
@@ -117,7 +117,7 @@ def test_devices_that_ray_does_not_count():
 
 @pytest.mark.parametrize("kind", [StartTimeoutError, VerificationError])
 def test_hang_has_its_usual_cause(kind):
-    """A hang with several ranks per GPU says what NCCL's documentation says of it, in the same class."""
+    """A hang with several ranks per GPU is explained with NCCL's documentation, in the same error class."""
     plan, workers = multi_rank()
     error = explain_nccl(failed("no answer within 20 s", "stalled", [1], kind), plan, workers)
     assert (type(error), error.ranks) == (kind, (1,))
@@ -128,14 +128,14 @@ def test_hang_has_its_usual_cause(kind):
     ("text", "kind"), [("", "wrong_answer"), ("ncclSystemError: x", "own_failure"), ("connection closed", "failed")]
 )
 def test_what_ended_is_no_hang(text, kind):
-    """Advice on hangs has no place where the collective ended with a wrong sum, or NCCL with an error."""
+    """There is no advice on hangs if the collective ended with a wrong sum or NCCL with an error."""
     plan, workers = multi_rank()
     ended = failed(text, kind)
     assert explain_nccl(ended, plan, workers) is ended
 
 
 def test_other_failures_are_left_alone():
-    """A firewall is no refusal, and Gloo never is."""
+    """A firewall does not count as a refusal; neither does any error of Gloo."""
     plan, workers = multi_rank()
     error = RendezvousError("no route to host")
     assert explain_nccl(error, plan, workers) is error
@@ -145,7 +145,7 @@ def test_other_failures_are_left_alone():
 
 
 class TestExplainUnreachable:
-    """Where an address that a rank cannot reach is from."""
+    """The source of an address that a rank cannot reach."""
 
     @staticmethod
     def told(workers, master_addr="10.8.0.2"):
@@ -156,7 +156,7 @@ class TestExplainUnreachable:
         return str(explained)
 
     def test_a_vpn(self):
-        """Ray took the address of a VPN (vllm-metal#625); the node has another one."""
+        """Ray used the address of a VPN (vllm-metal#625); the node has another address."""
         networks = {**network.LO, "tun0": ("10.8.0.2",), "eth0": ("10.0.0.1", "fe80::1"), "docker0": ("fe80::2",)}
         workers = [network.worker(0, "10.8.0.2", network={"interfaces": networks}), network.worker(1, "10.8.0.3")]
         assert self.told(workers) == (
@@ -165,7 +165,7 @@ class TestExplainUnreachable:
         )
 
     def test_a_bridge_that_two_machines_have(self):
-        """The other machine answers to the address itself."""
+        """The other machine has the address itself."""
         workers = [
             network.worker(rank, "10.8.0.2", node_id=str(rank), network={"network_id": str(rank)}) for rank in range(2)
         ]
@@ -175,6 +175,6 @@ class TestExplainUnreachable:
         )
 
     def test_nothing_to_add(self):
-        """An address that the user configured, or the only one of its node."""
+        """The user configured the address, or it is the only one of its node."""
         assert self.told([network.worker(0, "10.0.0.1"), network.worker(1)], "10.8.0.2") == "cannot reach 10.8.0.2."
         assert self.told([network.worker(0, "10.8.0.2"), network.worker(1)]) == "cannot reach 10.8.0.2."

@@ -1,4 +1,4 @@
-"""The end of process groups whose threads are still at work."""
+"""Destroying process groups whose threads are still running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.test_process_group import cpu_plan
 
 
 def end_while_gloo_runs(rank: int, num_processes: int, port: int, backend: str, over: Any) -> bool:
-    """End the group while an operation of it waits for the other rank, and only Gloo has its tensor; whether it has ended."""
+    """End the group while one of its operations waits for the other rank and only Gloo references its tensor; return whether it ended."""
     start_worker(replace(cpu_plan(rank, port, budget_s=60), backend=backend, timeout_s=2))
     if rank == 0:
         dist.all_reduce(torch.ones(4), async_op=True)
@@ -28,5 +28,5 @@ def end_while_gloo_runs(rank: int, num_processes: int, port: int, backend: str, 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("cpu:gloo,cuda:gloo", marks=pytest.mark.full)])
 def test_a_group_ends_while_gloo_has_a_tensor(backend: str) -> None:
-    """Its thread needs the GIL to drop it. torch's own destroy_process_group() hangs in this before torch 2.8 (pytorch#154976)."""
+    """Gloo's thread needs the GIL to free the tensor. Before torch 2.8 torch's destroy_process_group() hangs here (pytorch#154976)."""
     assert run_processes(end_while_gloo_runs, 2, backend, CONTEXT.Event(), timeout_s=90) == [True, True]

@@ -1,4 +1,4 @@
-"""Which interfaces the variables of Gloo and NCCL stand for."""
+"""Interfaces that match the variables of Gloo and NCCL."""
 
 import pytest
 
@@ -22,19 +22,19 @@ KNOWN = ["lo", "eth0", "eth1", "docker0", "ib0"]
     ],
 )
 def test_nccls_syntax(value, names):
-    """Beginnings of names, the names themselves, and all others, as NCCL's documentation has it."""
+    """Prefixes, exact names and exclusions, as in NCCL's documentation."""
     assert matched(value, KNOWN) == names
     assert (nccl_doubt(value, KNOWN) is None) == bool(names)
 
 
 def test_an_empty_variable_is_as_none():
-    """NCCL chooses by itself then."""
+    """NCCL then chooses by itself."""
     assert nccl_doubt("", KNOWN) is None
 
 
 @pytest.mark.parametrize("value", ["eth0", "eth0,eth1"])
 def test_gloos_names(value):
-    """Whole names of interfaces that are there."""
+    """Exact names of existing interfaces."""
     assert gloo_doubt(value, KNOWN) is None
 
 
@@ -47,12 +47,12 @@ def test_gloos_names(value):
     ],
 )
 def test_nccls_syntax_in_gloos_variable(value, instead):
-    """Both are said: whose syntax it is, and which name to set."""
+    """The message states whose syntax it is and which name to set."""
     doubt = gloo_doubt(value, KNOWN)
     assert "that is the syntax of NCCL_SOCKET_IFNAME, and Gloo takes whole names" in doubt
     assert instead in doubt
 
 
 def test_a_name_that_is_not_there():
-    """Nothing is guessed."""
+    """A missing name is reported without a suggestion."""
     assert gloo_doubt("wlan0", KNOWN) == "'wlan0' is none of this node's interfaces (lo, eth0, eth1, docker0, ib0)"

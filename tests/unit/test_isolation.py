@@ -1,4 +1,4 @@
-"""The verdict on what all ranks found, against a model of a network with one planted fault."""
+"""The diagnosis from the findings of all ranks, with a model of a network with one planted fault."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KINDS = (
 
 
 def model(kind: str, ranks: tuple[int, ...], world_size: int, rng: random.Random) -> dict[int, Findings]:
-    """What the ranks would find where `kind` is planted at `ranks`."""
+    """Return the findings of all ranks if `kind` is planted at `ranks`."""
 
     def crosses(i: int, j: int) -> bool:
         return (i in ranks) != (j in ranks)
@@ -58,7 +58,7 @@ def model(kind: str, ranks: tuple[int, ...], world_size: int, rng: random.Random
         endless = cut or one_way or (slow and rng.random() < 0.3)
         return LinkFinding(
             connected=not cut and not one_way,
-            # Packets pass from the first rank of a one-way link to the second.
+            # Packets pass only from the first rank of a one-way link to the second.
             heard=not cut and (not one_way or (j, i) == ranks),
             seconds=None if endless else seconds,
         )
@@ -96,7 +96,7 @@ def plant(kind: str, world_size: int, rng: random.Random) -> tuple[int, ...]:
 
 
 def smallest(kind: str) -> int:
-    """Fewest ranks in which a fault is what it is: alone with one peer, a rank's fault is also its link's."""
+    """Return the smallest world size in which a fault is distinguishable: with only one peer a rank's fault is also its link's."""
     return {"boundary": 5, "cut rank": 3, "slow rank": 3, "wrong rank": 3}.get(kind, 2)
 
 
@@ -106,7 +106,7 @@ def verdict(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_planted_fault_is_named(kind: str) -> None:
-    """For every world size from 2 to 16 and random places: the kind, the ranks and nothing else."""
+    """For every world size from 2 to 16 and random positions, the diagnosis is the kind and the ranks and nothing else."""
     rng = random.Random(7)
     for number in range(300):
         world_size = rng.randint(smallest(kind), 16)
@@ -118,14 +118,14 @@ def test_one_planted_fault_is_named(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["cut rank", "cut link", "slow rank", "wrong rank"])
 def test_a_fault_among_thousands_is_named(kind: str) -> None:
-    """Where not every link is tried, those that are suffice, and the verdict comes while the start still waits for it."""
+    """Only some links are tested, but they are enough, and the diagnosis comes while the start still waits for it."""
     ranks = (6, 7) if kind == "cut link" else (77,)
     faults = diagnose(model(kind, ranks, 2000, random.Random(1)), [f"rank {rank}" for rank in range(2000)])
     assert [(fault.kind, fault.ranks) for fault in faults] == [(kind, ranks)]
 
 
 def test_a_rank_that_alone_sees_wrong_answers_is_named_among_two() -> None:
-    """Where only one side of the only pair gets a wrong answer, it is that side."""
+    """If only one side of the only pair has a wrong result, that side is named."""
     found = model("scale", (), 2, random.Random(1))
     wrong = PairFinding(peer=0, outcome="wrong", seconds=0.01)
     found[1] = Findings(right=True, seconds=found[1].seconds, links=found[1].links, pairs=[wrong])
@@ -135,13 +135,13 @@ def test_a_rank_that_alone_sees_wrong_answers_is_named_among_two() -> None:
 
 
 def test_two_that_both_see_wrong_answers_are_named_both() -> None:
-    """With two ranks there is no third to compare with."""
+    """With two ranks there is no third rank to compare with."""
     (fault,) = diagnose(model("wrong rank", (0,), 2, random.Random(1)), ["rank 0", "rank 1"])
     assert fault == Fault("wrong rank", (0, 1), "rank 0 or rank 1 gets wrong answers in collectives")
 
 
 def test_a_firewall_is_told_from_a_cut() -> None:
-    """Datagrams pass and connections do not, both ways or one."""
+    """Datagrams pass but connections do not, in one or both directions."""
     for other, expected in (
         (False, "passes datagrams and no TCP connection: a firewall"),
         (True, "only rank 1 can open"),
@@ -156,14 +156,14 @@ def test_a_firewall_is_told_from_a_cut() -> None:
 
 
 def test_the_direction_of_a_one_way_link_is_told() -> None:
-    """The rank that receives nothing is at the blind end."""
+    """The rank that receives nothing is at the failing end."""
     (fault,) = diagnose(model("one-way link", (3, 1), 5, random.Random(1)), [f"rank {rank}" for rank in range(5)])
     assert "passes packets from rank 3 to rank 1 and none back" in fault.text
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 6, 7, 8, 100, 1000])
 def test_rounds_pair_every_rank_with_every_part_of_the_job(world_size: int) -> None:
-    """ceil(log2 N) rounds, each rank in at most one pair of a round, and partners that agree."""
+    """There are ceil(log2 N) rounds, each rank is in at most one pair per round, and partners agree."""
     rounds = num_rounds(world_size)
     assert rounds == math.ceil(math.log2(world_size))
     for number in range(rounds):
@@ -178,7 +178,7 @@ def test_rounds_pair_every_rank_with_every_part_of_the_job(world_size: int) -> N
 
 
 def test_findings_survive_json() -> None:
-    """A helper prints them, its worker reads them."""
+    """A helper prints the findings as JSON, and its worker reads them."""
     for findings in model("one-way link", (0, 2), 3, random.Random(3)).values():
         assert Findings.from_json(json.loads(json.dumps(asdict(findings)))) == findings
 
@@ -188,7 +188,7 @@ def sound(world_size: int) -> dict[int, Findings]:
 
 
 def test_a_device_that_could_not_be_tried_is_not_accused() -> None:
-    """Out of memory beside the worker says nothing of the device; it is reported where nothing else was found."""
+    """Out of memory beside the worker is not a fault of the device; it is reported only if nothing else was found."""
     findings = sound(4)
     findings[1] = replace(findings[1], seconds=0.0, untried="CUDA out of memory")
     (fault,) = diagnose(findings, [f"rank {rank} (node n{rank})" for rank in range(4)])
@@ -197,7 +197,7 @@ def test_a_device_that_could_not_be_tried_is_not_accused() -> None:
 
 
 def test_a_device_that_could_not_be_tried_is_not_told_beside_a_fault() -> None:
-    """Where a link is at fault, a full device is not reported: it explains nothing."""
+    """If a link is at fault, a full device is not reported, because it explains nothing."""
     findings = model("cut link", (1, 2), 4, random.Random(0))
     findings[0] = replace(findings[0], seconds=0.0, untried="CUDA out of memory")
     (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(4)])
@@ -205,7 +205,7 @@ def test_a_device_that_could_not_be_tried_is_not_told_beside_a_fault() -> None:
 
 
 def test_many_devices_that_could_not_be_tried() -> None:
-    """One full GPU under many ranks is quoted for a few of them, so that the message stays short."""
+    """One full GPU with many ranks is quoted only for some of them, so the message stays short."""
     findings = {rank: replace(each, seconds=0.0, untried="full") for rank, each in sound(64).items()}
     (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(64)])
     assert fault.text.count("(full)") == 4
@@ -214,14 +214,14 @@ def test_many_devices_that_could_not_be_tried() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_what_is_slow_on_all_ranks_is_no_rank_s_fault(world_size: int) -> None:
-    """A device that takes its time to start does so on every rank: what else was found counts."""
+    """If a device starts slowly on all ranks, other findings decide."""
     findings = {rank: replace(each, seconds=None) for rank, each in sound(world_size).items()}
     (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(world_size)])
     assert (fault.kind, fault.ranks) == ("scale", ())
 
 
 def test_a_device_that_fails_by_itself_is_named() -> None:
-    """An error of the device is a verdict with CUDA's text, and no wrong sum."""
+    """An error of the device is a finding with CUDA's message, not a wrong sum."""
     findings = sound(3)
     findings[2] = replace(findings[2], seconds=0.0, failure="CUDA error: uncorrectable ECC error encountered")
     (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(3)])
@@ -250,7 +250,7 @@ def test_a_device_that_fails_by_itself_is_named() -> None:
     ],
 )
 def test_only_a_compared_sum_is_wrong(monkeypatch: pytest.MonkeyPatch, error: Exception, field: str) -> None:
-    """What CUDA raises is quoted and never taken for a wrong sum."""
+    """CUDA's errors are quoted and never reported as a wrong sum."""
 
     def fail(device: object) -> bool:
         raise error
@@ -263,14 +263,14 @@ def test_only_a_compared_sum_is_wrong(monkeypatch: pytest.MonkeyPatch, error: Ex
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine where torch sees no CUDA device")
 def test_a_device_that_the_helper_does_not_have() -> None:
-    """torch's own error, of whatever class, leaves the helper alive and the device not accused."""
+    """torch's own error of any class does not end the helper, and the device is not at fault."""
     found = isolation_helper.Helper._alone(None, SimpleNamespace(device="cuda:0", link_s=30.0))  # type: ignore[arg-type]
     assert (found.right, found.failure) == (True, "")
     assert found.untried
 
 
 def test_seconds_are_measured_on_a_fine_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Windows time.monotonic() stands still for 16 ms; sums and links of less take some time all the same."""
+    """On Windows time.monotonic() advances every 16 ms, but shorter sums and links still have a duration."""
     clock = SimpleNamespace(monotonic=lambda: 1000.0, perf_counter=time.perf_counter, sleep=time.sleep)
     monkeypatch.setattr(isolation_helper, "time", clock)
     task = SimpleNamespace(device="cpu", link_s=90.0)

@@ -1,4 +1,4 @@
-"""Who may import what."""
+"""Allowed imports."""
 
 import ast
 import re
@@ -12,8 +12,7 @@ import ray_fracbackend
 from ray_fracbackend._ray import v2_enabled
 
 _PACKAGE = Path(__file__).parents[2] / "ray_fracbackend"
-# A part imports those before it and itself, and no part but staged the ipc backend outside of a function; that imports nothing
-# of ours.
+# A part imports only itself and earlier parts. Only staged imports the ipc backend outside a function. ipc imports no other part.
 _PARTS = (
     "staged",
     "errors",
@@ -39,9 +38,9 @@ _PARTS = (
     "cli",
     "demo",
 )
-# The rooms of the ipc backend, in the same way.
+# The folders of the ipc backend, in the same order.
 _IPC_PARTS = ("errors", "knobs", "_torch", "host", "protocol", "device", "group")
-# Parts that need the standard library alone, and those that need torch but never Ray.
+# Parts that need only the standard library, and parts that need torch but never Ray.
 _PURE = ("errors", "timeouts", "log", "decide")
 _WITHOUT_RAY = ("log", "verify", "verify_failure", "report_table", "report", "device_check", "ipc", "staged")
 _MODULES = sorted(
@@ -50,12 +49,12 @@ _MODULES = sorted(
 
 
 def part_of(path: Path) -> str:
-    """First name of a module below the package."""
+    """Return the first name of a module below the package."""
     return path.relative_to(_PACKAGE).with_suffix("").parts[0]
 
 
 def imported(path: Path, top_only: bool = False) -> set[str]:
-    """Names of all modules that a file imports when it runs, wherever in it or at its top alone."""
+    """Return the names of all modules that a file imports when it runs: anywhere in the file, or only at the top."""
     found = set()
     tree = ast.parse(path.read_text())
     for_types = [
@@ -79,7 +78,7 @@ def imported(path: Path, top_only: bool = False) -> set[str]:
 
 @pytest.mark.parametrize("path", _MODULES, ids=lambda path: str(path.relative_to(_PACKAGE)))
 def test_imports_go_one_way(path):
-    """The table above: which part may import which, and what else."""
+    """The table above lists which part may import which parts and packages."""
     part, names = part_of(path), imported(path)
     ours = {name.split(".")[1] for name in names if name.startswith("ray_fracbackend.")} - {"__version__"}
     if part == "demo":  # a script like those of users
@@ -101,14 +100,14 @@ def test_imports_go_one_way(path):
 
 
 def dotted_strings(path: Path) -> set[str]:
-    """Strings of a file that could be names of modules, for importlib."""
+    """Return strings of a file that could be module names for importlib."""
     nodes = ast.walk(ast.parse(path.read_text()))
     strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {string for string in strings if re.fullmatch(r"\w+(\.\w+)+", string)}
 
 
 def test_private_ray_names_live_in_one_module():
-    """Everything of Ray that may change without notice is imported in _ray.py alone, by statement or by import_module."""
+    """Only _ray.py imports private names of Ray, by statement or by import_module."""
     private = {
         (path.name, name)
         for path in _PACKAGE.rglob("*.py")
@@ -118,14 +117,14 @@ def test_private_ray_names_live_in_one_module():
     assert {path for path, _ in private} == {"_ray.py"}
 
 
-# Who may look for words in the text of an error: NCCL, CUDA and Gloo say what failed there and nowhere else.
+# Modules that may parse error messages: NCCL, CUDA and Gloo report the failure only in the message.
 _TEXT_READERS = {"decide/error_texts.py", "worker/missing_cuda.py"}
 _LOOKS = {"startswith", "endswith", "partition", "rpartition", "split", "splitlines", "find", "count", "removeprefix"}
 _PATTERN_LOOKS = {"search", "match", "fullmatch", "findall"}
 
 
 def is_text_of_an_error(node: ast.AST) -> bool:
-    """``str(error)``, or what a method makes of it, such as ``str(error).lower()``."""
+    """Whether it is ``str(error)`` or the result of a method of it, such as ``str(error).lower()``."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return is_text_of_an_error(node.func.value)
     named = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "str" and len(node.args) == 1
@@ -133,7 +132,7 @@ def is_text_of_an_error(node: ast.AST) -> bool:
 
 
 def looks_into_an_error(node: ast.AST) -> bool:
-    """A comparison, a method or a pattern that looks for something in such a text."""
+    """Whether it is a comparison, a method or a pattern that searches such a text."""
     if isinstance(node, ast.Compare):
         return any(is_text_of_an_error(each) for each in (node.left, *node.comparators))
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
@@ -144,7 +143,7 @@ def looks_into_an_error(node: ast.AST) -> bool:
 
 
 def test_nothing_reads_the_text_of_an_error():
-    """Kind, step, ranks and cause of ours are attributes; texts of libraries have one reader each."""
+    """Our errors have attributes for kind, step, ranks and cause; messages of libraries are parsed by one module each."""
     found = {
         path.relative_to(_PACKAGE).as_posix()
         for path in _MODULES
@@ -153,11 +152,11 @@ def test_nothing_reads_the_text_of_an_error():
         if looks_into_an_error(node)
     }
     assert found - _TEXT_READERS == set()
-    assert "decide/error_texts.py" in found  # the scan finds what it is for
+    assert "decide/error_texts.py" in found  # the scan finds what it should find
 
 
 def test_no_private_ray_name_is_imported_at_the_top():
-    """_ray.py imports private names inside functions, so that the package imports with a Ray that lacks one."""
+    """_ray.py imports private names inside functions, so the package can be imported with a Ray that lacks one."""
     tree = ast.parse((_PACKAGE / "_ray.py").read_text())
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
@@ -165,7 +164,7 @@ def test_no_private_ray_name_is_imported_at_the_top():
 
 
 def test_without_ray():
-    """The check, its errors and the version of NCCL can be used where Ray is not installed, or not worth its import."""
+    """The verification, its errors and the NCCL version can be used without Ray installed, or without importing it."""
     code = (
         "import sys; sys.modules['ray'] = None; from ray_fracbackend.worker.nccl_library import loaded_nccl_version; "
         "import ray_fracbackend.isolation.helper, ray_fracbackend.cli; "
@@ -175,7 +174,7 @@ def test_without_ray():
 
 
 def test_unknown_names_are_attribute_errors():
-    """The lazy package behaves like a module for names that it does not have."""
+    """The lazy package raises AttributeError for unknown names, like a module."""
     import ray_fracbackend
 
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -183,18 +182,18 @@ def test_unknown_names_are_attribute_errors():
     assert set(ray_fracbackend.__all__) <= set(dir(ray_fracbackend))
 
 
-# What Python has on Unix alone.
+# Modules of Python that exist only on Unix.
 _UNIX = ("fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty")
 
 
 def test_it_imports_where_unix_modules_are_missing():
-    """As on Windows: no module of the package needs one when it is imported, but for those of ipc, which is for Linux."""
+    """As on Windows: importing the package needs no Unix module, except for modules of ipc, which needs Linux."""
     names = {".".join(path.relative_to(_PACKAGE).with_suffix("").parts) for path in _MODULES if part_of(path) != "ipc"}
     names = {name.removesuffix(".__init__") for name in names}
     if not v2_enabled():
-        names -= {"integrations.callback"}  # for V2 alone, which Ray 2.40 does not have
+        names -= {"integrations.callback"}  # only for V2, which Ray 2.40 does not have
     code = (
-        # Ray, torch and psutil import them themselves, where they are.
+        # Ray, torch and psutil import them themselves if they exist.
         "import importlib, sys, psutil, ray.train.torch, ray.tune, ray.util.queue, torch.distributed; "
         f"sys.modules.update(dict.fromkeys({_UNIX!r})); "
         f"[importlib.import_module('ray_fracbackend.' + name) for name in {sorted(names)!r}]"
@@ -203,12 +202,12 @@ def test_it_imports_where_unix_modules_are_missing():
     assert done.returncode == 0, done.stderr
 
 
-# Tests of decide/ and of what else is pure.
+# Tests of decide/ and of other pure functions.
 _PURE_TESTS = ("advice", "capacity", "error_texts", "explain", "interfaces", "plan", "plan_property", "rendezvous")
 
 
 def test_the_tests_of_the_decision_need_neither_torch_nor_ray():
-    """They are collected in a second or two, and can be run after each change of a rule."""
+    """They are collected within seconds and can run after each change of a rule."""
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in _PURE_TESTS]
     code = (
         "import sys; sys.modules.update(torch=None, ray=None); import pytest; "

@@ -1,4 +1,4 @@
-"""The memory cap, with CUDA's answers injected."""
+"""The memory cap, with simulated answers of CUDA."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _GIB = 1 << 30
 
 @pytest.fixture
 def fractions(monkeypatch):
-    """Calls of set_per_process_memory_fraction, on a device of 80 GiB of which 39.5 are taken."""
+    """Record calls of set_per_process_memory_fraction on a device with 80 GiB, of which 39.5 are in use."""
     told = []
-    # Else Ray's own context asks for the device of a worker.
+    # Otherwise Ray's own context would query the worker's device.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: told.append((fraction, str(device)))
@@ -37,7 +37,7 @@ def fractions(monkeypatch):
 
 @pytest.mark.parametrize(("num_gpus", "expected"), [(0.5, 0.5), (0.25, 0.25), (1, None), (2, None)])
 def test_fraction_of_a_worker(num_gpus, expected):
-    """A fraction of a device is the cap; workers with whole devices have none."""
+    """The cap is the fraction of the device; workers with whole devices have none."""
     workers = job(gpu("a"), gpu("a") if num_gpus < 1 else gpu("b"), resources={"GPU": num_gpus})
     assert decide_start(workers, Settings()).memory_fraction_of(workers[0]) == expected
 
@@ -50,7 +50,7 @@ def test_no_cap_on_the_cpu():
 
 
 def test_set_and_take_back(fractions):
-    """A later start without a cap, or with another one, takes the earlier one back; no cap touches nothing."""
+    """A later start with another cap or without one removes the earlier cap; without any cap nothing is called."""
     memory_cap.set_cap(None)
     assert fractions == []
     memory_cap.set_cap(0.5, "cuda:1")
@@ -65,7 +65,7 @@ def train(context, error):
 
 
 def test_out_of_memory_names_the_cap(fractions):
-    """torch's error leaves the train function with the cap, the fraction and what to do, and stays torch's."""
+    """torch's error leaves the train function with the cap, the fraction and the advice, and keeps its class."""
     memory_cap.set_cap(0.5, "cuda:0")
     context = FracTorchConfig(limit_gpu_memory=True).train_func_context
     original = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -79,7 +79,7 @@ def test_out_of_memory_names_the_cap(fractions):
 
 
 def test_out_of_memory_under_v1(fractions):
-    """V1 raises an error of its own from that of the train function before the context is left."""
+    """V1 raises its own error from the train function's error before the context is left."""
     from ray.air._internal.util import StartTraceback
     from ray.train._internal.utils import construct_train_func
 
@@ -96,7 +96,7 @@ def test_out_of_memory_under_v1(fractions):
 
 
 def test_other_errors_pass(fractions):
-    """Any other error, and out of memory without a cap, leaves the train function as it was raised."""
+    """Any other error, and out of memory without a cap, leaves the train function unchanged."""
     context = FracTorchConfig(limit_gpu_memory=True).train_func_context
     for error in (torch.cuda.OutOfMemoryError("full"), RuntimeError("mine")):
         with pytest.raises(type(error)) as caught:
@@ -105,7 +105,7 @@ def test_other_errors_pass(fractions):
 
 
 def test_stock_context_inside(monkeypatch):
-    """Ray's own context is entered and left around the train function; without the setting it is the only one."""
+    """Ray's own context is used around the train function; without the setting it is the only one."""
     seen = []
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""Why torch cannot use a CUDA device: every cause from the text that torch gives for it, and what is collected.
+"""Why torch cannot use a CUDA device: each cause from torch's message, and the collected findings.
 
-The texts of ``recorded`` are those of real CUDA builds of torch on the emulated runtime: ci/cuda_texts.py. What that cannot make
-(ROCm and other builds, CUDA's unknown error, errors of broken hardware) is typed in, marked as such.
+The messages of ``recorded`` come from real CUDA builds of torch on the emulated runtime: ci/cuda_texts.py. Messages that it cannot produce
+(ROCm and other builds, CUDA's unknown error, errors of broken hardware) are typed in and marked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ RELEASES = tuple(RECORD)
 
 
 def recorded(name, release=RELEASES[0]):
-    """What torch of this release says in this case."""
+    """Return the recorded message of this torch release for this case."""
     return RECORD[release]["errors"][name]["text"]
 
 
 NO_DRIVER, TOO_OLD, NO_GPUS = recorded("no_driver"), recorded("old_driver"), recorded("no_device")
 _UNEXPECTED = recorded("not_initialized").partition("802")[0]
 BUSY = recorded("exclusive")
-# Typed in: c10/cuda/CUDAFunctions.cpp, for an error that the emulated runtime does not make.
+# Typed in: c10/cuda/CUDAFunctions.cpp, for an error that the emulated runtime does not produce.
 UNKNOWN = (
     "CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env variable "
     "CUDA_VISIBLE_DEVICES after program start. Setting the available devices to be zero."
@@ -37,7 +37,7 @@ UNKNOWN = (
 
 
 def found(error=None, **own):
-    """Findings on a node with one GPU, which Ray gave to the worker."""
+    """Return findings on a node with one GPU, which Ray assigned to the worker."""
     return CudaFindings(
         **{
             "torch_version": "2.13.0+cu130",
@@ -54,7 +54,7 @@ def found(error=None, **own):
 _SEEN = "NVML counts 1 GPU with driver 580.65, CUDA_VISIBLE_DEVICES='0'"
 
 CASES = {
-    # Typed in: another build, as XPU and ROCm below.
+    # Typed in: another build; so are XPU and ROCm below.
     "CPU-only build": (
         found("Torch not compiled with CUDA enabled", build="cpu", torch_version="2.13.0+cpu"),
         "torch 2.13.0+cpu is a CPU-only build",
@@ -104,7 +104,7 @@ CASES = {
         f'attempted on non supported HW", {_SEEN})',
         "remove them from LD_LIBRARY_PATH",
     ),
-    # Typed in, as the next: broken hardware.
+    # Typed in, like the next one: broken hardware.
     "GPU lost by NVML": (
         found(UNKNOWN, num_gpus=2, num_lost_gpus=1),
         'a GPU of the node is lost (CUDA says "CUDA unknown error - this may be due to an incorrectly set up environment, '
@@ -187,7 +187,7 @@ CASES = {
         "the GPU reports a hardware error (CUDA says",
         "reset the GPU",
     ),
-    # Typed in: an older driver, which counts no device then.
+    # Typed in: an older driver, which then reports no device.
     "prohibited mode, and CUDA counts no device": (
         found(NO_GPUS, compute_modes=("prohibited",)),
         "a GPU of the node is in compute mode PROHIBITED (CUDA says",
@@ -257,7 +257,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_cause_and_what_to_do(case):
-    """Each cause has a sentence of its own that quotes what was found and ends in what to do."""
+    """Each cause has its own sentence with the evidence and the advice."""
     findings, cause, advice = CASES[case]
     text = cause_text(findings)
     assert cause in text
@@ -266,7 +266,7 @@ def test_cause_and_what_to_do(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_fits_into_the_error(case):
-    """The sentence is one short line without a full stop: the error goes on after it."""
+    """The sentence is one short line without a full stop, because the error continues after it."""
     text = cause_text(CASES[case][0])
     assert text.isprintable()
     assert not text.endswith(".")
@@ -274,12 +274,12 @@ def test_fits_into_the_error(case):
 
 
 def test_causes_differ():
-    """No two situations get the same sentence, and no failed start of CUDA is blamed on the variable."""
+    """No two situations have the same sentence, and no failed initialization of CUDA is blamed on the variable."""
     assert len({cause_text(findings) for findings, *_ in CASES.values()}) == len(CASES)
     assert "names none" not in "".join(cause_text(found(case)) for case in (NO_GPUS, TOO_OLD, BUSY, UNKNOWN))
 
 
-# What each recorded failure is called, in every release of torch.
+# Cause of each recorded failure, in every release of torch.
 CALLED = {
     "no_driver": "finds no libcuda",
     "old_driver": "is too old for torch",
@@ -293,7 +293,7 @@ CALLED = {
     "device_full": "has no memory left",
     "out_of_memory": "has no memory left",
     "device_lost": "a kernel of this process failed",
-    "no_pinned_memory": "has no memory left",  # CUDA's text is that of device memory
+    "no_pinned_memory": "has no memory left",  # CUDA's message is that of device memory
     "forked_child": "forked",
 }
 
@@ -301,7 +301,7 @@ CALLED = {
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("name", CALLED)
 def test_what_every_torch_says(name, release):
-    """Releases have other lines below the first; the cause is the same, quoted without them."""
+    """Releases append different lines to the first one; the cause is the same and quoted without them."""
     text = cause_text(found(recorded(name, release), num_gpus=0 if name == "no_device" else 1))
     assert CALLED[name] in text
     assert "Search for" not in text
@@ -310,7 +310,7 @@ def test_what_every_torch_says(name, release):
 
 
 def test_several_gpus_in_mig_mode():
-    """torch 2.7 looks at each GPU that NVML counts, and CUDA shows a process one slice."""
+    """torch 2.7 queries each GPU that NVML counts, but CUDA shows a process only one slice."""
     text = cause_text(found(recorded("mig_gpus", "2.7.1"), num_gpus=2))
     assert text.startswith("torch counts more GPUs than CUDA has for this process")
     assert "device < num_gpus" in text
@@ -321,7 +321,7 @@ def test_several_gpus_in_mig_mode():
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("name", "refused"), [("exclusive", True), ("device_full", True), ("no_driver", False)])
 def test_errors_of_a_context(name, refused, release):
-    """torch's words before CUDA's tell what CUDA refuses after its start: the class is another one in each release."""
+    """torch's words before CUDA's message show which call failed after CUDA's start; the class differs between releases."""
     assert is_cuda_error(RuntimeError(recorded(name, release))) == refused
     assert not is_cuda_error(ValueError(recorded(name, release)))
     assert not is_cuda_error(None)
@@ -329,7 +329,7 @@ def test_errors_of_a_context(name, refused, release):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_variables_under_which_torch_counts_no_gpu(release):
-    """Of two GPUs; the cause is the variable in each."""
+    """On a machine with two GPUs; the variable is the cause in each case."""
     hidden = {value for value, told in RECORD[release]["visible"].items() if told["error"]}
     assert hidden == {"", "-1", "2", "0,0", "9,0", "NoDevFiles", "GPU-0123abcd"}
     for value in hidden:
@@ -340,14 +340,14 @@ def test_variables_under_which_torch_counts_no_gpu(release):
 
 @pytest.mark.parametrize("visible", ["", "-1", "1", "NoDevFiles", "GPU-0123abcd", "9,0"])
 def test_variable_that_names_none(visible):
-    """CUDA stops at the first entry that is no GPU, so an index beyond the GPUs hides those that follow."""
+    """CUDA stops at the first invalid entry, so an index beyond the GPUs hides the following ones."""
     text = cause_text(found(NO_GPUS, variables={"CUDA_VISIBLE_DEVICES": visible}))
     assert text.startswith(f"CUDA_VISIBLE_DEVICES={visible!r} names none of the node's GPUs")
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
 def test_variable_that_can_name_none(visible):
-    """That is known without NVML, too."""
+    """This is known without NVML, too."""
     variables = {"CUDA_VISIBLE_DEVICES": visible}
     text = cause_text(found(NO_GPUS, num_gpus=None, driver_version=None, variables=variables))
     assert text.startswith(f"CUDA_VISIBLE_DEVICES={visible!r} names none of the node's GPUs")
@@ -355,20 +355,20 @@ def test_variable_that_can_name_none(visible):
 
 @pytest.mark.parametrize("error", [_UNEXPECTED + "460: unheard of", "CUDA error 8021", "x " * 500])
 def test_unknown_errors_are_quoted(error):
-    """A number that only begins like a known one is no known error, and a long text is cut."""
+    """A number that only starts like a known one is unknown, and a long message is shortened."""
     text = cause_text(found(error))
     assert "cannot use CUDA (CUDA says" in text
     assert len(text) < 450
 
 
 class Nvml(types.SimpleNamespace):
-    """A driver with GPUs, of which some answer with NVML's error GPU_IS_LOST."""
+    """A driver with GPUs, some of which return NVML's error GPU_IS_LOST."""
 
     NVML_COMPUTEMODE_DEFAULT, NVML_COMPUTEMODE_PROHIBITED, NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 0, 2, 3
     NVML_ERROR_GPU_IS_LOST = 15
 
     class NVMLError(Exception):
-        """As pynvml's."""
+        """Same name as in pynvml."""
 
         def __init__(self, value):
             super().__init__(value)
@@ -411,7 +411,7 @@ class Nvml(types.SimpleNamespace):
 
 @pytest.fixture
 def cuda_build(monkeypatch):
-    """A CUDA build of torch whose initialization fails, with NVML beside it."""
+    """Simulate a CUDA build of torch whose initialization fails, with NVML."""
 
     def install(error, nvml):
         def init():
@@ -429,7 +429,7 @@ def cuda_build(monkeypatch):
 
 
 def test_cuda_is_asked_first(cuda_build):
-    """The error of torch.cuda.init() decides, not that the variable is set."""
+    """The error of torch.cuda.init() decides, not the variable."""
     cuda_build(RuntimeError(recorded("not_initialized")), Nvml())
     text = why_no_cuda()
     assert "Fabric Manager" in text
@@ -437,7 +437,7 @@ def test_cuda_is_asked_first(cuda_build):
 
 
 def test_lost_gpu_is_found_by_nvml(cuda_build):
-    """A GPU that NVML reports as lost is the cause of an unspecific error."""
+    """If NVML reports a GPU as lost, this is the cause of an unspecific error."""
     cuda_build(RuntimeError(UNKNOWN), Nvml((0, 0), lost=(1,)))
     text = why_no_cuda()
     assert text.startswith("a GPU of the node is lost")
@@ -445,20 +445,20 @@ def test_lost_gpu_is_found_by_nvml(cuda_build):
 
 
 def test_compute_mode_is_found_by_nvml(cuda_build):
-    """A busy GPU in exclusive mode is reported as that."""
+    """A busy GPU in exclusive mode is reported as such."""
     cuda_build(RuntimeError(BUSY), Nvml((3,)))
     assert "EXCLUSIVE_PROCESS" in why_no_cuda()
 
 
 def test_error_that_came_earlier(cuda_build):
-    """What a call of torch.cuda raised is used as it is, without another initialization of CUDA."""
+    """The error of an earlier torch.cuda call is used, without another initialization of CUDA."""
     cuda_build(AssertionError("initialized again"), Nvml())
     text = why_no_cuda(RuntimeError(recorded("device_lost")))
     assert 'CUDA says "CUDA error: unspecified launch failure", NVML' in text
 
 
 def test_error_without_text(cuda_build):
-    """An exception without a text is reported by its type."""
+    """An exception without a message is reported by its class."""
     cuda_build(RuntimeError(), Nvml())
     assert 'CUDA says "RuntimeError"' in why_no_cuda()
 
@@ -476,7 +476,7 @@ def test_error_without_text(cuda_build):
     ids=["no pynvml", "init", "count", "driver", "handle", "mode and shutdown"],
 )
 def test_nvml_is_optional(cuda_build, nvml, says):
-    """Whatever NVML refuses is unknown; the cause is reported all the same."""
+    """Details that NVML refuses are unknown; the cause is still reported."""
     cuda_build(RuntimeError(recorded("no_forward_compatibility")), nvml)
     text = why_no_cuda()
     assert text.startswith("the CUDA compat libraries do not support the node's GPUs")
@@ -503,5 +503,5 @@ def test_builds(monkeypatch, cuda_build, versions, xpu, expected):
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
 def test_this_torch():
-    """What the installed torch really raises on a CPU-only build is known."""
+    """The error of the installed CPU-only torch is known."""
     assert why_no_cuda() == f"torch {torch.__version__} is a CPU-only build; install a CUDA build of torch to use GPUs"

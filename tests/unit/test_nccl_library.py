@@ -1,4 +1,4 @@
-"""Which NCCL is loaded, from the names and numbers that a real one would give."""
+"""The version of the loaded NCCL, from names and numbers like those of a real one."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ def test_version_numbers(number, version):
     assert nccl_library.decode_version(number) == version
 
 
-# Loads another package's copy, if one is named, and prints the version that is found with torch's library in this folder.
+# Load another package's copy, if given, and print the version that is found with torch's library in this folder.
 FIND = """
 import ctypes, sys, torch, torch.distributed as dist
 from ray_fracbackend.worker import nccl_library
@@ -32,7 +32,7 @@ print(nccl_library.loaded_nccl_version())
 
 
 def compiled(path, source, *options):
-    """A shared library."""
+    """Compile a shared library."""
     path.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", str(path), "-x", "c", "-", "-x", "none", *options],
@@ -44,7 +44,7 @@ def compiled(path, source, *options):
 
 
 def nccl(folder, number):
-    """A library that says it is this version of NCCL."""
+    """Compile a library that reports this version of NCCL."""
     source = f"int ncclGetVersion(int *number) {{ *number = {number}; return 0; }}"
     return compiled(folder / "libnccl.so.2", source, "-Wl,-soname,libnccl.so.2")
 
@@ -55,7 +55,7 @@ def nccl(folder, number):
     torch.version.cuda is not None, reason="needs a torch that has loaded no NCCL of its own: a CPU build"
 )
 def test_the_library_that_torch_calls(tmp_path):
-    """Not the copy that another package has loaded before; a preloaded one comes before torch's own, as for torch."""
+    """Another package's copy that was loaded before is ignored; a preloaded one precedes torch's own, as for torch."""
     own = nccl(tmp_path / "own", 22809)
     calls = "int ncclGetVersion(int *); int calls(int *number) { return ncclGetVersion(number); }"
     compiled(

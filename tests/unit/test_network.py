@@ -1,4 +1,4 @@
-"""What a worker finds out about its node, on this machine's own loopback and with torch's answers injected."""
+"""Network of a worker's node, with this machine's loopback and simulated answers of torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fake_nics(monkeypatch: pytest.MonkeyPatch, nics: dict[str, tuple[bool, list[
 
 
 def test_interfaces_that_are_down_or_link_local_only_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of container interfaces with nothing but fe80 addresses do not travel to the driver; scopes are cut off."""
+    """Container interfaces with only fe80 addresses are not sent to the driver; scopes are removed."""
     fake_nics(
         monkeypatch,
         {
@@ -56,21 +56,21 @@ def test_an_alias_has_the_state_of_its_interface(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("error", [PermissionError("no netlink here"), psutil.AccessDenied()])
 @pytest.mark.parametrize("name", ["net_if_stats", "net_if_addrs"])
 def test_interfaces_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
-    """As in a sandbox: none is known, and the probe goes on."""
+    """As in a sandbox: no interface is known, and the probe continues."""
     monkeypatch.setattr(psutil, name, MagicMock(side_effect=error))
     assert network.interfaces() == {}
     assert network.network_info("boot").interfaces == {}
 
 
 def test_this_machines_loopback_is_found() -> None:
-    """The real list has an interface with 127.0.0.1, and Gloo takes its name."""
+    """The real list has an interface with 127.0.0.1, and Gloo accepts its name."""
     name = next(name for name, addresses in network.interfaces().items() if "127.0.0.1" in addresses)
     network.check_gloo_device(name)
     assert network.route_interface("127.0.0.1") == name
 
 
 def test_a_missing_interface_is_named_with_those_there_are() -> None:
-    """Gloo's 'Unable to find address' becomes the setting and the names that exist."""
+    """Gloo's 'Unable to find address' becomes an error with the setting and the existing names."""
     with pytest.raises(
         RendezvousError,
         match=rf"GLOO_SOCKET_IFNAME=nope\d.*none of this node's interfaces .*{re.escape(loopback_name())}",
@@ -79,7 +79,7 @@ def test_a_missing_interface_is_named_with_those_there_are() -> None:
 
 
 def test_a_missing_transport_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's 'unsupported gloo device' becomes the versions to install, or the variable to unset."""
+    """torch's 'unsupported gloo device' becomes advice to install other versions or to unset the variable."""
     monkeypatch.setattr(sys, "platform", "win32")
     assert network.gloo_missing() is None
 
@@ -97,27 +97,27 @@ def test_a_missing_transport_is_recognised(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_torch_without_gloo_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build without Gloo says so without touching a class that is not there."""
+    """A build without Gloo is reported without using a class that does not exist."""
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     assert network.gloo_missing() == "torch was built without Gloo"
 
 
 def test_names_are_resolved_ipv4_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of the resolver is kept within a family, each address once."""
+    """The resolver's order is kept within a family, and each address appears once."""
     answers = ["fd00::1", "10.0.0.2", "10.0.0.1", "10.0.0.2"]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: [(0, 0, 0, "", (answer, 0)) for answer in answers])
     assert network.resolve("head") == ("10.0.0.2", "10.0.0.1", "fd00::1")
 
 
 def test_a_resolver_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look-up without an answer ends at its bound with an OSError."""
+    """A lookup without an answer ends at its time limit with an OSError."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: time.sleep(30))
     with pytest.raises(OSError, match=r"no answer within 0\.2 s"):
         network.resolve("head", 0.2)
 
 
 def test_facts_carry_why_a_name_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed look-up is a fact for the driver, where all ranks' failures become one error."""
+    """A failed lookup is reported to the driver, which merges the failures of all ranks into one error."""
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise socket.gaierror(-2, "Name or service not known")
@@ -128,7 +128,7 @@ def test_facts_carry_why_a_name_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_name_with_other_letters_is_refused_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo would take it by argument, and not find it by the variable that its start reads."""
+    """Gloo would accept it as an argument, but not find it by the variable that its start reads."""
     made = []
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", lambda interface: made.append(interface))
@@ -145,7 +145,7 @@ def test_a_name_with_other_letters_is_refused_on_windows(monkeypatch: pytest.Mon
 
 
 def test_windows_asks_for_the_host_name_before_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There Gloo's look-up of an unresolvable name reads an uninitialised pointer, so Gloo must not be asked."""
+    """On Windows Gloo's lookup of an unresolvable name reads an uninitialized pointer, so Gloo must not be called."""
     asked: list[str] = []
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(network, "resolve", lambda name: (_ for _ in ()).throw(OSError("11001 host not found")))
@@ -155,7 +155,7 @@ def test_windows_asks_for_the_host_name_before_gloo_does(monkeypatch: pytest.Mon
 
 
 def test_networks_are_told_apart_by_kernel_and_namespace() -> None:
-    """Without a boot id nothing is claimed; with one it is the same for every process of this network."""
+    """Without a boot id it is empty; with one it is the same for every process of this network."""
     assert network.network_id("") == ""
     assert network.network_id("boot") == network.network_id("boot")
 

@@ -1,4 +1,4 @@
-"""What the tests' processes inherit, and what the long programs count as left behind."""
+"""Environment of the tests' processes, and files that the long programs count as left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.processes import free_port, left_files, mark_processes, run_processes
 
 _LOCK = threading.Lock()
 _HOLD = "import mmap, os; file = open(input(), 'w+b'); file.truncate(9); held = mmap.mmap(file.fileno(), 9); print(1); input()"
-# Its parent ends at once, so that it is not below this process.
+# Its parent ends at once, so it is not below this process.
 _ORPHAN = f"import subprocess, sys; subprocess.Popen([sys.executable, '-uc', {_HOLD!r}])"
 
 
@@ -28,12 +28,12 @@ def path() -> Iterator[Path]:
 
 
 def inherited(rank: int, num_processes: int, port: int) -> tuple[bool, str | None]:
-    """Whether the lock is free here, and a variable."""
+    """Return whether the lock is free here, and a variable."""
     return _LOCK.acquire(timeout=1), os.environ.get("RAY_FRACBACKEND_TEST")
 
 
 def test_processes_inherit_the_environment_and_no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread of the parent may hold any, such as libc's while it resolves a name: a forked child waited for ever."""
+    """Another thread of the parent may hold a lock, such as libc's while it resolves a name: a forked child waited forever."""
     for value in ("a", "b"):
         monkeypatch.setenv("RAY_FRACBACKEND_TEST", value)
         with _LOCK:
@@ -43,7 +43,7 @@ def test_processes_inherit_the_environment_and_no_locks(monkeypatch: pytest.Monk
 @pytest.mark.linux(reason="needs /dev/shm")
 @pytest.mark.parametrize("marked", [False, True])
 def test_left_files(path: Path, marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new file is left where no process has it mapped, or a process of this program; not where one of another has."""
+    """A new file is left if no process or only a process of this program has it mapped, not if another program has."""
     monkeypatch.setenv("RAY_FRACBACKEND_TEST_RUN", "")
     environment = dict(os.environ)
     mark_processes()
@@ -70,7 +70,7 @@ def test_left_files(path: Path, marked: bool, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.linux(reason="what a bound socket keeps from others is Linux's rule")
 def test_a_free_port_is_given_to_nobody_else():
-    """It is taken for all but those that set SO_REUSEADDR, as a store does, which can listen there."""
+    """It is taken for all processes except those that set SO_REUSEADDR, such as a store, which can listen there."""
     port = free_port()
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("127.0.0.1", port))
