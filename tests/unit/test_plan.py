@@ -1,4 +1,4 @@
-"""Every row of the decision table, on made-up workers."""
+"""Every row of the decision table, with simulated workers."""
 
 import re
 from dataclasses import replace
@@ -31,7 +31,7 @@ _NO_NCCL = {"nccl_available": False, "nccl_version": None}
 
 
 class TestWithoutGpus:
-    """No GPU asked for."""
+    """No GPU was requested."""
 
     def test_cpu_job_uses_gloo(self):
         """A CPU job gets gloo on the CPU, as stock."""
@@ -39,12 +39,12 @@ class TestWithoutGpus:
         assert (found.backend, found.device_type, dict(found.env_defaults)) == ("gloo", "cpu", {})
 
     def test_explicit_nccl_needs_gpus(self):
-        """backend='nccl' for workers without GPUs is an error that names the ranks and what to do."""
+        """backend='nccl' for workers without GPUs is an error that names the ranks and the advice."""
         with pytest.raises(MissingDeviceError, match=r"ranks 0,1 without a GPU.*use_gpu=True"):
             plan(job(None, None), backend="nccl")
 
     def test_explicit_nccl_with_devices_that_ray_does_not_count(self):
-        """GPUs that the user manages without Ray's GPU resource are the user's business: NCCL as asked for."""
+        """If the user manages GPUs without Ray's GPU resource, NCCL is used as requested."""
         found = plan([worker(0, nccl_available=True, num_visible_devices=1)], backend="nccl")
         assert (found.backend, dict(found.env_defaults), found.device_of(worker(0))) == ("nccl", {}, "cuda")
 
@@ -54,7 +54,7 @@ class TestWithoutGpus:
         assert (found.backend, found.device_type) == ("ipc", "cpu")
 
     def test_ipc_that_cannot_run_is_an_error(self):
-        """backend='ipc' without the means for it names the worker and what is missing."""
+        """If ipc cannot be used, the error names the worker and what is missing."""
         with pytest.raises(BackendUnavailableError, match=r"rank 0 .*no ipc here.*backend='auto'"):
             plan(job(None, None), backend="ipc")
 
@@ -65,7 +65,7 @@ class TestWithoutGpus:
 
 
 class TestLeftToRay:
-    """Backends and accelerators that are not ours to judge."""
+    """Backends and accelerators that are left to Ray."""
 
     @pytest.mark.parametrize("backend", ["tpu_dist", "hccl", "xla", "ucc", "mine", "cpu:gloo,xpu:ccl"])
     def test_other_backends(self, backend):
@@ -74,7 +74,7 @@ class TestLeftToRay:
 
     @pytest.mark.parametrize("backend", ["auto", "nccl", "gloo", "ipc", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo"])
     def test_our_backends(self, backend):
-        """The backends that the table speaks of are ours."""
+        """The backends of the table are ours."""
         assert left_to_ray(backend, {"CPU": 1, "GPU": 0.5}) is None
 
     @pytest.mark.parametrize("resource", ["TPU", "HPU", "NPU", "neuron_cores"])
@@ -84,7 +84,7 @@ class TestLeftToRay:
 
 
 class TestMissingCuda:
-    """Ray gave GPUs, torch sees none."""
+    """Ray assigned GPUs, but torch has no CUDA."""
 
     workers = job(gpu("a"), None)
     workers[1] = worker(
@@ -121,13 +121,13 @@ class TestMissingCuda:
         assert {found.device_of(w) for w in self.workers} == {"cpu"}
 
     def test_cpu_overrides_nccl_with_a_warning(self):
-        """An explicit NCCL cannot be kept on the CPU, and the plan says so."""
+        """An explicit NCCL cannot be used on the CPU, and a warning says so."""
         found = plan(self.workers, on_missing_cuda="cpu", backend="nccl")
         assert found.backend == "gloo"
         assert "backend='nccl' needs CUDA devices" in found.warnings[0]
 
     def test_a_pair_without_nccl_is_not_overridden(self):
-        """Gloo is what it gets on the CPU too, so there is nothing to warn of."""
+        """It uses Gloo on the CPU too, so there is no warning."""
         found = plan(self.workers, on_missing_cuda="cpu", backend="cpu:gloo,cuda:gloo")
         assert (found.backend, found.warnings) == ("gloo", ())
 
@@ -140,7 +140,7 @@ class TestMissingCuda:
 
 
 class TestHalfOfAPair:
-    """A backend for one kind of device alone starts as with stock, and the plan says what it lacks."""
+    """A backend for only one device type starts as with stock, and the plan warns of the missing one."""
 
     def test_cpu_alone_for_workers_with_devices(self):
         """Their gradients are CUDA tensors."""
@@ -155,7 +155,7 @@ class TestHalfOfAPair:
         assert found.warnings == ("backend='cuda:gloo' has no backend for cpu tensors, and the workers train on cpu",)
 
     def test_whole_pairs_lack_nothing(self):
-        """No warning for a pair, nor for a name that stands for all devices."""
+        """There is no warning for a pair, or for a name that covers all devices."""
         for backend in ("cpu:gloo,cuda:gloo", "gloo"):
             assert plan(job(None, None), backend=backend).warnings == ()
 
@@ -164,7 +164,7 @@ class TestOwnDevices:
     """Nothing is shared."""
 
     def test_nccl_untouched(self):
-        """Every worker on its own device: NCCL, with no environment at all."""
+        """Every worker has its own device: NCCL, without any environment variable."""
         found = plan(job(gpu("a"), gpu("b", index=1), num_visible_devices=2))
         assert (found.backend, found.device_type, dict(found.env_defaults)) == ("nccl", "cuda", {})
         assert (found.share_groups, found.warnings, found.hints) == ((), (), ())
@@ -174,7 +174,7 @@ class TestOwnDevices:
         [("auto", "gloo"), ("gloo", "gloo"), ("error", None), ("nccl", None), ("ipc", None), ("staged", None)],
     )
     def test_gloo_where_nccl_refuses_them(self, policy, fallback):
-        """What NCCL refuses although nothing is shared trains with Gloo; no other failure does, and no time is kept for it."""
+        """If NCCL refuses ranks that share nothing, the job uses Gloo. Other failures have no fallback, and no time is reserved for it."""
         found = plan(job(gpu("a"), gpu("b", index=1), num_visible_devices=2), on_shared_device=policy)
         assert (found.fallback, found.is_trial) == (fallback, False)
         assert found.falls_back_from(SharedDeviceError("x")) == (fallback is not None)
@@ -182,34 +182,34 @@ class TestOwnDevices:
             assert not found.falls_back_from(other("x"))
 
     def test_pair_of_backends_is_kept(self):
-        """A pair that names NCCL for CUDA stays as the user wrote it."""
+        """A pair with NCCL for CUDA stays as the user wrote it."""
         assert plan(job(gpu("a"), gpu("b")), backend="cpu:gloo,cuda:nccl").backend == "cpu:gloo,cuda:nccl"
 
     @pytest.mark.parametrize(("platform", "expected"), [("linux", "gloo"), ("win32", "cpu:gloo,cuda:staged")])
     @pytest.mark.parametrize(("backend", "num_warnings"), [("auto", 0), ("nccl", 1), ("cpu:gloo,cuda:nccl", 1)])
     def test_gloo_without_nccl(self, backend, num_warnings, platform, expected):
-        """torch without NCCL uses Gloo on the devices, on Windows staged, with a warning where NCCL was asked for."""
+        """Without NCCL torch uses Gloo on the devices, on Windows staged, with a warning if NCCL was requested."""
         workers = job(gpu("a"), gpu("b"), platform=platform, nccl_available=False, nccl_version=None)
         found = plan(workers, backend=backend)
         assert (found.backend, found.device_type, len(found.warnings)) == (expected, "cuda", num_warnings)
         assert ("pytorch#186535" in found.reason) == (platform == "win32")
 
     def test_gloo_where_one_rank_lacks_nccl(self):
-        """One torch without NCCL takes NCCL from the whole job: a warning, with the rank."""
+        """If one torch has no NCCL, the whole job uses none, with a warning that names the rank."""
         (warning,) = plan(
             [*job(gpu("a"), gpu("b")), worker(2, gpu("c"), nccl_available=False, nccl_version=None)]
         ).warnings
         assert warning.startswith("torch of rank 2 has no NCCL, so all 3 ranks use gloo: gradients go through")
 
     def test_mixed_nccl_versions(self):
-        """NCCL refuses ranks of different versions; the error lists which rank has which."""
+        """NCCL refuses ranks of different versions; the error lists the version of each rank."""
         workers = [worker(0, gpu("a")), worker(1, gpu("b"), node="2", nccl_version=(2, 30, 7))]
         with pytest.raises(IncompatibleWorkersError, match=r"rank 0: 2\.28\.9; rank 1: 2\.30\.7"):
             plan(workers)
         assert plan(workers, backend="gloo").backend == "gloo"
 
     def test_windows_and_linux(self):
-        """Gloo cannot connect Windows and Linux, so no backend can: refused with the ranks on Windows."""
+        """Gloo cannot connect Windows and Linux, so no backend can: the error names the ranks on Windows."""
         with pytest.raises(IncompatibleWorkersError, match="Windows on rank 1, Linux or macOS on the others"):
             plan([worker(0), worker(1, node="2", platform="win32")])
 
@@ -220,7 +220,7 @@ class TestShared:
     workers = job(gpu("ab12cd34-56"), gpu("ab12cd34-56"))
 
     def test_auto_uses_gloo_and_says_why_in_one_line(self):
-        """The exact line of the design, while ipc cannot be used on device memory."""
+        """The exact log line if ipc cannot be used on device memory."""
         found = plan(self.workers)
         assert found.reason == (
             "ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.1: using gloo (NCCL 2.28.9 refuses shared devices)"
@@ -228,47 +228,47 @@ class TestShared:
         assert (found.backend, found.device_type, found.device_of(self.workers[1])) == ("gloo", "cuda", "cuda:0")
 
     def test_auto_does_not_use_ipc_yet(self):
-        """Until a run on a GPU has proven ipc on device memory, auto takes Gloo where ipc could run too."""
+        """Until a run on a GPU has proven ipc on device memory, auto uses Gloo even if ipc could run."""
         found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None))
         assert (found.backend, found.fallback) == ("gloo", None)
 
     def test_error_policy(self):
-        """on_shared_device='error' has the share map, what to do, and the ranks."""
+        """on_shared_device='error' reports the share map, the advice and the ranks."""
         with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share GPU-.*whole GPU per worker") as caught:
             plan(self.workers, on_shared_device="error")
         assert caught.value.ranks == (0, 1)
 
     @pytest.mark.parametrize("backend", ["gloo", "ipc", "nccl"])
     def test_error_policy_holds_for_every_backend(self, backend):
-        """Sharing that the user forbade is refused also where the backend could live with it."""
+        """Sharing is refused for every backend, even one that could work."""
         with pytest.raises(SharedDeviceError):
             plan(self.workers, backend=backend, on_shared_device="error")
 
     def test_gloo_policy(self):
-        """on_shared_device='gloo' is kept also where ipc could run."""
+        """on_shared_device='gloo' is used even if ipc could run."""
         found = plan(job(gpu(), gpu(), ipc_device_memory_missing=None), on_shared_device="gloo")
         assert (found.backend, found.fallback) == ("gloo", None)
 
     def test_ipc_policy_without_the_means(self):
-        """on_shared_device='ipc' that cannot be used says which worker lacks what."""
+        """If ipc cannot be used, on_shared_device='ipc' names the worker and what is missing."""
         with pytest.raises(BackendUnavailableError, match=r"rank 0 .*no ipc here"):
             plan(self.workers, on_shared_device="ipc")
 
     def test_ipc_policy_has_no_way_back(self):
-        """An explicit choice of ipc is taken, and not silently replaced when it fails."""
+        """An explicit ipc has no fallback."""
         found = plan(job(gpu(), gpu(), **_IPC), on_shared_device="ipc")
         assert (found.backend, found.fallback, found.warnings) == ("ipc", None, ())
         assert found.reason.endswith("using ipc (as asked for)")
 
     def test_ipc_policy_without_device_memory(self):
-        """Where ranks cannot map each other's device memory, ipc stages CUDA tensors, and the warning says why."""
+        """If ranks cannot map each other's device memory, ipc stages CUDA tensors, and the warning states the reason."""
         found = plan(job(gpu(), gpu(), ipc_host_memory_missing=None), on_shared_device="ipc")
         assert found.backend == "ipc"
         (warning,) = found.warnings
         assert re.search(r"stages CUDA tensors through host memory.*\(rank 0 \(.*\): no ipc here\)", warning)
 
     def test_ipc_policy_on_several_devices(self):
-        """Device memory carries a group on one device."""
+        """Device memory supports a group on one device only."""
         workers = job(gpu("a"), gpu("a"), gpu("b"), gpu("b"), **_IPC)
         (warning,) = plan(workers, on_shared_device="ipc").warnings
         assert "stages CUDA tensors through host memory" in warning
@@ -289,7 +289,7 @@ class TestShared:
         ],
     )
     def test_staged(self, platform, options, backend):
-        """By policy or by name; and on Windows wherever a policy ends in Gloo, which there is kept only by its name."""
+        """By policy or by name. On Windows also wherever a policy leads to Gloo, which is used there only if it is named."""
         found = plan(job(gpu(), gpu(), platform=platform, **_NO_NCCL), **options)
         assert (found.backend, found.device_type, found.fallback) == (backend, "cuda", None)
         by_name = platform == "win32" and "gloo" in options.get("backend", "")
@@ -306,9 +306,9 @@ class TestShared:
         ],
     )
     def test_staged_that_cannot_be_used(self, platform, options):
-        """It is no plain Gloo then, but an error with the ranks and what to do."""
+        """It does not become Gloo, but an error with the ranks and the advice."""
         workers = job(gpu(), gpu(), platform=platform, staged_missing="torch 2.6.0 cannot", **_NO_NCCL)
-        # Gloo by name would end the process on Windows.
+        # An explicit Gloo would end the process on Windows.
         instead = "fix this, or use backend='gloo'" if platform == "linux" else "install such a torch"
         with pytest.raises(
             BackendUnavailableError, match=rf"rank 0 .*: torch 2\.6\.0 cannot\. To go on, {instead}"
@@ -318,7 +318,7 @@ class TestShared:
 
     @pytest.mark.parametrize(("ranks", "ctas"), [(2, "4"), (3, "2"), (8, "1"), (16, "1")])
     def test_nccl_policy_sets_the_flags(self, ranks, ctas):
-        """NCCL 2.30 and newer: multi-rank on, NVLS off, and as many CTAs as fit 8 on the fullest device."""
+        """With NCCL 2.30 and newer: multi-rank on, NVLS off, and 8 CTAs divided by the ranks on the fullest device."""
         found = plan(job(*[gpu()] * ranks, nccl_version=(2, 30, 7)), on_shared_device="nccl")
         assert found.backend == "nccl"
         assert found.env_defaults == {
@@ -333,13 +333,13 @@ class TestShared:
         assert plan(workers, on_shared_device="nccl").env_defaults["NCCL_NET_GDR_LEVEL"] == "LOC"
 
     def test_nccl_policy_keeps_and_reports_the_users_flags(self):
-        """A variable that the user set is not ours to change, and is named."""
+        """A variable that the user set is not changed, and is named."""
         workers = job(gpu(), gpu(), nccl_version=(2, 30, 7), env={"NCCL_MAX_CTAS": "16"})
         assert plan(workers, on_shared_device="nccl").warnings == ("NCCL_MAX_CTAS=16 was set by the user and is kept",)
 
     @pytest.mark.parametrize("version", [(2, 29, 7), None])
     def test_nccl_policy_on_an_old_nccl(self, version):
-        """Below 2.30 NCCL cannot do it; the error has the version."""
+        """NCCL below 2.30 does not support it; the error contains the version."""
         with pytest.raises(
             BackendUnavailableError, match=r"NCCL (2\.29\.7|of unknown version) \(ranks 0,1\)\. .*2\.30 or newer"
         ):
@@ -347,7 +347,7 @@ class TestShared:
 
     @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
     def test_explicit_nccl_is_overridden_with_a_warning(self, backend):
-        """The policy decides over an explicit NCCL, and the warning names it."""
+        """The policy overrides an explicit NCCL, and the warning names it."""
         found = plan(self.workers, backend=backend)
         assert found.backend == "gloo"
         assert len(found.warnings) == 1
@@ -355,28 +355,28 @@ class TestShared:
         assert "2 of 2 ranks share a GPU" in found.warnings[0]
 
     def test_explicit_pair_is_kept_with_ncclss_own_flags(self):
-        """NCCL's flags make the pair that the user asked for work, so nothing is overridden."""
+        """NCCL's flags make the requested pair work, so nothing is overridden."""
         workers = job(gpu(), gpu(), nccl_version=(2, 30, 7))
         found = plan(workers, backend="cpu:gloo,cuda:nccl", on_shared_device="nccl")
         assert (found.backend, found.warnings) == ("cpu:gloo,cuda:nccl", ())
 
     def test_explicit_gloo(self):
-        """An explicit Gloo is Gloo, and the share map is still reported."""
+        """An explicit Gloo is used, and the share map is still reported."""
         found = plan(self.workers, backend="gloo")
         assert (found.backend, len(found.share_groups), found.warnings) == ("gloo", 1, ())
 
     def test_shared_without_nccl(self):
-        """Windows workers that share a device use Gloo and the reason is NCCL's absence."""
+        """Windows workers that share a device use Gloo, and the reason is that NCCL is missing."""
         found = plan(job(gpu(), gpu(), nccl_available=False, nccl_version=None))
         assert found.reason.endswith("using gloo (torch has no NCCL)")
 
     def test_a_newer_nccl_refuses_by_default(self):
-        """From 2.30 on on_shared_device='nccl' makes it take them, which the doctor's line on NCCL says as well."""
+        """From 2.30 on on_shared_device='nccl' enables it; the doctor's line on NCCL says the same."""
         found = plan(job(gpu(), gpu(), nccl_version=(2, 30, 7)))
         assert found.reason.endswith("using gloo (NCCL 2.30.7 refuses shared devices by default)")
 
     def test_gloo_for_fractions_is_a_warning(self):
-        """What sharing costs, how many ranks share, and what to do, in one line."""
+        """The cost of sharing, the number of ranks and the advice, in one line."""
         (warning,) = plan([*self.workers, worker(2, gpu("b"))]).warnings
         assert re.search(
             r"2 of 3 ranks share a GPU \(ranks 0,1 share .*\), so all ranks use gloo instead of nccl .*host memory and TCP\. "
@@ -386,24 +386,24 @@ class TestShared:
         assert plan(self.workers, on_shared_device="gloo").warnings == ()
 
     def test_gloo_for_whole_gpus_is_a_warning_of_its_own(self):
-        """Workers with whole GPUs cannot ask for more: the cluster allocates one twice."""
+        """Workers with whole GPUs cannot request more: the cluster assigns one GPU twice."""
         (warning,) = plan(job(*[gpu(f"{rank % 63}") for rank in range(64)], resources={"GPU": 1.0})).warnings
         assert warning.startswith("2 of 64 ranks share a GPU (ranks 0,63 share")
         assert "asked for a whole GPU: this is how the cluster hands out GPUs" in warning
         assert "half a GPU" not in warning
 
     def test_gloo_for_slices_is_a_warning_of_its_own(self):
-        """Slices that NCCL takes for one GPU: the advice is a newer NCCL."""
+        """NCCL treats slices as one GPU: the advice is a newer NCCL."""
         (warning,) = plan(job(mig("1"), mig("2"))).warnings
         assert "NCCL 2.30.7 or newer takes MIG slices for the different devices that they are" in warning
 
     def test_no_nccl_anywhere_is_no_warning(self):
-        """Where torch has no NCCL nothing was left: Windows workers are not warned at every start."""
+        """If torch has no NCCL, nothing was replaced: Windows workers are not warned at every start."""
         assert plan(job(gpu(), gpu(), nccl_available=False, nccl_version=None)).warnings == ()
 
     @pytest.mark.parametrize("policy", ["auto", "gloo", "ipc"])
     def test_users_own_nccl_switch(self, policy):
-        """NCCL_MULTI_RANK_GPU_ENABLE=1 on all ranks that share means nccl, with Gloo to fall back on; a policy is overridden."""
+        """With NCCL_MULTI_RANK_GPU_ENABLE=1 on all sharing ranks the backend is nccl with Gloo as fallback; the policy is overridden."""
         switch = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
         workers = [worker(rank, gpu("a"), env=switch, nccl_version=(2, 30, 7)) for rank in range(2)]
         found = plan([*workers, worker(2, gpu("b"), nccl_version=(2, 30, 7))], on_shared_device=policy)
@@ -412,13 +412,13 @@ class TestShared:
         assert len(found.warnings) == (policy != "auto")
 
     def test_users_own_nccl_switch_and_error(self):
-        """A policy of "error" is the stricter wish of the same user."""
+        """The policy "error" is the stricter setting of the same user."""
         workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, nccl_version=(2, 30, 7))
         with pytest.raises(SharedDeviceError):
             plan(workers, on_shared_device="error")
 
     def test_containers_of_one_host(self):
-        """NCCL does not see sharing across host names; the plan does, by UUID."""
+        """NCCL does not detect sharing across host names; the plan does, by UUID."""
         workers = [worker(0, gpu()), worker(1, gpu(), node="2", hostname="container2", boot_id="boot1")]
         found = plan(workers)
         assert found.backend == "gloo"
@@ -448,17 +448,17 @@ class TestMig:
         assert "compares PCI bus ids" in found.reason
 
     def test_slices_of_one_gpu_from_2_30_7(self):
-        """From 2.30.7 on NCCL compares UUIDs: used, with Gloo to fall back on as users saw refusals."""
+        """From 2.30.7 on NCCL compares UUIDs and is used, with Gloo as fallback because users saw refusals."""
         found = plan(job(mig("1"), mig("2"), nccl_version=(2, 30, 7)))
         assert (found.backend, found.fallback) == ("nccl", "gloo")
 
     def test_slices_with_ncclss_own_flags(self):
-        """on_shared_device='nccl' sets NCCL's flags for slices of one GPU, which users saw refused without (nccl#1716)."""
+        """on_shared_device='nccl' sets NCCL's flags for slices of one GPU, which users saw refused without them (nccl#1716)."""
         found = plan(job(mig("1"), mig("2"), nccl_version=(2, 30, 7)), on_shared_device="nccl")
         assert (found.backend, found.env_defaults["NCCL_MULTI_RANK_GPU_ENABLE"]) == ("nccl", "1")
 
     def test_ipc_stages_between_slices(self):
-        """Slices cannot map each other's memory, whatever the workers could do within one: a warning says so."""
+        """Slices cannot map each other's memory: ipc stages, with a warning."""
         found = plan(job(mig("1"), mig("2"), **_IPC), on_shared_device="ipc")
         assert found.backend == "ipc"
         assert re.search(r"stages CUDA tensors .*cannot map each other's memory", found.warnings[0])
@@ -492,38 +492,38 @@ class TestComputeMode:
         assert plan(workers).backend == "nccl"
 
     def test_prohibited(self):
-        """PROHIBITED lets no process in, shared or not."""
+        """No process can use a PROHIBITED device, shared or not."""
         with pytest.raises(MissingDeviceError, match="rank 1 is in compute mode PROHIBITED"):
             plan(job(gpu("a"), gpu("b", compute_mode="prohibited")))
 
 
 class TestHints:
-    """What would be better."""
+    """Hints on better settings."""
 
     def test_spread(self):
-        """A node on which Ray has a GPU for every rank could have used NCCL."""
+        """If Ray has a GPU for every rank on the node, the hint says that NCCL could be used."""
         workers = job(gpu(), gpu())
         accepted = {"on_shared_device": "gloo"}
         (hint,) = plan(workers, {"node1": 2.0}, **accepted).hints
         assert "Ray has 2 GPUs on node 10.0.0.1 and packed ranks 0,1" in hint
-        # The node has more GPUs than Ray was started with, as under `CUDA_VISIBLE_DEVICES=1 ray start --num-gpus=1`.
+        # The node has more GPUs than Ray was started with, as with `CUDA_VISIBLE_DEVICES=1 ray start --num-gpus=1`.
         assert plan(workers, {"node1": 1.0}, **accepted).hints == ()
         assert plan(workers, **accepted).hints == ()
-        # The warning on its cost has the same advice, and no other one has.
+        # Only the warning about the cost contains the same advice.
         assert plan(workers, {"node1": 2.0}).hints == ()
         found = plan(workers, {"node1": 2.0}, backend="nccl", **accepted)
         assert "cannot be used as it is" in found.warnings[0]
         assert found.hints == (hint,)
 
     def test_fraction(self):
-        """A fraction that is not 1/k leaves a part of each GPU unused; a fraction of which one more fits is named."""
+        """A fraction that is not 1/k leaves part of each GPU unused; the hint names a fraction with which one more fits."""
         workers = job(gpu(), gpu(), resources={"GPU": 0.3})
         said = "3 of 0.3 GPU fit on one GPU, and 0.1 of it stays unused"
         assert any(said in h and h.endswith("; with 0.25 GPU per worker, 4 would fit") for h in plan(workers).hints)
         assert not any("unused" in h for h in plan(job(gpu(), gpu(), resources={"GPU": 1 / 3})).hints)
 
     def test_multi_rank_variable(self):
-        """NCCL's multi-rank variable of the user's, without effect on the chosen backend, is reported with the reason."""
+        """If the user's multi-rank variable has no effect on the chosen backend, this is reported with the reason."""
         workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
         assert any("=1 has no effect: NCCL 2.28.9 is older than 2.30" in h for h in plan(workers).hints)
         workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, nccl_version=(2, 30, 7))
@@ -532,7 +532,7 @@ class TestHints:
         assert any("=1 has no effect: it is not set on rank 0" in h for h in plan(workers).hints)
 
     def test_gpus_that_nobody_asked_for(self):
-        """Ray 2.60 does not hide them from workers without any, and the train function would find them."""
+        """Ray 2.60 does not hide them from workers without GPUs, and the train function would use them."""
         (hint,) = plan(job(None, None, num_visible_devices=2)).hints
         assert hint.startswith("ranks 0,1 can use GPUs that Ray did not reserve")
         assert "use_gpu=True" in hint
@@ -540,7 +540,7 @@ class TestHints:
         assert plan(job(None, None)).hints == ()
 
     def test_devices_that_were_chosen_before_rays_variable(self):
-        """Whole GPUs with ids of their own by Ray and one UUID by CUDA: not the cluster hands them out wrongly."""
+        """Whole GPUs with different ids in Ray but one UUID in CUDA: the cluster is not to blame."""
         workers = [worker(rank, gpu(), resources={"GPU": 1.0}, gpu_ids=(str(rank),)) for rank in range(2)]
         (warning,) = plan(workers).warnings
         assert "Ray gave ranks 0,1 the GPUs 0 and 1 of node 10.0.0.1" in warning
@@ -550,17 +550,17 @@ class TestHints:
         assert "time-slicing" in plan(apart).warnings[0]
 
     def test_local_rank(self):
-        """LOCAL_RANK beyond the visible devices is true of every job that shares, and CUDA says so itself."""
+        """LOCAL_RANK is beyond the visible devices in every job that shares; CUDA reports this itself."""
         assert plan(job(gpu(), gpu())).hints == ()
 
     def test_local_rank_of_another_device(self):
-        """Four ranks on two devices: LOCAL_RANK 1 is the index of a device, and not of its own rank's."""
+        """Four ranks on two devices: LOCAL_RANK 1 is the index of another rank's device."""
         devices = (gpu("a"), gpu("a"), gpu("b", index=1), gpu("b", index=1))
         hints = plan(job(*devices, num_visible_devices=2)).hints
         assert any("LOCAL_RANK 1 is not the device of rank 1 on node 10.0.0.1, which is cuda:0" in h for h in hints)
 
     def test_nodes_of_one_host(self):
-        """DeepSpeed counts local ranks by host name, over Ray's nodes (ray#37212)."""
+        """DeepSpeed counts local ranks by host name, across Ray's nodes (ray#37212)."""
         apart = [worker(rank, gpu(str(rank)), node=str(rank)) for rank in range(2)]
         assert not any("DeepSpeed" in hint for hint in plan(apart).hints)
         together = [replace(each, hostname="host", boot_id="boot") for each in apart]
@@ -580,11 +580,11 @@ class TestVerifyOn:
             ("gloo", "cuda:0", ("cuda:0",)),
             ("ipc", "cuda:0", ("cuda:0",)),
             ("gloo", "cpu", ("cpu",)),
-            # Halves for another kind of device than the worker's.
+            # Parts of a pair for a device type that the worker does not use.
             ("cpu:gloo", "cuda:0", ("cpu",)),
             ("cuda:gloo", "cpu", ()),
             ("cpu:gloo,cuda:staged", "cpu", ("cpu",)),
-            # Ray assigned no device: the script has yet to choose one.
+            # Ray assigned no device: the script chooses one later.
             ("nccl", "cuda", ()),
             ("cpu:gloo,cuda:nccl", "cuda", ("cpu",)),
         ],
@@ -605,10 +605,10 @@ class TestVerifyOn:
 
 
 class TestFallback:
-    """The failure ladder."""
+    """The fallback."""
 
     def test_one_step_down(self):
-        """A failed NCCL becomes Gloo with a warning that has the cause, and no further step."""
+        """A failed NCCL becomes Gloo with a warning that contains the cause, and has no further fallback."""
         workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, nccl_version=(2, 30, 7))
         found = plan(workers).after_failure(VerificationError("wrong sum.", advice="Do not train with this group."))
         assert (found.backend, found.fallback) == ("gloo", None)
@@ -621,29 +621,29 @@ class TestFallback:
         )
 
     def test_no_step_down(self):
-        """A stock choice has no ladder."""
+        """The stock choice has no fallback."""
         with pytest.raises(ValueError, match="no fallback from gloo"):
             plan(job(None)).after_failure(VerificationError("x"))
 
 
 class TestAccelerate:
-    """Variables for Hugging Face Accelerate, where it cannot find out by itself."""
+    """Variables for Hugging Face Accelerate, where it cannot detect the situation itself."""
 
     @staticmethod
     def env(workers, **options):
-        """The variables of the last worker of a job."""
+        """Return the variables of the last worker of a job."""
         return dict(decide_start(workers, Settings(**options)).env_of(workers[-1]))
 
     def test_on_a_shared_device(self):
-        """Ranks that share a device: Accelerate must not take LOCAL_RANK for its index."""
+        """On a shared device Accelerate must not use LOCAL_RANK as the device index."""
         assert self.env(job(gpu(), gpu())) == {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}
 
     def test_where_gpus_are_missing(self):
-        """GPU workers that train on the CPU: without the variable Accelerate is not distributed at all."""
+        """GPU workers that train on the CPU: without the variable Accelerate does not run distributed."""
         workers = job(None, None, resources={"GPU": 0.5}, cuda_missing="no driver")
         assert self.env(workers, on_missing_cuda="cpu") == {"ACCELERATE_USE_CPU": "true"}
 
     def test_nothing_where_nothing_differs_from_stock(self):
-        """CPU workers and workers with devices of their own have the environment of stock Ray Train."""
+        """CPU workers and workers with their own devices have the environment of stock Ray Train."""
         assert self.env(job(None, None)) == {}
         assert self.env(job(gpu("a"), gpu("b", index=1), num_visible_devices=2)) == {}

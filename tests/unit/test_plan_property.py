@@ -1,4 +1,4 @@
-"""The plan against an oracle written from NCCL's own rule, over random jobs."""
+"""The plan compared with an oracle for NCCL's own rule, over random jobs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _VERSIONS = [(2, minor, patch) for minor in range(18, 33) for patch in (0, 3, 7)
 
 @st.composite
 def jobs(draw: st.DrawFn) -> list[WorkerInfo]:
-    """Random jobs: nodes, containers on one host, whole GPUs and fractions that share, several GPUs a worker, MIG, AMD GPUs, UUID
-    or index names, missing NCCL, mixed versions, the user's own NCCL switch on some or all ranks, Windows."""
+    """Generate random jobs.
+
+    They contain nodes, containers on one host, whole GPUs and shared fractions, several GPUs per worker, MIG, AMD GPUs, UUID or index
+    names, missing NCCL, mixed versions, the user's own NCCL switch on some or all ranks, and Windows.
+    """
     if draw(st.integers(0, 4)) == 0:
         return draw(one_pair())
     num_nodes = draw(st.integers(1, 3))
@@ -65,7 +68,7 @@ def jobs(draw: st.DrawFn) -> list[WorkerInfo]:
 
 @st.composite
 def one_pair(draw: st.DrawFn) -> list[WorkerInfo]:
-    """64 workers with a GPU each on eight nodes, of which two on one node got the same."""
+    """Return 64 workers with a GPU each on eight nodes, two of which on one node have the same GPU."""
     version = draw(st.sampled_from(_VERSIONS))
     fraction = draw(st.sampled_from([0.5, 1.0]))
     switch = draw(st.sampled_from(["none", "pair", "one", "all"]))
@@ -93,11 +96,11 @@ def one_pair(draw: st.DrawFn) -> list[WorkerInfo]:
 def _node_devices(draw: st.DrawFn, node: int) -> list[DeviceInfo]:
     devices: list[DeviceInfo] = []
     for index in range(draw(st.integers(1, 4))):
-        # The same bus ids on every node: NCCL distinguishes them by host only.
+        # The same bus ids on every node: NCCL distinguishes them only by host.
         bus = f"00000000:{index}0:00.0"
         if draw(st.integers(0, 3)) == 0:
             parent = f"n{node}g{index}"
-            # NVML may not name the parent.
+            # NVML may not report the parent.
             named = {} if draw(st.integers(0, 3)) else {"parent_uuid": None}
             slices = range(draw(st.integers(1, 3)))
             devices += [mig(f"{parent}s{number}", parent, pci_bus_id=bus, **named) for number in slices]
@@ -108,7 +111,7 @@ def _node_devices(draw: st.DrawFn, node: int) -> list[DeviceInfo]:
 
 @st.composite
 def _amd_devices(draw: st.DrawFn, node: int) -> list[DeviceInfo]:
-    """ROCm's devices: no NVML, so no compute mode and no parent; a bus id where torch has it."""
+    """Return ROCm's devices: no NVML, so no compute mode and no parent; a bus id if torch has it."""
     with_bus = draw(st.booleans())
     return [
         DeviceInfo(
@@ -122,7 +125,7 @@ def _amd_devices(draw: st.DrawFn, node: int) -> list[DeviceInfo]:
 
 
 def oracle_nccl_refuses(workers: list[WorkerInfo]) -> set[int]:
-    """NCCL's own pairwise check: equal host hash, and equal bus id below 2.30.7 or equal UUID from then on. Ranks of all pairs."""
+    """NCCL's pairwise check: same host hash, and same bus id below 2.30.7 or same UUID from then on. Return the ranks of all pairs."""
     refused = set()
     for one, other in itertools.combinations(workers, 2):
         host = [w.env.get("NCCL_HOSTID", (w.hostname, w.boot_id)) for w in (one, other)]
@@ -135,13 +138,13 @@ def oracle_nccl_refuses(workers: list[WorkerInfo]) -> set[int]:
 
 
 def oracle_uuid_shared(workers: list[WorkerInfo]) -> set[int]:
-    """Ranks that share a device, whatever NCCL can see of it."""
+    """Return ranks that share a device, whether or not NCCL can detect it."""
     pairs = itertools.combinations(workers, 2)
     return {rank for a, b in pairs if a.devices[0].uuid == b.devices[0].uuid for rank in (a.rank, b.rank)}
 
 
 def oracle_siblings(workers: list[WorkerInfo]) -> set[int]:
-    """Ranks on different MIG slices of one GPU: of one parent, or of one bus id on one host where the parent is unknown."""
+    """Return ranks on different MIG slices of one GPU: same parent, or same bus id on one host if the parent is unknown."""
     found = set()
     for one, other in itertools.combinations([w for w in workers if w.devices[0].is_mig], 2):
         a, b = one.devices[0], other.devices[0]
@@ -154,7 +157,7 @@ def oracle_siblings(workers: list[WorkerInfo]) -> set[int]:
 
 
 def oracle_switch(workers: list[WorkerInfo], sharing: set[int]) -> bool:
-    """The user switched NCCL's multi-rank mode on where it is needed, and the one NCCL of the job has it."""
+    """Return whether the user enabled NCCL's multi-rank mode where needed, and the job's single NCCL version supports it."""
     versions = {w.nccl_version for w in workers}
     return (
         all(w.nccl_available for w in workers)
@@ -171,15 +174,17 @@ _POLICIES = st.sampled_from(["auto", "gloo", "nccl", "staged", "error"])
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(jobs(), _BACKENDS, _POLICIES)
 def test_nccl_exactly_where_it_works(workers, backend, policy):
-    """Plain NCCL if and only if it is on all ranks in one version, would not refuse and nothing is shared; with its multi-rank flags if
-    and only if the policy or the user's own switch asks for them; and a fall back to Gloo says so once."""
+    """Plain NCCL is used if and only if all ranks have it in one version, it would not refuse them, and nothing is shared.
+
+    It has its multi-rank flags if and only if the policy or the user's own switch requests them. A fallback to Gloo has one warning.
+    """
     everywhere = all(w.nccl_available for w in workers)
     one_version = everywhere and len({w.nccl_version for w in workers}) == 1
     shared = oracle_uuid_shared(workers)
     conflict = shared | (oracle_nccl_refuses(workers) if one_version else set())
     siblings = oracle_siblings(workers)
     has_flags = one_version and workers[0].nccl_version >= (2, 30)
-    # NCCL's flags are for slices of one GPU too, where they were asked for.
+    # NCCL's flags also apply to slices of one GPU, if they were requested.
     if not conflict and has_flags and (policy == "nccl" or (policy != "error" and oracle_switch(workers, siblings))):
         conflict = siblings
     try:
@@ -202,7 +207,7 @@ def test_nccl_exactly_where_it_works(workers, backend, policy):
     if plan.env_defaults:
         assert plan.fallback == (None if policy in ("nccl", "staged") else "gloo")
         assert plan.is_trial == (plan.fallback is not None)
-    # Never plain Gloo for CUDA tensors on Windows (pytorch#186535), and staged elsewhere by its policy alone.
+    # Never plain Gloo for CUDA tensors on Windows (pytorch#186535); on other systems staged only by its policy.
     if not uses_nccl:
         assert plan.share_groups or not conflict
         staged = workers[0].platform == "win32" or (policy == "staged" and bool(plan.share_groups))
@@ -216,7 +221,7 @@ def test_nccl_exactly_where_it_works(workers, backend, policy):
 
 
 def oracle_refuses_any_version(workers: list[WorkerInfo]) -> bool:
-    """As oracle_nccl_refuses, for ranks of different versions: each pair by either one's rule."""
+    """As oracle_nccl_refuses, for ranks of different versions: each pair by the rule of either version."""
     pairs = itertools.combinations(workers, 2)
     return any(one.devices[0].pci_bus_id == other.devices[0].pci_bus_id for one, other in pairs)
 
@@ -224,7 +229,7 @@ def oracle_refuses_any_version(workers: list[WorkerInfo]) -> bool:
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), jobs(), _BACKENDS, st.sampled_from(["auto", "gloo", "nccl", "error", "ipc", "staged"]))
 def test_the_order_of_ranks_decides_nothing(data, workers, backend, policy):
-    """The same workers under other ranks: the same backend, flags and fallback, the same groups, or the same class of error."""
+    """With other rank numbers the same workers get the same backend, flags, fallback and groups, or the same error class."""
     if data.draw(st.integers(0, 3)) == 0:  # a worker that does not know its device's compute mode, and one that does
         odd = data.draw(st.integers(0, len(workers) - 1))
         mode = data.draw(st.sampled_from(["exclusive_process", "prohibited", "unknown"]))
@@ -251,7 +256,7 @@ def decided(workers: list[WorkerInfo], options: Settings) -> object:
 
 
 def outcome(workers: list[WorkerInfo], options: Settings) -> str:
-    """The backend, or the class of the error."""
+    """Return the backend, or the class of the error."""
     try:
         return decide_start(workers, options).backend
     except FracBackendError as error:
@@ -261,7 +266,7 @@ def outcome(workers: list[WorkerInfo], options: Settings) -> str:
 @pytest.mark.parametrize("without", [0, 1])
 @pytest.mark.parametrize("policy", ["auto", "gloo", "nccl"])
 def test_one_rank_without_nccl_decides_whichever_it_is(without, policy):
-    """Two MIG slices of one GPU, NCCL 2.30.7 on one rank alone: gloo, whether it is rank 0 or rank 1 that has it."""
+    """Two MIG slices of one GPU with NCCL 2.30.7 on only one rank: gloo, whether it is rank 0 or rank 1."""
     workers = [worker(rank, mig(f"s{rank}"), nccl_version=(2, 30, 7)) for rank in range(2)]
     workers[without] = replace(workers[without], nccl_available=False, nccl_version=None)
     assert outcome(workers, Settings(on_shared_device=policy)) == "gloo"
@@ -276,7 +281,7 @@ def test_one_rank_without_nccl_decides_whichever_it_is(without, policy):
     st.booleans(),
 )
 def test_gloo_gets_cuda_tensors_on_windows_by_its_name_alone(workers, backend, policy, on_missing_cuda, can_stage):
-    """Whatever else was asked for, and also where staged cannot be used; and then a warning has the number of the issue."""
+    """Whatever else was requested, even if staged cannot be used; an explicit Gloo has a warning with the issue number."""
     workers = [replace(w, platform="win32", staged_missing=None if can_stage else "no") for w in workers]
     try:
         plan = decide_start(
@@ -295,7 +300,7 @@ def test_gloo_gets_cuda_tensors_on_windows_by_its_name_alone(workers, backend, p
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(jobs())
 def test_every_shared_rank_is_named(workers):
-    """The share map holds exactly the ranks that share a device, by device."""
+    """The share map contains exactly the ranks that share a device, by device."""
     plan = decide_start(workers, Settings(backend="gloo"))
     expected = {}
     for facts in workers:
@@ -306,8 +311,7 @@ def test_every_shared_rank_is_named(workers):
 
 @given(st.floats(0.05, 0.95), st.integers(1, 4), st.data())
 def test_a_device_is_never_counted_from_the_local_rank(fraction, num_gpus, data):
-    """Workers packed as Ray packs fractions: each trains on its own device, and where LOCAL_RANK is another's, a hint says so
-    (ray_lightning#124)."""
+    """Each worker trains on its own device; if LOCAL_RANK is another rank's device, there is a hint (ray_lightning#124)."""
     num_fit = num_gpus * int(1 / fraction + 1e-9)
     num_workers = data.draw(st.integers(1, min(num_fit, 16)))
     of_gpu = sorted(data.draw(st.lists(st.integers(0, num_gpus - 1), min_size=num_workers, max_size=num_workers)))
@@ -330,7 +334,7 @@ def test_a_device_is_never_counted_from_the_local_rank(fraction, num_gpus, data)
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_planning_is_linear(shared):
-    """Ten times the workers make at most twelve times the calls: counted, not timed."""
+    """Ten times the workers cause at most twelve times the calls; calls are counted, not timed."""
 
     def num_calls(count):
         workers = [worker(rank, gpu(f"{rank // 2 if shared else rank}"), node=f"{rank // 8}") for rank in range(count)]

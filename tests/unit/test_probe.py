@@ -1,4 +1,4 @@
-"""What can be probed without a GPU, and what a GPU's own libraries would answer, replaced at the edge."""
+"""The probe without a GPU: simulated answers of a GPU's libraries."""
 
 import os
 import socket
@@ -23,13 +23,13 @@ _UUID = "ab12cd34-0000-0000-0000-000000000001"
 
 
 class FakeNvml(types.SimpleNamespace):
-    """pynvml's functions as the probe uses them, over one GPU that may be cut into MIG slices."""
+    """pynvml's functions that the probe uses, for one GPU that may be split into MIG slices."""
 
     NVML_COMPUTEMODE_DEFAULT, NVML_COMPUTEMODE_PROHIBITED, NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 0, 2, 3
     NVML_ERROR_GPU_IS_LOST = 15
 
     class NVMLError(Exception):
-        """As pynvml's."""
+        """Same name as in pynvml."""
 
     def __init__(self, known, mode=0, count=1, refused=""):
         super().__init__()
@@ -78,7 +78,7 @@ NO_GPUS = RuntimeError("No CUDA GPUs are available")
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """One CUDA device as torch would describe it, and NVML beside it."""
+    """Simulate one CUDA device in torch, and NVML."""
 
     def install(known=(f"GPU-{_UUID}",), mode=0, count=1, device_count=1, refused="", error=NO_GPUS, **properties):
         described = {"uuid": uuid.UUID(_UUID), "name": "NVIDIA H200", "total_memory": 1 << 30, **properties}
@@ -134,7 +134,7 @@ def test_mig_slice(cuda):
 
 
 def test_a_slice_is_what_the_driver_calls_it(cuda, monkeypatch):
-    """The runtime's properties may name the GPU that was cut up: its slices would count as one device."""
+    """The runtime's properties may contain the UUID of the GPU, so its slices would count as one device."""
     own = "ab12cd34-0000-0000-0000-000000000002"
     monkeypatch.setattr(devices_module, "driver_facts", lambda index: DriverFacts(uuid=own))
     cuda(known=(f"MIG-{own}", f"GPU-{_UUID}"))
@@ -151,7 +151,7 @@ def test_a_slice_is_what_the_driver_calls_it(cuda, monkeypatch):
     ],
 )
 def test_a_slice_without_nvml(cuda, monkeypatch, name, other, uuid_prefix, parent):
-    """Its name, or a GPU of another UUID in the properties, tell: a rank that has NVML gives it the same UUID."""
+    """A slice is detected by its name, or by another UUID in the properties; a rank with NVML reports the same UUID."""
     monkeypatch.setattr(devices_module, "driver_facts", lambda index: DriverFacts(uuid=_UUID))
     cuda(known=(), name=name, uuid=uuid.UUID(other or _UUID))
     facts = describe()
@@ -159,7 +159,7 @@ def test_a_slice_without_nvml(cuda, monkeypatch, name, other, uuid_prefix, paren
 
 
 def test_without_nvml(monkeypatch, cuda):
-    """Without NVML all but a slice's GPU is still known, from the driver; without that library the UUID is torch's."""
+    """Without NVML the driver reports everything except a slice's GPU; without the driver library the UUID is torch's."""
     cuda(known=())
     facts = describe()
     assert (facts.uuid, facts.compute_mode, facts.pci_bus_id) == (f"GPU-{_UUID}", "unknown", None)
@@ -184,7 +184,7 @@ print([name for name in sys.modules if name.startswith("ray_fracbackend.ipc")])
 
 
 def test_devices_are_probed_without_the_ipc_backend():
-    """Private names of torch that it uses may be missing in the next release, and jobs with NCCL must start there."""
+    """The next release may lack private names of torch that ipc uses, but jobs with NCCL must still start."""
     found = subprocess.run([sys.executable, "-c", PROBE_A_DEVICE], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
@@ -206,7 +206,7 @@ def test_devices_are_probed_without_the_ipc_backend():
     ],
 )
 def test_what_nvml_refuses_is_unknown(cuda, refused, uuid_prefix, unknown):
-    """An NVMLError in an optional detail leaves that detail unknown and all others known."""
+    """After an NVMLError in an optional detail only that detail is unknown."""
     cuda(known=(f"{uuid_prefix}-{_UUID}",))
     whole = describe()
     cuda(known=(f"{uuid_prefix}-{_UUID}",), refused=refused)
@@ -215,7 +215,7 @@ def test_what_nvml_refuses_is_unknown(cuda, refused, uuid_prefix, unknown):
 
 @pytest.mark.parametrize("missing", [None, types.ModuleType("pynvml")], ids=["not installed", "another module"])
 def test_without_pynvml(monkeypatch, cuda, missing):
-    """A pynvml that cannot be imported or is not NVIDIA's is as good as no NVML."""
+    """If pynvml cannot be imported or is not NVIDIA's, the probe works as without NVML."""
     cuda(**_BUS)
     monkeypatch.setitem(sys.modules, "pynvml", missing)
     found = facts_on("cuda:0")
@@ -227,7 +227,7 @@ def test_without_pynvml(monkeypatch, cuda, missing):
 @pytest.mark.parametrize(("bus", "last"), [(_BUS, "00000000:3b:00.0"), ({}, "0")], ids=["bus id", "index"])
 @pytest.mark.parametrize("kernel", ["b0071d", ""], ids=["boot id", "host name"])
 def test_device_without_uuid(monkeypatch, cuda, uuid_of, bus, last, kernel):
-    """Without a UUID the identity is host and PCI bus id, or the index where that is unknown."""
+    """Without a UUID the device is identified by host and PCI bus id, or by its index if the bus id is unknown."""
     cuda(uuid=uuid_of, **bus)
     monkeypatch.setattr(devices_module, "boot_id", lambda: kernel)
     found = describe()
@@ -247,7 +247,7 @@ def test_device_without_uuid(monkeypatch, cuda, uuid_of, bus, last, kernel):
     ],
 )
 def test_device_that_cannot_be_read(monkeypatch, cuda, error, cause):
-    """A device that torch counts and cannot describe is the worker's cause, and no device of it is used."""
+    """If torch counts a device but cannot describe it, this is the worker's cause, and none of its devices is used."""
     cuda()
 
     def fail(index):
@@ -264,7 +264,7 @@ def test_device_that_cannot_be_read(monkeypatch, cuda, error, cause):
     ("visible", "gpu_ids"), [("0", [0]), ("0,1", [1]), (f"GPU-{_UUID}", [f"GPU-{_UUID}"]), ("MIG-1,MIG-2", ["MIG-2"])]
 )
 def test_devices_by_index_and_by_uuid(cuda, monkeypatch, visible, gpu_ids):
-    """CUDA_VISIBLE_DEVICES by number, GPU UUID or MIG UUID: the device is where Ray's id stands in it."""
+    """CUDA_VISIBLE_DEVICES by number, GPU UUID or MIG UUID: the device is at the position of Ray's id."""
     cuda(device_count=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(
@@ -277,7 +277,7 @@ def test_devices_by_index_and_by_uuid(cuda, monkeypatch, visible, gpu_ids):
 
 @pytest.mark.parametrize("visible", ["0", "MIG-1"])
 def test_more_gpus_told_than_there_are(cuda, monkeypatch, visible):
-    """An overstated num_gpus gives a device index that does not exist: reported as that, also with a slice."""
+    """If num_gpus is too high, the device index does not exist; this is reported, also for a slice."""
     cuda(device_count=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:1")])
@@ -286,7 +286,7 @@ def test_more_gpus_told_than_there_are(cuda, monkeypatch, visible):
 
 
 def test_two_variables_that_mask_amds_devices(cuda, monkeypatch):
-    """Ray sets one of them and Ray Train shares another: both are named with their values, and which one to unset."""
+    """Ray sets one variable and Ray Train shares the other: the error names both with their values, and which one to unset."""
     cuda(device_count=1)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
@@ -299,7 +299,7 @@ def test_two_variables_that_mask_amds_devices(cuda, monkeypatch):
 
 
 def test_a_list_of_slices_that_workers_share(cuda, monkeypatch):
-    """CUDA shows a process one MIG slice, whatever the list: no num_gpus is wrong."""
+    """CUDA shows a process only one MIG slice, whatever the list, so num_gpus is not wrong."""
     cuda(device_count=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,MIG-2")
     monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:1")])
@@ -313,7 +313,7 @@ def test_a_list_of_slices_that_workers_share(cuda, monkeypatch):
 
 @pytest.mark.parametrize(("given", "says"), [([torch.device("cpu")], "cpu"), ([], "none")])
 def test_no_cuda_device_from_ray(cuda, monkeypatch, given, says):
-    """A GPU worker to which Ray Train gives the CPU, as after `train_on_cpu`, reports why it has no device."""
+    """If Ray Train assigns the CPU to a GPU worker, as after `train_on_cpu`, the worker reports why it has no device."""
     cuda()
     monkeypatch.setattr(_ray, "worker_devices", lambda: given)
     devices, missing = worker_devices(True)
@@ -324,7 +324,7 @@ def test_no_cuda_device_from_ray(cuda, monkeypatch, given, says):
 
 
 def test_visible_devices_that_do_not_fit(cuda, monkeypatch):
-    """A user's own CUDA_VISIBLE_DEVICES that lacks Ray's id is named with its value."""
+    """If the user's CUDA_VISIBLE_DEVICES lacks Ray's id, the error names the variable and its value."""
     cuda()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
 
@@ -347,7 +347,7 @@ def test_visible_devices_that_do_not_fit(cuda, monkeypatch):
     ],
 )
 def test_why_there_is_no_cuda(monkeypatch, cuda, error, count, expected):
-    """A worker whose torch has no device asks CUDA itself, then NVML, then the variable."""
+    """If torch has no device, the cause comes from CUDA first, then from NVML, then from the variable."""
     cuda(count=count, device_count=0, refused="nvmlInit" if count is None else "", error=error)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     devices, missing = worker_devices(True)
@@ -356,13 +356,13 @@ def test_why_there_is_no_cuda(monkeypatch, cuda, error, count, expected):
 
 
 def test_cpu_worker_has_no_devices():
-    """For a worker without GPUs, missing CUDA is not reported."""
+    """Missing CUDA is not reported for a worker without GPUs."""
     assert worker_devices(False) == ([], None)
 
 
 @pytest.mark.linux(reason="needs named pipes in the file system")
 def test_mps_needs_a_daemon_that_reads(monkeypatch, tmp_path):
-    """The control pipe without a reader is a dead daemon's; with one it is alive."""
+    """A control pipe without a reader belongs to a dead daemon; with one the daemon is alive."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     assert not mps_reachable()
     os.mkfifo(tmp_path / "control")
@@ -376,19 +376,19 @@ def test_mps_needs_a_daemon_that_reads(monkeypatch, tmp_path):
 
 @pytest.mark.linux(reason="needs the boot id of the kernel")
 def test_boot_id_is_the_kernels():
-    """Equal in all containers of a host, so it is read from the kernel."""
+    """The boot id is read from the kernel, because it is the same in all containers of a host."""
     assert uuid.UUID(boot_id())
 
 
 @pytest.mark.windows(reason="needs a system without Linux's boot id")
 def test_no_boot_id():
-    """Other systems than Linux have no boot id."""
+    """Only Linux has a boot id."""
     assert boot_id() == ""
 
 
 @pytest.fixture
 def half_a_gpu(monkeypatch, cuda):
-    """A Ray worker with half a GPU, without Ray."""
+    """Simulate a Ray worker with half a GPU, without Ray."""
     cuda()
     monkeypatch.setattr(_ray, "node_ids", lambda: ("node", "127.0.0.1"))
     monkeypatch.setattr(_ray, "assigned_resources", lambda: {"CPU": 1.0, "GPU": 0.5})
@@ -397,7 +397,7 @@ def half_a_gpu(monkeypatch, cuda):
 
 
 def ipc_missing(found):
-    """Attributes of WorkerInfo about the ipc backend."""
+    """Return the attributes of WorkerInfo about the ipc backend."""
     return found.ipc_host_memory_missing, found.ipc_device_memory_missing
 
 
@@ -406,7 +406,7 @@ _NO_DEVICE = "the worker has no CUDA device" if sys.platform == "linux" else "th
 
 
 def test_a_start_does_not_ask_for_ipc(monkeypatch, half_a_gpu):
-    """A worker's probe leaves out ipc unless the caller wants it."""
+    """A worker's probe does not check ipc unless requested."""
 
     def fail(devices):
         raise AssertionError("ipc was asked")
@@ -417,7 +417,7 @@ def test_a_start_does_not_ask_for_ipc(monkeypatch, half_a_gpu):
 
 
 def test_ipc_on_demand(monkeypatch, half_a_gpu):
-    """ask_ipc asks of the worker's own devices, in probe_worker and probe_devices."""
+    """ask_ipc checks the worker's own devices, in probe_worker and probe_devices."""
     answer = {"ipc_host_memory_missing": None, "ipc_device_memory_missing": "a reason"}
     monkeypatch.setattr(probe, "ipc_support", lambda devices: answer if devices else {})
     assert ipc_missing(probe.probe_devices(0, ask_ipc=True)) == (None, "a reason")
@@ -430,13 +430,13 @@ def test_the_doctor_asks_for_ipc():
 
 
 def test_ipc_of_a_worker_without_a_device():
-    """ipc on device memory is asked of the worker's own device, and of nothing where it has none."""
+    """Device memory is checked on the worker's own device, and not at all without a device."""
     assert ipc_missing(facts_on(ask_ipc=True))[1] == _NO_DEVICE
 
 
 @pytest.mark.linux(reason="needs Linux, which the ipc backend asks for first")
 def test_device_memory_of_a_torch_without_cuda(monkeypatch, cuda):
-    """The reason comes from the ipc backend itself."""
+    """The ipc backend provides the reason."""
     cuda()
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "was built without CUDA" in ipc_missing(facts_on("cuda:0", ask_ipc=True))[1]
@@ -444,7 +444,7 @@ def test_device_memory_of_a_torch_without_cuda(monkeypatch, cuda):
 
 @pytest.mark.full
 def test_probe_does_not_load_ipc():
-    """A process that is probed without ask_ipc neither imports the ipc backend nor registers it with torch."""
+    """A process that is probed without ask_ipc neither imports nor registers the ipc backend."""
     code = (
         "import sys; import torch.distributed as dist; from ray_fracbackend.worker import probe\n"
         "probe.collect_info([], True, rank=0, node_id='', node_ip='127.0.0.1')\n"

@@ -1,4 +1,4 @@
-"""What a worker makes of its process group where the real part, a GPU, is not at hand."""
+"""Starting and ending a worker's process group without a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plan_of(backend: str, device: str) -> WorkerPlan:
 def test_gloo_on_cuda_is_tried_in_a_process_that_may_end(
     code: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On Windows, where the user names Gloo: an error says how the trial ended and what to use."""
+    """On Windows, if the user selects Gloo, an error reports how the trial ended and what to use."""
     monkeypatch.setattr(gloo_trial, "_TRIAL", code + gloo_trial._TRIAL)
     if expected is None:
         gloo_trial.try_gloo_on_cuda("cpu", 120)
@@ -66,7 +66,7 @@ def test_gloo_on_cuda_is_tried_in_a_process_that_may_end(
 
 
 def test_a_device_that_cuda_refuses_is_no_fault_of_gloo() -> None:
-    """The trial is the first to use the device: the error has CUDA's own cause, and no advice about backends."""
+    """The trial is the first to use the device, so the error has CUDA's own cause and no advice about backends."""
     with pytest.raises(MissingDeviceError, match=r"^cuda:99 cannot be used: .+\. Look at nvidia-smi\.$") as caught:
         gloo_trial.try_gloo_on_cuda("cuda:99", 120)
     assert "Gloo" not in str(caught.value)
@@ -85,7 +85,7 @@ def test_a_device_that_cuda_refuses_is_no_fault_of_gloo() -> None:
 def test_gloo_on_cuda_is_tried_on_windows_alone(
     platform: str, backend: str, device: str, is_tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the group's own tensors, which would end the worker."""
+    """The trial runs before the group's own tensors, which would end the worker."""
     steps: list[str] = []
     monkeypatch.setattr(process_group.sys, "platform", platform)
     monkeypatch.setattr(gloo_trial, "try_gloo_on_cuda", lambda tried, _: steps.append(tried))
@@ -96,10 +96,10 @@ def test_gloo_on_cuda_is_tried_on_windows_alone(
 
 
 def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: int) -> int:
-    """Both come to a start, which rank 1 leaves before the group is made; then both start."""
+    """Both ranks begin a start, which rank 1 leaves before the group is created; then both start again."""
     if rank == 0:
         with pytest.raises(GroupFormationError):
-            # Enough for the other process to connect; the rest passes before the timeout.
+            # Enough time for the other process to connect; the rest passes before the timeout.
             start_worker(cpu_plan(rank, first_port, budget_s=20))
     else:
         wait_for_port(first_port)
@@ -120,21 +120,21 @@ def cpu_plan(rank: int, port: int, budget_s: float) -> WorkerPlan:
 
 @pytest.mark.full
 def test_a_rank_whose_last_start_failed_meets_one_that_is_new() -> None:
-    """What torch counts in a process is the same on all ranks again after a group that did not form."""
+    """After a group that did not form, torch's count of groups is the same on all ranks again."""
     assert run_processes(start_after_a_failure, 2, free_port(), timeout_s=120) == [2, 2]
 
 
 def test_a_rank_that_does_not_connect_is_named() -> None:
-    """Rank 0 waits for all at its store, and says who is missing."""
+    """Rank 0 waits for all ranks at its store and names the missing ones."""
     with pytest.raises(RendezvousError, match=r"rank 1 did not connect to rank 0's store at 127\.0\.0\.1:") as caught:
         start_worker(cpu_plan(0, free_port(), budget_s=0.5))
     assert caught.value.ranks == (1,)
 
 
 def test_the_advice_after_a_rendezvous_that_failed() -> None:
-    """Gloo has made no connection yet, so it is about the store's address and port."""
+    """The advice is about the store's address and port, because Gloo has not connected yet."""
     with pytest.raises(RendezvousError, match="Check that every node reaches that address and port") as caught:
-        start_worker(plan_of("gloo", "cpu"))  # rank 0, which holds no store
+        start_worker(plan_of("gloo", "cpu"))  # rank 0, which has no store
     assert "Gloo" not in str(caught.value)
 
 
@@ -148,7 +148,7 @@ input()
 
 
 def test_a_store_that_falls_silent_ends_the_start() -> None:
-    """torch's own client would wait without a limit: its process is stopped, and its kernel goes on accepting."""
+    """torch's client would wait without a timeout: the store's process is stopped, but its kernel still accepts connections."""
     before = set(threading.enumerate())
     with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
@@ -161,7 +161,7 @@ def test_a_store_that_falls_silent_ends_the_start() -> None:
                 start_worker(cpu_plan(1, port, budget_s=1))
         finally:
             server.kill()
-    # The client that was left wakes up now.
+    # The abandoned client continues now.
     for thread in set(threading.enumerate()) - before:
         thread.join(30)
         assert not thread.is_alive()
@@ -169,7 +169,7 @@ def test_a_store_that_falls_silent_ends_the_start() -> None:
 
 
 def time_limits(rank: int, num_processes: int, port: int, detail: bool) -> float:
-    """Time limit of a Gloo group once it has started, in seconds."""
+    """Return the time limits of a Gloo group after its start, in seconds."""
     if detail:
         set_debug_level(DebugLevel.DETAIL)
     start_worker(cpu_plan(rank, port, budget_s=60))
@@ -179,12 +179,12 @@ def time_limits(rank: int, num_processes: int, port: int, detail: bool) -> float
 
 @pytest.mark.parametrize("detail", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_users_time_limit_holds_once_the_group_runs(detail: bool) -> None:
-    """Also under TORCH_DISTRIBUTED_DEBUG=DETAIL, where torch's wrapper takes no other limit later."""
+    """Also with TORCH_DISTRIBUTED_DEBUG=DETAIL, where torch's wrapper cannot change the limit later."""
     assert run_processes(time_limits, 2, detail, timeout_s=120) == [1800.0, 1800.0]
 
 
 def late_message(rank: int, num_processes: int, port: int, backend: str) -> float:
-    """One rank sends when the time of the start is long over."""
+    """One rank sends long after the time limit of the start."""
     start_worker(replace(cpu_plan(rank, port, budget_s=4), backend=backend))
     value = torch.full((4,), float(rank))
     if rank == 1:
@@ -201,12 +201,12 @@ def late_message(rank: int, num_processes: int, port: int, backend: str) -> floa
     ["gloo", pytest.param("ipc", marks=[pytest.mark.full, pytest.mark.linux(reason="needs the ipc backend")])],
 )
 def test_send_and_recv_have_the_users_time_limit(backend: str) -> None:
-    """Gloo's keep the limit with which the group was made, whatever is set later."""
+    """Gloo's send and recv keep the timeout with which the group was created."""
     assert run_processes(late_message, 2, backend, timeout_s=120) == [1.0, 1.0]
 
 
 def test_a_group_that_is_made_too_late_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that the start has left, because a store did not answer, may still succeed: the process has no group then."""
+    """A call that the start has abandoned, because a store did not answer, may still succeed: the process has no group then."""
     original, go_on, over = dist.init_process_group, threading.Event(), threading.Event()
 
     def late(*args: object, **kwargs: object) -> None:
@@ -228,9 +228,9 @@ def test_a_group_that_is_made_too_late_does_not_stay(monkeypatch: pytest.MonkeyP
 
 
 def pair_half(rank: int, num_processes: int, port: int, backend: str, started: Any) -> tuple[str, int] | None:
-    """A backend for one kind of tensors, verified on a worker that trains on the CPU."""
+    """Verify a backend for one device type on a worker that trains on the CPU."""
     result = start_worker(replace(cpu_plan(rank, port, budget_s=60), backend=backend))
-    # No collective has shown that the other is connected too: Gloo fails there if this process ends before.
+    # No collective has confirmed that the other rank is connected: Gloo fails there if this process ends earlier.
     started.wait(60)
     return (result.device, result.world_size) if result else None
 
@@ -242,7 +242,7 @@ def test_a_group_is_verified_on_what_it_has(backend: str, verified: tuple[str, i
 
 
 def start_and_look(rank: int, num_processes: int, port: int) -> tuple[bool, bool]:
-    """Whether the interface was named while the group was made, and whether it is afterwards."""
+    """Return whether the interface was set while the group was created, and whether it is set afterwards."""
     original, seen = dist.init_process_group, []
 
     def recorded(*args: object, **kwargs: object) -> None:
@@ -262,7 +262,7 @@ def test_what_is_for_the_start_alone_is_gone_in_training() -> None:
 
 
 def failing_verification(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
-    """Let the verification fail by this error of torch's, and NVML hang as that of a broken GPU may."""
+    """Make the verification fail with this torch error, and NVML hang as with a broken GPU."""
 
     def fail(**options: Any) -> None:
         raise VerificationError("all_reduce of 1 KiB failed on rank 0 (<...>). Look at nvidia-smi.") from cause
@@ -276,7 +276,7 @@ def failing_verification(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> N
 def test_a_device_that_cuda_refuses_is_no_failure_of_the_group(
     release: str, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first context is made in the verification: its error has the cause and what to do, and no search follows."""
+    """The verification creates the first context: its error has the cause and the advice, and there is no search."""
     failing_verification(monkeypatch, RuntimeError(recorded("mps_clients", release)))
     monkeypatch.setattr(start_failure, "_NVML_S", 0.2)
     why = threading.Event().wait if hangs else lambda: "MPS has no room; let fewer ranks share it"
@@ -299,14 +299,14 @@ def test_a_device_that_cuda_refuses_is_no_failure_of_the_group(
 def test_a_group_that_fails_is_no_refused_device(
     cause: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of the network stays what it is; without pinned memory Gloo cannot carry CUDA tensors."""
+    """An error of the network stays unchanged; without pinned memory Gloo cannot send CUDA tensors."""
     failing_verification(monkeypatch, RuntimeError(cause))
     with pytest.raises(kind, match="all_reduce of 1 KiB failed on rank 0"):
         process_group._verify(plan_of("gloo", "cuda:0"), Deadline(10))
 
 
 def timeout_that_was_set(rank: int, world_size: int, port: int) -> float:
-    """The timeout of the group after it was set, with warnings as errors."""
+    """Return the timeout of the group after setting it, with warnings as errors."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     warnings.simplefilter("error")
     process_group._set_group_timeout(plan_of("gloo", "cpu"), 5)
@@ -315,5 +315,5 @@ def timeout_that_was_set(rank: int, world_size: int, port: int) -> float:
 
 
 def test_the_timeout_is_set_without_a_warning() -> None:
-    """Under the name that this torch wants it to have."""
+    """The function of this torch version is used."""
     assert run_processes(timeout_that_was_set, 1) == [5.0]

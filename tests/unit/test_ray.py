@@ -1,4 +1,4 @@
-"""Private Ray names that are gone: the package still imports, and the one function that needs the name says so."""
+"""Missing private Ray names: the package still imports, and only the function that needs the name fails."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ _SOURCE = Path(_ray.__file__).read_text()
 
 
 def lazy_names():
-    """Function, module and name of every private name that _ray imports."""
+    """Return function, module and name of every private name that _ray imports."""
     for function in ast.parse(_SOURCE).body:
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "_private":
@@ -26,11 +26,11 @@ def lazy_names():
 
 
 class V1Group:
-    """A worker group of V1, as far as _ray looks at it."""
+    """A V1 worker group with the parts that _ray uses."""
 
 
 class V2Group:
-    """A worker group of V2 without a run."""
+    """A V2 worker group without a run."""
 
     def get_workers(self):
         return []
@@ -42,14 +42,14 @@ def learners():
 
 
 def copies():
-    """With the storage of each engine."""
+    """Copy files with the storage of each engine."""
     for is_v2 in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_ray, "v2_enabled", lambda is_v2=is_v2: is_v2)
             with suppress(ModuleNotFoundError):  # Ray 2.40 has no V2
                 for name in ("ray.train._internal.storage", "ray.train.v2._internal.execution.storage"):
                     copy_files = getattr(importlib.import_module(name), "_pyarrow_fs_copy_files", None)
-                    if copy_files is not None:  # put back with the patch
+                    if copy_files is not None:  # restored together with the patch
                         patch.setattr(sys.modules[name], "_pyarrow_fs_copy_files", copy_files)
             _ray.wrap_checkpoint_copies(nullcontext)
 
@@ -66,7 +66,7 @@ _CALLS = {
 }
 _NAMES = sorted(lazy_names())
 
-# Without V1's worker groups, with another name for stock Ray's backend class, and without all that is imported lazily.
+# Without V1's worker groups, with another name for stock Ray's backend class, and without all lazily imported names.
 _WITHOUT_PRIVATE_NAMES = f"""
 import importlib, sys
 import ray.train.torch, ray.tune, ray.train.torch.config as config
@@ -86,7 +86,7 @@ assert issubclass(ray_fracbackend.FracTorchConfig().backend_cls, stock)
 
 
 def test_the_package_imports_without_private_names():
-    """A Ray that removed or renamed all of them at once breaks neither the import nor FracTorchConfig()."""
+    """If Ray removed or renamed all of them, the import and FracTorchConfig() still work."""
     subprocess.run([sys.executable, "-c", _WITHOUT_PRIVATE_NAMES], check=True, timeout=200)
 
 
@@ -106,19 +106,19 @@ assert group._callbacks[0]._backend_config is config
 
 @pytest.mark.skipif(not v2_enabled(), reason="callbacks are of the V2 engine")
 def test_a_callback_for_all_runs_of_a_cluster_needs_no_torch():
-    """Jobs of XGBoost or JAX, on images without torch, start with it as without it."""
+    """Jobs of XGBoost or JAX on images without torch start with the callback."""
     subprocess.run([sys.executable, "-c", _WITHOUT_TORCH], check=True, timeout=200)
 
 
 def test_every_function_is_called_here():
-    """The tests below have a call of each function that imports a private name."""
+    """The tests below call each function that imports a private name."""
     assert {function for function, _, _ in _NAMES} == set(_CALLS)
 
 
 @pytest.mark.parametrize("module_is_gone", [False, True], ids=["name", "module"])
 @pytest.mark.parametrize(("function", "module", "name"), _NAMES)
 def test_a_name_that_is_gone(monkeypatch, function, module, name, module_is_gone):
-    """The function that needs it fails with Ray's version, the name, the function, the versions checked and what to do."""
+    """The function fails with Ray's version, the name, the function, the checked versions and the advice."""
     if ".rllib." in module:
         pytest.importorskip("gymnasium", reason="needs Ray's extra rllib")
     with suppress(ModuleNotFoundError):  # Ray 2.40 has no V2
@@ -136,7 +136,7 @@ def test_a_name_that_is_gone(monkeypatch, function, module, name, module_is_gone
 
 
 def test_a_package_that_ray_needs_is_not_a_private_name(monkeypatch):
-    """An extra of Ray that is not installed keeps Python's own error."""
+    """If an extra of Ray is not installed, Python's own error is kept."""
     missing = ModuleNotFoundError("No module named 'gymnasium'", name="gymnasium")
 
     def needs_gymnasium(module):
@@ -166,14 +166,14 @@ def test_engines_are_told_apart_by_get_workers(path, is_v1):
 
 
 def test_v2_needs_nothing_of_v1(monkeypatch):
-    """A V2 group without a run has no folder of results, whether or not Ray still has V1's session."""
+    """A V2 group without a run has no results folder, with or without V1's session in Ray."""
     monkeypatch.setitem(sys.modules, "ray.train._internal.session", None)
     assert _ray.results_folder(V2Group()) is None
 
 
 @pytest.mark.parametrize("accelerator", ["HPU", "neuron_cores"])
 def test_resources_of_an_old_v1_group(accelerator):
-    """Before Ray 2.49 its group has no method for them; accelerators that Ray starts itself count too."""
+    """Before Ray 2.49 the group has no method for them; accelerators that Ray starts itself are included."""
 
     class Base:
         pass

@@ -1,4 +1,4 @@
-"""The pure choice of address, port, interface and libuv: every row of the table, with made-up workers."""
+"""Address, port, interface and libuv: every row of the table, with simulated workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOWS_LO = {"Loopback Pseudo-Interface 1": ("127.0.0.1", "::1")}
 
 
 def worker(rank: int, node_ip: str = "10.0.0.1", **changes: Any) -> WorkerInfo:
-    """A worker on Linux whose node has ``lo`` and, on eth0, its node's address."""
+    """Return a worker on Linux whose node has ``lo`` and, on eth0, the node's address."""
     network = {"interfaces": {**LO, "eth0": (node_ip,)}, "store_port": 4321 if rank == 0 else None}
     network.update(changes.pop("network", {}))
     base: dict[str, Any] = {"rank": rank, "node_id": node_ip, "node_ip": node_ip, "hostname": "h", "platform": "linux"}
@@ -50,7 +50,7 @@ class TestOneNode:
     """Loopback, whatever names and addresses the node has."""
 
     def test_linux_uses_loopback_for_store_and_gloo(self) -> None:
-        """One node needs no network: 127.0.0.1 and lo, whatever the node's address and host name are."""
+        """One node needs no network: 127.0.0.1 and lo, whatever its address and host name are."""
         found = plan([worker(0), worker(1)])
         assert found.of(1).env == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321"}
         assert found.of(1).start_env == {IFNAME: "lo"}
@@ -58,7 +58,7 @@ class TestOneNode:
         assert found.reason == "rank 0 at 127.0.0.1:4321 (one node), Gloo over lo"
 
     def test_loopback_of_ipv6_only_kernels(self) -> None:
-        """Without 127.0.0.1 the IPv6 loopback is used, in brackets in the URL only."""
+        """Without 127.0.0.1 the IPv6 loopback is used, with brackets only in the URL."""
         facts = {"interfaces": {"lo": ("::1",)}, "store_port": 1}
         found = plan([worker(0, network=facts), worker(1, network=facts)], init_method="tcp")
         assert found.master_addr == "::1"
@@ -69,13 +69,13 @@ class TestOneNode:
         assert plan([worker(0, platform="darwin", network=facts)]).interfaces[0].name == "lo0"
 
     def test_no_interface_with_a_loopback_address_leaves_gloo_alone(self) -> None:
-        """Where no interface is known Gloo is left to find one, and the IPv4 loopback is tried."""
+        """If no interface is known, Gloo chooses one, and the IPv4 loopback is used."""
         found = plan([worker(0, network={"interfaces": {}}), worker(1, network={"interfaces": {}})])
         assert found.master_addr == "127.0.0.1"
         assert IFNAME not in found.of(0).env
 
     def test_cloned_machines_are_two_nodes(self) -> None:
-        """Machines from one snapshot have one boot id and equal namespaces: their own addresses distinguish them."""
+        """Machines from one snapshot have the same boot id and namespaces: their addresses distinguish them."""
         shared = {"network_id": "boot/4026531840", "interfaces": {**LO, "eth0": ("10.0.0.1",)}, "store_port": 5}
         clone = {**shared, "interfaces": {**LO, "eth0": ("10.0.0.2",)}}
         found = plan([worker(0, network=shared), worker(1, "10.0.0.2", network=clone)])
@@ -84,7 +84,7 @@ class TestOneNode:
         assert found.of(1).check_reachable
 
     def test_the_interface_is_for_the_start_alone(self) -> None:
-        """On one node it does not stay in the training process; between nodes later groups need it too."""
+        """On one node the variable is removed before training; between nodes later groups need it too."""
         found = plan([worker(0), worker(1)])
         assert (found.of(1).start_env, IFNAME in found.of(1).env) == ({IFNAME: "lo"}, False)
         between = plan(two_nodes())
@@ -98,7 +98,7 @@ class TestOneNode:
         assert "Gloo over eth0 as set by the user" in found.reason
 
     def test_two_ray_nodes_on_one_machine_are_one_node(self) -> None:
-        """Ray nodes that share a network stack share its loopback, even where Ray knows both as 127.0.0.1."""
+        """Ray nodes that share a network stack share its loopback, even if Ray knows both as 127.0.0.1."""
         shared = {"network_id": "boot/4026531840", "interfaces": LO}
         workers = [
             worker(rank, "127.0.0.1", node_id=f"n{rank}", network={**shared, "store_port": 5}) for rank in (0, 1)
@@ -110,12 +110,12 @@ class TestOneNode:
         assert not plan(two_nodes()).one_node
 
     def test_nccl_gets_no_gloo_variable(self) -> None:
-        """Where Gloo does not run, nothing but the rendezvous variables differs from stock."""
+        """Without Gloo only the rendezvous variables differ from stock."""
         assert set(plan([worker(0), worker(1)], "nccl").of(0).env) == {"MASTER_ADDR", "MASTER_PORT"}
 
     @pytest.mark.parametrize("backend", ["gloo", "ipc", "cpu:gloo,cuda:nccl"])
     def test_every_backend_with_gloo_inside_gets_an_interface(self, backend: str) -> None:
-        """The ipc backend and a pair with Gloo have Gloo groups inside."""
+        """The ipc backend and a pair with Gloo contain Gloo groups."""
         assert plan([worker(0)], backend).of(0).start_env[IFNAME] == "lo"
 
     def test_no_nccl_variable_is_ever_set(self) -> None:
@@ -128,18 +128,18 @@ class TestWindows:
     """What differs on Windows."""
 
     def test_one_node_switches_libuv_off_in_url_and_environment(self) -> None:
-        """No Windows wheel has a libuv store: off in the environment, and in the URL, which wins over it."""
+        """No Windows wheel has a libuv store: it is disabled in the environment and in the URL, which takes precedence."""
         found = plan([windows(0), windows(1)])
         assert found.of(1).env == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321", "USE_LIBUV": "0"}
 
     def test_inherited_libuv_is_overridden_with_a_warning(self) -> None:
-        """USE_LIBUV=1 cannot be kept there, and the log says so."""
+        """USE_LIBUV=1 cannot be used on Windows, and the log says so."""
         found = plan([windows(0), windows(1, env={"USE_LIBUV": "1"})])
         assert found.of(1).env["USE_LIBUV"] == "0"
         assert found.warnings == ("USE_LIBUV=1 on rank 1 is not kept: no torch for Windows has a libuv store",)
 
     def test_libuv_stays_the_users_elsewhere(self) -> None:
-        """On other systems the variable is torch's and the user's business."""
+        """On other systems the variable is left to torch and the user."""
         found = plan([worker(0, env={"USE_LIBUV": "0"})])
         assert "USE_LIBUV" not in found.of(0).env
 
@@ -154,43 +154,43 @@ class TestWindows:
         ids=["windows", "linux", "macos"],
     )
     def test_libuv_is_off_on_windows_alone(self, workers: list[WorkerInfo], off: bool) -> None:
-        """The plan switches it off exactly where no torch has a libuv store."""
+        """The plan disables libuv exactly where no torch has a libuv store."""
         assert plan(workers).libuv_off is off
 
     def test_the_interface_is_left_out_while_the_host_name_works(self) -> None:
-        """Gloo's own look-up is safest there while it works."""
+        """While the host name works, Gloo's own lookup is used."""
         assert IFNAME not in plan([windows(0)]).of(0).env
 
     def test_the_loopback_adapter_is_named_when_the_host_name_fails(self) -> None:
-        """A host name that leads nowhere is replaced by the loopback adapter's friendly name."""
+        """A host name that does not work is replaced by the loopback adapter's friendly name."""
         facts = {"interfaces": WINDOWS_LO, "default_device_missing": "name does not resolve", "store_port": 1}
         assert plan([windows(0, network=facts)]).of(0).env[IFNAME] == "Loopback Pseudo-Interface 1"
 
     @pytest.mark.parametrize("name", ["Ger\u00e4t", "Loopback, first"])
     def test_no_usable_adapter_is_an_error(self, name: str) -> None:
-        """Where neither the host name nor the adapter's name can be used, the error says how to fix it."""
+        """If neither the host name nor the adapter's name can be used, the error states the fix."""
         facts = {"interfaces": {name: ("127.0.0.1",)}, "default_device_missing": "it does not resolve", "store_port": 1}
         with pytest.raises(BackendUnavailableError, match="hosts file"):
             plan([windows(0, network=facts)])
 
     def test_several_nodes_need_rays_cluster_flag(self) -> None:
-        """Ray's loopback address on several Windows nodes names the variable that Ray needs."""
+        """For Ray's loopback address on several Windows nodes the error names the variable that Ray needs."""
         with pytest.raises(RendezvousError, match="RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1"):
             plan([windows(0, node_id="a"), windows(1, node_id="b")])
 
     def test_one_node_that_was_started_without_the_flag_is_named(self) -> None:
-        """A single node that still advertises loopback is the one at fault."""
+        """If a single node still reports loopback, the error names it."""
         with pytest.raises(RendezvousError, match=r"rank 1 on node 127\.0\.0\.1") as info:
             plan([windows(0, "10.0.0.1", "a", network={"store_port": 1}), windows(1, node_id="b")])
         assert info.value.ranks == (1,)
 
     def test_an_address_on_no_adapter_is_an_error(self) -> None:
-        """An address that went away, as of a VPN, cannot be bound."""
+        """An address that no longer exists, as of a VPN, cannot be bound."""
         with pytest.raises(RendezvousError, match=r"10\.9\.9\.9 is on none of its interfaces .*RAY_ENABLE_WINDOWS"):
             plan([windows(0, "10.9.9.9", "a"), windows(1, "10.0.0.2", "b")])
 
     def test_several_nodes_name_the_adapter_of_the_node_address(self) -> None:
-        """Between nodes each rank gets the friendly name of the adapter with its node's address."""
+        """Between nodes each rank uses the friendly name of the adapter with its node's address."""
         workers = [
             windows(r, ip, f"n{r}", network={"interfaces": {**WINDOWS_LO, "Ethernet 2": (ip,)}, "store_port": 1})
             for r, ip in enumerate(("10.0.0.1", "10.0.0.2"))
@@ -208,7 +208,7 @@ class TestWindows:
     def test_hostile_adapters_are_left_out_with_a_warning(
         self, name: str, addresses: tuple[str, ...], why: str
     ) -> None:
-        """A name or first address that Gloo cannot use leaves the variable unset and says why."""
+        """If Gloo cannot use a name or its first address, the variable stays unset, with a warning."""
         workers = [
             windows(0, "10.0.0.1", "a", network={"interfaces": {"Ethernet": ("10.0.0.1",)}, "store_port": 1}),
             windows(1, "10.0.0.2", "b", network={"interfaces": {name: addresses}}),
@@ -219,7 +219,7 @@ class TestWindows:
         assert found.warnings[0].startswith("rank 1: ")
 
     def test_a_link_local_address_beside_the_right_one_is_a_doubt(self) -> None:
-        """The order of IPv4 and IPv6 on an adapter is unknown there, so a failure gets its explanation beforehand."""
+        """The order of IPv4 and IPv6 on an adapter is unknown on Windows, so the warning explains a possible failure."""
         workers = [
             windows(
                 r, f"10.0.0.{r}", f"n{r}", network={"interfaces": {"E": (f"10.0.0.{r}", "fe80::1")}, "store_port": 1}
@@ -234,7 +234,7 @@ class TestWindows:
             decide_start([windows(0), worker(1)], Settings())
 
     def test_gpus_without_nccl_are_staged_whatever_was_asked(self) -> None:
-        """Where torch has no NCCL, as on Windows, asking for it gives staged and a warning instead of a crash."""
+        """If torch has no NCCL, as on Windows, requesting NCCL leads to staged and a warning instead of a crash."""
         from ray_fracbackend.decide.worker_info import DeviceInfo
 
         gpus = [
@@ -253,7 +253,7 @@ class TestWindows:
         assert forced.warnings
 
     def test_a_wheel_without_a_transport_is_refused_with_the_good_versions(self) -> None:
-        """The missing transport, found by the probe, ends the start before any rank waits."""
+        """The probe detects the missing transport, and the start ends before any rank waits."""
         from ray_fracbackend.worker.network import no_transport_text
 
         text = no_transport_text("2.9.1")
@@ -267,12 +267,12 @@ class TestSeveralNodes:
     """Addresses that every node reaches, and the interface of each."""
 
     def test_rank_0_does_not_connect_to_itself(self) -> None:
-        """It has the store; from inside, its address for the others may lead nowhere."""
+        """It has the store, and may not reach its own external address."""
         found = plan(two_nodes())
         assert [found.of(rank).check_reachable for rank in (0, 1)] == [False, True]
 
     def test_each_rank_gets_the_interface_of_its_own_node_address(self) -> None:
-        """Names may differ from node to node; the host name plays no part."""
+        """Names may differ between nodes; the host name is not used."""
         workers = two_nodes()
         workers[1] = worker(
             1, "10.0.0.2", network={"interfaces": {**LO, "ens5": ("10.0.0.2",), "eth0": ("172.17.0.1",)}}
@@ -284,7 +284,7 @@ class TestSeveralNodes:
         assert found.reason.endswith("Gloo over eth0 (rank 0), over ens5 (rank 1)")
 
     def test_an_ipv6_cluster_uses_bare_literals(self) -> None:
-        """No brackets in MASTER_ADDR, brackets in a tcp URL; the spelling of the address does not matter."""
+        """MASTER_ADDR has no brackets, a tcp URL has; the spelling of the address does not matter."""
         workers = [
             worker(r, ip, network={"interfaces": {"eth0": (normal(ip),)}, "store_port": 4321})
             for r, ip in enumerate(("fd00:0:0::1", "fd00::2"))
@@ -300,7 +300,7 @@ class TestSeveralNodes:
         assert plan(workers).master_addr == "fd00::1"
 
     def test_a_link_local_node_address_alone_is_an_error(self) -> None:
-        """Without another address the user has to give one."""
+        """Without another address the user must set one."""
         with pytest.raises(RendezvousError, match="link-local and its interface has no other"):
             plan([worker(0, "fe80::1"), worker(1, "fd00::2")])
 
@@ -311,22 +311,22 @@ class TestSeveralNodes:
         assert info.value.ranks == (0,) or info.value.ranks == (1,)
 
     def test_mixed_families_of_the_users_own_interfaces_are_a_warning(self) -> None:
-        """What the user set is kept."""
+        """The user's settings are kept."""
         workers = [worker(0), worker(1, "fd00::2", env={IFNAME: "eth0"})]
         assert any("cannot connect IPv4 with IPv6" in warning for warning in plan(workers).warnings)
 
     def test_a_node_with_both_families_fits_an_ipv4_node(self) -> None:
-        """Gloo takes an interface's IPv4 address where it has one, so a mixed cluster with common IPv4 works."""
+        """Gloo uses an interface's IPv4 address if it has one, so a mixed cluster with common IPv4 works."""
         both = worker(1, "fd00::2", network={"interfaces": {"eth0": ("10.0.0.2", "fd00::2")}})
         assert plan([worker(0), both]).interfaces[1].name == "eth0"
 
     def test_loopback_node_addresses_are_an_error(self) -> None:
-        """127.0.0.1 means another machine on every node."""
+        """127.0.0.1 is a different machine on every node."""
         with pytest.raises(RendezvousError, match="--node-ip-address"):
             plan([worker(0, "127.0.0.1", node_id="a"), worker(1, "10.0.0.2")])
 
     def test_a_translated_address_warns_and_names_host_networking(self) -> None:
-        """A container's bridge: the address is on no interface and Gloo's ports are random."""
+        """A container's bridge: no interface has the address, and Gloo's ports are random."""
         nat = worker(0, "192.0.2.9", network={"interfaces": {**LO, "eth0": ("172.17.0.2",)}, "store_port": 1})
         found = plan([nat, worker(1, "10.0.0.2")])
         assert "--network host" in found.warnings[0]
@@ -334,52 +334,52 @@ class TestSeveralNodes:
         assert IFNAME not in found.of(0).env
 
     def test_no_default_route_does_not_matter(self) -> None:
-        """The choice uses interfaces and addresses alone, so an offline cluster gets the same one."""
+        """Only interfaces and addresses are used, so an offline cluster has the same result."""
         assert plan(two_nodes()).of(0).env[IFNAME] == "eth0"
 
     def test_a_comma_in_a_name_is_left_out_with_a_warning(self) -> None:
-        """Gloo splits the variable at commas, on every system."""
+        """Gloo splits the variable at commas on every system."""
         facts = {"interfaces": {"eth,0": ("10.0.0.2",)}}
         found = plan([worker(0), worker(1, "10.0.0.2", network=facts)])
         assert IFNAME not in found.of(1).env
         assert "comma" in found.warnings[0]
 
     def test_a_non_ascii_name_is_fine_on_linux(self) -> None:
-        """There the variable reaches Gloo byte by byte."""
+        """On Linux Gloo receives the bytes of the variable."""
         facts = {"interfaces": {"netz\u00fc": ("10.0.0.2",)}}
         assert plan([worker(0), worker(1, "10.0.0.2", network=facts)]).of(1).env[IFNAME] == "netz\u00fc"
 
     def test_the_users_interface_is_kept(self) -> None:
-        """An explicit GLOO_SOCKET_IFNAME is never replaced, and a different rule is a warning."""
+        """An explicit GLOO_SOCKET_IFNAME is never replaced; if it differs from the rule, there is a warning."""
         facts = {"interfaces": {**LO, "eth0": ("10.0.0.1",), "ib0": ("10.1.0.1",)}, "store_port": 1}
         found = plan([worker(0, env={IFNAME: "ib0"}, network=facts), worker(1, "10.0.0.2")])
         assert IFNAME not in found.of(0).env
         assert found.warnings == ("rank 0: GLOO_SOCKET_IFNAME=ib0 is kept; without it eth0 would be used",)
 
     def test_nccls_syntax_in_the_users_interface(self) -> None:
-        """The warning says whose syntax it is and which name to set."""
+        """The warning states whose syntax it is and which name to set."""
         found = plan(two_nodes(env={IFNAME: "eth"}))
         assert "that is the syntax of NCCL_SOCKET_IFNAME" in found.warnings[0]
         assert "GLOO_SOCKET_IFNAME=eth0" in found.warnings[0]
 
     def test_the_users_interface_that_agrees_is_no_warning(self) -> None:
-        """No warning where the user chose what the rule chooses."""
+        """There is no warning if the user chose what the rule chooses."""
         assert plan(two_nodes(env={IFNAME: "eth0"})).warnings == ()
 
     def test_a_stale_interface_of_the_user_is_a_warning_with_the_names_there_are(self) -> None:
-        """A name that does not exist is kept, and the log lists those that do."""
+        """A name that does not exist is kept, and the log lists the existing names."""
         assert (
             "'eth9' is none of this node's interfaces (lo, eth0)" in plan(two_nodes(env={IFNAME: "eth9"})).warnings[0]
         )
 
     def test_the_configured_address_wins(self) -> None:
-        """master_addr is used as given; on no interface of rank 0's node it is a warning."""
+        """master_addr is used unchanged; if no interface of rank 0's node has it, there is a warning."""
         found = plan(two_nodes(), master_addr="192.0.2.5")
         assert found.master_addrs == ("192.0.2.5", "192.0.2.5")
         assert "on no interface of rank 0's node" in found.warnings[0]
 
     def test_a_configured_name_becomes_each_ranks_own_literal(self) -> None:
-        """A name never reaches c10d, which would look it up again and again."""
+        """c10d always receives an IP address, because it would look up a name repeatedly."""
         workers = [
             worker(
                 0,
@@ -395,7 +395,7 @@ class TestSeveralNodes:
         assert [found.of(rank).env["MASTER_ADDR"] for rank in (0, 1)] == ["127.0.1.1", "10.0.0.1"]
 
     def test_a_name_that_one_rank_cannot_resolve_names_the_rank(self) -> None:
-        """The error has the rank and what its resolver said."""
+        """The error contains the rank and the resolver's message."""
         lost = worker(1, "10.0.0.2", network={"master_addr_missing": "Name or service not known"})
         with pytest.raises(
             RendezvousError, match=r"'head' cannot be resolved by rank 1 .*Name or service not known"
@@ -404,7 +404,7 @@ class TestSeveralNodes:
         assert info.value.ranks == (1,)
 
     def test_without_a_held_store_there_is_nothing_to_meet_at(self) -> None:
-        """A probe that forgot to open the store is an error, not port 0."""
+        """If the probe did not open the store, this is an error, not port 0."""
         with pytest.raises(RendezvousError, match="holds no store"):
             plan([worker(1)])
 
@@ -420,13 +420,13 @@ class TestSeveralNodes:
     ],
 )
 def test_devices_in_doubt_are_checked_before_the_rendezvous(workers: list[WorkerInfo], checked: bool) -> None:
-    """A name that was just read off this kernel needs no trial; a user's, none, and one on another system do."""
+    """A name that was just read from the kernel needs no check; a user's name, no name, or another system does."""
     assert plan(workers).of(len(workers) - 1).check_device is checked
     assert plan(workers, "nccl").of(0).check_device is False
 
 
 def test_the_store_of_torchruns_agent() -> None:
-    """The flag leaks into what a script under torchrun starts; the warning names the ranks that have it."""
+    """Scripts below torchrun inherit the flag; the warning names the ranks that have it."""
     workers = [worker(0), worker(1, env={"TORCHELASTIC_USE_AGENT_STORE": "True"})]
     (warning,) = plan(workers).warnings
     assert warning.startswith("TORCHELASTIC_USE_AGENT_STORE=True on rank 1 is not kept: torchrun sets it")
@@ -434,7 +434,7 @@ def test_the_store_of_torchruns_agent() -> None:
 
 
 def test_macos_and_linux_in_one_job() -> None:
-    """Gloo between them is reported to hang: said before the start, also of one that fails."""
+    """Gloo is reported to hang between them: the warning comes before the start, also if the start fails."""
     mixed = two_nodes()
     mixed[1] = replace(mixed[1], platform="darwin")
     assert any("macOS on rank 1, Linux on the others" in warning for warning in plan(mixed).warnings)
@@ -444,7 +444,7 @@ def test_macos_and_linux_in_one_job() -> None:
 
 
 def test_kinds_of_addresses() -> None:
-    """Loopback and link-local addresses are recognised in every spelling, and names are neither."""
+    """Loopback and link-local addresses are detected in every spelling; names are neither."""
     assert [is_loopback(a) for a in ("127.0.1.1", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1", "10.0.0.1", "head")] == [
         True,
         True,
@@ -456,7 +456,7 @@ def test_kinds_of_addresses() -> None:
 
 
 def test_the_choice_is_linear() -> None:
-    """Ten times the workers take ten times as many calls, not a hundred."""
+    """Ten times the workers cause ten times as many calls, not a hundred."""
 
     def num_calls(count: int) -> int:
         workers = [worker(rank, f"10.{rank // 65536}.{rank // 256 % 256}.{rank % 256}") for rank in range(1, count)]
@@ -473,7 +473,7 @@ def test_the_choice_is_linear() -> None:
 
 
 def test_nodes_whose_interfaces_cannot_be_listed() -> None:
-    """Ray's addresses are used as they are, and each worker looks for the interface of its route."""
+    """Ray's addresses are used unchanged, and each worker finds the interface of its route."""
     found = plan([replace(each, network=replace(each.network, interfaces={})) for each in two_nodes()])
     assert found.master_addr == "10.0.0.1"
     assert [found.of(rank).interface_by_route for rank in range(2)] == [True, True]

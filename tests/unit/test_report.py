@@ -1,4 +1,4 @@
-"""The report's faces: log line, table, JSON, HTML."""
+"""Formats of the report: log line, table, JSON, HTML."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def start_report():
 
 
 def test_log_line(start_report):
-    """One line: who shares what where, the choice, why, and the figures."""
+    """One line with the shared devices, the decision, the reason and the measurements."""
     assert start_report.log_line() == (
         "ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.1: using gloo (NCCL 2.28.9 refuses shared devices) "
         "[2 workers, rank 0 at 10.0.0.1:29500 (one node), verified in 12 ms: all_reduce 0.20 ms at 1 KiB, 500 MB/s at 1 MiB]"
@@ -57,7 +57,7 @@ def test_log_line(start_report):
 
 
 def test_path_of_the_tensors(start_report):
-    """Where the backend has several ways for CUDA tensors, line, reasons and JSON say which and why."""
+    """If the backend has several ways for CUDA tensors, line, reasons and JSON contain the way and the reason."""
     path = "staged through host memory (rank 1: cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT)"
     report = replace(start_report, verification=replace(FIGURES, path=path))
     assert report.log_line().endswith(f"500 MB/s at 1 MiB, {path}]")
@@ -67,7 +67,7 @@ def test_path_of_the_tensors(start_report):
 
 
 def test_text_table(start_report):
-    """A row a rank with device, neighbours and time, then the warnings."""
+    """One row per rank with device, sharing ranks and time, then the warnings."""
     text = start_report.to_text()
     assert re.search(r"^0 +10\.0\.0\.1 +0 +0\.5 +GPU-ab12cd34 NVIDIA H200 +1 +2\.28\.9 +2\.00$", text, re.MULTILINE)
     assert "warning: a doubt about the network" in text
@@ -87,7 +87,7 @@ def test_json(start_report):
 
 
 def test_json_says_what_it_is(start_report):
-    """Version of its schema, date, versions of all that took part, and the settings."""
+    """Schema version, date, versions and settings."""
     data = json.loads(start_report.to_json())
     assert (data["schema_version"], data["ok"]) == (2, True)
     assert datetime.fromisoformat(data["date"]).utcoffset() == timedelta(0)
@@ -98,7 +98,7 @@ def test_json_says_what_it_is(start_report):
 
 
 def test_json_of_a_failed_start(start_report):
-    """The same head, the error, and what was known when it came."""
+    """The same first keys, the error, and everything that was known then."""
     error = VerificationError(
         "all_reduce stalled.", advice="Look at rank 1.", ranks=[1], kind="stalled", step="barrier"
     )
@@ -130,19 +130,19 @@ def test_json_of_a_failed_start(start_report):
 
 
 def test_json_of_a_probe_that_failed():
-    """Nothing was known of any worker."""
+    """Nothing is known of any worker."""
     data = failed_start(OSError("no such host"), Settings(), (), None, None, {})
     assert (data["error"]["reason"], data["backend"], data["plan"], data["workers"]) == ("OSError", None, None, [])
 
 
 def test_print_is_the_table(start_report):
-    """print(report) is what a person wants to see, and repr what a debugger does."""
+    """print(report) shows the table, repr() the dataclass."""
     assert str(start_report) == start_report.to_text()
     assert "StartReport(" in repr(start_report)
 
 
 def test_html_marks_warnings_and_hints(start_report):
-    """The log line is a paragraph, with the figures; warnings and hints are in a list and say which they are."""
+    """The log line is a paragraph with the measurements; warnings and hints are a list with their kind."""
     hinted = replace(start_report, plan=replace(start_report.plan, hints=("use 1/2",)))
     html = hinted._repr_html_()
     assert "<li><b>warning:</b> a doubt about the network</li>" in html
@@ -155,7 +155,7 @@ def test_html_marks_warnings_and_hints(start_report):
 
 
 def test_html_is_escaped(start_report):
-    """The notebook table shows the map and escapes what came from a node."""
+    """The notebook table shows the share map and escapes values from the nodes."""
     object.__setattr__(start_report.workers[0], "node_ip", "<script>")
     html = start_report._repr_html_()
     assert "<td>&lt;script&gt;</td>" in html
@@ -163,13 +163,13 @@ def test_html_is_escaped(start_report):
 
 
 def test_no_report_outside_of_a_start(monkeypatch):
-    """Where nothing of ours was started, a start left to Ray included, portable train functions get None and no error."""
+    """If our start did not run, also if it was left to Ray, train functions receive None and no error."""
     monkeypatch.setattr(STATE, "report", None)
     assert get_start_report() is None
 
 
 def test_published_report_has_this_workers_figures(start_report, monkeypatch):
-    """What a train function gets is the start's report with the verification of its own group."""
+    """A train function receives the start's report with the verification of its own group."""
     monkeypatch.setattr("ray.get", lambda reference: start_report)
     monkeypatch.setattr(STATE, "report", ("reference", None))
     assert get_start_report().verification is None

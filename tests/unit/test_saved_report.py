@@ -1,4 +1,4 @@
-"""The start report beside the run's results, where the storage does not do as it should."""
+"""The start report beside the run's results, with storage that fails or is slow."""
 
 import json
 import threading
@@ -14,21 +14,21 @@ REPORT = {"backend": "gloo"}
 
 
 def group(path, file_system=None):
-    """A worker group of the V2 engine, as far as its storage."""
+    """Return a V2 worker group with only its storage."""
     storage = SimpleNamespace(storage_filesystem=file_system or LocalFileSystem(), experiment_fs_path=str(path))
     return SimpleNamespace(_storage_context=storage)
 
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """What was logged as a warning."""
+    """Collect logged warnings."""
     found = []
     monkeypatch.setattr(report_file.logger, "warning", lambda text, *values: found.append(text % values))
     return found
 
 
 def test_it_is_written_and_replaced(tmp_path, warnings):
-    """In a folder that need not be there yet; a later start of the run replaces it."""
+    """The folder need not exist; a later start of the run replaces the file."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / REPORT_FILE).write_text("old " * 100)
     for name in ("run", "new/run"):
@@ -38,14 +38,14 @@ def test_it_is_written_and_replaced(tmp_path, warnings):
 
 
 def test_storage_that_refuses(tmp_path, warnings):
-    """A warning with the reason, and the start goes on."""
+    """The reason is logged as a warning, and the start continues."""
     (tmp_path / "run").write_text("a file where the folder should be")
     save_report(group(tmp_path / "run"), REPORT)
     assert "start_report.json was not written beside the results: " in warnings[0]
 
 
 def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
-    """The start goes on without it, while the storage still hangs."""
+    """The start continues while the storage hangs."""
     monkeypatch.setattr(report_file, "_SAVE_S", 0.2)
     release = threading.Event()
     save_report(group(tmp_path, SimpleNamespace(create_dir=lambda *_, **__: release.wait())), REPORT)
@@ -54,7 +54,7 @@ def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
 
 
 def test_a_slow_write_of_an_earlier_start(tmp_path, warnings, monkeypatch):
-    """A restart's report is not replaced by that of the start that failed before it, which the storage held up."""
+    """A slow write of an earlier failed start does not replace the report of the restart."""
     monkeypatch.setattr(report_file, "_SAVE_S", 0.2)
     release, done = threading.Event(), threading.Event()
 
@@ -76,6 +76,6 @@ def test_a_slow_write_of_an_earlier_start(tmp_path, warnings, monkeypatch):
 
 
 def test_group_of_no_run(warnings):
-    """A worker group without a run has no place for it."""
+    """A worker group without a run has no folder for it."""
     save_report(SimpleNamespace(), REPORT)
     assert not warnings

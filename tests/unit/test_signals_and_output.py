@@ -1,4 +1,4 @@
-"""How commands end: signals, outputs that nobody reads, closed streams. Real processes of the standard library alone."""
+"""How commands end: signals, closed outputs, closed streams. Real processes with only the standard library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.processes import NAPS, with_signals
 pytestmark = pytest.mark.linux(reason="signals and closed descriptors are those of Unix")
 
 ROOT = Path(__file__).parents[2]
-# A command that does something before and after its work, as the real ones do.
+# A command that does something before and after its work, like the real ones.
 COMMAND = """
 import sys, time
 from ray_fracbackend.cli.output import emit
@@ -33,7 +33,7 @@ def work():
 
 sys.exit(to_its_end("program", work))
 """
-# What a library does that is interrupted while it imports another.
+# Simulates a library that is interrupted while it imports another.
 SWALLOW = f"""
             try:
                 {NAPS}
@@ -62,7 +62,7 @@ def start(body: str, ignored: bool = False) -> subprocess.Popen[str]:
 
 
 def in_shell(body: str, redirection: str) -> tuple[int, str]:
-    """Exit code and standard error of the command in a shell, with a redirection or a pipe after it."""
+    """Return exit code and standard error of the command in a shell, with a redirection or a pipe after it."""
     line = f'"$0" -c "$1" {redirection}; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(
         ["bash", "-c", line, sys.executable, COMMAND.format(body=body)],
@@ -81,7 +81,7 @@ def in_shell(body: str, redirection: str) -> tuple[int, str]:
     [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"), (1, "ended by SIGHUP")],
 )
 def test_signals(number: int, said: str, body: str) -> None:
-    """One line, the shell's exit code, and the clean-up of the command, whatever the interrupted code makes of the exception."""
+    """One line, the shell's exit code, and the command's clean-up, whatever the interrupted code does with the exception."""
     process = start(body)
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
@@ -89,7 +89,7 @@ def test_signals(number: int, said: str, body: str) -> None:
 
 
 def test_a_second_signal_ends_a_clean_up_that_hangs() -> None:
-    """A second signal kills at once."""
+    """A second signal ends the process at once."""
     inside = "print('inside', file=sys.stderr, flush=True)"
     process = start(f"try:\n                {inside}; {NAPS}\n            finally:\n                {NAPS}")
     assert process.stderr is not None
@@ -104,7 +104,7 @@ def test_a_second_signal_ends_a_clean_up_that_hangs() -> None:
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
-    """As nohup and a shell's jobs in the background want it."""
+    """nohup and a shell's background jobs rely on this."""
     process = start("time.sleep(2); emit('done')", ignored=True)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=30)
@@ -112,7 +112,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_a_closed_pipe() -> None:
-    """Exit code 141 and silence, as of a program that SIGPIPE ends."""
+    """Exit code 141 without output, as for a program that SIGPIPE ends."""
     code, errors = in_shell("time.sleep(0.5); emit('x' * 10)", "| true")
     assert (code, errors) == (141, "begun\ncleaned up\n")
 
@@ -128,20 +128,20 @@ def test_a_full_disk() -> None:
 
 
 def test_a_closed_output() -> None:
-    """Only the exit code is wanted, and it is the command's own."""
+    """The command's own exit code is returned."""
     assert in_shell("emit('text')", ">&-") == (0, "begun\ncleaned up\n")
 
 
 def test_a_closed_standard_error() -> None:
-    """There is nowhere to say anything, and the exit code stays."""
+    """Nothing can be printed, and the exit code stays the same."""
     assert in_shell("emit('text')", "2>&- >/dev/null") == (0, "")
 
 
 def test_help_into_a_closed_pipe() -> None:
-    """argparse prints it and leaves; the interpreter has nothing to complain of afterwards."""
+    """argparse prints the help and exits; the interpreter reports no error afterwards."""
     line = '"$0" -m ray_fracbackend --help | true; exit ${PIPESTATUS[0]}'
     done = subprocess.run(
         ["bash", "-c", line, sys.executable], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
     )
-    assert done.returncode in (0, 141)  # it may have been read before the pipe was closed
+    assert done.returncode in (0, 141)  # the output may have been read before the pipe was closed
     assert done.stderr == ""

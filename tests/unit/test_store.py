@@ -1,4 +1,4 @@
-"""Rank 0's held store, on this machine's loopback: ports, ranges, races, sharing with torch's rendezvous, reachability."""
+"""Rank 0's store on this machine's loopback: ports, ranges, races, sharing with torch's rendezvous, reachability."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ray_fracbackend.worker.state import STATE
 
 
 class WindowsError(PermissionError):
-    """10013 as Python raises it on Windows: with the errno of Permission denied."""
+    """Error 10013 as Python raises it on Windows: with the errno of Permission denied."""
 
     winerror = 10013
 
@@ -38,13 +38,13 @@ def listener(port: int = 0) -> socket.socket:
 
 
 def client_of(port: int) -> TCPStore:
-    """Return a client of a store of this machine; torch's default is libuv, which no Windows wheel has."""
+    """Return a client of a store on this machine; torch's default is libuv, which no Windows wheel has."""
     timeout = timedelta(seconds=60)
     return TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False, use_libuv=store.uses_libuv())
 
 
 def free_range(length: int) -> int:
-    """First port of a run of free ports."""
+    """Return the first port of a range of free ports."""
     for first in range(23000, 40000, length):
         try:
             for port in range(first, first + length):
@@ -56,7 +56,7 @@ def free_range(length: int) -> int:
 
 
 def test_a_held_store_takes_clients_and_is_shared_with_torchs_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own rendezvous of the same process finds the open store by its port, so that no port can be lost between."""
+    """torch's own rendezvous of the same process finds the open store by its port, so no other process can take the port."""
     port = store.hold_store(None)
     client_of(port).set("key", "value")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -67,7 +67,7 @@ def test_a_held_store_takes_clients_and_is_shared_with_torchs_rendezvous(monkeyp
 
 @pytest.mark.parametrize("by_chance", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_store_on_a_port_of_an_ended_one_is_shared_too(by_chance: bool) -> None:
-    """A worker that starts many groups gets a port again; torch's rendezvous still finds the store that is open there."""
+    """A worker that starts many groups may reuse a port; torch's rendezvous still finds the store that is open there."""
     ports = {store.hold_store(None)}
     while (port := store.hold_store(None if by_chance else min(ports))) not in ports:
         ports.add(port)
@@ -78,7 +78,7 @@ def test_a_store_on_a_port_of_an_ended_one_is_shared_too(by_chance: bool) -> Non
 
 
 def test_the_store_outlives_its_release_while_a_group_uses_it() -> None:
-    """Letting go of the held store does not close it under the process group."""
+    """Releasing the store does not close it while a process group uses it."""
     port = store.hold_store(None)
     shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=60))))
     store.release_store()
@@ -88,7 +88,7 @@ def test_the_store_outlives_its_release_while_a_group_uses_it() -> None:
 
 @pytest.mark.linux(reason="needs a torch that takes an open socket")
 def test_the_store_of_one_node_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other machines cannot reach it; torch's rendezvous of this process and of others on the node can."""
+    """Other machines cannot reach it; torch's rendezvous of this and other processes on the node can."""
     port = store.hold_store(None, one_node=True)
     listening = [entry.laddr for entry in psutil.Process().net_connections("tcp") if entry.status == "LISTEN"]
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
@@ -101,14 +101,14 @@ def test_the_store_of_one_node_listens_on_loopback_alone(monkeypatch: pytest.Mon
 
 
 def test_released_ports_can_be_taken_again() -> None:
-    """Nothing of a released store stays open."""
+    """A released store leaves nothing open."""
     port = store.hold_store(None)
     store.release_store()
     assert store.hold_store(port) == port
 
 
 def test_a_new_store_knows_nothing_of_the_last() -> None:
-    """A restarted start on a fixed port gets an empty store, not the keys of the failed one."""
+    """A restarted start on a fixed port has an empty store, without the keys of the failed one."""
     port = store.hold_store(None)
     for _ in range(2):
         store.hold_store(port)
@@ -119,7 +119,7 @@ def test_a_new_store_knows_nothing_of_the_last() -> None:
 
 
 def test_the_store_listens_on_both_families() -> None:
-    """IPv4 and IPv6 loopback both reach it."""
+    """It is reachable on IPv4 and IPv6 loopback."""
     port = store.hold_store(None)
     check_reachable("127.0.0.1", port)
     if socket.has_ipv6:
@@ -127,7 +127,7 @@ def test_the_store_listens_on_both_families() -> None:
 
 
 def test_a_range_skips_taken_ports() -> None:
-    """The first port of the range that is free on all addresses is taken."""
+    """The first port of the range that is free on all addresses is used."""
     first = free_range(3)
     with listener(first):
         assert store.hold_store((first, first + 2)) == first + 1
@@ -143,7 +143,7 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_a_port_that_processes_of_an_earlier_attempt_still_hold() -> None:
-    """It is waited for as long as the caller says, and no longer."""
+    """The start waits for the port up to the given time."""
     with listener() as taken:
         port = taken.getsockname()[1]
         threading.Timer(2.0, taken.close).start()
@@ -151,7 +151,7 @@ def test_a_port_that_processes_of_an_earlier_attempt_still_hold() -> None:
 
 
 def test_a_node_whose_ipv6_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address family that the kernel knows and refuses leaves the other one."""
+    """If the kernel refuses an address family, the other one is used."""
     create = socket.create_server
 
     def refuse(address: tuple[str, int], **options: object) -> socket.socket:
@@ -165,7 +165,7 @@ def test_a_node_whose_ipv6_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_freed_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fixed port is tried three times: the start before it in the same process may still be closing."""
+    """A fixed port is tried three times, because an earlier start in the same process may still be closing."""
     taken = listener()
     port = taken.getsockname()[1]
     monkeypatch.setattr(store.time, "sleep", lambda _: taken.close())
@@ -181,7 +181,7 @@ def test_a_port_that_c10d_finds_taken_is_skipped_too(monkeypatch: pytest.MonkeyP
 
 
 def test_a_rank_of_the_attempt_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Windows c10d gives a process whose store of this port is still referenced the same store, with all of its keys."""
+    """On Windows c10d returns the same store with all keys if the process still references a store with this port."""
     monkeypatch.setattr(store.sys, "platform", "win32")
     port = free_range(1)
     store.hold_store(port)
@@ -214,12 +214,12 @@ def test_a_rank_of_the_attempt_before_does_not_count(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_address_in_use_of_every_platform(error: Exception, in_use: bool) -> None:
-    """Linux, macOS and both Windows codes are known by number and by c10d's text."""
+    """The codes of Linux, macOS and both of Windows are detected by number and by c10d's message."""
     assert is_address_in_use(error) is in_use
 
 
 def test_other_failures_of_the_store_are_not_called_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that is not about the port passes unchanged."""
+    """An error that is not about the port is raised unchanged."""
 
     def fail(port: int, host: str | None = None) -> TCPStore:
         raise RuntimeError("no memory")
@@ -230,7 +230,7 @@ def test_other_failures_of_the_store_are_not_called_a_port(monkeypatch: pytest.M
 
 
 def test_a_refused_connection_is_named_within_its_bound() -> None:
-    """Refusals are retried for the whole bound, then reported with address, port and what to do."""
+    """Refusals are retried until the time limit, then reported with address, port and advice."""
     with listener() as closed:
         port = closed.getsockname()[1]
     with pytest.raises(UnreachableMasterError, match=rf"127\.0\.0\.1:{port} within 0\.5 s \(refused") as info:
@@ -239,7 +239,7 @@ def test_a_refused_connection_is_named_within_its_bound() -> None:
 
 
 def test_a_slow_refusal_is_told_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Windows, which tries a closed port for two seconds: the limit cuts the last attempt, and those before tell the cause."""
+    """As on Windows, which tries a closed port for two seconds: the limit interrupts the last attempt, and earlier ones have the cause."""
 
     def refuse(address: tuple[str, int], timeout: float) -> None:
         time.sleep(min(timeout, 0.2))
@@ -252,7 +252,7 @@ def test_a_slow_refusal_is_told_as_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_windows_never_uses_libuv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store made directly ignores USE_LIBUV, so use_libuv is passed: never on Windows, elsewhere as the variable says."""
+    """A store that is created directly ignores USE_LIBUV, so use_libuv is passed: never on Windows, elsewhere from the variable."""
     monkeypatch.setenv("USE_LIBUV", "1")
     monkeypatch.setattr(store.sys, "platform", "linux")
     assert store.uses_libuv()
@@ -264,7 +264,7 @@ def test_windows_never_uses_libuv(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_without_libuv_works_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Windows gets, on this system: the same rendezvous with libuv off in URL and store."""
+    """The configuration for Windows, on this system: the same rendezvous without libuv in URL and store."""
     monkeypatch.setenv("USE_LIBUV", "0")
     port = store.hold_store(None)
     shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}?use_libuv=0", 0, 1, timeout=timedelta(seconds=60))))
@@ -273,7 +273,7 @@ def test_a_store_without_libuv_works_as_well(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.linux(reason="needs a torch with libuv")
 def test_a_torch_whose_libuv_takes_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.8 the store on loopback is one without libuv; torch's rendezvous and clients with libuv use it."""
+    """Before torch 2.8 the store on loopback does not use libuv; torch's rendezvous and clients with libuv can use it."""
     monkeypatch.setenv("USE_LIBUV", "1")
     monkeypatch.setattr(store.torch, "__version__", "2.7.1+cu126")
     port = store.hold_store(None, one_node=True)
