@@ -1,6 +1,6 @@
-"""A driver with a Ray of its own: runs one fit after the other, each with the fault that a line of its input names.
+"""A driver with its own Ray. It runs one fit after the other, each with the fault that a line of its input names.
 
-Started by runs.py, with the engine of RAY_TRAIN_V2_ENABLED. A line in: settings; a line out: what the user saw.
+Started by runs.py with the engine of RAY_TRAIN_V2_ENABLED. It reads settings as one line and writes the user's view as one line.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tests.faults.planted import BEGIN, END, FAULT, PlantedFracConfig, PlantedTo
 from tests.processes import left_files, mark_processes, shared_files
 
 _GONE_S = 30.0
-# Workers, and the helpers of the search for a fault. Ray itself keeps its controller of the last run.
+# Workers and the helpers of the search for the fault. Ray itself keeps the controller of the last run.
 _OURS = re.compile("RayTrainWorker|ray_fracbackend")
 
 
 def run_cell(planting: Planting, timeout_s: float, folder: str) -> Iterator[dict[str, Any]]:
-    """One fit with a planted fault.
+    """Run one fit with a planted fault.
 
     Yields:
-        First what ``fit()`` raised, None where it ended well, and seconds: of the first ``on_start``, from its begin to the
-        end of ``fit()``, and from the fault to there. Then what is still there when Ray has had its time.
+        First the error of ``fit()``, None if it succeeded, and seconds: from the begin of the first ``on_start`` to the end of ``fit()``,
+        and from the fault to there. Then what is left after Ray had time to clean up.
     """
     before = shared_files()
     shared = {"backend": planting.backend, "timeout_s": timeout_s, "planting": planting, "folder": folder}
@@ -65,7 +65,7 @@ def run_cell(planting: Planting, timeout_s: float, folder: str) -> Iterator[dict
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """Return the class of the error of ``fit()``, and class and text of its cause: ours, or the root cause."""
+    """Return the class of the error of ``fit()``, and class and message of its cause: ours, or the root cause."""
     told = list(_told(error))
     cause = next((one for one in told if isinstance(one, FracBackendError)), told[-1])
     if isinstance(cause, RayTaskError) and cause.cause is not None:
@@ -83,18 +83,18 @@ def _told(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.append(one)
         yield one
-        failures = getattr(one, "worker_failures", {})  # of V2, by rank
+        failures = getattr(one, "worker_failures", {})  # V2's failures by rank
         left = [getattr(one, "controller_failure", None), *(failures[rank] for rank in sorted(failures)), *left]
         left += [one.__cause__, one.__context__]
 
 
 def _class_name(error: BaseException) -> str:
-    """Without the class that Ray makes of an error and its own."""
+    """Return the name without the class that Ray creates from an error and its own."""
     return next(kind.__name__ for kind in type(error).__mro__ if "RayTaskError(" not in kind.__name__)
 
 
 def _left(before: set[str]) -> list[str]:
-    """What is still there when Ray has had its time."""
+    """Return what is left after Ray had time to clean up."""
     end = time.monotonic() + _GONE_S
     while (found := _found(before)) and time.monotonic() < end:
         time.sleep(0.2)
@@ -111,7 +111,7 @@ def _found(before: set[str]) -> list[str]:
 
 
 def _processes() -> list[str]:
-    """Processes of runs that are over, by their titles."""
+    """Return processes of runs that have ended, by their titles."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # one may end meanwhile
@@ -123,7 +123,7 @@ def _processes() -> list[str]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Ray prints does not go among the answers
+    os.dup2(2, 1)  # Ray's output must not mix with the answers
     mark_processes()
     ray.init("local", num_cpus=8, log_to_driver=False, include_dashboard=False)
     print(json.dumps("ready"), file=answers, flush=True)

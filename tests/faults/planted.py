@@ -1,4 +1,4 @@
-"""Plants one real fault in one rank at one step of a Ray Train run, by wrapping the function that does the step there.
+"""Plant one real fault in one rank at one step of a Ray Train run, by wrapping the function of that step.
 
 Runs where Ray calls the backend, and on the worker.
 """
@@ -22,12 +22,12 @@ from ray.train.torch import TorchConfig
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend.backend import FracTorchBackend
 
-# Events of a run, noted in its folder.
+# Events of a run, recorded in its folder.
 BEGIN, END, FAULT = "on_start begins", "on_start ends", "fault"
 FAULTS = ("kill", "stop", "raise", "hang", "wrong")
-# A rank that dies while V2 launches the train functions ends in a ControllerError, and Ray keeps the other workers.
+# If a rank dies while V2 launches the train functions, the run ends in a ControllerError, and Ray keeps the other workers.
 _LAUNCHED_S = 2.0
-# What a worker runs in each phase; stock looks the address up on rank 0 alone. The train function is the user's own.
+# The function of each phase on a worker. Stock looks up the address only on rank 0. The train function is the user's.
 _STEPS = {
     ("ours", "probe"): ("ray_fracbackend.worker.probe", "probe_devices", 1),
     ("ours", "rendezvous"): ("ray_fracbackend.worker.store", "connect_store", 1),
@@ -42,11 +42,11 @@ _STEPS = {
 
 @dataclass(frozen=True)
 class Planting:
-    """A fault and where it strikes.
+    """A fault and its place.
 
     Attributes:
         config: ``ours`` or ``stock``.
-        backend: Name for the configuration.
+        backend: Backend of the configuration.
         phase: ``probe``, ``rendezvous``, ``init``, ``verify``, ``train`` or ``shutdown``.
         fault: One of FAULTS.
     """
@@ -58,18 +58,18 @@ class Planting:
 
     @property
     def rank(self) -> int:
-        """The rank that the fault strikes."""
+        """The rank with the fault."""
         return _STEPS.get((self.config, self.phase), ("", "", 1))[2]
 
 
 def told_at(folder: str, event: str) -> float | None:
-    """When an event was noted, in seconds since the epoch, None where it never was."""
+    """Return when an event was recorded, in seconds since the epoch, None if it was not."""
     path = Path(folder, event)
     return float(path.read_text()) if path.exists() else None
 
 
 def _note(folder: str, event: str) -> None:
-    # Whole at once: others look for it all the time.
+    # Write it in one step, because other processes poll it.
     path = Path(folder, event)
     draft = path.with_name(f"{event}.{os.getpid()}")
     draft.write_text(repr(time.time()))
@@ -77,7 +77,7 @@ def _note(folder: str, event: str) -> None:
 
 
 def strike(fault: str, folder: str) -> None:
-    """Does the fault to the calling process; ``wrong`` is the caller's to do."""
+    """Apply the fault to the calling process; the caller implements ``wrong``."""
     _note(folder, FAULT)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -86,12 +86,12 @@ def strike(fault: str, folder: str) -> None:
     if fault == "raise":
         raise OSError("the disk is on fire")
     if fault in ("kill", "stop", "hang"):
-        # Another thread may take the signal, and this one would go on for a moment: two fast collectives and the run is over.
+        # Another thread may receive the signal, and this one would continue for a moment: after two fast collectives the run would end.
         time.sleep(3600)
 
 
 def plant(planting: Planting, folder: str) -> None:
-    """Makes the next run of the phase's function in this worker fail."""
+    """Make the next call of the phase's function in this worker fail."""
     module, name, _ = _STEPS[planting.config, planting.phase]
     owner = importlib.import_module(module)
     original: Callable[..., Any] = getattr(owner, name)
@@ -109,7 +109,7 @@ def plant(planting: Planting, folder: str) -> None:
 
 
 def train_func(config: dict[str, Any]) -> None:
-    """Adds numbers up; in the midst of it the fault of the phase ``train``."""
+    """Sum numbers; the fault of the phase ``train`` comes in the middle."""
     planting, folder = config["planting"], config["folder"]
     for step in range(4):
         if step == 2 and planting.phase == "train" and dist.get_rank() == planting.rank:
@@ -122,12 +122,12 @@ def train_func(config: dict[str, Any]) -> None:
 
 
 class _Plants:
-    """Before the real start: the fault is planted, and every worker has imported what the start needs."""
+    """Before the real start, plant the fault and import in every worker what the start needs."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         planting, folder = backend_config.planting, backend_config.folder
         worker_group.execute(importlib.import_module, "ray_fracbackend.worker.process_group")
-        if told_at(folder, BEGIN) is not None:  # the fault is over, and Ray starts again
+        if told_at(folder, BEGIN) is not None:  # the fault has happened, and Ray starts again
             super().on_start(worker_group, backend_config)  # type: ignore[misc]
             return
         if (planting.config, planting.phase) in _STEPS:

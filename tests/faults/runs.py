@@ -1,4 +1,4 @@
-"""Runs cells of fault, phase and configuration in drivers of their own, each with a hard limit, and judges the answers."""
+"""Run cells of fault, phase and configuration in separate drivers with time limits, and check the answers."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from tests.faults.planted import FAULT, FAULTS, Planting, told_at
 _ROOT = Path(__file__).parents[2]
 START_PHASES = ("probe", "rendezvous", "init", "verify")
 PHASES = (*START_PHASES, "train", "shutdown")
-# What a user of ours waits at most in start-up, beyond start_timeout_s.
+# Maximum wait of a user in our start beyond start_timeout_s.
 SLACK_S = 10.0
-# For what is slow on a busy machine and is not what is judged.
+# Tolerance for a busy machine.
 _PATIENCE_S = 120.0
 _POLL_S = 0.5
 _NOTHING = {"on_start_s": None, "start_s": None, "fault_s": None}
 
 
 def plantings() -> list[Planting]:
-    """Every cell of one engine."""
+    """Return every cell of one engine."""
     rows = [(phase, fault) for phase in PHASES for fault in FAULTS if fault != "wrong" or phase == "verify"]
     found = [Planting("ours", backend, *row) for backend in ("gloo", "ipc") for row in rows]
-    # Stock has neither a probe nor a check.
+    # Stock has neither a probe nor a verification.
     return found + [Planting("stock", "gloo", *row) for row in rows if row[0] not in ("probe", "verify")]
 
 
 class Driver:
-    """A driver process with a Ray of its own; killed with all its processes when it is closed."""
+    """A driver process with its own Ray; close() kills it with all its processes."""
 
     def __init__(self, engine: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -70,11 +70,11 @@ class Driver:
         return not self._gave_up and self._process.poll() is None
 
     def run(self, planting: Planting, limit_s: float) -> dict[str, Any] | None:
-        """What the user saw and what was left, None for a fit without an end ``limit_s`` after the fault."""
+        """Return the user's view and what was left, None if the fit did not end ``limit_s`` after the fault."""
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             task = {"planting": asdict(planting), "timeout_s": self._timeout_s, "folder": folder}
             print(json.dumps(task), file=self._process.stdin, flush=True)
-            # A busy machine may take long to get there.
+            # A busy machine may take long to reach the fault.
             end = time.monotonic() + 2 * _PATIENCE_S
             while (seen := self._answer(_POLL_S)) is None:
                 struck = told_at(folder, FAULT)
@@ -99,7 +99,7 @@ class Driver:
         self._lines.put("")
 
     def close(self) -> None:
-        """Kills the driver and what it started, stopped processes too, which would outlive their Ray."""
+        """Kill the driver and its processes, including stopped ones, which would outlive their Ray."""
         process = psutil.Process(self._process.pid)
         for one in [process, *process.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
@@ -111,14 +111,14 @@ class Driver:
 def run_cells(
     cells: Sequence[Planting], engine: str, timeout_s: float, limit_s: float
 ) -> Iterator[tuple[Planting, dict[str, Any] | None]]:
-    """Runs cells one after the other; after one without an end, or that left something, the next gets a new driver."""
+    """Run cells one after the other; after one that did not end or left something, the next one gets a new driver."""
     driver = None
     try:
         for planting in cells:
             driver = driver or Driver(engine, timeout_s)
             answer = driver.run(planting, limit_s)
             yield planting, answer
-            # What a start left holds CPUs that the next one needs.
+            # The left processes hold CPUs that the next cell needs.
             if not driver.is_alive or (answer or {}).get("left"):
                 driver.close()
                 driver = None
@@ -128,7 +128,7 @@ def run_cells(
 
 
 def problems(planting: Planting, answer: dict[str, Any] | None) -> list[str]:
-    """What is wrong with how one of our cells ended, but for how long it took."""
+    """Return the problems of one of our cells, except its duration."""
     if answer is None:
         return ["no end"]
     found = [f"left: {name}" for name in answer.get("left", ["no word of it"])]
@@ -143,15 +143,15 @@ def problems(planting: Planting, answer: dict[str, Any] | None) -> list[str]:
 
 
 def is_named(planting: Planting, error: dict[str, str]) -> bool:
-    """Whether the error says which rank it was."""
+    """Return whether the error names the rank."""
     return re.search(rf"\brank {planting.rank}\b", error["cause"], re.IGNORECASE) is not None
 
 
 def too_late(planting: Planting, answer: dict[str, Any] | None, timeout_s: float) -> bool:
-    """Whether one of our start-ups took longer to fail than it may, teardown by Ray included."""
+    """Return whether one of our starts took too long to fail, including Ray's shutdown."""
     if planting.phase not in START_PHASES:
         return False
     if answer is None or answer["on_start_s"] is None:
         return True
-    # Where Ray starts the workers again, what counts is the start that failed.
+    # If Ray restarts the workers, the failed start counts.
     return bool(answer["on_start_s" if answer["error"] is None else "start_s"] > timeout_s + SLACK_S)

@@ -1,7 +1,7 @@
-"""One rank breaks in one phase of a real run: the fit ends, names the rank in start-up, and leaves nothing behind.
+"""One rank fails in one phase of a real run: the fit ends, the error of a start names the rank, and nothing is left.
 
-With the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both. The whole table, with stock Ray beside it and how
-long each took, is benchmarks/faults.py's.
+Uses the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both. benchmarks/faults.py runs the whole table, with stock Ray and
+durations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(900)
 
 _ROOT = Path(__file__).parents[2]
 _ENGINE = "V2" if v2_enabled() else "V1"
-# Enough for a start on a busy machine; what hangs takes as long.
+# Enough for a start on a busy machine; a hanging cell takes this long.
 _TIMEOUT_S = 20.0
 _LIMIT_S = 180.0
 _KILLED = Planting("ours", "gloo", "rendezvous", "kill")
@@ -29,7 +29,7 @@ _FEW = [Planting("ours", "ipc", "verify", "wrong"), _KILLED, Planting("ours", "i
 
 
 def run(cells):
-    """What the user saw in each cell, after the check that all ended as they must."""
+    """Return the user's view of each cell, after checking that all ended as expected."""
     answers = dict(run_cells(cells, _ENGINE, _TIMEOUT_S, _LIMIT_S))
     wrong = {planting: found for planting, answer in answers.items() if (found := problems(planting, answer))}
     assert wrong == {}, [answers[planting] for planting in wrong]
@@ -38,21 +38,21 @@ def run(cells):
 
 @pytest.mark.full
 def test_a_few_faults():
-    """A wrong answer, and a rank killed in training and on its way to the others: there V2 starts the workers again."""
+    """A wrong result, and a rank killed in training and in the rendezvous, after which V2 restarts the workers."""
     error = run(_FEW)[_KILLED]["error"]
     assert (error and error["cause_class"]) == (None if v2_enabled() else "WorkerDiedError")
 
 
 @pytest.mark.full
 def test_random_faults():
-    """A part of the table, drawn by the seed in FAULTS_SEED."""
+    """A sample of the table, selected by the seed in FAULTS_SEED."""
     seed = int(os.environ.get("FAULTS_SEED", "7"))
     cells = [planting for planting in plantings() if planting.config == "ours"]
     run(random.Random(seed).sample(cells, 8))
 
 
 def test_recorded_run():
-    """In the newest result behind docs/development/faults.md every start of ours failed in time, named the rank and left nothing."""
+    """In the newest result for docs/development/faults.md every start of ours failed in time, named the rank and left nothing."""
     result = max((_ROOT / "benchmarks" / "results").glob("faults_*.json"))
     cells = [cell for cell in json.loads(result.read_text())["cells"] if cell["config"] == "ours"]
     assert [cell for cell in cells if cell["problems"] and cell["phase"] in START_PHASES] == []

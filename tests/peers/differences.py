@@ -1,4 +1,4 @@
-"""Tests of others that pass on stock and not on ours, each with the reason. None is here for a defect of ours."""
+"""Tests of other projects that pass on stock but not on ours, with reasons. No defect of ours is listed here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WITH_SEVERAL = (
     "sparse_allreduce_basics",
 )
 
-# Suite (a pattern, as of the shell), test (likewise), reason.
+# Suite (a shell pattern), test (likewise), reason.
 EXPECTED: tuple[tuple[str, str, str], ...] = (
     ("*", "*::test_monitored_barrier*", _BY_NAME),
     (
@@ -42,15 +42,15 @@ EXPECTED: tuple[tuple[str, str, str], ...] = (
 
 
 def reason(suite: str, test: str) -> str | None:
-    """Why a test is expected to pass on stock alone; None where it is not."""
+    """Return why a test is expected to pass only on stock; None if it is not."""
     return next((line[2] for line in EXPECTED if _is_of(line, suite, test)), None)
 
 
 def unused(found: Collection[tuple[str, str]]) -> list[tuple[str, str, str]]:
-    """Lines of `EXPECTED` that none of the differences found needs.
+    """Return lines of `EXPECTED` that match no difference.
 
     Args:
-        found: Suite and test of each difference, of a run of all suites.
+        found: Suite and test of each difference in a run of all suites.
     """
     return [line for line in EXPECTED if not any(_is_of(line, *each) for each in found)]
 

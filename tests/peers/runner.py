@@ -1,4 +1,4 @@
-"""Runs a suite that others wrote with stock's part or with ours, and compares what passed."""
+"""Run a test suite of another project with stock's part or with ours, and compare the passing tests."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import psutil
 from tests.processes import processes_with
 
 HERE = Path(__file__).parent
-# Bounds on one test and on one side of a suite, in seconds.
+# Time limits for one test and for one side of a suite, in seconds.
 TEST_LIMIT_S = 420
 SUITE_LIMIT_S = 3600
-# How long pytest may take to end once it has written its report.
+# Time for pytest to end after it has written its report.
 _END_S = 20
 
 
@@ -31,14 +31,14 @@ class Suite:
     """One file of tests.
 
     Args:
-        name: As in the tables.
-        of: Whose it is.
-        file: Path below `checkout`; several where it has moved from release to release.
-        checkout: The environment variable that names the checkout which has it; empty for this folder.
-        sides: Name of each side and the variables that make it; stock's is first.
+        name: Name in the tables.
+        of: Project of the suite.
+        file: Path below `checkout`; several if it was moved between releases.
+        checkout: Environment variable that names the checkout; empty for this folder.
+        sides: Name of each side and its environment variables; stock's is first.
         select: Arguments of pytest that choose the tests.
         env: Variables for all sides.
-        plugins: Whether the suite's own conftest.py takes part.
+        plugins: Whether the suite's own conftest.py is used.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Suite:
     plugins: bool = False
 
     def path(self) -> Path | None:
-        """Where the file is; None where its checkout, or the file in it, is not here."""
+        """Path of the file; None if its checkout, or the file in it, is missing."""
         if not self.checkout:
             return HERE / str(self.file)
         if self.checkout not in os.environ:
@@ -61,7 +61,7 @@ class Suite:
         return next((root / file for file in files if (root / file).exists()), None)
 
     def missing(self) -> str:
-        """What a run lacks, for a test that is skipped; empty where it has all."""
+        """What a run lacks, for a skipped test; empty if nothing is missing."""
         if self.path() is not None:
             return ""
         if self.checkout in os.environ:
@@ -72,12 +72,12 @@ class Suite:
 
 @dataclass(frozen=True)
 class Run:
-    """What one side did.
+    """Result of one side.
 
     Attributes:
         outcomes: ``passed``, ``skipped`` or the error's last line, by test.
-        seconds: Wall time, with the start of pytest.
-        output: The end of what it printed.
+        seconds: Wall time, including the start of pytest.
+        output: The end of the output.
     """
 
     outcomes: dict[str, str]
@@ -93,26 +93,26 @@ def run(suite: Suite, side: str, tests: Sequence[str] = ()) -> Run:
     """Run a suite on one side.
 
     Args:
-        suite: What to run; its file must be here.
+        suite: The suite; its file must exist.
         side: A name of `Suite.sides`.
-        tests: Some of its tests, as pytest names them; by default all that `Suite.select` leaves.
+        tests: Some of its tests, by pytest's names; by default all that `Suite.select` selects.
 
     Raises:
-        RuntimeError: pytest did not come to its end.
+        RuntimeError: pytest did not finish.
     """
     path = suite.path()
     assert path is not None, suite.missing()
     with tempfile.TemporaryDirectory(prefix="peers_", ignore_cleanup_errors=True) as folder:
-        (Path(folder) / "barrier").touch()  # torch's DistributedTest wants it
+        (Path(folder) / "barrier").touch()  # torch's DistributedTest requires it
         report = Path(folder) / "report.xml"
         environment = {
             **os.environ,
-            # The file's own folder too: its helpers, and Ray's workers import the tests by the name that pytest gave them.
+            # Also the file's own folder: its helpers and Ray's workers import the tests by pytest's module names.
             "PYTHONPATH": os.pathsep.join(
                 [str(HERE / "site"), str(path.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
             ),
             "TEMP_DIR": folder,
-            # What a suite leaves goes with the folder, and Ray does not find the cluster of another program.
+            # Files of a suite are removed with the folder, and Ray does not find another program's cluster.
             **dict.fromkeys(("TMPDIR", "RAY_TMPDIR", "HOME"), folder),
             "PEERS_TESTS": str(path.parent) if suite.checkout else "",
             **suite.env,
@@ -128,7 +128,7 @@ def run(suite: Suite, side: str, tests: Sequence[str] = ()) -> Run:
             try:
                 while process.poll() is None and not report.exists() and time.perf_counter() - started < SUITE_LIMIT_S:
                     time.sleep(0.5)
-                # With the report written, it waits for processes of tests that were broken off.
+                # After writing the report, pytest waits for processes of interrupted tests.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_END_S if report.exists() else 0.1)
             finally:
@@ -137,21 +137,21 @@ def run(suite: Suite, side: str, tests: Sequence[str] = ()) -> Run:
                 process.wait()
             output.seek(0)
             text = output.read()[-20_000:]
-        # 1 says that tests failed, 5 that none was chosen; less than 0 that it was ended here.
+        # 1 means that tests failed, 5 that none was selected; a negative code that it was ended here.
         if not report.exists() or process.returncode not in (*range(-64, 2), 5):
             raise RuntimeError(f"{suite.name} on {side} ended with {process.returncode} in {seconds:.0f} s:\n{text}")
         return Run(_outcomes(report), seconds, text)
 
 
 def _end_all(folder: str) -> None:
-    """Ends what a run left: a test that was broken off leaves its ranks, and Ray its daemons."""
+    """End the processes that a run left: an interrupted test leaves its ranks, and Ray its daemons."""
     for process in processes_with("TEMP_DIR", folder):
         with contextlib.suppress(psutil.Error):
             process.kill()
 
 
 def _outcomes(report: Path) -> dict[str, str]:
-    """By test, out of a report in JUnit's form."""
+    """Return outcomes by test from a JUnit report."""
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
@@ -168,5 +168,5 @@ def _outcomes(report: Path) -> dict[str, str]:
 
 
 def worse(stock: Run, ours: Run) -> dict[str, str]:
-    """Tests that pass on the stock side and not on ours, with what happened."""
+    """Return tests that pass on stock's side but not on ours, with their outcomes."""
     return {name: ours.outcomes.get(name, "did not run") for name in sorted(stock.passed() - ours.passed())}

@@ -1,4 +1,4 @@
-"""The suites, by who wrote them. Stock's side first."""
+"""The suites by project. Stock's side is first."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WHEEL = (
     *(_distributed(ranks) for ranks in (2, 3, 4)),
     Suite("DDP with RPC", "torch", "torch_ddp_rpc.py", "", _GLOO_AND_IPC, env=_TORCH),
 )
-# In torch's repository alone. Left out: what needs GPUs (DDP's hooks, pipelining, NCCL's own)
-# or torch's group of threads, which reaches no backend (FSDP2's).
+# Only in torch's repository. Left out: tests that need GPUs (DDP's hooks, pipelining, NCCL's own) or torch's group of threads, which
+# reaches no backend (FSDP2's).
 TORCH = (
     _of_torch("test_c10d_gloo.py"),
     _of_torch("test_c10d_common.py"),
-    # The others use torch's group of threads, which now and then hangs. What Inductor compiles takes minutes.
+    # The others use torch's group of threads, which sometimes hangs. Tests that Inductor compiles take minutes.
     _of_torch("test_functional_api.py", select=("-k", "(WithNCCL or WorldSize4) and not inductor")),
     _of_torch("test_c10d_object_collectives.py"),
     _of_torch("test_c10d_spawn_gloo.py"),
@@ -55,19 +55,19 @@ def _of_ray(engine: str, file: str, select: str, sides: tuple[str, ...] = _CONFI
         "RES_OPTIONS": "timeout:1",
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # One process less for each run.
+        # One process fewer per run.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_V2_ENABLED": str(int(v2)),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     path = f"python/ray/train/{'v2/' if v2 else ''}tests/{file}.py"
     variables = {side: {"PEERS_RAY": side} for side in sides}
-    # V1's conftest.py needs boto3 for tests that are not among these.
+    # V1's conftest.py needs boto3, but only for tests that are not listed here.
     return Suite(f"{file}, {engine}", "Ray", path, "RAY_CHECKOUT", variables, ("-k", select), env, plugins=v2)
 
 
-# Left out: what needs GPUs, other frameworks or packages, units that start no worker, local mode, which never calls a backend, and
-# test_elastic_e2e, which wants 32 workers with a GPU each.
+# Left out: tests that need GPUs or other packages, units that start no worker, local mode, which never calls a backend, and
+# test_elastic_e2e, which needs 32 workers with a GPU each.
 RAY = (
     _of_ray("V2", "test_torch_trainer", "not torchft and not nccl"),
     _of_ray("V2", "test_lightning_integration", "ddp"),

@@ -1,4 +1,4 @@
-"""What torch's own tests and Ray's find of Gloo and TorchConfig, they find of ours; and the runner itself."""
+"""torch's and Ray's own tests pass with our backend and config as with stock's; tests of the runner itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.peers import differences, runner
 from tests.peers.runner import HERE, Run, Suite, run, worse
 from tests.peers.suites import ALL, WHEEL
 
-# Of DistributedTest: those that reach most of the backend.
+# Tests of DistributedTest that cover most of the backend.
 TEN = (
     "test_DistributedDataParallelCPU_grad_is_view",
     "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
@@ -33,7 +33,7 @@ TEN = (
 
 @pytest.mark.full
 def test_ten_of_torchs_tests_pass() -> None:
-    """DDP, objects, collectives in several forms and point to point, as torch tests Gloo."""
+    """DDP, objects, several collectives and point to point, as torch tests Gloo."""
     names = [f"TestDistBackendWithSpawn::{name}" for name in TEN]
     file = WHEEL[0].path()
     done = run(WHEEL[0], "ipc", tests=[f"{file}::{name}" for name in names])
@@ -44,7 +44,7 @@ def test_ten_of_torchs_tests_pass() -> None:
 @pytest.mark.timeout(0)  # each of its tests has a limit
 @pytest.mark.parametrize("suite", ALL, ids=[suite.name for suite in ALL])
 def test_what_passes_on_stock_passes_on_ours(suite: Suite) -> None:
-    """Every test of the suite, on each side; a difference needs a line in differences.py."""
+    """Every test of the suite runs on each side; a difference needs a line in differences.py."""
     if suite.missing():
         pytest.skip(suite.missing())
     stock, *others = suite.sides
@@ -59,7 +59,7 @@ def test_what_passes_on_stock_passes_on_ours(suite: Suite) -> None:
 
 
 def test_the_list_of_differences_is_that_of_the_recorded_run() -> None:
-    """Each difference has its reason, and no line of the list is left of a difference that is fixed."""
+    """Each difference has its reason, and no line of the list belongs to a fixed difference."""
     newest = max((HERE.parents[1] / "benchmarks" / "results").glob("peers_*.json"))
     found = [
         (row["suite"], each["test"])
@@ -74,7 +74,7 @@ def test_the_list_of_differences_is_that_of_the_recorded_run() -> None:
 
 
 def test_a_test_that_differs_is_found(tmp_path: Path) -> None:
-    """One that fails, is skipped, breaks off or is not there on our side, and passes on stock's."""
+    """A test that passes on stock's side and fails, is skipped, aborts or is missing on ours is detected."""
     stock = Run(dict.fromkeys(["A::a", "A::b", "A::c", "A::d"], "passed") | {"A::e": "failed: x"}, 1.0, "")
     ours = Run({"A::a": "passed", "A::b": "failed: y", "A::c": "skipped", "A::e": "failed: x"}, 1.0, "")
     assert worse(stock, ours) == {"A::b": "failed: y", "A::c": "skipped", "A::d": "did not run"}
@@ -92,7 +92,7 @@ class Test(unittest.TestCase):
 
 
 def test_outcomes_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner reads what passed, failed and was skipped, with the side's variables set."""
+    """The runner reads passed, failed and skipped tests, with the side's variables set."""
     (tmp_path / "test_it.py").write_text(SOURCE)
     monkeypatch.setenv("SOME_CHECKOUT", str(tmp_path))
     suite = Suite("it", "torch", ("gone.py", "test_it.py"), "SOME_CHECKOUT", {"ours": {"SIDE": "ours"}})
@@ -113,7 +113,7 @@ def test_it():
 
 
 def test_processes_that_a_suite_leaves_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest would wait for them; what the tests have shown by then counts."""
+    """pytest would wait for them; the tests that have finished count."""
     (tmp_path / "test_it.py").write_text(LEAVING)
     monkeypatch.setenv("SOME_CHECKOUT", str(tmp_path))
     monkeypatch.setattr(runner, "_END_S", 1)
@@ -125,7 +125,7 @@ def test_processes_that_a_suite_leaves_are_ended(tmp_path: Path, monkeypatch: py
 
 
 def test_a_suite_that_is_not_here_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The variable to set, or the file that the checkout lacks."""
+    """The message names the variable to set, or the file that the checkout lacks."""
     suite = Suite("it", "torch", "test/gone.py", "TORCH_CHECKOUT", {})
     monkeypatch.delenv("TORCH_CHECKOUT", raising=False)
     assert "set TORCH_CHECKOUT to a checkout of PyTorch" in suite.missing()
@@ -134,7 +134,7 @@ def test_a_suite_that_is_not_here_says_what_is_missing(monkeypatch: pytest.Monke
 
 
 def test_a_suite_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two sides without a test would be equal."""
+    """Otherwise two sides without tests would be equal."""
     (tmp_path / "test_it.py").write_text("import nowhere")
     monkeypatch.setenv("SOME_CHECKOUT", str(tmp_path))
     with pytest.raises(RuntimeError, match="No module named 'nowhere'"):
@@ -142,7 +142,7 @@ def test_a_suite_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_side_that_cannot_be_made_is_an_error() -> None:
-    """A process that would go on without our part would compare stock with stock."""
+    """Without our part the process would compare stock with stock."""
     environment = {**os.environ, "PYTHONPATH": str(HERE / "site"), "PEERS_RAY": "ours"}
     environment.pop("RAY_CHECKOUT", None)
     done = subprocess.run([sys.executable, "-c", "print('went on')"], env=environment, capture_output=True, text=True)
@@ -185,7 +185,7 @@ def test_configs():
 def test_configs_of_a_suite_of_rays(
     side: str, seen: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tests come from the checkout, and each trainer has the side's config, also one that names none."""
+    """Tests come from the checkout, and each trainer has the side's config, also a trainer without one."""
     tests = tmp_path / "python" / "ray" / "train" / "v2" / "tests"
     tests.mkdir(parents=True)
     (tests / "util.py").write_text("here = True")
@@ -210,7 +210,7 @@ def test_configs_of_a_suite_of_rays(
     ],
 )
 def test_gloo_is_read_as_ipc(source: str, expected: str) -> None:
-    """Where a test names the backend, and not in words, names of classes or lists of what a profile shows."""
+    """The backend's name is replaced in tests, but not in words, class names or lists of profile entries."""
     script = "import sys, torch_tests; sys.stdout.write(torch_tests.on_ipc(sys.stdin.read().encode()).decode())"
     environment = {**os.environ, "PYTHONPATH": str(HERE / "site")}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""DDP beside RPC, from the installed torch, as its own test_tensorpipe_agent.py runs it. Not collected by name."""
+"""DDP with RPC from the installed torch, run like its own test_tensorpipe_agent.py. Not collected by name."""
 
 from torch.testing._internal.distributed.ddp_under_dist_autograd_test import DdpComparisonTest, DdpUnderDistAutogradTest
 from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture

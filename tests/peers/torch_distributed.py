@@ -1,4 +1,4 @@
-"""The suite DistributedTest of the installed torch, as torch's own test_distributed_spawn.py runs it. Not collected by name."""
+"""The suite DistributedTest of the installed torch, run like its own test_distributed_spawn.py. Not collected by name."""
 
 import torch
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend

@@ -1,9 +1,9 @@
-"""Runs under random faults for so many minutes; each ends well or in an error with a name, in time, and leaves nothing.
+"""Runs under random faults for a number of minutes; each must succeed or end in an expected error, in time, and leave nothing.
 
 usage: python -m tests.soak [--minutes N] [--seed S] [--runs N] [--only SEED] [--kind starts|fits] [--out FILE]
 
-Two kinds: starts in plain processes in network namespaces (root on Linux), and fits of Ray Train, one for each so many
-starts. A run is made from its own seed: ``--only`` repeats one alone, with the same ``--kind``. Each run is one JSON line.
+There are two kinds: starts in plain processes in network namespaces (root on Linux), and fits of Ray Train, one after a number of starts.
+Each run is generated from its own seed: ``--only`` repeats a single run, with the same ``--kind``. Each run is one JSON line.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tests.processes import left_files, mark_processes, shared_files
 from tests.soak import fits, starts
 
 KINDS = ("starts", "fits")
-# Fits take longer, so that both kinds get about the same time.
+# Fits take longer, so both kinds get about the same time.
 _STARTS_PER_FIT = 5
-# After so many runs the nodes are made anew.
+# The nodes are created again after this number of runs.
 _RUNS_PER_NETWORK = 50
-# For other programs' files in /dev/shm to go.
+# Time for files of other programs in /dev/shm to disappear.
 _VANISH_S = 10.0
 
 
 class Soak:
-    """Plays runs, those in namespaces on nodes that are made when they are first needed."""
+    """Run the runs; runs in namespaces use nodes that are created on first use."""
 
     def __init__(self, seed: int, kinds: Sequence[str]) -> None:
         self._rng, self._kinds = random.Random(seed), kinds
@@ -48,13 +48,13 @@ class Soak:
         self._num_runs = 0
 
     def next_run(self) -> dict[str, Any]:
-        """The next run of the schedule."""
+        """Return the next run of the schedule."""
         turn = self._num_runs % (_STARTS_PER_FIT + 1) == 0
         kind = "fits" if (turn and "fits" in self._kinds) or "starts" not in self._kinds else "starts"
         return self.play(kind, self._rng.randrange(10**9))
 
     def play(self, kind: str, seed: int) -> dict[str, Any]:
-        """One run, made from its seed."""
+        """Run one run, generated from its seed."""
         rng, before, started = random.Random(seed), shared_files(), time.monotonic()
         self._num_runs += 1
         run = fits.FitRun.random(rng) if kind == "fits" else starts.StartRun.random(rng)
@@ -78,7 +78,7 @@ class Soak:
         return self._nodes
 
     def close(self) -> list[str]:
-        """Removes the nodes; says which are left."""
+        """Remove the nodes; return those that are left."""
         self._network.close()
         if "starts" not in self._kinds:
             return []
@@ -107,7 +107,7 @@ def main() -> None:
         kinds.remove("starts")
     if not kinds:
         raise SystemExit(1)
-    # Ended from outside, it still removes what it has made.
+    # If it is ended from outside, it still removes its nodes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     mark_processes()
     soak = Soak(options.seed, kinds)

@@ -1,4 +1,4 @@
-"""What a process holds that a start could leave behind, and whether it grows over many starts."""
+"""Count what a process holds that a start could leave behind, and check whether it grows over many starts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 
 import psutil
 
-# gRPC's pool in every process of Ray: it makes and ends threads as there is work for them.
+# gRPC's pool in every process of Ray starts and ends threads depending on the work.
 _GRPC_POOL = "event_engine"
 
 
 def belongings() -> dict[str, int]:
-    """What the calling process holds, in numbers; ``rss_bytes`` is its resident memory."""
+    """Return counts of what the calling process holds; ``rss_bytes`` is its resident memory."""
     gc.collect()
     process = psutil.Process()
     listening = [each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
@@ -36,7 +36,7 @@ def belongings() -> dict[str, int]:
 
 
 def thread_names() -> list[str]:
-    """Names of the threads of the calling process, Python's and all others."""
+    """Return names of all threads of the calling process, Python's and others."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # one may end meanwhile
@@ -45,19 +45,19 @@ def thread_names() -> list[str]:
 
 
 def shared_memory() -> list[str]:
-    """Files in /dev/shm and memory files of this package that the calling process has open or mapped."""
+    """Return files in /dev/shm and memory files of this package that the calling process has open or mapped."""
     names = [line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()]
     for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the listing itself is gone
+        with suppress(OSError):  # the descriptor of the listing itself is closed
             names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return [name for name in names if ("ray_fracbackend" in name and "memfd" in name) or name.startswith("/dev/shm/")]
 
 
 @dataclass(frozen=True)
 class Trend:
-    """How one figure developed: medians of the first and the last fifth after the warm-up, and the slope a start.
+    """Trend of one count: medians of the first and the last fifth after the warm-up, and the slope per start.
 
-    The slope is Theil and Sen's, the median over all pairs of samples, which single outliers do not move.
+    The slope is Theil-Sen's, the median over all pairs of samples, which is robust against outliers.
     """
 
     first: float
@@ -68,9 +68,9 @@ class Trend:
 
 
 def trend(at: Sequence[int], values: Sequence[float], warm_up: int) -> Trend:
-    """The trend of a figure that was sampled after so many starts.
+    """Return the trend of a count that was sampled after the given numbers of starts.
 
-    Up to ``warm_up`` starts belong to what is imported, opened and cached once.
+    The first ``warm_up`` starts import, open and cache what stays.
     """
     warm = [(x, y) for x, y in zip(at, values, strict=True) if x >= warm_up]
     fifth = max(1, len(warm) // 5)
@@ -87,14 +87,14 @@ def trend(at: Sequence[int], values: Sequence[float], warm_up: int) -> Trend:
 
 @dataclass
 class Samples:
-    """Figures of each process by name, in the order of ``at``, the number of starts before a sample."""
+    """Counts of each process by name, in the order of ``at``, the number of starts before a sample."""
 
     at: list[int] = field(default_factory=list)
     figures: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     threads: list[list[str]] = field(default_factory=list)
 
     def add(self, at: int, found: Mapping[str, Mapping[str, int]]) -> None:
-        """Adds figures of several processes, and the names of the threads of the calling one."""
+        """Add counts of several processes, and the names of the threads of the calling one."""
         self.at.append(at)
         self.threads.append(thread_names())
         for process, figures in found.items():
@@ -102,9 +102,9 @@ class Samples:
                 self.figures.setdefault(process, {}).setdefault(name, []).append(value)
 
     def judged(self, warm_up: int, rss_bytes_per_start: float) -> dict[str, Any]:
-        """Trends by process and figure, the memory of each sample, and under ``grew`` what grew, in words.
+        """Return trends by process and count, the memory of each sample, and under ``grew`` a description of what grew.
 
-        Memory may grow by so many bytes a start, nothing else at all.
+        Memory may grow by this number of bytes per start, nothing else may grow.
         """
         trends, grew = {}, []
         for process, figures in self.figures.items():
@@ -129,7 +129,7 @@ class Samples:
         }
 
     def _threads_gained(self, warm_up: int) -> dict[str, int]:
-        """How many threads of each name came between the end of the warm-up and the last sample; fewer are below 0."""
+        """Return the number of threads gained by name from the end of the warm-up to the last sample; negative if fewer."""
         warm = [Counter(names) for x, names in zip(self.at, self.threads, strict=True) if x >= warm_up]
         first, last = warm[0], warm[-1]
         return {name: last[name] - first[name] for name in first | last if last[name] != first[name]}

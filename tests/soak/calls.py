@@ -1,4 +1,4 @@
-"""What the runs under faults have a worker process do: start, train, stop, and say what it still holds."""
+"""Functions for a worker process in the runs under faults: start, train, stop, and return what it still holds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ray_fracbackend.worker.group_end import end_process_group
 from ray_fracbackend.worker.process_group import start_worker
 from tests.soak.belongings import belongings
 
-# The variables of a start that worked stay for the train function, until the next one.
+# The variables of a successful start stay for the train function, until the next start.
 _KEPT = ("rss_bytes", "children", "variables")
 
 
 def start(instruction: WorkerPlan) -> None:
-    """Our start; one that fails has to leave the environment as it was."""
+    """Run our start; a failed one must leave the environment unchanged."""
     before = dict(os.environ)
     try:
         start_worker(instruction)
@@ -30,7 +30,7 @@ def start(instruction: WorkerPlan) -> None:
 
 
 def train(num_steps: int, pause_s: float) -> None:
-    """Collectives with known answers: sums of a small and a large tensor, and everybody's rank."""
+    """Run collectives with known results: sums of a small and a large tensor, and all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(num_steps):
         numbers = torch.full((300_000 if step % 8 == 0 else 512,), float(rank + step))
@@ -44,10 +44,10 @@ def train(num_steps: int, pause_s: float) -> None:
 
 
 def stop() -> None:
-    """What Ray Train's shutdown does, after a failure too."""
+    """Do the same as Ray Train's shutdown, also after a failure."""
     end_process_group()
 
 
 def held() -> dict[str, Any]:
-    """What a process without a group still holds."""
+    """Return what a process without a group still holds."""
     return {name: number for name, number in belongings().items() if name not in _KEPT}

@@ -1,12 +1,12 @@
-"""Starts and stops worker groups many times in one driver, and sees that nothing grows there or in the workers.
+"""Start and stop worker groups many times in one driver, and check that nothing grows there or in the workers.
 
-One group of two workers lives through all cycles, with each backend in turn; every so often a second group is made,
-started, stopped and shut down beside it, so that actors and processes are counted too. With V1 the driver is this process,
-with V2 it is Ray Train's controller, where V2 runs a backend.
+One group of two workers runs all cycles, alternating the backends. At regular intervals a second group is created, started, stopped and
+shut down, so actors and processes are counted too. With V1 the driver is this process, with V2 it is Ray Train's controller, where V2 runs
+a backend.
 
 usage: [RAY_TRAIN_V2_ENABLED=0|1] python -m tests.soak.cycles [--cycles 1000] [--every 20] [--group-every 50] [--out FOLDER]
 
-Writes ``cycles_ENGINE_DATE.json``; exit code 1 where something grew.
+Writes ``cycles_ENGINE_DATE.json``; the exit code is 1 if something grew.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One fit of Ray Train, a worker of which is killed at a random moment: Ray must restart it and the run must finish.
+"""Run one fit of Ray Train and kill a worker at a random moment: Ray must restart it and the run must succeed.
 
-As a program, ``python -m tests.soak.fits FIT FOLDER``, it plays one fit in a Ray of its own and leaves ``FOLDER/fit.json``.
+As a program, ``python -m tests.soak.fits FIT FOLDER``, it runs one fit in its own Ray and writes ``FOLDER/fit.json``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import psutil
 
 from tests.processes import processes_with, train_worker_processes
 
-# Bounds on one fit with its restart, and on Ray's own processes after it.
+# Time limits for one fit with its restart, and for Ray's own processes after it.
 FIT_S, END_S = 240.0, 60.0
-# Inherited by every process of a fit, so that what is left of it can be found.
+# Inherited by every process of a fit, so that left processes can be found.
 _MARK = "RFB_SOAK_FIT"
 _NUM_STEPS, _PAUSE_S = 200, 0.02
 
 
 @dataclass(frozen=True)
 class FitRun:
-    """An engine of Ray Train, a backend, and which of how many workers is killed how long after all were there."""
+    """An engine of Ray Train, a backend, the rank and number of workers, and the time after which the worker is killed."""
 
     engine: str
     backend: str
@@ -51,7 +51,7 @@ class FitRun:
 
 
 def play(run: FitRun) -> dict[str, Any]:
-    """Plays one fit in a process of its own; ``problems`` is empty where it finished and left no process behind."""
+    """Run one fit in a separate process; ``problems`` is empty if it succeeded and left no process."""
     mark = uuid.uuid4().hex
     engine = {"RAY_TRAIN_V2_ENABLED": str(int(run.engine == "v2")), _MARK: mark, "OMP_NUM_THREADS": "1"}
     problems: list[str] = []
@@ -77,7 +77,7 @@ def play(run: FitRun) -> dict[str, Any]:
 
 
 def _left(mark: str) -> list[str]:
-    """Processes of a fit that outlive it, which are ended."""
+    """Return processes of a fit that outlive it, after ending them."""
     end = time.monotonic() + END_S
     while (left := processes_with(_MARK, mark)) and time.monotonic() < end:
         time.sleep(0.2)

@@ -1,6 +1,6 @@
-"""Runs of starts in plain processes on nodes of their own, struck at a random moment, and started again.
+"""Starts in plain processes on separate nodes with a fault at a random moment, followed by another start.
 
-No Ray: the driver's part is played here, by our probe, plan, rendezvous and start. Needs root on Linux.
+Without Ray: this process takes the driver's part, with our probe, plan, rendezvous and start. Needs root on Linux.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tests.soak import calls
 NUM_NODES = 3
 KINDS = ("none", "kill", "stop", "pause", "unplug", "drop")
 PHASES = ("start", "train", "stop")
-# Bounds that the package keeps: on the struck start, on a collective, and on a start that nobody disturbs.
+# Time limits of the package: for the start with the fault, for a collective, and for a start without one.
 BUDGET_S, TIMEOUT_S, CALM_S = 10.0, 5.0, 60.0
-# What may pass beyond them: what the design gives a start, and what a loaded machine takes.
+# Tolerance beyond them: for the design of a start, and for a busy machine.
 MARGIN_S = 10.0
 _NUM_STEPS, _PAUSE_S = 60, 0.005
-# About how long a phase takes, so that a random moment falls into it.
+# Approximate duration of a phase, so that a random moment falls into it.
 _PHASE_S = {"start": 0.4, "train": 0.8, "stop": 0.02}
 # Gloo reports a lost or silent peer as RuntimeError.
 _GLOO_WORDS = (
@@ -52,10 +52,10 @@ _GLOO_WORDS = (
 
 @dataclass(frozen=True)
 class Strike:
-    """What happens, in which phase, how long after its beginning, to whom, and after how long it is undone.
+    """A fault: its kind, phase, delay, target, and the time after which it is undone.
 
-    ``kill``, ``stop`` and ``pause`` (a stop that ends) hit the process of ``rank``; ``unplug`` (a link without a cable) and
-    ``drop`` (a firewall) hit the network of its node.
+    ``kill``, ``stop`` and ``pause`` (a stop that ends) affect the process of ``rank``; ``unplug`` (a link without a cable) and ``drop`` (a
+    firewall) affect the network of its node.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Strike:
 
 @dataclass(frozen=True)
 class StartRun:
-    """One run: ranks on nodes, a backend, a strike."""
+    """One run: ranks on nodes, a backend, a fault."""
 
     backend: str
     nodes: tuple[int, ...]
@@ -93,7 +93,7 @@ class StartRun:
 
 
 def play(run: StartRun, nodes: Sequence[Node]) -> dict[str, Any]:
-    """Plays one run; ``problems`` is empty where all ended well or in an error with a name, in time, and left nothing."""
+    """Run one run; ``problems`` is empty if all ranks succeeded or raised an expected error, in time, and left nothing."""
     with tempfile.TemporaryDirectory() as folder:
         played = _Played(run, nodes, Path(folder))
         try:
@@ -107,7 +107,7 @@ def play(run: StartRun, nodes: Sequence[Node]) -> dict[str, Any]:
 
 
 def left_on(nodes: Sequence[Node]) -> list[str]:
-    """Processes and listening sockets on nodes whose workers have been ended."""
+    """Return processes and listening sockets on nodes whose workers have ended."""
     end, found = time.monotonic() + MARGIN_S, ["?"]
     while found and time.monotonic() < end:
         found = [f"{node.hostname}: process {pid} is left" for node in nodes for pid in node.strangers()]
@@ -126,16 +126,16 @@ class _Played:
         self._options = Settings(backend=run.backend)
         self._workers = [nodes[number].spawn(folder) for number in run.nodes]
         self._timers: list[threading.Timer] = []
-        # Ranks that cannot answer any more.
+        # Ranks that can no longer answer.
         self._struck: set[int] = set()
         self._has_struck = False
         self.problems: list[str] = []
         self.answers: list[dict[str, list[str]]] = []
-        # What each rank holds when all is over.
+        # What each rank holds at the end.
         self.held: list[Any] = []
 
     def both_attempts(self) -> None:
-        """The attempt that is struck, and one by the processes that are left and new ones, which must succeed."""
+        """The attempt with the fault, and one by the remaining and new processes, which must succeed."""
         self._attempt(self._run.strike)
         self.heal()
         self._has_struck = False
@@ -152,7 +152,7 @@ class _Played:
                 self.problems.append(f"rank {rank} holds {held!r} after the last stop")
 
     def heal(self) -> None:
-        """Undoes at once what was done to the network and to a paused process."""
+        """Undo at once the fault of the network or of a paused process."""
         while self._timers:
             timer = self._timers.pop()
             timer.cancel()
@@ -204,7 +204,7 @@ class _Played:
                 return found
 
     def _judged(self, phase: str, rank: int, answer: Any) -> str:
-        """The answer in a few words; one that a user should never get is a problem."""
+        """Return the answer in a few words; an unexpected error is a problem."""
         if answer is None:
             return "good"
         if rank in self._struck:
@@ -249,7 +249,7 @@ class _Played:
 
 
 def is_named(phase: str, error: Any) -> bool:
-    """Whether it is an error of this package, or in training one that c10d or Gloo raises."""
+    """Return whether it is an error of this package, or, in training, one of c10d or Gloo."""
     if isinstance(error, FracBackendError):
         return phase != "stop"
     if phase != "train":

@@ -1,4 +1,4 @@
-"""The long runs in small: each program does its work, and sees what it is there to see."""
+"""Short versions of the long runs: each program does its work and detects what it should detect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sampled(**figures: list[int]) -> Samples:
 
 
 def test_belongings_counts_what_a_start_could_leave() -> None:
-    """A thread, a listening socket and its descriptor, shared memory, a child and a variable are each counted."""
+    """A thread, a listening socket and its descriptor, shared memory, a child process and a variable are each counted."""
     before = belongings()
     memory = os.memfd_create("ray_fracbackend_ipc")
     over = threading.Event()
@@ -61,30 +61,30 @@ def test_belongings_counts_what_a_start_could_leave() -> None:
 
 
 class TestGrowth:
-    """What counts as growth."""
+    """Detection of growth."""
 
     def test_flat_figures_and_noise_pass(self) -> None:
-        """Equal counts, single outliers and memory below its bound are no growth."""
+        """Equal counts, single outliers and memory below its limit do not count as growth."""
         found = sampled(ports=[1] * 5 + [3] + [1] * 4, rss_bytes=[10**8 + 30_000 * (i % 2) for i in range(10)])
         assert found.judged(0, rss_bytes_per_start=2048)["grew"] == []
 
     def test_one_descriptor_in_a_hundred_starts_is_found(self) -> None:
-        """Growth has the name of process and figure."""
+        """Growth is reported with the names of process and count."""
         (text,) = sampled(descriptors=[40 + i // 5 for i in range(10)]).judged(0, 2048)["grew"]
         assert text.startswith("driver: descriptors grew from 40 to 41")
 
     def test_memory_is_found_above_its_bound(self) -> None:
-        """Memory may grow by a bound for each start; what comes before the end of the warm-up is left out."""
+        """Memory may grow by a limit per start; samples before the end of the warm-up are ignored."""
         found = sampled(rss_bytes=[0] + [10**8 + 3000 * 20 * i for i in range(9)])
         assert len(found.judged(40, 2048)["grew"]) == 1
         assert found.judged(40, 4096)["grew"] == []
 
 
 class TestRuns:
-    """Runs made from seeds."""
+    """Runs generated from seeds."""
 
     def test_a_seed_makes_one_run(self) -> None:
-        """The same seed makes the same run again; many seeds make every kind of strike in every phase."""
+        """The same seed generates the same run; many seeds generate every kind of fault in every phase."""
         runs = [starts.StartRun.random(random.Random(seed)) for seed in range(500)]
         assert runs == [starts.StartRun.random(random.Random(seed)) for seed in range(500)]
         made = {(run.strike.kind, run.strike.phase, run.backend) for run in runs}
@@ -92,7 +92,7 @@ class TestRuns:
         assert {len(run.nodes) for run in runs} == {2, 3, 4, 5, 6}
 
     def test_errors_without_a_name_are_problems(self) -> None:
-        """A start may raise this package's errors alone, training those of c10d and Gloo too, and a stop none."""
+        """A start may raise only this package's errors, training also those of c10d and Gloo, and a stop none."""
         ours, c10d, gloo = (
             VerificationError("no"),
             dist.DistBackendError("no"),
@@ -113,7 +113,7 @@ def soak(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.full
 @pytest.mark.net
 def test_runs_of_starts() -> None:
-    """Starts in namespaces end well or in a named error and leave nothing, as the program itself checks."""
+    """Starts in namespaces succeed or end in an expected error and leave nothing, as checked by the program."""
     if reason := why_not():
         pytest.skip(reason)
     runs = soak("--kind", "starts", "--runs", "3", "--seed", "5")
@@ -123,7 +123,7 @@ def test_runs_of_starts() -> None:
 @pytest.mark.full
 @pytest.mark.net
 def test_a_rank_that_a_stopped_one_keeps_waiting() -> None:
-    """Rank 0, which has the store, is stopped as the start begins: rank 1 is told in time, and all start anew."""
+    """Rank 0, which has the store, is stopped when the start begins: rank 1 raises an error in time, and all start again."""
     if reason := why_not():
         pytest.skip(reason)
     (run,) = soak("--kind", "starts", "--only", "563925448")
@@ -135,7 +135,7 @@ def test_a_rank_that_a_stopped_one_keeps_waiting() -> None:
 
 @pytest.mark.full
 def test_a_fit_with_a_killed_worker() -> None:
-    """A worker is killed while it trains; Ray starts the workers again and the fit ends well."""
+    """A worker is killed during training; Ray restarts the workers and the fit succeeds."""
     (run,) = soak("--kind", "fits", "--only", "22")
     assert run["killed"]
     assert run["finished"]
@@ -143,7 +143,7 @@ def test_a_fit_with_a_killed_worker() -> None:
 
 @pytest.mark.full
 def test_cycles() -> None:
-    """A few cycles: every figure is sampled, and what has no warm-up does not grow."""
+    """In a few cycles every count is sampled, and counts without a warm-up do not grow."""
     ray.shutdown()  # of earlier tests in this process
     ray.init("local", num_cpus=6, include_dashboard=False, log_to_driver=False)
     try:
@@ -160,7 +160,7 @@ def test_cycles() -> None:
 
 @pytest.mark.full
 def test_trials(tmp_path: Path) -> None:
-    """Two trials of each side: all end well, driver and Ray are sampled, and ours is judged beside stock."""
+    """Two trials on each side succeed, driver and Ray are sampled, and ours is compared with stock."""
     command = [sys.executable, "-m", "tests.soak.trials", "--tuners", "1", "--trials", "2", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

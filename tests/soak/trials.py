@@ -1,13 +1,13 @@
-"""Runs many trials under Ray Tune in one driver, two at once, and sees that nothing grows there.
+"""Run many trials under Ray Tune in one driver, two at a time, and check that nothing grows there.
 
-Each trial trains two workers with half of a logical GPU each. With V1 Tune is given the trainer, with V2 a function that fits
-it. The trials come in a row of tuners; the driver is looked at between those, when no trial runs.
+Each trial trains two workers with half a logical GPU each. With V1 Tune receives the trainer, with V2 a function that fits it. The trials
+run in consecutive tuners; the driver is sampled between them, when no trial runs.
 
-The same trials run first with Ray's own TorchConfig, in a driver of their own: memory that grows there too is not ours.
+The same trials run first with Ray's own TorchConfig in a separate driver: memory that also grows there is not ours.
 
 usage: [RAY_TRAIN_V2_ENABLED=0|1] python -m tests.soak.trials [--tuners 10] [--trials 20] [--out FOLDER]
 
-Writes ``trials_ENGINE_DATE.json``; exit code 1 where something grew or a trial failed.
+Writes ``trials_ENGINE_DATE.json``; the exit code is 1 if something grew or a trial failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ray_fracbackend import FracTorchConfig, _ray, get_start_report
 from tests.soak.belongings import Samples, belongings
 from tests.soak.cycles import of_ray, settle
 
-# What a driver's memory may grow by more than with stock.
+# Growth of a driver's memory that is allowed beyond stock's.
 RSS_BYTES_PER_TRIAL = 64 * 1024
 
 
@@ -69,7 +69,7 @@ def tuner(num_trials: int, folder: str, stock: bool) -> tune.Tuner:
 
 
 def trials(num_tuners: int, num_trials: int, stock: bool) -> tuple[Samples, list[str]]:
-    """The samples after each tuner, and the errors of trials."""
+    """Return the samples after each tuner, and the errors of trials."""
     samples, errors = Samples(), []
     for number in range(1, num_tuners + 1):
         with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +90,7 @@ def trials(num_tuners: int, num_trials: int, stock: bool) -> tuple[Samples, list
 
 
 def in_a_driver(num_tuners: int, num_trials: int, stock: bool) -> tuple[Samples, list[str]]:
-    """The same in the calling process with a Ray of its own."""
+    """The same in the calling process with its own Ray."""
     ray.init("local", num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         return trials(num_tuners, num_trials, stock)
@@ -99,7 +99,7 @@ def in_a_driver(num_tuners: int, num_trials: int, stock: bool) -> tuple[Samples,
 
 
 def main() -> None:
-    # By name: functions of __main__ mean nothing to the workers of a process that was spawned.
+    # By name, because functions of __main__ have no meaning for the workers of a spawned process.
     from tests.soak.trials import in_a_driver
 
     command_line = parser(__doc__ or "")
@@ -113,7 +113,7 @@ def main() -> None:
     for side in ("stock", "ours"):
         print(f"{side}: {number} trials", file=sys.stderr, flush=True)
         started = time.monotonic()
-        # Each in a new process: what the first leaves in the allocator must not serve the second.
+        # Each in a new process: memory that the first leaves in the allocator must not be reused by the second.
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             samples, errors = pool.apply(in_a_driver, (arguments.tuners, arguments.trials, side == "stock"))
         judged = samples.judged(arguments.trials, limit)

@@ -1,4 +1,4 @@
-"""check_devices on real processes and stores, without Ray; what each process has is made up, as this machine has no GPU."""
+"""check_devices with real processes and stores, without Ray; the devices are simulated, because this machine has no GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tcp_store(rank, port):
 
 
 def check(rank, size, port, workers, device=None, rounds=1):
-    """Check made-up processes in a store; what it says of the last round, or its error."""
+    """Run check_devices in simulated processes with a store; return the results of the last round, or its error."""
     store = tcp_store(rank, port)
     with mock.patch.object(device_check, "_probe_process", lambda rank, device: workers[rank]):
         for _ in range(rounds):
@@ -77,7 +77,7 @@ def check(rank, size, port, workers, device=None, rounds=1):
     ids=["shared", "own", "slices", "windows", "flags"],
 )
 def test_the_rule_is_that_of_a_start(devices, facts, backend, reason):
-    """Every rank gets the table's decision in the table's words, and the devices by rank."""
+    """Every rank receives the decision of the table with its log line, and the devices by rank."""
     workers = [worker(rank, device, **facts) for rank, device in enumerate(devices)]
     found = run_processes(check, len(workers), workers)
     assert [each.reason for each in found] == [reason] * len(workers)
@@ -112,7 +112,7 @@ def test_the_rule_is_that_of_a_start(devices, facts, backend, reason):
     ids=["no device", "exclusive", "versions"],
 )
 def test_errors_are_those_of_all_ranks(facts, kind, text):
-    """Also on the ranks that are not at fault, and although rank 0 hosts the store and ends at once."""
+    """Ranks that are not at fault raise it too, although rank 0 hosts the store and ends at once."""
     workers = [worker(rank, **{"device": gpu("a"), **own}) for rank, own in enumerate(facts)]
     found = run_processes(check, len(workers), workers)
     assert [type(error) for error in found] == [kind] * 2
@@ -122,14 +122,14 @@ def test_errors_are_those_of_all_ranks(facts, kind, text):
 
 
 def test_calls_one_after_the_other_in_one_store():
-    """Each call has its own answer, at any number of ranks."""
+    """Each call has its own answer, with any number of ranks."""
     workers = [worker(rank, gpu(str(rank // 2))) for rank in range(5)]
     found = run_processes(check, 5, workers, None, 3)
     assert [group.ranks for group in found[4].share_groups] == [(0, 1), (2, 3)]
 
 
 def absent(rank, size, port, missing):
-    """The ranks but one check; the others stay with the store until they know."""
+    """All ranks except one call it; they keep the store until all have the result."""
     store = tcp_store(rank, port)
     error = None
     if rank != missing:
@@ -146,7 +146,7 @@ def absent(rank, size, port, missing):
 
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_a_process_that_does_not_come(missing):
-    """All others name it within the bound, also where it is rank 0."""
+    """All others name the missing rank within the time limit, also if it is rank 0."""
     found = run_processes(absent, 3, missing)
     for rank, error in enumerate(found):
         if rank != missing:
@@ -155,7 +155,7 @@ def test_a_process_that_does_not_come(missing):
 
 
 def of_other_sizes(rank, size, port, name):
-    """Rank 1 has another idea of the job."""
+    """Rank 1 passes another world size."""
     store = tcp_store(rank, port)
     version = "0.0.9" if rank and name == "version of ray_fracbackend" else device_check.__version__
     with (
@@ -167,7 +167,7 @@ def of_other_sizes(rank, size, port, name):
 
 @pytest.mark.parametrize("name", ["version of ray_fracbackend", pytest.param("world_size", marks=pytest.mark.full)])
 def test_processes_that_disagree(name):
-    """What they tell is not read as something else."""
+    """The difference is reported as such."""
     found = run_processes(of_other_sizes, 2, name)
     assert isinstance(found[0], IncompatibleWorkersError)
     assert str(found[0]).startswith(f"check_devices: {name} is ")
@@ -176,7 +176,7 @@ def test_processes_that_disagree(name):
 
 
 def host_dies(rank, size, port):
-    """The process with the store ends before anybody has come."""
+    """The process with the store ends before the others call."""
     store = tcp_store(rank, port)
     if rank == 0:
         store.wait(["1"], timedelta(seconds=20))
@@ -187,7 +187,7 @@ def host_dies(rank, size, port):
 
 
 def test_a_store_that_ends():
-    """The others do not wait for its answer, and learn whose it was."""
+    """The others do not wait for its answer, and the error names the process."""
     found = run_processes(host_dies, 2)
     with pytest.raises(
         RendezvousError, match=r"^check_devices: the store failed on rank 1 \(.*The process that hosts it must run"
@@ -196,7 +196,7 @@ def test_a_store_that_ends():
 
 
 def in_groups(rank, size, port):
-    """The default group, and one of its ranks 1 and 2; rank 0 is in the first alone."""
+    """The default group, and a group of its ranks 1 and 2; rank 0 is only in the first one."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     part = dist.new_group([1, 2])
     mine = worker(rank, gpu("a" if rank else "b"))
@@ -240,14 +240,14 @@ def test_groups():
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
 def test_arguments(arguments, text):
-    """Each has its rule, which the error tells with the value."""
+    """Each argument has a rule; the error contains the rule and the value."""
     with pytest.raises(ValueError, match=text):
         check_devices(**arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_cuda_or_ray():
-    """The process itself is asked: torch finds no CUDA here, which the error says; Ray is not imported."""
+    """torch finds no CUDA in this process, and the error says so; Ray is not imported."""
     code = (
         "import sys; sys.modules['ray'] = None; import torch.distributed as dist; from ray_fracbackend import check_devices\n"
         "store = dist.TCPStore('127.0.0.1', 0, 1, True, use_libuv=False)\n"

@@ -1,4 +1,4 @@
-"""verify_process_group on real processes, without Ray."""
+"""verify_process_group with real processes, without Ray."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def verify_world(rank, world_size, port):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_world_sizes(world_size):
-    """A healthy group of any size passes, twice in a row, and all ranks have the same figures."""
+    """A working group of any size passes, twice in a row, and all ranks have the same measurements."""
     results = run_processes(verify_world, world_size)
     assert all(isinstance(result, VerificationResult) for result in results), results
     assert {(r.world_size, r.backend, r.device, len(r.rank_seconds)) for r in results} == {
@@ -64,12 +64,12 @@ def verify_subgroup(rank, world_size, port):
 
 
 def test_subgroup():
-    """A group of some ranks is verified by those alone, in its own ranks."""
+    """A subgroup is verified only by its ranks, with its own rank numbers."""
     assert run_processes(verify_subgroup, 3) == [None, 2, 2]
 
 
 def missing_in_subgroup(rank, world_size, port):
-    """A rank of a subgroup does not come; what its peer says."""
+    """One rank of a subgroup is missing; return the error of its peer."""
     init(rank, world_size, port)
     group = dist.new_group([1, 2])
     text, ranks = None, None
@@ -83,14 +83,14 @@ def missing_in_subgroup(rank, world_size, port):
 
 
 def test_ranks_of_a_subgroup_are_named_as_those_of_the_job():
-    """Whoever reads the error knows the job's ranks alone."""
+    """A reader of the error knows only the job's ranks."""
     text, ranks = run_processes(missing_in_subgroup, 3)[1]
     assert re.search(r"barrier failed on rank 1 after .*: rank 2 is not in it", text)
     assert ranks == (2,)
 
 
 def outside(rank, world_size, port):
-    """A rank that is not in the group calls all the same."""
+    """A rank that is not in the group calls the function."""
     init(rank, world_size, port)
     group = dist.new_group([0])
     errors = []
@@ -104,14 +104,14 @@ def outside(rank, world_size, port):
 
 
 def test_a_rank_outside_the_group():
-    """Every calling form raises a ValueError that says so."""
+    """In every form of the call it raises a ValueError."""
     inside, told = run_processes(outside, 2)
     assert inside == []
     assert ["this rank is not in it" in text for text in told] == [True, True]
 
 
 def corrupt(rank, world_size, port, name, bad_rank):
-    """One rank's collective goes wrong after it was computed."""
+    """Change the result of a collective on one rank."""
     init(rank, world_size, port)
     original = getattr(dist, name)
 
@@ -136,7 +136,7 @@ def corrupt(rank, world_size, port, name, bad_rank):
     ],
 )
 def test_wrong_answers(name, match):
-    """A wrong result of each collective is an error with what was found and what it must be; the peers do not hang."""
+    """A wrong result of any collective raises an error with the actual and the expected value; the peers do not hang."""
     bad = 0 if name == "broadcast" else 1
     errors = run_processes(corrupt, 2, name, bad)
     assert isinstance(errors[bad], VerificationError)
@@ -144,11 +144,11 @@ def test_wrong_answers(name, match):
 
 
 def refused(rank, world_size, port, text):
-    """The first collective of a subgroup fails as NCCL would fail it."""
+    """The first collective of a subgroup fails as it would with NCCL."""
     init(rank, world_size, port)
     group = dist.new_group([1, 2])
     barrier = dist.barrier
-    barrier()  # a rank that leaves earlier breaks the connections that its peer still makes
+    barrier()  # a rank that leaves earlier would break the connections that its peer still makes
 
     def fail(*args, **kwargs):
         raise dist.DistBackendError(text)
@@ -162,7 +162,7 @@ def refused(rank, world_size, port, text):
 
 
 def test_nccl_refuses_ranks_on_one_gpu():
-    """NCCL's own words become a SharedDeviceError with the job's ranks; ncclInvalidUsage alone is told as it is."""
+    """NCCL's message becomes a SharedDeviceError with the job's ranks; ncclInvalidUsage without a reason is reported unchanged."""
     first, second = run_processes(refused, 3, torch_text(DUPLICATE))[1:]
     assert isinstance(first, SharedDeviceError)
     assert (first.ranks, second.ranks) == ((1, 2), (1, 2))
@@ -175,7 +175,7 @@ def test_nccl_refuses_ranks_on_one_gpu():
 
 
 def swapped(rank, world_size, port):
-    """Ranks 0 and 1 believe they are each other for what they contribute."""
+    """Ranks 0 and 1 contribute each other's values."""
     init(rank, world_size, port)
     original = dist.get_rank
     dist.get_rank = lambda group=None: {0: 1, 1: 0}.get(original(group), original(group))
@@ -183,7 +183,7 @@ def swapped(rank, world_size, port):
 
 
 def test_swapped_ranks_do_not_pass():
-    """A mapping that exchanges two ranks keeps every sum and is still found."""
+    """If two ranks are swapped, every sum stays the same, but the swap is detected."""
     errors = run_processes(swapped, 3)
     assert any(isinstance(error, VerificationError) for error in errors)
 
@@ -202,13 +202,13 @@ def missing_rank(rank, world_size, port, how):
     finally:
         if rank == 2:
             store.set("has reported", "")
-        else:  # rank 0 hosts the store where the other looks who is missing
+        else:  # rank 0 hosts the store, where the other rank looks for missing ranks
             store.wait(["has reported"], timedelta(seconds=10))
     return None
 
 
 def test_rank_that_does_not_come():
-    """A rank that never enters is named by the others within the bound."""
+    """A missing rank is named by the others within the time limit."""
     results = run_processes(missing_rank, 3, "sleep", timeout_s=20, needed=(0, 2))
     for rank in (0, 2):
         text, ranks = results[rank]
@@ -217,18 +217,18 @@ def test_rank_that_does_not_come():
 
 
 def test_rank_that_dies():
-    """A dead rank is an error for all others, not a wait."""
+    """If a rank is dead, all others raise an error instead of waiting."""
     results = run_processes(missing_rank, 3, "kill", timeout_s=20)
     for rank in (0, 2):
         text, ranks = results[rank]
-        # Gloo may know of a connection alone, whose other end it does not name.
+        # Gloo may report only a lost connection, without the rank.
         assert 1 in ranks or re.search(
             r"barrier failed.*(closed by peer|reset by peer|Broken pipe)", text, re.DOTALL
         ), text
 
 
 def test_wrong_use():
-    """No group, or a bound that is none, is a ValueError that says what to do."""
+    """No group, or an invalid time limit, raises a ValueError with the advice."""
     with pytest.raises(ValueError, match="init_process_group first"):
         verify_process_group()
     for timeout_s in (0, float("nan"), float("inf"), 1e10, "30", True):
@@ -237,7 +237,7 @@ def test_wrong_use():
 
 
 def figures_by_a_clock(rank, world_size, port, *, is_gloo):
-    """A clock by hand: a tensor takes 100 s, the first all_reduce of all 10 s, then of each size one 3 s and one 1 s."""
+    """Simulate a clock: a tensor takes 100 s, the very first all_reduce 10 s, then of each size one takes 3 s and one 1 s."""
     init(rank, world_size, port)
     now, calls = [0.0], {}
     original, pattern = dist.all_reduce, verify.Verification._pattern
@@ -248,7 +248,7 @@ def figures_by_a_clock(rank, world_size, port, *, is_gloo):
 
     def slow_all_reduce(tensor, **kwargs):
         work = original(tensor, **kwargs)
-        # The last is the first.
+        # The last device is the first in the group.
         seconds = calls.setdefault(tensor.numel(), [1.0, 3.0] if calls else [1.0, 3.0, 10.0])
         now[0] += seconds.pop()
         return work
@@ -262,7 +262,7 @@ def figures_by_a_clock(rank, world_size, port, *, is_gloo):
 
 @pytest.mark.parametrize(("is_gloo", "small_s", "large_s"), [(True, 10.0, 3.0), (False, 1.0, 1.0)])
 def test_figures_are_those_of_the_collective(is_gloo, small_s, large_s):
-    """Tensors and comparisons are not in them. Gloo on the CPU: the only call of each size; else the better of two after a first."""
+    """Tensors and comparisons are not measured. Gloo on the CPU uses its only call of each size, others the faster of two."""
     (result,) = run_processes(functools.partial(figures_by_a_clock, is_gloo=is_gloo), 1)
     assert (result.latency_s, result.bandwidth_bytes_per_s) == (small_s, 1024 * 1024 / large_s)
     assert result.rank_seconds == (small_s + large_s,)
@@ -279,14 +279,14 @@ def out_of_memory(rank, world_size, port):
 
 
 def test_out_of_memory_passes_through():
-    """A full device is no failure of the group."""
+    """A full device is not a failure of the group."""
     (error,) = run_processes(out_of_memory, 1)
     assert isinstance(error, torch.cuda.OutOfMemoryError)
     assert "Tried to allocate" in str(error)
 
 
 def refused_device(rank, world_size, port, name):
-    """CUDA refuses something to one rank, while its peer is in the collective."""
+    """CUDA refuses a call on one rank while its peer is in the collective."""
     init(rank, world_size, port)
 
     def fail(*args, **kwargs):
@@ -305,7 +305,7 @@ def refused_device(rank, world_size, port, name):
     ],
 )
 def test_what_cuda_refuses(name, says, advice):
-    """The rank that has the error says so, blames nobody else and not the network."""
+    """The rank with the error reports it, without blaming another rank or the network."""
     peer, error = run_processes(refused_device, 2, name)
     assert isinstance(peer, VerificationError)
     assert isinstance(error, VerificationError)
@@ -320,7 +320,7 @@ def test_what_cuda_refuses(name, says, advice):
 )
 @pytest.mark.parametrize("release", RELEASES)
 def test_no_memory_for_a_context(monkeypatch, release, free, is_full):
-    """It is no OutOfMemoryError of torch's, and a refusal to pin host memory has the same text."""
+    """It is not torch's OutOfMemoryError, and a refusal to pin host memory has the same message."""
     assert recorded("device_full", release) == recorded("no_pinned_memory", release)
 
     def mem_get_info(device):
@@ -336,21 +336,21 @@ def test_no_memory_for_a_context(monkeypatch, release, free, is_full):
 
 
 def never_ends(rank, world_size, port):
-    """A collective that keeps no time limit of its own, as NCCL's connecting and CUDA's waits."""
+    """A collective without its own timeout, like NCCL's connecting and CUDA's waits."""
     init(rank, world_size, port)
     dist.all_reduce = lambda *args, **kwargs: threading.Event().wait()
     verify_process_group(timeout_s=0.5)
 
 
 def test_a_collective_without_a_limit_is_left():
-    """The bound holds for backends that keep none."""
+    """The time limit also applies to backends that ignore it."""
     (error,) = run_processes(never_ends, 1, timeout_s=30)
     assert isinstance(error, VerificationError)
     assert re.search(r"all_reduce of 1 KiB failed on rank 0 .*no answer within 0.5 s", str(error))
 
 
 def store_hangs_too(rank, world_size, port):
-    """The call that does not come back holds the client of the store."""
+    """The call that does not return blocks the store's client."""
     init(rank, world_size, port)
     dist.all_reduce = lambda *args, **kwargs: threading.Event().wait()
     verify_failure._looked_up = lambda verification: threading.Event().wait()
@@ -358,14 +358,14 @@ def store_hangs_too(rank, world_size, port):
 
 
 def test_a_store_that_hangs_too_is_left():
-    """Then nobody is named, and the error comes all the same."""
+    """Then no rank is named, but the error is still raised."""
     (error,) = run_processes(store_hangs_too, 1, timeout_s=30)
     assert isinstance(error, VerificationError)
     assert error.ranks == ()
 
 
 def both_halves(rank, world_size, port):
-    """A group with one backend for the CPU and another for CUDA; which devices are verified."""
+    """Return the verified devices of a group with one backend for the CPU and another for CUDA."""
     dist.Backend.register_backend(
         "second", lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size), devices=["cpu", "cuda"]
     )
@@ -380,7 +380,7 @@ def both_halves(rank, world_size, port):
 
 
 def test_a_pair_of_backends_is_verified_in_both_halves():
-    """Each backend of a group is verified, the one whose figures count last; a device by name means that one alone."""
+    """Each backend of a group is verified, and the last one provides the result; an explicit device is the only one verified."""
     assert run_processes(both_halves, 1) == [(["cuda", "cpu", "cpu"], ["cuda"])]
 
 
@@ -400,7 +400,7 @@ def test_a_pair_of_backends_is_verified_in_both_halves():
 def test_the_tensors_are_those_that_training_will_use(
     backends: dict[str, str], used: bool, platform: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA's where the backend is for them or the process has used CUDA, but never Gloo's on Windows, which would end it."""
+    """CUDA tensors if the backend is for them or the process has used CUDA; never for Gloo on Windows, which would end it."""
     monkeypatch.setattr(verify, "backends_by_device", lambda group=None: backends)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)

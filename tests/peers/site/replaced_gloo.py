@@ -1,4 +1,4 @@
-"""What torch's tests ask of torch about Gloo, answered for ``ipc``. Imports torch."""
+"""Replace torch's functions about Gloo that its tests use by versions for ``ipc``. Imports torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# The first group of a process would import it: the tests' processes are forked from one that has it.
+# The first group of a process would import it: the tests' processes are forked from one that has imported it.
 from ray_fracbackend.ipc import IpcProcessGroup
 
 # Groups that name no backend.
@@ -15,6 +15,6 @@ dist.Backend.default_device_backend_map["cpu"] = "ipc"
 
 
 def group(store: Any, rank: int, size: int, options: Any = None, timeout: Any = None) -> Any:
-    """As ``ProcessGroupGloo(...)``."""
+    """Same call as ``ProcessGroupGloo(...)``."""
     limit = timeout or getattr(options, "_timeout", None) or timedelta(seconds=50)
     return IpcProcessGroup(store, rank, size, limit, ())

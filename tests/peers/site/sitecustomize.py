@@ -1,4 +1,4 @@
-"""Runs at the start of every Python process of a peer suite, those that its tests start and Ray's workers included."""
+"""Runs at the start of every Python process of a peer suite, including its child processes and Ray's workers."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ def _prepare() -> None:
 try:
     _prepare()
 except Exception:
-    # Python would go on, and a suite on the stock side twice looks like two equal sides.
+    # Python would continue, and a suite that runs twice on stock's side looks like two equal sides.
     traceback.print_exc()
     sys.stderr.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Loads torch's tests with ``ipc`` in the place of Gloo, and with processes that start warm. Standard library at import."""
+"""Load torch's tests with ``ipc`` in place of Gloo and with pre-imported processes. Only the standard library at import."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Processes that import torch anew would be most of the time of a suite. `warm_process` forks them from one that has.
+# Processes that import torch would take most of the time of a suite. `warm_process` forks them from one that has imported it.
 _COLD = re.compile(rb'torch\.multiprocessing\.get_context\("spawn"\)\.Process\b')
 _WARM = b'__import__("warm_process").Process'
 _TORCHS_HELPERS = "torch.testing._internal"
-# A literal of its own, and the pair of devices and backends.
+# A separate literal, and the pair of devices and backends.
 _GLOO = re.compile(rb"([\"'])gloo([\"'])|\b(cpu|cuda):gloo\b")
-# Not in the lists of backends whose records the suite looks for in a profile: they want those of calls that another thread ran.
+# Not in the lists of backends that the suite looks for in a profile: those expect calls that another thread ran.
 _NAME = re.compile(rb"(?m)^(?! {4}dist\.Backend\.GLOO,$)(.*\bBackend)\.GLOO\b")
 _CLASS = re.compile(rb"\b(?:c10d|dist)\.ProcessGroupGloo\(")
 
 
 def on_ipc(source: bytes) -> bytes:
-    """A test's source with ``ipc`` wherever it names Gloo as the backend."""
+    """Return a test's source with ``ipc`` wherever it names Gloo as the backend."""
     source = _GLOO.sub(lambda found: found[3] + b":ipc" if found[1] is None else found[1] + b"ipc" + found[2], source)
     source = _CLASS.sub(b'__import__("replaced_gloo").group(', source)
     return _NAME.sub(rb"\1.IPC", source)
 
 
 class _Loader(SourceFileLoader):
-    """Reads a module with changes; no bytecode is read or kept."""
+    """Read a module with changes; no bytecode is read or kept."""
 
     ipc = False
 
@@ -53,7 +53,7 @@ class _OnIpc(_Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds torch's own helpers for tests, and tests below a folder."""
+    """Find torch's own helpers for tests, and tests below a folder."""
 
     def __init__(self, loader: type[_Loader], tests: str) -> None:
         self._loader, self._tests = loader, tests
@@ -78,7 +78,7 @@ def provide(backend: str) -> None:
     """Make this process load torch's tests for a backend.
 
     Args:
-        backend: ``gloo``, or ``ipc`` to read every Gloo in them as ``ipc``.
+        backend: ``gloo``, or ``ipc`` to replace Gloo by ``ipc``.
     """
     folder = os.environ.get("PEERS_TESTS", "")
     sys.meta_path.insert(0, _Finder(_OnIpc if backend == "ipc" else _Loader, folder and str(Path(folder).resolve())))

@@ -1,4 +1,4 @@
-"""Processes of torch's tests, forked from one that has imported torch and nothing has run in."""
+"""Processes for torch's tests, forked from one that has imported torch and has run nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import multiprocessing
 import os
 from typing import Any
 
-import torch.testing._internal.distributed.distributed_test  # noqa: F401 (the largest of torch's suites, and what all import)
+import torch.testing._internal.distributed.distributed_test  # noqa: F401 (the largest of torch's suites; all tests import it)
 
 
 class Process(multiprocessing.get_context("forkserver").Process):  # type: ignore[name-defined,misc]
-    """As torch's spawned ones, with the environment and the folder for imports that the parent has now."""
+    """Like torch's spawned processes, with the parent's current environment and import path."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
