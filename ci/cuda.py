@@ -4,7 +4,7 @@ usage: python ci/cuda.py [OPTION ...] COMMAND ...       set up what is missing, 
        python ci/cuda.py pytest tests/gpu               the first word may be a program of the environment
        python ci/cuda.py --smoke                        what every change has to pass, in three minutes
        python ci/cuda.py --steps [--record] [NAME ...]  everything on CUDA tensors, or some of it (ci/cuda_steps.py); --record writes
-                                                        the table of docs/gpu-sharing.md
+                                                        the table of docs/development/gpu-runs.md
        python ci/cuda.py --set-up | --export            only set up; print the exact versions
 
 It uses the package sources of pip's configuration. It keeps the environment in --folder, 7 GB for each torch outside

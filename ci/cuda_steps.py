@@ -18,7 +18,7 @@ from typing import Any
 from common import ROOT
 
 RESULTS = ROOT / "ci" / "cuda_results.jsonl"
-PAGE = ROOT / "docs" / "gpu-sharing.md"
+PAGE = ROOT / "docs" / "development" / "gpu-runs.md"
 _BEGIN, _END = "<!-- table: ci/cuda.py --steps --record -->\n", "<!-- end of the table -->"
 _COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
 _PYTEST = ("pytest", "-p", "no:cacheprovider", "-q", "-rs", "--full")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The GPU tests and benchmarks, in four calls of at most 8 minutes, on a host with one or more GPUs.
 #
-#   ci/gpu.sh A|B|C|D|all [--bundle DIR] [--out DIR] [--dry] [--scale N]        docs/gpu-sharing.md has the runbook
+#   ci/gpu.sh A|B|C|D|all [--bundle DIR] [--out DIR] [--dry] [--scale N]        docs/development/gpu-runs.md has the runbook
 #
 #   A  what the device can do, whether ipc is right, all_reduce and DDP by each backend
 #   B  every test of the backends alone

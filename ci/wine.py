@@ -5,7 +5,7 @@ usage: python3 ci/wine.py [--record] [--versions TORCH RAY] [STEP ...]     set u
        python3 ci/wine.py [--versions TORCH RAY] --python -- ARGUMENT ...      set up, then Windows' python.exe with these arguments
 
 Uses the package sources that apt and pip are set up with. What it sets up is kept in --folder, 5 GB outside of the project, and used
-again. --record writes what each step came to into the line of its versions in ci/wine_results.jsonl, and the table of docs/windows.md.
+again. --record writes what each step came to into the line of its versions in ci/wine_results.jsonl, and the table of docs/development/windows-runs.md.
 
 Wine is not Windows: what fails under it may be Wine's, and what passes is evidence for the Windows builds of Python, torch, Ray and
 this package, not for Windows' own network stack, resolver and files.
@@ -28,7 +28,7 @@ from common import ROOT
 from wine_setup import Wine, why_not
 
 RESULTS = ROOT / "ci" / "wine_results.jsonl"
-PAGE = ROOT / "docs" / "windows.md"
+PAGE = ROOT / "docs" / "development" / "windows-runs.md"
 _BEGIN, _END = "<!-- table: ci/wine.py --record -->\n", "<!-- end of the table -->"
 # One torch below, one among and one above those without a Gloo transport; two Rays. The first cell runs all steps.
 CELLS = (("2.13.0", "2.60.0"), ("2.7.1", "2.51.1"), ("2.9.1", "2.60.0"))

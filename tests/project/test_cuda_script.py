@@ -12,6 +12,10 @@ import pytest
 from tests.processes import wait_until
 
 _ROOT = Path(__file__).parents[2]
+sys.path.append(str(_ROOT / "ci"))
+
+import cuda_steps  # noqa: E402
+
 _RIG = """
 import sys, types
 sys.path.insert(0, sys.argv[1])
@@ -60,11 +64,14 @@ def test_a_step_that_takes_too_long(tmp_path):
     assert (tmp_path / "second").exists()
 
 
+def test_the_page_has_the_recorded_table():
+    """docs/development/gpu-runs.md shows the runs of ci/cuda_results.jsonl between the marks that a new record replaces."""
+    table = f"{cuda_steps._BEGIN}{cuda_steps.table(cuda_steps.read())}\n{cuda_steps._END}"
+    assert table in cuda_steps.PAGE.read_text(encoding="utf-8")
+
+
 def test_all_tests_of_cuda_tensors_are_in_a_step():
     """A file that no step names would run nowhere."""
-    sys.path.insert(0, str(_ROOT / "ci"))
-    import cuda_steps
-
     named = {word for step in cuda_steps.STEPS.values() for word in step.command if word.endswith(".py")}
     files = {
         f"tests/{folder}/{path.name}"

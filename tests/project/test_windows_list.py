@@ -93,7 +93,7 @@ def test_machines_that_cannot(
 
 
 def test_the_page_has_the_recorded_table() -> None:
-    """docs/windows.md shows the runs of ci/wine_results.jsonl, in which all passed."""
+    """docs/development/windows-runs.md shows the runs of ci/wine_results.jsonl, in which all passed."""
     cells = wine.read()
     assert wine.table(cells) in wine.PAGE.read_text(encoding="utf-8")
     assert [wine.key_of(cell) for cell in cells] == list(wine.CELLS)
