@@ -1,6 +1,7 @@
 """The documentation as a site builds without a warning, and its reference pages have what the code has."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -36,6 +37,33 @@ def test_notebook_runs():
     """examples/fractional_gpu.ipynb runs from top to bottom, and its two losses are equal."""
     pytest.importorskip("nbclient", reason="the extra test is not installed")
     assert script("notebook.py") is None
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    """The hooks of mkdocs.yml."""
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    monkeypatch.syspath_prepend(_ROOT / "ci")
+    return importlib.import_module("docs_hooks")
+
+
+_CELLS = "<tr>\n<td>one</td>\n<td class='x'>two</td>\n</tr>"
+
+
+def test_tables_that_stack_on_a_phone(hooks):
+    """Each cell but the first of a row has the heading of its column; a heading may have quotes and code."""
+    table = f'<table>\n<thead>\n<tr>\n<th></th>\n<th>a <code>"b"</code></th>\n</tr>\n</thead>\n<tbody>\n{_CELLS}\n</tbody>\n</table>'
+    stacked = hooks.on_page_content(f"<p>before</p>{table}<p>after</p>")
+    assert stacked.startswith("<p>before</p><table data-stacks>")
+    assert "<td>one</td>\n<td data-label=\"a &quot;b&quot;\" class='x'>two</td>" in stacked
+    assert stacked.count("data-label") == 1
+
+
+def test_tables_that_scroll_on_a_phone(hooks):
+    """Tables of many columns, and those of the theme and the notebook, stay as they are."""
+    wide = f"<table><thead><tr>{'<th>x</th>' * 5}</tr></thead><tbody><tr>{'<td>1</td>' * 5}</tr></tbody></table>"
+    themed = f'<table class="highlighttable">{_CELLS}</table>'
+    assert hooks.on_page_content(wide + themed) == wide + themed
 
 
 def test_notebook_has_its_outputs():
