@@ -89,7 +89,7 @@ def test_python_snippets(page):
 
 def config_calls(page):
     """``FracTorchConfig(...)`` wherever a page has it, with the text after it in the line; `...` as a value is left out."""
-    text = page.read_text()
+    text = re.sub(r"^[+-](?= )", " ", page.read_text(), flags=re.MULTILINE)  # a call may be lines of a diff
     for found in re.finditer(r"(?<![\w.])FracTorchConfig\(", text):
         depth, end = 1, found.end()
         while depth:
@@ -121,7 +121,7 @@ _SCRIPT = re.compile(r"# (\S+\.py), run as: (.+)\n")
 
 @pytest.mark.full
 def test_scripts_run(tmp_path):
-    """A Python snippet that says how to run it runs as it says; README's is one without Ray."""
+    """A Python snippet that says how to run it runs as it says; one of them without Ray."""
     (tmp_path / "ray.py").write_text("raise ImportError('there is no Ray here')")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(_ROOT)])}
     environment["PET_MASTER_PORT"] = str(free_port())  # torchrun's own is the same for all
@@ -181,8 +181,26 @@ def test_every_error_has_a_section():
     assert ours - set(headings) == set()
 
 
+def test_quickstart():
+    """docs/quickstart.md has the whole of the example, and its diff is what makes a script for stock Ray Train of it."""
+    blocks = {language: code for _, language, code in _FENCE.findall((_ROOT / "docs" / "quickstart.md").read_text())}
+    example = (_ROOT / "examples" / "quickstart.py").read_text()
+    assert blocks["python"] == example
+    lines = [line.strip() for line in example.splitlines()]
+    shown = [(line[:1], line[1:].strip()) for line in blocks["diff"].splitlines() if line]
+    assert [text for _, text in shown if text not in lines] == []
+    added = [
+        "from ray_fracbackend import FracTorchConfig",
+        "torch_config=FracTorchConfig(",
+        'on_missing_cuda="cpu",',
+        "),",
+    ]
+    assert [text for sign, text in shown if sign == "+"] == added
+    assert example.count("FracTorchConfig") == 2
+
+
 def test_settings_table():
-    """The README lists every setting with its default."""
-    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", (_ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    """docs/settings.md lists every setting with its default."""
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", (_ROOT / "docs" / "settings.md").read_text(), flags=re.MULTILINE)
     defaults = [(name, getattr(FracTorchConfig(), name)) for name in setting_names()]
     assert [(name, ast.literal_eval(value)) for name, value in rows] == defaults

@@ -28,9 +28,17 @@ def test_changelog_has_the_version():
     assert re.fullmatch(rf"\[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])
 
 
-def test_readme_has_the_version():
-    """Every wheel that README names is that of the version."""
-    assert set(re.findall(r"ray_fracbackend-([\w.]+)-py3", _README)) == {__version__}
+def test_install_page_has_the_version():
+    """Every wheel that docs/install.md names is that of the version."""
+    page = (_ROOT / "docs" / "install.md").read_text()
+    assert set(re.findall(r"ray_fracbackend-([\w.]+)-py3", page)) == {__version__}
+
+
+def test_first_commands_of_readme():
+    """The first command installs the package and runs the demo, the second installs and runs the tests."""
+    commands = re.findall(r"^    (\S*python3? .+)$", _README, flags=re.MULTILINE)
+    demo = "python3 -m venv .venv && .venv/bin/python -m pip install -c ci/constraints.txt '.[demo]' && .venv/bin/ray-fracbackend demo"
+    assert commands[:2] == [demo, "python3 ci/test.py"]
 
 
 def test_classifiers_are_what_was_run():
@@ -64,8 +72,9 @@ def test_first_screen_of_readme():
 
 
 def test_snippet_of_tune_is_the_example():
-    """README's Tune function is the one of the example, which tests/ray/test_tune.py runs."""
-    (function,) = re.findall(r"```python\n(def fit_trial.+?)```", _README, flags=re.DOTALL)
+    """The Tune function of docs/tune.md is the one of the example, which tests/ray/test_tune.py runs."""
+    page = (_ROOT / "docs" / "tune.md").read_text()
+    (function,) = re.findall(r"```python\n(def fit_trial.+?)```", page, flags=re.DOTALL)
     assert function in (_ROOT / "examples" / "tune_fractional_gpus.py").read_text()
 
 

@@ -1,4 +1,4 @@
-"""A run whose workers get the package from runtime_env, as README says. Not collected: test_install.py starts it.
+"""A run whose workers get the package from runtime_env, as docs/install.md says. Not collected: test_install.py starts it.
 
 usage: python install_script.py RESULTS_FOLDER PY_MODULE
 """

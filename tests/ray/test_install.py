@@ -1,4 +1,4 @@
-"""The package by runtime_env, as README says for nodes that do not have it: Ray copies it to the workers, which import the copy."""
+"""The package by runtime_env, as docs/install.md says for nodes that do not have it: Ray copies it to the workers, which import the copy."""
 
 import json
 import os
