@@ -16,6 +16,7 @@ only), 2.48 and 2.60 (V1 and V2 engines):
 ``ray.train.v2._internal.execution.callback``   ``WorkerGroupCallback``, 2.48 to 2.60
 ``ray.train.v2._internal.callbacks``            ``BackendSetupCallback``, 2.48 to 2.60
 ``ray.rllib.core.learner.learner_group``        ``_get_backend_config``, 2.40 to 2.60
+``ray._private.worker``                         ``_global_node``, 2.40 to 2.60
 ==============================================  ====================================================================
 
 Attributes of objects that Ray passes in need no import:
@@ -26,7 +27,8 @@ V1 worker groups                                ``.workers``, ``.num_gpus_per_wo
 V2 worker groups                                ``.get_workers()``, ``.abort()``, ``._worker_group_state``,
                                                 ``._storage_context``, ``._callbacks``
 workers of both                                 ``.metadata``, ``.actor``
-``TorchTrainer``                                ``._param_dict`` (V1), 2.40 to 2.60
+``TorchTrainer``                                ``._param_dict`` (V1), 2.40 to 2.60; ``._register_sigint_handler`` (V2),
+                                                2.48 to 2.60
 ==============================================  ====================================================================
 """
 
@@ -233,6 +235,22 @@ def keep_torch_config(trainer: Any, config: Any) -> None:
     arguments = getattr(trainer, "_param_dict", None)
     if arguments is not None:
         arguments["torch_config"] = config
+
+
+def started_ray() -> bool:
+    """Return True where ``ray.init`` of this process started the Ray that it uses: no node joins that one by itself."""
+    node = _private("ray._private.worker", "_global_node", by="started_ray")._global_node
+    return node is not None and bool(node.is_head())
+
+
+def replace_sigint_handler(trainer_class: type, register: Callable[[Any], None]) -> None:
+    """Let ``register(controller)`` set the handler of SIGINT for each run of V2, where V2 sets its own.
+
+    That one waits without a limit for an answer of the controller, which answers nothing while it waits for resources
+    (DataParallelTrainer._register_sigint_handler, WorkerGroup._start_impl, 2.60). V1 leaves SIGINT to Tune.
+    """
+    if hasattr(trainer_class, "_register_sigint_handler"):
+        trainer_class._register_sigint_handler = lambda self, controller: register(controller)
 
 
 def v2_enabled() -> bool:

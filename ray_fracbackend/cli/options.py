@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
@@ -13,6 +14,8 @@ from ray_fracbackend.decide.settings import MAX_S, Settings, setting_names
 
 # As many actors as Ray itself tests a cluster with; each probe worker is one.
 MAX_WORKERS = 10_000
+# More than any machine has.
+MAX_DECLARED = 10_000
 # Seconds.
 _WAIT_S = 30.0
 
@@ -37,9 +40,9 @@ _OPTIONS: Mapping[str, _Option] = {
     # --timeout-s is how long plan and test wait for cluster and resources.
     "timeout_s": _Option("timeout of collectives once training runs", name="collective_timeout_s"),
     "on_shared_device": _Option("what to do when ranks share a device"),
-    "on_missing_cuda": _Option("what to do when Ray gave GPUs that torch cannot use"),
+    "on_missing_cuda": _Option("what to do when Ray assigned GPUs that torch cannot use"),
     "verify": _Option("do not check the group before training"),
-    "start_timeout_s": _Option("bound on rendezvous and verification, and on the probe before them"),
+    "start_timeout_s": _Option("time limit for connecting and checking, and for the probe before them"),
     "master_addr": _Option("address of rank 0's node that all others reach"),
     "master_port": _Option("port on rank 0's node, or a range LOW-HIGH of ports"),
     "limit_gpu_memory": _Option("cap each worker's CUDA memory at its GPU fraction"),
@@ -67,6 +70,7 @@ def add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> No
     )
     add_wait(command, _WAIT_S, "wait for cluster and resources")
     add_cluster(command, "default: the running one that ray.init() finds, else a new local one, announced on stderr")
+    add_local_ray(command, "this command")
     add_settings(command)
 
 
@@ -86,6 +90,34 @@ def add_cluster(command: argparse.ArgumentParser, default: str) -> None:
     """Add ``--address`` and ``--json``."""
     command.add_argument("--address", help=f"of a Ray cluster, as ray.init takes it ({default})")
     command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def add_local_ray(command: argparse.ArgumentParser, starter: str) -> None:
+    """Add ``--num-gpus`` and ``--num-cpus``: what a Ray that is started here declares."""
+    text = f"number of logical {{}}s to declare, if {starter} starts Ray; Ray does not check that they exist"
+    for name in ("GPU", "CPU"):
+        kind = count(MAX_DECLARED, least=0)
+        command.add_argument(f"--num-{name.lower()}s", type=kind, metavar="NUMBER", help=text.format(name))
+
+
+def local_ray(options: argparse.Namespace) -> dict[str, int]:
+    """Return the arguments of ``ray.init`` that the command line has: ``num_gpus`` and ``num_cpus``."""
+    given = {name: getattr(options, name) for name in ("num_gpus", "num_cpus")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def declared_text(declared: Mapping[str, int]) -> str:
+    """Return what a Ray that was started with these arguments of ``ray.init`` has, as a sentence."""
+    parts = [
+        f"{number} logical {name.removeprefix('num_')[:-1].upper()}{'' if number == 1 else 's'}"
+        for name, number in declared.items()
+    ]
+    return f"this Ray has {' and '.join(parts)} ({options_text(declared)})"
+
+
+def options_text(declared: Mapping[str, int]) -> str:
+    """Return these arguments of ``ray.init`` as options of the command line."""
+    return ", ".join(f"--{name.replace('_', '-')} {number}" for name, number in declared.items())
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:
@@ -113,6 +145,19 @@ def setting_options() -> dict[str, str]:
     return {setting.name: _flag(setting) for setting in fields(Settings)}
 
 
+def advised_options(text: str) -> str:
+    """Return the options of the settings that a text advises as ``FracTorchConfig(NAME=VALUE)``: ``--on-missing-cuda cpu``.
+
+    Empty where it advises none.
+    """
+    options = setting_options()
+    found: dict[str, str] = {}
+    for name, value in re.findall(r"FracTorchConfig\((\w+)=(?:'([^']*)')?", text):
+        if name in options:
+            found.setdefault(name, f"{options[name]} {value}".strip())
+    return ", ".join(found.values())
+
+
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of FracTorchConfig that the command line has."""
     return {name: getattr(options, name) for name in setting_names() if hasattr(options, name)}
@@ -130,12 +175,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise wrong_usage(error) from None
 
 
-def count(most: int) -> Callable[[str], int]:
-    """Return the type of a whole number from 1 on."""
+def count(most: int, least: int = 1) -> Callable[[str], int]:
+    """Return the type of a whole number between two others, which are included."""
 
     def number(text: str) -> int:
-        if not (text.strip().lstrip("+-").isdecimal() and len(text) < 30 and 1 <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {most}, got {text!r}")
+        if not (text.strip().lstrip("+-").isdecimal() and len(text) < 30 and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got {text!r}")
         return int(text)
 
     return number
@@ -160,7 +205,7 @@ def _gpus(text: str) -> float:
     value = _amount(text)
     if value > 1 and value != int(value):
         raise argparse.ArgumentTypeError(
-            f"must be a whole number or below 1, as Ray divides single GPUs alone, got {text!r}"
+            f"must be a whole number if it is above 1: Ray only splits a single GPU, got {text!r}"
         )
     return value
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import runpy
 import signal
 import socket
@@ -21,22 +20,34 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import ray
-from ray.train.torch import TorchConfig
+from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import _ray
-from ray_fracbackend.cli.options import setting_options
+from ray_fracbackend.cli.declared import declaring
+from ray_fracbackend.cli.no_effect import no_effect, without_effect
+from ray_fracbackend.cli.options import advised_options, options_text
 from ray_fracbackend.cli.output import say
 from ray_fracbackend.cli.program import PROGRAM
 from ray_fracbackend.cli.progress import root_cause
 from ray_fracbackend.cli.signals import ended_by
+from ray_fracbackend.cli.waiting import check_places, saying_waits
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.integrations.trainers import replace_torch_config
 
 _WHO = f"{PROGRAM} run"
+# For a controller of V2 that aborts a run in order; one that waits for resources does not answer.
+_ABORT_S = 5.0
 
 
-def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any], *, is_module: bool = False) -> int:
+def run_script(
+    script: str,
+    arguments: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    is_module: bool = False,
+    declared: Mapping[str, int] | None = None,
+) -> int:
     """Run a script as `run_as_main` does, with FracTorchConfig in its TorchTrainers.
 
     Args:
@@ -44,6 +55,7 @@ def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any
         arguments: Its command line.
         settings: Settings of FracTorchConfig; they override those of the script's TorchConfig.
         is_module: As ``python -m``.
+        declared: ``num_gpus`` and ``num_cpus`` of a Ray that the script starts.
 
     Returns:
         The exit code.
@@ -52,17 +64,79 @@ def run_script(script: str, arguments: Sequence[str], settings: Mapping[str, Any
         ValueError: A setting breaks its rule.
         SystemExit: Of the script.
     """
-    seen: list[str] = []
-    replace_torch_config(settings, lambda config: _say_once(seen, config))
+    announce = _Announce(settings)
+    replace_torch_config(settings, announce, _around_fit)
+    _ray.replace_sigint_handler(TorchTrainer, _end_at_ctrl_c)
     if _ray.v2_enabled():
         # Trainers that the script makes in other processes, such as in a Tune function.
         from ray_fracbackend.integrations.callback import use_everywhere
 
         use_everywhere(settings)
-    code = run_as_main(_WHO, script, arguments, is_module=is_module, after_error=_advise)
-    if code == 0 and not seen:
-        say(_WHO, f"{script} made no TorchTrainer in its own process: no configuration was replaced there")
+    with declaring(declared or {}, announce.say) as reached_ray, saying_waits(announce.say):
+        code = run_as_main(_WHO, script, arguments, is_module=is_module, after_error=_advise)
+    if code == 0 and not announce.has_trainer:
+        announce.say(f"{script} made no TorchTrainer in its own process: no configuration was replaced there")
+        if settings:
+            announce.say(no_effect(settings, f"{script} made no TorchTrainer") + " in its own process")
+    if code == 0 and declared and not reached_ray():
+        announce.say(f"{options_text(declared)}: no effect, because {script} started no Ray in its own process")
     return code
+
+
+class _Announce:
+    """Lines about the configuration of trainers, each once.
+
+    Args:
+        settings: What the command line has.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._said: set[str] = set()
+        self.has_trainer = False
+
+    def __call__(self, config: TorchConfig, trainer: TorchTrainer, is_own: bool) -> None:
+        """Say with which configuration a trainer starts, and which settings change nothing there; ``is_own``: the script's."""
+        self.has_trainer = True
+        text = repr(config) if isinstance(config, FracTorchConfig) else type(config).__name__
+        self.say(f"TorchTrainer starts with {text}")
+        if is_own and self._settings:
+            self.say(no_effect(self._settings, f"the script makes its own {type(config).__name__}"))
+            return
+        gpus = trainer.scaling_config.num_gpus_per_worker
+        if isinstance(gpus, (int, float)):  # V1 allows search spaces
+            for line in without_effect(self._settings, config.backend, gpus):
+                self.say(line)
+
+    def say(self, line: str) -> None:
+        """Say a line that was not said yet."""
+        if line not in self._said:
+            self._said.add(line)
+            say(_WHO, line)
+
+
+@contextmanager
+def _around_fit(trainer: TorchTrainer) -> Iterator[None]:
+    """Check that there are places for the workers; V2 leaves a handler of SIGINT that ends a run, which is over afterwards."""
+    check_places(trainer)
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
+
+
+def _end_at_ctrl_c(controller: Any) -> None:
+    """End the run of a V2 controller at Ctrl-C, in order if the controller answers; a second Ctrl-C ends this process at once."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        say(_WHO, "Ctrl-C: ending the run; Ctrl-C again kills it at once")
+        with suppress(Exception):
+            ray.wait([controller.abort.remote()], timeout=_ABORT_S)
+            ray.kill(controller)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, end)
 
 
 def run_as_main(
@@ -131,22 +205,8 @@ def _place(frames: TracebackType | None) -> str:
 def _advise(error: Exception) -> None:
     """Name the options of the settings of FracTorchConfig that an error of ours advises: the script may have no such object."""
     cause = root_cause(error)
-    if not isinstance(cause, FracBackendError):
-        return
-    options = setting_options()
-    advised = dict.fromkeys(re.findall(r"FracTorchConfig\((\w+)=", str(cause)))
-    if names := [options[name] for name in advised if name in options]:
-        say(
-            _WHO,
-            f"to follow the advice put {', '.join(names)} before SCRIPT; no effect if it builds its own FracTorchConfig",
-        )
-
-
-def _say_once(seen: list[str], config: TorchConfig) -> None:
-    text = repr(config) if isinstance(config, FracTorchConfig) else type(config).__name__
-    if text not in seen:
-        seen.append(text)
-        say(_WHO, f"TorchTrainer starts with {text}")
+    if isinstance(cause, FracBackendError) and (options := advised_options(str(cause))):
+        say(_WHO, f"you can set this with {options} before the script name, if the script makes no FracTorchConfig")
 
 
 @contextmanager

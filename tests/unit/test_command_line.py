@@ -73,7 +73,7 @@ def test_every_setting_has_a_help() -> None:
         ),
         (
             "plan --num-workers 1 --gpus-per-worker 1.5",
-            "must be a whole number or below 1, as Ray divides single GPUs alone, got '1.5'",
+            "must be a whole number if it is above 1: Ray only splits a single GPU, got '1.5'",
         ),
         (
             "test --cpus-per-worker 0.00001",

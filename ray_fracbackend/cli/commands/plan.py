@@ -20,7 +20,7 @@ def execute(options: argparse.Namespace) -> Outcome:
     """Run the command."""
     from ray_fracbackend.cli.workers.command import on_cluster
 
-    return on_cluster(options, _plan)
+    return on_cluster(options, _plan, only_plans=True)
 
 
 def _plan(*workers: Any, **how: Any) -> Outcome:

@@ -8,7 +8,14 @@ import os
 import sys
 from typing import Any
 
-from ray_fracbackend.cli.options import add_settings, check_settings, setting_options, settings_of
+from ray_fracbackend.cli.options import (
+    add_local_ray,
+    add_settings,
+    check_settings,
+    local_ray,
+    setting_options,
+    settings_of,
+)
 from ray_fracbackend.cli.output import say
 from ray_fracbackend.cli.program import PROGRAM, CommandError, wrong_usage
 
@@ -20,9 +27,10 @@ def register(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         help="run an unedited Ray Train script with FracTorchConfig instead of TorchConfig",
-        usage="%(prog)s [SETTING ...] [-m] SCRIPT [ARGUMENT ...]",
+        usage="%(prog)s [OPTION ...] [-m] SCRIPT [ARGUMENT ...]",
     )
     parser.set_defaults(execute=execute)
+    add_local_ray(parser, "the script")
     add_settings(parser)
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as after python -m")
     parser.add_argument("script", metavar="SCRIPT", help="Python script that makes a TorchTrainer")
@@ -42,9 +50,12 @@ def execute(options: argparse.Namespace) -> int:
     import_or_fail("torch", "ray")
     from ray_fracbackend.cli.script import run_script
 
-    if misplaced := sorted(set(setting_options().values()) & {word.partition("=")[0] for word in options.arguments}):
-        say(_WHO, f"{', '.join(misplaced)} after SCRIPT goes to the script; put options of `run` before SCRIPT")
-    return run_script(options.script, options.arguments, settings, is_module=options.module)
+    own = {*setting_options().values(), "--num-gpus", "--num-cpus"}
+    if misplaced := sorted(own & {word.partition("=")[0] for word in options.arguments}):
+        say(_WHO, f"{', '.join(misplaced)} went to your script; put it before the script name to set it here")
+    return run_script(
+        options.script, options.arguments, settings, is_module=options.module, declared=local_ray(options)
+    )
 
 
 def find_script(script: str, is_module: bool) -> None:

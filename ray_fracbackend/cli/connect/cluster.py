@@ -6,19 +6,22 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ray_fracbackend.cli.connect.address import ClusterError, Target, check_listening, target_of
 from ray_fracbackend.cli.connect.attempt import attempt, cluster_error
+from ray_fracbackend.cli.options import declared_text, options_text
 from ray_fracbackend.cli.output import say
 from ray_fracbackend.cli.program import PROGRAM
 from ray_fracbackend.timeouts import Deadline
 
 
 @contextmanager
-def connected(address: str | None, timeout_s: float = 30.0) -> Iterator[bool]:
+def connected(
+    address: str | None, timeout_s: float = 30.0, declared: Mapping[str, int] | None = None
+) -> Iterator[bool]:
     """Connect to a cluster, or start Ray on this machine as ``ray.init()`` does, and disconnect at the end.
 
     A local Ray that starts is announced on standard error, and not bounded by ``timeout_s``.
@@ -26,6 +29,7 @@ def connected(address: str | None, timeout_s: float = 30.0) -> Iterator[bool]:
     Args:
         address: As ``ray.init`` takes it; None for the running cluster that ``ray.init()`` would find, else a local one.
         timeout_s: Bound on the first connection in seconds.
+        declared: ``num_gpus`` and ``num_cpus`` for a Ray that is started; no effect on one that runs. Both are announced too.
 
     Yields:
         True where Ray was started for the block, False where it was running.
@@ -39,13 +43,17 @@ def connected(address: str | None, timeout_s: float = 30.0) -> Iterator[bool]:
         attempt(target, deadline)
     elif address is None and not os.environ.get("RAY_ADDRESS"):
         say(PROGRAM, "no running Ray cluster found: starting a local one for this command (--address names a cluster)")
+    declared = dict(declared or {})
+    if declared:
+        text = f"{options_text(declared)}: no effect, because {target.text} runs already"
+        say(PROGRAM, declared_text(declared) if target.is_local else text)
     import ray
 
     if ray.is_initialized():
         raise RuntimeError("this process already uses a Ray cluster: call ray.shutdown() first")
     sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        _init(target)
+        _init(target, declared)
         try:
             yield target.is_local
         finally:
@@ -67,7 +75,7 @@ def check_address(address: str | None, timeout_s: float = 30.0) -> None:
     check_listening(target_of(address), timeout_s)
 
 
-def _init(target: Target) -> None:
+def _init(target: Target, declared: Mapping[str, int]) -> None:
     """Run ``ray.init`` without its output, in this thread: Linux ends a local Ray's processes with the thread that started them.
 
     Raises:
@@ -77,7 +85,12 @@ def _init(target: Target) -> None:
 
     with own_sigterm(), _captured_stderr() as captured:
         try:
-            ray.init(address=target.address, log_to_driver=False, logging_level="ERROR")
+            ray.init(
+                address=target.address,
+                log_to_driver=False,
+                logging_level="ERROR",
+                **(declared if target.is_local else {}),
+            )
         except Exception as error:  # a local Ray that does not start in time raises no class of its own
             ray.shutdown()
             raise _error(target, str(error) or type(error).__name__, captured()) from error

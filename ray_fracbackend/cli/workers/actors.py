@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_fracbackend import _ray
 from ray_fracbackend.cli.progress import progress, root_cause, wait
-from ray_fracbackend.cli.workers.capacity import why_no_place
+from ray_fracbackend.cli.workers.shortage import bundles_of, cluster_too_small, request_text, resources_in_use
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.settings import Settings
@@ -96,16 +96,12 @@ def check_plannable(scaling_config: ScalingConfig, torch_config: FracTorchConfig
     num_workers = scaling_config.num_workers
     if not isinstance(num_workers, int) or num_workers < 1:
         raise ValueError(f"ScalingConfig(num_workers={num_workers!r}): a plan needs a fixed number of at least 1.")
-    bundles = _bundles(scaling_config)
+    bundles = bundles_of(scaling_config)
     if not bundles:
         raise ValueError("a plan needs workers with resources: give them CPUs or GPUs.")
     left = left_to_ray(torch_config.backend, bundles[-1])
     if left is not None:
         raise ValueError(f"{left.reason}: there is nothing to plan.")
-
-
-def _bundles(scaling_config: ScalingConfig) -> list[dict[str, float]]:
-    return [bundle for bundle in scaling_config.as_placement_group_factory().bundles if bundle]
 
 
 @contextmanager
@@ -128,10 +124,10 @@ def probe_workers(
         StartTimeoutError: The workers did not start in time.
         FracBackendError: A worker did not start.
     """
-    bundles = _bundles(scaling_config)
+    bundles = bundles_of(scaling_config)
     strategy = scaling_config.as_placement_group_factory().strategy
-    wanted = f"{scaling_config.num_workers} workers of {_resources_text(bundles[-1])} each ({strategy})"
-    if fixed and (reason := _why_no_place(bundles, strategy)):
+    wanted = request_text(bundles, strategy)
+    if fixed and (reason := cluster_too_small(bundles, strategy, is_own=True)):
         raise InsufficientResourcesError(f"Ray cannot place {wanted}: {reason}.")
     group = placement_group(bundles, strategy=strategy)
     actors: list[Any] = []
@@ -154,33 +150,10 @@ def _wait_for_resources(
             if group.wait(min(_POLL_S, left_s)):
                 return
             show(0)
-    reason = _why_no_place(bundles, strategy)
+    reason = cluster_too_small(bundles, strategy)
     raise InsufficientResourcesError(
-        f"Ray did not place {wanted} within {timeout_s:g} s: {reason or _in_use(bundles)}."
+        f"Ray did not place {wanted} within {timeout_s:g} s: {reason or resources_in_use(bundles)}."
     )
-
-
-def _why_no_place(bundles: Sequence[Mapping[str, float]], strategy: str) -> str | None:
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    # V1 puts its trainer into the bundle of rank 0.
-    trainer = {name: amount - bundles[-1].get(name, 0.0) for name, amount in bundles[0].items()}
-    return why_no_place(nodes, bundles[-1], len(bundles), strategy, trainer)
-
-
-def _in_use(bundles: Sequence[Mapping[str, float]]) -> str:
-    needed: dict[str, float] = defaultdict(float)
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            needed[name] += amount
-    free = ray.available_resources()
-    listed = ", ".join(
-        f"{amount:g} {name} needed and {free.get(name, 0):g} free" for name, amount in needed.items() if amount
-    )
-    return f"other jobs hold the resources ({listed}). Wait for them to end, request fewer resources, or add nodes"
-
-
-def _resources_text(worker: Mapping[str, float]) -> str:
-    return " and ".join(f"{amount:g} {name}" for name, amount in worker.items() if amount)
 
 
 def _actor(scaling_config: ScalingConfig, group: PlacementGroup, index: int) -> Any:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from ray_fracbackend.decide.fractions import RESOURCE_UNIT, largest_fraction, workers_per_gpu
 
 _MOST_PER_GPU = 1000
+# Options of the commands that start a Ray, by the resource that they declare.
+_OPTIONS = {"GPU": "--num-gpus", "CPU": "--num-cpus"}
 
 
 def places(node: Mapping[str, float], worker: Mapping[str, float]) -> int:
@@ -37,6 +39,8 @@ def why_no_place(
     num_workers: int,
     strategy: str,
     trainer: Mapping[str, float] | None = None,
+    *,
+    is_own: bool = False,
 ) -> str | None:
     """Explain why workers cannot be placed however long they wait, and what to ask for instead.
 
@@ -46,15 +50,24 @@ def why_no_place(
         num_workers: How many.
         strategy: Ray's placement strategy, such as ``PACK``.
         trainer: What is reserved beside rank 0 on its node: the trainer of the V1 engine.
+        is_own: The command or its script started this Ray, so the advice is the options ``--num-gpus`` and ``--num-cpus``.
 
     Returns:
         One sentence or two; None where an idle cluster of these nodes has the places.
     """
     cluster = _Cluster(_beside(nodes, worker, trainer or {}), strategy)
+    # More of a resource on one node is no second node.
+    is_own = is_own and len(nodes) == 1 and (strategy != "STRICT_SPREAD" or num_workers == 1)
     have = cluster.places(worker)
     if have >= num_workers:
         return None
     if worker.get("GPU", 0) > 0 and not any(node.get("GPU", 0) > 0 for node in nodes):
+        if is_own:
+            declared = cluster.declaration(worker, num_workers, trainer or {}, ["GPU"])
+            return (
+                f"this Ray has no GPU. Declare logical GPUs with {declared}, with --on-missing-cuda cpu if the machine has no GPU, or "
+                "ask for none"
+            )
         return "no node of this cluster has a GPU in Ray. Start Ray with --num-gpus on the nodes that have some, or ask for none"
     scarce = [name for name, amount in worker.items() if amount > 0 and cluster.places({name: amount}) < num_workers]
     beside = "".join(
@@ -64,7 +77,10 @@ def why_no_place(
     if "GPU" in scarce and worker["GPU"] < 1:
         per_gpu = workers_per_gpu(worker["GPU"])
         found += f": {per_gpu} of {worker['GPU']:g} GPU fit{'s' if per_gpu == 1 else ''} on one GPU"
-    return f"{found}. {_advice(cluster, worker, num_workers, scarce, have)}"
+    more = f"add nodes with {' and '.join(scarce) or 'more resources'}"
+    if is_own and scarce and set(scarce) <= set(_OPTIONS):
+        more = f"declare more with {cluster.declaration(worker, num_workers, trainer or {}, scarce)}"
+    return f"{found}. {_advice(cluster, worker, num_workers, scarce, have, more)}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,19 @@ class _Cluster:
             return f"STRICT_SPREAD places each worker on a node of its own, and {_nodes(len(self.nodes))} {self._has} {places_text}"
         return f"{_nodes(len(self.nodes))} {self._has} {places_text}"
 
+    def declaration(
+        self, worker: Mapping[str, float], num_workers: int, trainer: Mapping[str, float], scarce: Sequence[str]
+    ) -> str:
+        """Return the options with which one node has the places, for what is scarce and for what would be next."""
+        options = []
+        for name, option in _OPTIONS.items():
+            needed = _needed(name, worker.get(name, 0.0), num_workers, trainer.get(name, 0.0))
+            # The nodes are without the trainer's part.
+            there = sum(node.get(name, 0.0) for node in self.nodes) + trainer.get(name, 0.0)
+            if name in scarce or needed > there + RESOURCE_UNIT / 2:
+                options.append(f"{option} {needed}")
+        return " ".join(options)
+
     @property
     def _has(self) -> str:
         return "has" if len(self.nodes) == 1 else "have"
@@ -113,7 +142,16 @@ def _less(node: Mapping[str, float], taken: Mapping[str, float]) -> dict[str, fl
     return {name: max(0.0, amount - taken.get(name, 0.0)) for name, amount in node.items()}
 
 
-def _advice(cluster: _Cluster, worker: Mapping[str, float], num_workers: int, scarce: Sequence[str], have: int) -> str:
+def _needed(name: str, amount: float, num_workers: int, trainer: float) -> int:
+    """Return how much of a resource one node needs for all workers and the trainer."""
+    if name == "GPU" and 0 < amount < 1:
+        return math.ceil(num_workers / workers_per_gpu(amount))
+    return math.ceil(num_workers * amount + trainer - RESOURCE_UNIT / 2)
+
+
+def _advice(
+    cluster: _Cluster, worker: Mapping[str, float], num_workers: int, scarce: Sequence[str], have: int, more: str
+) -> str:
     """Return what to ask for instead, most like the wish first."""
     others = []
     if scarce == ["GPU"] and (fraction := _fitting(cluster, worker, num_workers)):
@@ -122,7 +160,7 @@ def _advice(cluster: _Cluster, worker: Mapping[str, float], num_workers: int, sc
         others.append(f"use {'SPREAD or PACK' if cluster.strategy == 'STRICT_SPREAD' else 'PACK'}")
     if have:
         others.append(f"ask for {have} worker{'s' if have > 1 else ''}")
-    others.append(f"add nodes with {' and '.join(scarce) or 'more resources'}")
+    others.append(more)
     text = f"{', '.join(others[:-1])}, or {others[-1]}" if len(others) > 1 else others[0]
     return text[0].upper() + text[1:]
 

@@ -1,0 +1,62 @@
+"""Options of `run`, `plan` and `test` that change nothing, and why. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ray_fracbackend.cli.options import setting_options
+from ray_fracbackend.decide.backends import parse_backend
+from ray_fracbackend.decide.left_to_ray import left_to_ray
+
+_FOR_GPUS = ("on_shared_device", "on_missing_cuda", "limit_gpu_memory")
+# What Ray's own start has too.
+_OF_RAY = ("backend", "init_method", "timeout_s")
+# A plan shows what is decided before a group is there.
+_OF_A_GROUP = ("timeout_s", "verify", "limit_gpu_memory")
+
+
+def no_effect(names: Collection[str], why: str) -> str:
+    """Return a line about options that change nothing.
+
+    Args:
+        names: Settings of FracTorchConfig that the command line has.
+        why: The reason, as a clause.
+    """
+    options = setting_options()
+    return f"{', '.join(options[name] for name in options if name in names)}: no effect, because {why}"
+
+
+def without_effect(
+    settings: Mapping[str, Any], backend: str | None, gpus_per_worker: float, *, only_plans: bool = False
+) -> list[str]:
+    """Return a line for each reason why settings change nothing.
+
+    Args:
+        settings: What the command line has.
+        backend: The backend that is asked for.
+        gpus_per_worker: What each worker asks for.
+        only_plans: No process group is started.
+    """
+    reasons: dict[str, str] = {}
+    backends = parse_backend(backend)
+    if left := left_to_ray(backend, {}):
+        reasons.update(dict.fromkeys(set(settings) - set(_OF_RAY), left.reason))
+    if only_plans:
+        _add(reasons, _OF_A_GROUP, "a plan starts no process group")
+    if gpus_per_worker == 0:
+        _add(reasons, _FOR_GPUS, "the workers ask for no GPU")
+    elif gpus_per_worker >= 1:
+        _add(reasons, ("limit_gpu_memory",), "workers with whole GPUs have no limit")
+    if not backends.is_auto and not backends.has_nccl and settings.get("on_shared_device") != "error":
+        _add(reasons, ("on_shared_device",), f"backend {backends.name!r} is asked for by name")
+    found: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        if name in settings:
+            found.setdefault(why, []).append(name)
+    return [no_effect(names, why) for why, names in found.items()]
+
+
+def _add(reasons: dict[str, str], names: Collection[str], why: str) -> None:
+    for name in names:
+        reasons.setdefault(name, why)
