@@ -60,8 +60,16 @@ def add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> No
         metavar="NUMBER",
         help=f"as in ScalingConfig{default}",
     )
-    command.add_argument("--gpus-per-worker", type=_gpus, default=0, metavar="AMOUNT", help="such as 0.5 (default 0)")
-    command.add_argument("--cpus-per-worker", type=_amount, default=1, metavar="AMOUNT", help="(default 1)")
+    command.add_argument(
+        "--gpus-per-worker",
+        type=_gpus,
+        default=0,
+        metavar="AMOUNT",
+        help="GPUs of each worker, such as 0.5 (default 0)",
+    )
+    command.add_argument(
+        "--cpus-per-worker", type=_amount, default=1, metavar="AMOUNT", help="CPUs of each worker (default 1)"
+    )
     command.add_argument(
         "--placement-strategy",
         choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
@@ -69,7 +77,9 @@ def add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> No
         help="as in ScalingConfig (default PACK)",
     )
     add_wait(command, _WAIT_S, "wait for cluster and resources")
-    add_cluster(command, "default: the running one that ray.init() finds, else a new local one, announced on stderr")
+    add_cluster(
+        command, "default: the running cluster that ray.init() finds, else a new local one, announced on stderr"
+    )
     add_local_ray(command, "this command")
     add_settings(command)
 
@@ -88,7 +98,7 @@ def add_wait(command: argparse.ArgumentParser, default: float, what: str) -> Non
 
 def add_cluster(command: argparse.ArgumentParser, default: str) -> None:
     """Add ``--address`` and ``--json``."""
-    command.add_argument("--address", help=f"of a Ray cluster, as ray.init takes it ({default})")
+    command.add_argument("--address", help=f"address of a Ray cluster, as for ray.init ({default})")
     command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from ray_fracbackend import __version__
@@ -29,15 +31,64 @@ class _Parser(argparse.ArgumentParser):
         # No abbreviations: a new option would change what they mean.
         super().__init__(allow_abbrev=False, **arguments)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse an unknown option before a missing one, and here: argparse leaves it to the program, whose usage lists no option."""
+        self._check_options(args)
+        parsed, others = super().parse_known_args(args, namespace)
+        if others:
+            self.error(f"unrecognized arguments: {' '.join(others)}")
+        return parsed, others
+
+    def _check_options(self, words: Sequence[str]) -> None:
+        takes_value = False
+        for word in words:
+            if takes_value:
+                takes_value = False
+                continue
+            if not word.startswith("-") or word == "--":  # a command or a script, and what is its own
+                return
+            name, is_joined, _ = word.partition("=")
+            action = self._option_string_actions.get(name)
+            if action is not None:
+                takes_value = not is_joined and action.nargs != 0
+            elif name.startswith("--"):
+                self.error(f"there is no option {name}{did_you_mean(name, self._option_string_actions)}")
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, self.prog, self.format_usage())
 
 
+class _Program(_Parser):
+    """The parser of the program, which knows the names of its commands."""
+
+    commands: Mapping[str, argparse.ArgumentParser]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Name the commands where there is none, or one that is misspelled."""
+        if not args:
+            raise UsageError("name a command, such as ray-fracbackend doctor", self.prog, f"{self.format_help()}\n")
+        self._check_options(args)
+        command = next((word for word in args if not word.startswith("-")), None)
+        if command is not None and command not in self.commands:
+            listed = did_you_mean(command, self.commands) or f"; the commands are {', '.join(self.commands)}"
+            self.error(f"there is no command {command}{listed}")
+        return super().parse_known_args(args, namespace)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return what follows a word that is none of the known ones: the one that is most like it, where there is one."""
+    close = get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser, which raises UsageError; ``execute`` of its result runs the command."""
-    whole = _Parser(prog=PROGRAM, description="Ray Train on fractions of a GPU.")
+    whole = _Program(prog=PROGRAM, description="Ray Train on fractions of a GPU.")
     whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = whole.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    commands = whole.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", required=True, parser_class=_Parser
+    )
     for command in (doctor, test, plan, run, demo):
         command.register(commands)
+    whole.commands = commands.choices
     return whole

@@ -30,14 +30,14 @@ from ray_fracbackend.cli.output import say
 from ray_fracbackend.cli.program import PROGRAM
 from ray_fracbackend.cli.progress import root_cause
 from ray_fracbackend.cli.signals import ended_by
-from ray_fracbackend.cli.waiting import check_places, saying_waits
+from ray_fracbackend.cli.waiting import Waits, watching
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.integrations.trainers import replace_torch_config
 
 _WHO = f"{PROGRAM} run"
 # For a controller of V2 that aborts a run in order; one that waits for resources does not answer.
-_ABORT_S = 5.0
+_ABORT_S = 3.0
 
 
 def run_script(
@@ -65,14 +65,15 @@ def run_script(
         SystemExit: Of the script.
     """
     announce = _Announce(settings)
-    replace_torch_config(settings, announce, _around_fit)
+    waits = Waits(functools.partial(say, _WHO))
+    replace_torch_config(settings, announce, functools.partial(_around_fit, waits))
     _ray.replace_sigint_handler(TorchTrainer, _end_at_ctrl_c)
     if _ray.v2_enabled():
         # Trainers that the script makes in other processes, such as in a Tune function.
         from ray_fracbackend.integrations.callback import use_everywhere
 
         use_everywhere(settings)
-    with declaring(declared or {}, announce.say) as reached_ray, saying_waits(announce.say):
+    with declaring(declared or {}, announce.say) as reached_ray, watching(waits):
         code = run_as_main(_WHO, script, arguments, is_module=is_module, after_error=_advise)
     if code == 0 and not announce.has_trainer:
         announce.say(f"{script} made no TorchTrainer in its own process: no configuration was replaced there")
@@ -116,9 +117,9 @@ class _Announce:
 
 
 @contextmanager
-def _around_fit(trainer: TorchTrainer) -> Iterator[None]:
+def _around_fit(waits: Waits, trainer: TorchTrainer) -> Iterator[None]:
     """Check that there are places for the workers; V2 leaves a handler of SIGINT that ends a run, which is over afterwards."""
-    check_places(trainer)
+    waits.check(trainer)
     handler = signal.getsignal(signal.SIGINT)
     yield
     if handler is not None and threading.current_thread() is threading.main_thread():

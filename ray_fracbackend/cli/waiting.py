@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,32 +29,9 @@ _IN_USE_S = 30.0
 # Between the first line and the second; then twice as long each time.
 _REPEAT_S = 120.0
 # V2 makes a new placement group each minute.
-_GONE_S = 30.0
-
-
-def check_places(trainer: TorchTrainer) -> None:
-    """Check that a Ray which this process started has places for a trainer's workers; start it as the trainer would.
-
-    Args:
-        trainer: That is about to fit.
-
-    Raises:
-        InsufficientResourcesError: It does not, and no node is going to join it.
-    """
-    scaling_config = trainer.scaling_config
-    num_workers = scaling_config.num_workers
-    least = num_workers[0] if isinstance(num_workers, tuple) else num_workers  # a tuple: elastic
-    if not isinstance(least, int) or least < 1:  # V2 trains in this process, or V1 has an error of its own
-        return
-    if not ray.is_initialized():
-        ray.init()
-    if not _ray.started_ray():
-        return
-    smallest = copy.copy(scaling_config)
-    smallest.num_workers = least
-    bundles, strategy = bundles_of(smallest), scaling_config.placement_strategy
-    if bundles and isinstance(strategy, str) and (reason := cluster_too_small(bundles, strategy, is_own=True)):
-        raise InsufficientResourcesError(f"Ray cannot place {request_text(bundles, strategy)}: {reason}.")
+_GONE_S = 60.0
+# Bundles and placement strategy.
+_Request = tuple[Sequence[Mapping[str, float]], str]
 
 
 @dataclass
@@ -62,7 +39,7 @@ class _Wait:
     """A request that Ray has not placed.
 
     Attributes:
-        since: When it was first seen, by time.monotonic().
+        since: When it was first seen, in seconds of a monotonic clock.
         seen: When it was last seen.
         due: When the next line about it is due.
         pause_s: Seconds from that line to the next.
@@ -84,42 +61,74 @@ class Waits:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._waits: dict[str, _Wait] = {}
+        self._lock = threading.Lock()
 
-    def look(self, now: float, pending: Sequence[tuple[Sequence[Mapping[str, float]], str]]) -> None:
+    def check(self, trainer: TorchTrainer) -> None:
+        """Check that there are places for a trainer's workers; start Ray as the trainer would.
+
+        On a cluster that was running, where nodes may join, this says what is missing, and goes on.
+
+        Args:
+            trainer: That is about to fit.
+
+        Raises:
+            InsufficientResourcesError: This process started Ray, which has too few places.
+        """
+        request = _request_of(trainer)
+        if request is None:
+            return
+        if not ray.is_initialized():
+            ray.init()
+        if not _ray.started_ray():
+            self.look(time.monotonic(), [request], at_once=True)
+        elif reason := cluster_too_small(*request, is_own=True):
+            raise InsufficientResourcesError(f"Ray cannot place {request_text(*request)}: {reason}.")
+
+    def look(self, now: float, pending: Iterable[_Request], *, at_once: bool = False) -> None:
         """Say what is due.
 
         Args:
             now: Seconds of a monotonic clock.
-            pending: Bundles and strategy of each placement group that is not placed.
+            pending: Requests that are not placed.
+            at_once: Say it of a new one too, which Ray seldom has placed yet.
         """
-        for bundles, strategy in pending:
-            wanted = request_text(bundles, strategy)
-            wait = self._waits.setdefault(wanted, _Wait(now, now, now))
-            wait.seen = now
-            # One that was made just now is seldom placed yet.
-            if now == wait.since or now < wait.due:
-                continue
-            too_small = cluster_too_small(bundles, strategy)
-            if too_small is None and now < wait.since + _IN_USE_S:
-                continue
-            wait.due, wait.pause_s = now + wait.pause_s, 2 * wait.pause_s
-            goes_on = "It goes on when nodes with the resources join" if too_small else "It goes on then"
-            self._say(
-                f"Ray waits to place {wanted}: {too_small or resources_in_use(bundles)}. {goes_on}; Ctrl-C ends it"
-            )
-        self._waits = {wanted: wait for wanted, wait in self._waits.items() if now - wait.seen < _GONE_S}
+        with self._lock:
+            for bundles, strategy in pending:
+                wanted = request_text(bundles, strategy)
+                wait = self._waits.setdefault(wanted, _Wait(now, now, now))
+                wait.seen = now
+                if now < wait.due or (now == wait.since and not at_once):
+                    continue
+                too_small = cluster_too_small(bundles, strategy)
+                if too_small is None and now < wait.since + _IN_USE_S:
+                    continue
+                wait.due, wait.pause_s = now + wait.pause_s, 2 * wait.pause_s
+                self._say(_text(wanted, too_small, bundles))
+            self._waits = {wanted: wait for wanted, wait in self._waits.items() if now - wait.seen < _GONE_S}
+
+
+def _request_of(trainer: TorchTrainer) -> _Request | None:
+    """Return what a trainer's run requests; None where there is nothing to place."""
+    scaling_config = copy.copy(trainer.scaling_config)
+    if isinstance(scaling_config.num_workers, tuple):  # elastic: it starts with the fewest
+        scaling_config.num_workers = scaling_config.num_workers[0]
+    # V2 with 0 workers trains in this process. V1 has errors and search spaces of its own.
+    if not isinstance(scaling_config.num_workers, int) or scaling_config.num_workers < 1:
+        return None
+    bundles, strategy = bundles_of(scaling_config), scaling_config.placement_strategy
+    return (bundles, strategy) if bundles and isinstance(strategy, str) else None
+
+
+def _text(wanted: str, too_small: str | None, bundles: Sequence[Mapping[str, float]]) -> str:
+    goes_on = "It goes on when nodes with the resources join" if too_small else "It goes on then"
+    return f"Ray waits to place {wanted}: {too_small or resources_in_use(bundles)}. {goes_on}; Ctrl-C ends it"
 
 
 @contextmanager
-def saying_waits(say: Callable[[str], None]) -> Iterator[None]:
-    """Say what this process's job waits for, from a thread, while the block runs.
-
-    Args:
-        say: Called with a line, at first within seconds and then rarely.
-    """
+def watching(waits: Waits) -> Iterator[None]:
+    """Look in a thread, while the block runs, at what this process's job waits for, such as the trials of a Tune function."""
     ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(Waits(say), ended), daemon=True, name="ray_fracbackend waits")
-    thread.start()
+    threading.Thread(target=_watch, args=(waits, ended), daemon=True, name="ray_fracbackend waits").start()
     try:
         yield
     finally:
@@ -137,7 +146,7 @@ def _watch(waits: Waits, ended: threading.Event) -> None:
         pause_s = max(_POLL_S, _IDLE * (time.monotonic() - started))
 
 
-def _pending() -> list[tuple[list[Mapping[str, float]], str]]:
+def _pending() -> list[_Request]:
     job = ray.get_runtime_context().get_job_id()
     table: Mapping[str, Any] = placement_group_table()
     return [

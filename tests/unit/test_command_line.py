@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -89,7 +90,19 @@ def test_every_setting_has_a_help() -> None:
         ),
         ("demo --epochs x", "--epochs: must be a whole number from 1 to"),
         ("run", "the following arguments are required: SCRIPT\n"),
-        ("", "the following arguments are required: COMMAND"),
+        ("", "error: name a command"),
+        (
+            "run --on-missing-cude cpu script.py",
+            "run: error: there is no option --on-missing-cude; did you mean --on-missing-cuda?",
+        ),
+        ("plan --num-worker=2", "plan: error: there is no option --num-worker; did you mean --num-workers?"),
+        ("plan --num-workers 2 --no-verfy", "plan: error: there is no option --no-verfy; did you mean --no-verify?"),
+        ("doctor --number 1", "doctor: error: there is no option --number"),
+        ("doctor everything", "doctor: error: unrecognized arguments: everything"),
+        ("--versio", "error: there is no option --versio; did you mean --version?"),
+        ("docter", "error: there is no command docter; did you mean doctor?"),
+        ("train", "error: there is no command train; the commands are doctor, test, plan, run, demo"),
+        ("run --num-gpus -1 script.py", "--num-gpus: must be a whole number from 0 to 10000, got '-1'"),
     ],
 )
 def test_wrong_usage(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +111,14 @@ def test_wrong_usage(line: str, said: str, capsys: pytest.CaptureFixture[str]) -
     output, errors = capsys.readouterr()
     assert (output, errors.startswith("usage: ray-fracbackend")) == ("", True)
     assert said in errors
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a command each one is listed with its help, on one line."""
+    assert main([]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    for command in ("doctor", "test", "plan", "run", "demo"):
+        assert any(re.match(rf"    {command} +\w", line) for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ def register(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser("doctor", help="check this machine, or every node of a cluster")
     parser.set_defaults(execute=execute)
-    add_wait(parser, _WAIT_S, "bound on the whole command")
-    add_cluster(parser, "auto for the one that runs here; default: this machine alone, without Ray")
+    add_wait(parser, _WAIT_S, "time limit for the whole command")
+    add_cluster(parser, "auto for the one that runs here; default: only this machine, without Ray")
 
 
 def execute(options: argparse.Namespace) -> Outcome:

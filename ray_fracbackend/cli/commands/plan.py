@@ -11,7 +11,7 @@ from ray_fracbackend.cli.program import Outcome
 
 def register(commands: Any) -> None:
     """Add the command's parser."""
-    parser = commands.add_parser("plan", help="place probe workers on the cluster and print what a start would do")
+    parser = commands.add_parser("plan", help="print what a start would do on a cluster, without training")
     parser.set_defaults(execute=execute)
     add_workers(parser, None)
 

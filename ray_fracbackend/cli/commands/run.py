@@ -26,7 +26,7 @@ def register(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "run",
-        help="run an unedited Ray Train script with FracTorchConfig instead of TorchConfig",
+        help="run a Ray Train script, unedited, with FracTorchConfig",
         usage="%(prog)s [OPTION ...] [-m] SCRIPT [ARGUMENT ...]",
     )
     parser.set_defaults(execute=execute)

@@ -11,7 +11,7 @@ from ray_fracbackend.cli.program import CommandError, Outcome
 
 def register(commands: Any) -> None:
     """Add the command's parser."""
-    text = "start a real group of workers, verify it, and run ten DDP steps of a small model"
+    text = "start a real group of workers, verify it, train ten steps"
     parser = commands.add_parser("test", help=text)
     parser.set_defaults(execute=execute)
     add_workers(parser, 2)

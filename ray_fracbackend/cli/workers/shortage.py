@@ -18,7 +18,7 @@ def bundles_of(scaling_config: Any) -> list[dict[str, float]]:
 
 def request_text(bundles: Sequence[Mapping[str, float]], strategy: str) -> str:
     """Return what is requested: ``2 workers of 1 CPU and 0.5 GPU each (PACK)``."""
-    each = " and ".join(f"{amount:g} {name}" for name, amount in bundles[-1].items() if amount)
+    each = " and ".join(f"{amount:g} {name}" for name, amount in sorted(bundles[-1].items()) if amount)
     count = "one worker of" if len(bundles) == 1 else f"{len(bundles)} workers of"
     return f"{count} {each}{' each' if len(bundles) > 1 else ''} ({strategy})"
 
