@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from ray_fracbackend.cli.doctor import collect
-from ray_fracbackend.cli.doctor.checks import check_cluster, check_machine
+from ray_fracbackend.cli.doctor.checks import check_cluster, check_machine, own_values
 from ray_fracbackend.cli.doctor.child import STAGES, Found, _variables, shown_variables
 from ray_fracbackend.cli.doctor.environment import environment_lines, environment_of
 from ray_fracbackend.cli.doctor.report import Check, Diagnosis, Failure, MachineInfo
@@ -329,11 +330,12 @@ def test_visible_devices(monkeypatch, visible):
 
 
 def test_block_for_an_issue():
-    """The text ends with the block, the JSON contains it; devices are counted, and nodes have one line each."""
+    """The text contains the block before the verdict, and so does the JSON; devices are counted, and nodes have one line each."""
     facts = machine(gpu(total_memory_bytes=141 << 30), driver_version="570.1", driver_cuda="12.8", os_text="Linux-6.8")
     facts = replace(facts, variables={"NCCL_DEBUG": "INFO"}, torch_built_for="CUDA 13.0")
     environment = environment_of(facts, [facts, facts])
-    shown = Diagnosis({"node": ()}, environment=environment).to_text().split("\n\nPaste this into an issue:\n\n")[1]
+    text = Diagnosis({"node": ()}, environment=environment).to_text().split("\n\nPaste this into an issue:\n\n")[1]
+    shown = text.removesuffix("\n\n0 problems, 0 warnings")
     lines = [part.strip() for part in shown.splitlines()]
     assert all(part.startswith("    ") for part in shown.splitlines())
     for expected in ("Linux-6.8", "2.60.0", "570.1 (CUDA 12.8)", "1 x NVIDIA H200 (141.0 GiB)", "NCCL_DEBUG=INFO"):
@@ -576,13 +578,60 @@ def test_text_and_json():
     found = Diagnosis({"node a": (fine, doubt)})
     assert found.problems() == []
     assert "  warning  /dev/shm      little\n" in found.to_text()
-    assert found.to_text().endswith("fix: more")
+    assert found.to_text().endswith("fix: more\n\n0 problems, 1 warning (/dev/shm)")
     assert "\x1b" not in found.to_text()
     assert "\x1b[33mwarning \x1b[0m" in found.to_text(color=True)
     assert json.loads(json.dumps(found.to_dict()))["nodes"][0]["checks"][1]["fix"] == "more"
     worse = Diagnosis(found.nodes, (Check("torch", "problem", "differs", "install one"),))
     assert worse.problems() == ["torch: differs"]
     assert "between the nodes\n  problem  torch" in worse.to_text()
+    assert worse.to_text().endswith("\n\n1 problem (torch), 1 warning (/dev/shm)")
+
+
+def cluster_of(*nodes):
+    """What the doctor finds on nodes with addresses and host names of their own: 10.0.0.1 is `a`, and so on."""
+    checks, own = {}, {}
+    for index, facts in enumerate(nodes, 1):
+        address, name = f"10.0.0.{index}", "abcdefgh"[index - 1]
+        network = NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": (address,)})
+        device = gpu(name) if facts.pop("has_gpu", False) else None
+        node = {"node_ip": address, "hostname": name, "host_addresses": (address,), **facts}
+        found = machine(device, network=network, **node)
+        checks[f"node {address} ({name})"] = check_machine(found, len(nodes))
+        own[f"node {address} ({name})"] = own_values(found)
+    return Diagnosis(checks, own_values=own)
+
+
+def test_equal_nodes_are_one_block():
+    """Addresses, host names, GPUs and free memory make no difference, and each line is there once."""
+    shm = [{"has_gpu": True, "shm_total_bytes": 512 << 20, "shm_free_bytes": free << 20} for free in (500, 400, 300)]
+    found = cluster_of(*shm)
+    text = found.to_text()
+    assert text.startswith(
+        "3 equal nodes; names and addresses in the lines are those of the first\n"
+        "  node 10.0.0.1 (a), node 10.0.0.2 (b), node 10.0.0.3 (c)\n"
+    )
+    for name in ("versions", "cuda:0", "Gloo", "host name", "interfaces", "/dev/shm"):
+        assert len(re.findall(rf"^  (?:ok|warning) +{re.escape(name)} ", text, re.MULTILINE)) == 1, name
+    assert text.endswith("\n\n0 problems, 1 warning (/dev/shm)")
+    assert len(found.to_dict()["nodes"]) == 3, "JSON has every node with its own lines"
+    assert len({str(node["checks"]) for node in found.to_dict()["nodes"]}) == 3
+
+
+def test_a_warning_of_nodes_that_differ_is_one_line():
+    """With the names of its nodes; what one kind of nodes has stays in its block."""
+    little, old = {"shm_total_bytes": 512 << 20, "shm_free_bytes": 500 << 20}, {"ray_version": "2.39.0"}
+    text = cluster_of(dict(little), {**little, **old}, {}, dict(old)).to_text()
+    block = text.partition("several nodes; names and addresses in a line are those of its first node\n")[2]
+    assert "  problem  versions      ray_fracbackend 0.1.0, ray 2.39.0" in block
+    assert f"{'':25}on:  node 10.0.0.2 (b), node 10.0.0.4 (d)\n" in block
+    assert f"{'':25}on:  node 10.0.0.1 (a), node 10.0.0.2 (b)\n" in block
+    assert len(re.findall("^  warning +/dev/shm ", text, re.MULTILINE)) == 1
+    assert text.endswith("\n\n1 problem (versions), 1 warning (/dev/shm)")
+    one = cluster_of({}, {}, dict(old)).to_text()
+    assert one.startswith("2 equal nodes; ")
+    assert "\nnode 10.0.0.3 (c)\n  problem  versions " in one
+    assert "several nodes;" not in one
 
 
 def test_a_cause_with_advice_of_its_own_is_the_fix():

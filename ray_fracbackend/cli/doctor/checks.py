@@ -5,6 +5,7 @@ collect.py collects the reports.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from packaging.version import InvalidVersion, Version
@@ -57,6 +58,22 @@ def check_machine(machine: MachineInfo, num_nodes: int = 1) -> tuple[Check, ...]
         *_shm(machine),
         *not_checked(machine),
     )
+
+
+def own_values(machine: MachineInfo) -> dict[str, str]:
+    """Return patterns of what a node has of its own in the lines about it, where it is well, and words for them."""
+    worker = machine.worker
+    known = worker.network.interfaces
+    addresses = {worker.node_ip, *machine.host_addresses, *(address for each in known.values() for address in each)}
+    uuids = [uuid for device in worker.devices for uuid in (device.uuid, device.parent_uuid) if uuid]
+    values = {re.escape(_interfaces_text(worker)): "INTERFACES"}
+    values |= {re.escape(address) + r"(?![\w.:])": "ADDRESS" for address in sorted(addresses, key=len, reverse=True)}
+    # A name may be a word of a line, too: it stands before a quotation mark.
+    values |= {rf"(?<=[' ]){re.escape(worker.hostname)}(?=')": "HOST"} if worker.hostname else {}
+    values |= {re.escape(short_uuid(uuid)): "GPU" for uuid in uuids}
+    if machine.shm_free_bytes is not None:
+        values[re.escape(_size(machine.shm_free_bytes)) + " free"] = "SOME free"
+    return {pattern: word for pattern, word in values.items() if pattern}
 
 
 def check_cluster(machines: Sequence[MachineInfo]) -> tuple[Check, ...]:
@@ -161,7 +178,7 @@ def _host_name(machine: MachineInfo, num_nodes: int) -> Check:
         return Check("host name", "warning", text, f"correct the name server, or {line}")
     if num_nodes > 1 and is_loopback(machine.host_addresses[0]):
         text = f"{name!r} resolves to {addresses}: connections by host name from other nodes reach the wrong machine"
-        return Check("host name", "warning", f"{text}; FracTorchConfig does not", line)
+        return Check("host name", "warning", f"{text}; FracTorchConfig uses IP addresses and is not affected", line)
     return Check("host name", "ok", f"{name!r} resolves to {addresses}")
 
 
@@ -179,8 +196,7 @@ def _own_address(worker: WorkerInfo) -> str:
 
 
 def _interfaces(worker: WorkerInfo, num_nodes: int) -> Check:
-    known = worker.network.interfaces
-    text = ", ".join(f"{name} {addresses[0]}" for name, addresses in known.items())
+    known, text = worker.network.interfaces, _interfaces_text(worker)
     if not known:
         return Check("interfaces", "problem", "no network interface is up", "bring at least the loopback interface up")
     unknown = [name for name in worker.env.get(IFNAME, "").split(",") if name and name not in known]
@@ -194,6 +210,10 @@ def _interfaces(worker: WorkerInfo, num_nodes: int) -> Check:
         found = f"none has the node's address {worker.node_ip} ({text}): a translated address (NAT)"
         return Check("interfaces", "warning", found, "run the container with --network=host: Gloo's ports are random")
     return Check("interfaces", "ok", text)
+
+
+def _interfaces_text(worker: WorkerInfo) -> str:
+    return ", ".join(f"{name} {addresses[0]}" for name, addresses in worker.network.interfaces.items())
 
 
 def _environment(machine: MachineInfo) -> Check:

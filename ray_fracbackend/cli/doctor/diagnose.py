@@ -12,7 +12,7 @@ from typing import Any
 from ray_fracbackend import __version__
 from ray_fracbackend.cli.connect.address import ClusterError
 from ray_fracbackend.cli.connect.cluster import check_address, connected
-from ray_fracbackend.cli.doctor.checks import check_cluster, check_machine
+from ray_fracbackend.cli.doctor.checks import check_cluster, check_machine, own_values
 from ray_fracbackend.cli.doctor.collect import Collector, collect_machine, collect_packed, reserve_s
 from ray_fracbackend.cli.doctor.environment import environment_of
 from ray_fracbackend.cli.doctor.report import Check, Diagnosis, MachineInfo
@@ -63,7 +63,12 @@ def diagnose_cluster(address: str, timeout_s: float) -> Diagnosis:
         machine = here.machine()
     found = [answer for answer in answers if isinstance(answer, MachineInfo)]
     checks = {_name(node): _checks(answer, len(nodes)) for node, answer in zip(nodes, answers, strict=True)}
-    return Diagnosis(checks, check_cluster(found), environment_of(machine, found))
+    own = {
+        _name(node): own_values(answer)
+        for node, answer in zip(nodes, answers, strict=True)
+        if isinstance(answer, MachineInfo)
+    }
+    return Diagnosis(checks, check_cluster(found), environment_of(machine, found), own)
 
 
 def _ask_all(deadline: Deadline) -> tuple[list[dict[str, Any]], list[MachineInfo | Check]]:

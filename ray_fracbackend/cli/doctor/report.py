@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ray_fracbackend.cli.doctor.environment import environment_lines
+from ray_fracbackend.cli.doctor.grouping import Block, blocks
 from ray_fracbackend.decide.worker_info import WorkerInfo
 
 Level = Literal["ok", "warning", "problem"]
+_WIDTH = 120
 _COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 
 
@@ -108,18 +111,20 @@ class Diagnosis:
         nodes: Checks by the name of their node.
         cluster: Checks of the nodes against each other.
         environment: Versions and devices, for an issue.
+        own_values: What each node has of its own, as for `grouping.kind_of`, by its name.
     """
 
     nodes: dict[str, tuple[Check, ...]]
     cluster: tuple[Check, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
+    own_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def problems(self) -> list[str]:
         """Return the lines that are problems, with their node where there are several."""
         several = len(self.nodes) > 1
         return [
             f"{f'{name}: ' if several else ''}{check.name}: {check.text}"
-            for name, checks in self._parts()
+            for name, checks in (*self.nodes.items(), ("between the nodes", self.cluster))
             for check in checks
             if check.level == "problem"
         ]
@@ -131,20 +136,47 @@ class Diagnosis:
         return {"nodes": nodes, "cluster": cluster, "environment": self.environment}
 
     def to_text(self, color: bool = False) -> str:
-        """Format a block of lines for each node, with a fix under each line that needs one, and a block for an issue."""
+        """Format a block of lines for equal nodes, with a fix under each line that needs one, a block for an issue, and a verdict."""
         lines = []
-        for name, checks in self._parts():
-            lines.append(name)
-            for check in checks:
-                level = f"\x1b[{_COLORS[check.level]}m{check.level:<8}\x1b[0m" if color else f"{check.level:<8}"
-                lines.append(f"  {level} {check.name:<13} {check.text}")
-                if check.fix:
-                    lines.append(f"{'':25}fix: {check.fix}")
+        for block in self._blocks():
+            lines.extend(_title(block.nodes))
+            for check, nodes in block.lines:
+                lines.extend(_lines(check, nodes, color))
         if self.environment:
             lines += ["", "Paste this into an issue:", "", *environment_lines(self.environment)]
-        return "\n".join(lines)
+        return "\n".join([*lines, "", self._verdict()])
 
-    def _parts(self) -> Iterable[tuple[str, tuple[Check, ...]]]:
-        yield from self.nodes.items()
+    def _blocks(self) -> list[Block]:
+        grouped = blocks(self.nodes, self.own_values)
         if self.cluster:
-            yield "between the nodes", self.cluster
+            grouped.append(Block(("between the nodes",), tuple((check, ()) for check in self.cluster)))
+        return grouped
+
+    def _verdict(self) -> str:
+        """Return how many problems and warnings there are, and their subjects; one of several nodes counts once."""
+        found = [check for block in self._blocks() for check, _ in block.lines]
+        counts = []
+        for level in ("problem", "warning"):
+            names = [check.name for check in found if check.level == level]
+            listed = f" ({', '.join(dict.fromkeys(names))})" if names else ""
+            counts.append(f"{len(names)} {level}{'' if len(names) == 1 else 's'}{listed}")
+        return ", ".join(counts)
+
+
+def _title(nodes: Sequence[str]) -> list[str]:
+    if not nodes:
+        return ["several nodes; names and addresses in a line are those of its first node"]
+    if len(nodes) == 1:
+        return [nodes[0]]
+    names = textwrap.wrap(", ".join(nodes), _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return [f"{len(nodes)} equal nodes; names and addresses in the lines are those of the first", *names]
+
+
+def _lines(check: Check, nodes: Sequence[str], color: bool) -> list[str]:
+    level = f"\x1b[{_COLORS[check.level]}m{check.level:<8}\x1b[0m" if color else f"{check.level:<8}"
+    lines = [f"  {level} {check.name:<13} {check.text}"]
+    if nodes:
+        lines.append(f"{'':25}on:  {', '.join(nodes)}")
+    if check.fix:
+        lines.append(f"{'':25}fix: {check.fix}")
+    return lines
