@@ -38,6 +38,9 @@ def test_stock_demo_fails_without_gpus():
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "NCCL" in done.stderr or "CUDA" in done.stderr
+    ours = [line for line in done.stderr.splitlines() if line.startswith("ray-fracbackend demo: ")]
+    assert len(ours) == 1
+    assert "FracTorchConfig avoids it" in ours[0]
 
 
 @pytest.mark.full

@@ -7,7 +7,10 @@ import importlib.util
 from typing import Any
 
 from ray_fracbackend.cli.options import count
+from ray_fracbackend.cli.output import say
 from ray_fracbackend.cli.program import PROGRAM, CommandError
+
+_WHO = f"{PROGRAM} demo"
 
 
 def register(commands: Any) -> None:
@@ -31,4 +34,14 @@ def execute(options: argparse.Namespace) -> int:
     from ray_fracbackend.cli.script import run_as_main
 
     arguments = ["--epochs", str(options.epochs), *(["--stock"] if options.stock else [])]
-    return run_as_main(f"{PROGRAM} demo", "ray_fracbackend.demo", arguments, is_module=True)
+    after_error = _compare if options.stock else None
+    return run_as_main(_WHO, "ray_fracbackend.demo", arguments, is_module=True, after_error=after_error)
+
+
+def _compare(error: Exception) -> None:
+    """Say that a start with FracTorchConfig does not end so: stock's own errors name NCCL or CUDA."""
+    if any(name in str(error) for name in ("NCCL", "CUDA")):
+        say(
+            _WHO,
+            f"this error comes from Ray's own TorchConfig; FracTorchConfig avoids it: run {_WHO} without --stock",
+        )

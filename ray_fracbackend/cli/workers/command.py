@@ -15,6 +15,8 @@ from ray_fracbackend.cli.output import say
 from ray_fracbackend.cli.program import PROGRAM, CommandError, Outcome, wrong_usage
 from ray_fracbackend.errors import FracBackendError
 
+_OPTIONS = f"As an option, here and of {PROGRAM} run"
+
 
 def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome], *, only_plans: bool = False) -> Outcome:
     """Run a command for the workers of the command line, on their cluster.
@@ -37,12 +39,15 @@ def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome], *, 
         say(who, line)
     try:
         with connected(options.address, options.wait_s, local_ray(options)) as own:
-            return command(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)
+            outcome = command(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)
     except (ClusterError, FracBackendError) as error:
         text = str(error)
         if advised := advised_options(text):
-            text += f" (on the command line, of `run` too: {advised})"
+            text += f" {_OPTIONS}: {advised}."
         raise CommandError(error.reason, text, ranks=getattr(error, "ranks", ())) from error
+    if advised := advised_options(outcome.text):  # by a warning
+        say(who, f"{_OPTIONS}: {advised}")
+    return outcome
 
 
 def _workers(options: argparse.Namespace) -> tuple[Any, Any]:
