@@ -1,4 +1,4 @@
-"""The compatibility canary: which names it looks at, and what it says of them."""
+"""ci/canary.py: the names that it checks, and its messages."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ _CI = Path(__file__).parents[2] / "ci"
 
 @pytest.fixture(scope="module")
 def canary():
-    """The script as a module."""
+    """Import the script as a module."""
     sys.path.insert(0, str(_CI))
     try:
         spec = importlib.util.spec_from_file_location("canary", _CI / "canary.py")
@@ -27,7 +27,7 @@ def canary():
 
 
 def test_names_of_a_source(canary):
-    """Imports from Ray count, at the top or inside a function, and private attributes of what was imported; nothing else."""
+    """Imports from Ray count, at the top or inside a function, and private attributes of imported modules; nothing else."""
     source = """
 from ray.air._internal import device_manager as _dm
 from ray.train.torch.config import _TorchBackend
@@ -50,12 +50,12 @@ def call(group):
 
 
 def test_every_name_is_known(canary):
-    """The record has exactly the names that are in use; after a change run `python3 ci/canary.py --record`."""
+    """The record contains exactly the names in use; after a change run `python3 ci/canary.py --record`."""
     assert sorted(json.loads(canary.KNOWN.read_text())["names"]) == canary.names()
 
 
 def test_record_holds_for_its_ray(canary):
-    """With the Ray of the record nothing differs."""
+    """With the recorded Ray there are no differences."""
     known = json.loads(canary.KNOWN.read_text())
     if version("ray") != known["ray"]:
         pytest.skip(f"needs Ray {known['ray']}, the one of the record")
@@ -64,7 +64,7 @@ def test_record_holds_for_its_ray(canary):
 
 
 def test_differences(canary):
-    """A name that is gone, one with other parameters and one that was never checked are distinguished."""
+    """A removed name, a name with other parameters and a name that was never checked are distinguished."""
     known = {"ray": "1", "names": {"a:x": "function ()", "a:y": "function ()", "a:z": "class ()", "a:o": "class ()"}}
     found = {"a:x": None, "a:y": "function (self)", "a:z": "class ()", "a:new": "module", "a:o": "not installed: gym"}
     told = canary.differences(known, {"ray": "2", "names": found})
@@ -81,10 +81,10 @@ def test_a_name_that_is_gone(canary):
 @pytest.mark.full
 @pytest.mark.parametrize("reachable", [False, True])
 def test_an_installation_that_fails(tmp_path, monkeypatch, reachable):
-    """Without a package index nothing was checked, which ends with 2; where an index answers, the failure is a finding."""
+    """Without a package index nothing was checked, and the exit code is 2; if an index answers, the failure is reported."""
     index, temporary = tmp_path / "simple", tmp_path / "temporary"
     temporary.mkdir()
-    # An index with a Ray, and with nothing that it or the project needs.
+    # An index with a Ray, but without the packages that it and the project need.
     (index / "ray").mkdir(parents=True)
     (index / "ray" / "index.html").write_text('<a href="ray-99.0-py3-none-any.whl">ray-99.0-py3-none-any.whl</a>')
     url = index.as_uri() if reachable else "http://127.0.0.1:9/simple"

@@ -1,4 +1,4 @@
-"""ci/commands.py: what it says of a command that passes, fails, prints something else, or does not end."""
+"""ci/commands.py: the result for a command that passes, fails, prints something else, or does not end."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _PYTHON = (sys.executable, "-c")
     ],
 )
 def test_a_command_that_ends(code: str, prints: tuple[str, ...], exit_code: int, expected: str) -> None:
-    """Exit code and lines of standard output and standard error are those that are expected, or the result says which are not."""
+    """The exit code and the lines of both outputs are as expected, or the result names the differences."""
     command = commands.Command((code,), 60, prints, exit_code)
     assert commands.run_command(command, _PYTHON) == expected
 
 
 def test_a_command_that_does_not_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It is ended after its limit together with what it has started, and the next one runs."""
+    """It is ended after its time limit together with its child processes, and the next one runs."""
     child = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
     code = (
         f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}, {str(tmp_path / 'pid')!r}]); "

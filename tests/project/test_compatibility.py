@@ -1,4 +1,4 @@
-"""The version matrix: its table is the one of the recorded runs, and what a cell says."""
+"""The version matrix: its table is that of the recorded runs."""
 
 import sys
 from pathlib import Path
@@ -26,19 +26,19 @@ PASSED = {
 
 
 def row_of(cells, python="3.11", torch="2.13.0"):
-    """The columns of one Python and torch."""
+    """Return the columns of one Python and torch."""
     lines = compatibility.table(cells).splitlines()
     return next(line.strip("| ").split(" | ") for line in lines if line.startswith(f"| {python} | {torch}"))
 
 
 def test_the_table_is_that_of_the_runs():
-    """docs/compatibility.md has the table of ci/matrix_results.jsonl; after a run: python3 ci/compatibility.py."""
+    """docs/compatibility.md contains the table of ci/matrix_results.jsonl; after a run: python3 ci/compatibility.py."""
     text = compatibility.PAGE.read_text()
     assert compatibility.page(text, matrix.read()) == text
 
 
 def test_what_a_cell_says():
-    """Engines that passed, what failed, wheels that do not exist, and what was not run."""
+    """Passing engines, failures, wheels that do not exist, and cells that did not run."""
     failed = {**PASSED, "ray": "2.40.0", "result": "failed", "v1": "failed: test_gpu_script"}
     del failed["v2"]
     missing = {**PASSED, "ray": "2.44.1", "result": "not installable", "reason": "no wheel of ray==2.44.1"}
@@ -57,7 +57,7 @@ def test_full_build():
 
 
 def test_record(tmp_path, monkeypatch):
-    """A cell that is run again replaces its line; lines are in order of versions."""
+    """A repeated cell replaces its line; lines are in order of versions."""
     monkeypatch.setattr(matrix, "RESULTS", tmp_path / "results.jsonl")
     for ray in ("2.60.0", "2.9.0", "2.60.0"):
         matrix.record({**PASSED, "ray": ray})
@@ -73,13 +73,13 @@ def test_record(tmp_path, monkeypatch):
     ],
 )
 def test_why_not_installed(told, reason):
-    """A wheel that does not exist is distinguished from an installation that failed."""
+    """A wheel that does not exist is distinguished from a failed installation."""
     found = matrix.why_not_installed(told)
     assert found is None if reason is None else found.startswith(reason)
 
 
 def test_the_smoke_tests_exist():
-    """Their names are those of tests, and the Ray of CI's second environment is the lowest supported."""
+    """The named tests exist, and the Ray of CI's second environment is the lowest supported one."""
     source = (matrix.ROOT / matrix.SMOKE[0].split("::")[0]).read_text()
     assert all(f"def {test.split('::')[1]}(" in source for test in matrix.SMOKE)
     assert f'"ray[train]>={matrix.RAYS[0].removesuffix(".0")}"' in (matrix.ROOT / "pyproject.toml").read_text()

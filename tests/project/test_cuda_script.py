@@ -1,4 +1,4 @@
-"""ci/cuda.py as a program that runs commands: a signal ends it with the step that runs, and a command leaves no process."""
+"""ci/cuda.py as a program that runs commands: a signal ends it with the running step, and a command leaves no process."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ci/cuda.py is f
 
 
 def start(folder, limit_s):
-    """Two steps, of which the first one sleeps."""
+    """Start two steps, the first of which sleeps."""
     command = [sys.executable, "-c", _RIG, str(_ROOT / "ci"), str(folder), str(limit_s)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_steps(tmp_path, number):
-    """Not the step alone that runs: the others are not started."""
+    """The signal ends the running step, and the other steps are not started."""
     process = start(tmp_path, 50)
     assert wait_until((tmp_path / "started").exists)
     process.send_signal(number)
@@ -55,7 +55,7 @@ def test_a_signal_ends_the_steps(tmp_path, number):
 
 
 def test_a_step_that_takes_too_long(tmp_path):
-    """It ends at its limit, and the next one runs."""
+    """The step ends at its time limit, and the next one runs."""
     process = start(tmp_path, 2)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1

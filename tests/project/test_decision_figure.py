@@ -1,4 +1,4 @@
-"""Every row of the decision table decides what it says, and the docs have the table and the picture of the code."""
+"""Every row of the decision table decides as described, and the docs contain the code's table and figure."""
 
 import importlib.util
 import sys
@@ -36,7 +36,7 @@ _CPU_IPC = job(None, None, ipc_host_memory_missing=None)
 _MISSING_IPC = job(gpu(), gpu(), cuda_missing="no driver", ipc_host_memory_missing=None)
 _ON_CPU = {"on_missing_cuda": "cpu"}
 
-# Jobs and settings that each row decides, by the row's name and in the order of the rows, and what each comes to.
+# Jobs and settings that each row decides, by the row's name and in the order of the rows, with their results.
 _EXAMPLES = {
     "mixed systems": [([worker(0, platform="win32"), worker(1)], {}, "error")],
     "NCCL without GPUs": [(_CPU, {"backend": "nccl"}, "error")],
@@ -104,7 +104,7 @@ _EXAMPLES = {
 
 
 def outcome(workers, settings):
-    """What a job comes to: a backend, or ``error``."""
+    """Return the result of a job: a backend, or ``error``."""
     try:
         return decide_start(workers, Settings(**settings)).backend
     except FracBackendError:
@@ -112,13 +112,13 @@ def outcome(workers, settings):
 
 
 def test_every_row_has_an_example():
-    """In the order of the rows."""
+    """The examples are in the order of the rows."""
     assert [row.name for row in ROWS] == list(_EXAMPLES)
 
 
 @pytest.mark.parametrize(("row", "name"), zip(ROWS, _EXAMPLES, strict=True), ids=list(_EXAMPLES))
 def test_row(row, name):
-    """The row is the first whose condition holds for its examples, and comes to what they say, which its result names."""
+    """The row is the first whose condition is true for its examples, and its result names theirs."""
     for workers, settings, expected in _EXAMPLES[name]:
         assert deciding_row(Job(workers, Settings(**settings))) is row
         assert outcome(workers, settings) == expected
@@ -128,11 +128,11 @@ def test_row(row, name):
 
 @pytest.mark.parametrize(("workers", "settings"), [(_OWN, {"backend": "ucc"}), (job(None, resources={"TPU": 4}), {})])
 def test_left_to_ray(workers, settings):
-    """The row before all others, which is asked before the workers are."""
+    """The row before all others, which is checked before the workers are called."""
     assert left_to_ray(Settings(**settings).backend, workers[0].resources) is not None
 
 
 def test_the_docs_have_the_code_s_table_and_picture():
-    """Both are as the script makes them; run ``python docs/figures/decision.py``."""
+    """Both are as the script generates them; run ``python docs/figures/decision.py``."""
     assert figure.PICTURE.read_text(encoding="utf-8") == figure.svg()
     assert figure.PAGE.read_text(encoding="utf-8") == figure.page()

@@ -1,4 +1,4 @@
-"""The pages hold: links lead somewhere, snippets and commands are valid, named settings and error classes exist."""
+"""The pages are correct: links resolve, snippets and commands are valid, named settings and error classes exist."""
 
 import ast
 import builtins
@@ -30,12 +30,12 @@ from tests.processes import free_port
 _ROOT = Path(__file__).parents[2]
 _BIN = Path(sys.executable).parent
 _PAGES = sorted([*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md")])
-# Without the changelog, which names what earlier versions had.
+# Without the changelog, which names files and settings of earlier versions.
 _CURRENT = [page for page in _PAGES if page.name != "CHANGELOG.md"]
 
 
 def name_of(page):
-    """Path of a page in the repository."""
+    """Return the path of a page in the repository."""
     return str(page.relative_to(_ROOT))
 
 
@@ -49,19 +49,19 @@ _FILE = re.compile(
 
 
 def prose(page):
-    """A page without its code blocks, in which brackets are no links."""
+    """Return a page without its code blocks, in which brackets are not links."""
     return _FENCE.sub("", page.read_text())
 
 
 def anchors(page):
-    """Anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub generates them."""
     headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @_each_page
 def test_links(page):
-    """Every relative link leads to a file of the repository, and to a heading that it has."""
+    """Every relative link leads to an existing file and heading."""
     dead = []
     for link in _LINK.findall(prose(page)):
         path, _, anchor = link.partition("#")
@@ -75,7 +75,7 @@ def test_links(page):
 
 @pytest.mark.parametrize("page", _CURRENT, ids=name_of)
 def test_named_files(page):
-    """Every file of the repository that a page names is there; the changelog names files as they were."""
+    """Every file that a page names exists; the changelog names files of earlier versions."""
     assert [name for name in _FILE.findall(page.read_text()) if not (_ROOT / name).exists()] == []
 
 
@@ -108,7 +108,7 @@ def config_calls(page):
 
 @_each_page
 def test_settings(page):
-    """Every FracTorchConfig that a page shows can be made; one with an error after it cannot."""
+    """Every FracTorchConfig in a page is valid, or invalid if an error follows it."""
     for names, positional, values, after in config_calls(page):
         assert names <= set(setting_names())
         settings = {name: ast.literal_eval(value) for name, value in values.items()}
@@ -124,7 +124,7 @@ def test_scripts_run(tmp_path):
     """A Python snippet that says how to run it runs as it says; one of them without Ray."""
     (tmp_path / "ray.py").write_text("raise ImportError('there is no Ray here')")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(_ROOT)])}
-    environment["PET_MASTER_PORT"] = str(free_port())  # torchrun's own is the same for all
+    environment["PET_MASTER_PORT"] = str(free_port())  # torchrun's default port is the same for all
     found = 0
     for page in _PAGES:
         for _, _, code in _FENCE.findall(page.read_text()):
@@ -141,14 +141,14 @@ def test_scripts_run(tmp_path):
 
 @pytest.mark.parametrize("page", _CURRENT, ids=name_of)
 def test_commands(page):
-    """Every command line of ray-fracbackend is one that it takes."""
+    """Every command line of ray-fracbackend in a page is valid."""
     for line in re.findall(r"(?:^    |`)ray-fracbackend ([a-z][^`\n#]*)", page.read_text(), flags=re.MULTILINE):
         if (words := shlex.split(line)) and (len(words) > 1 or words[0] in ("demo", "doctor")):
             parser().parse_args(words)
 
 
 def known_errors():
-    """Names of exceptions that a page may name: ours, Python's, and those of Ray and torch that users get."""
+    """Return names of exceptions that a page may name: ours, Python's, and those of Ray and torch that users see."""
     modules = [
         errors,
         merge,
@@ -168,12 +168,12 @@ def known_errors():
 
 @_each_page
 def test_error_classes(page):
-    """Every class of errors that a page names exists."""
+    """Every error class in a page exists."""
     assert set(re.findall(r"`([A-Z]\w+Error)\b", page.read_text())) - known_errors() == set()
 
 
 def test_every_error_has_a_section():
-    """docs/troubleshooting.md has a section for each class of the package."""
+    """docs/troubleshooting.md has a section for each error class of the package."""
     ours = {
         name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, FracBackendError)
     }

@@ -1,4 +1,4 @@
-"""The GPU suite where there is no GPU: limits, reports, the bundle, and a dry run of it all."""
+"""The GPU suite without a GPU: time limits, reports, the bundle, and a complete dry run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def python(name, code, limit_s=30.0, **more):
 
 
 def ended(pid, timeout_s=20.0):
-    """Whether a process ends in time; a killed one takes a moment."""
+    """Return whether a process ends in time; a killed one needs a moment."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         try:
@@ -50,12 +50,12 @@ def record(tmp_path):
 
 
 def steps_of(record):
-    """What the rows say of each step that ended."""
+    """Return the last row of each finished step."""
     return {row["step"]: row["status"] for row in record.rows_since(0) if row.get("event") == "ended"}
 
 
 def test_no_step_stops_the_others_or_takes_their_rows_along(record, tmp_path, monkeypatch):
-    """One fails, one is killed in the middle of a row, one hangs, each after a row; all rows and logs are there, and no process is left."""
+    """One step fails, one is killed in the middle of a row, one hangs, each after a row; all rows and logs exist, and no process is left."""
     pid_file = tmp_path / "pid"
     row = f"import sys; sys.path.insert(0, {str(_ROOT / 'benchmarks')!r}); from rows import add_row; add_row('it', {{'n': NUMBER}})\n"
     hang = (
@@ -88,7 +88,7 @@ def test_no_step_stops_the_others_or_takes_their_rows_along(record, tmp_path, mo
 
 
 def test_what_is_left_of_the_suites_time_bounds_a_step(record, monkeypatch):
-    """A step gets no more than the suite has left."""
+    """A step gets no more time than the suite has left."""
     monkeypatch.setattr(gpu_steps, "_GRACE_S", 0.5)
     outcome = run_step(python("sleeps", "import time; time.sleep(100)", limit_s=60), record, left_s=1.0)
     assert outcome.status == "timed out"
@@ -98,7 +98,7 @@ def test_what_is_left_of_the_suites_time_bounds_a_step(record, monkeypatch):
     ("used", "left"), [([100, 5000, 4000, 300], None), ([100, 5000, 4000, 4000], 3900), ([], None)]
 )
 def test_memory_of_a_step_comes_back_before_the_next(record, monkeypatch, used, left):
-    """The device is asked until it has it again, or for a while; what is missing then is in the report."""
+    """The device is polled until the memory is released or a time limit; missing memory is in the report."""
     answers = iter(used)
     monkeypatch.setattr(gpu_steps, "memory_used_mib", lambda: next(answers, used[-1] if used else None))
     monkeypatch.setattr(gpu_steps, "_MEMORY_S", 2.0)
@@ -106,7 +106,7 @@ def test_memory_of_a_step_comes_back_before_the_next(record, monkeypatch, used, 
 
 
 def test_tests_of_a_step_are_rows_as_they_end(record, tmp_path):
-    """Failures and skips come with their texts, those before a crash too, and the text summary has them."""
+    """Failures and skips are rows with their messages, also before a crash, and the text summary contains them."""
     folder = tmp_path / "gpu"
     folder.mkdir()
     (folder / "conftest.py").write_text(
@@ -138,7 +138,7 @@ def test_tests_of_a_step_are_rows_as_they_end(record, tmp_path):
 
 @pytest.mark.parametrize("damage", [None, "lost", "changed"])
 def test_bundle(tmp_path, damage):
-    """The bundle's packages and library come out whole; a library with a bad part is left out and reported."""
+    """The bundle's packages and library are unpacked completely; a library with a bad part is left out and reported."""
     bundle = tmp_path / "bundle"
     (bundle / "nccl").mkdir(parents=True)
     (tmp_path / "ray.py").write_text("here = True\n")
@@ -163,7 +163,7 @@ def test_bundle(tmp_path, damage):
     assert (unpacked.read_bytes() if unpacked.exists() else None) == (None if damage else library)
     assert ("part-ab of 2 missing or damaged" in done.stdout) == bool(damage)
     if damage == "lost":
-        # It comes with a later call, which need not carry the others again.
+        # A later call provides the missing part without the others.
         (bundle / "nccl" / "part-ab").write_bytes(parts["part-ab"])
         (bundle / "nccl" / "part-aa").unlink()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -194,7 +194,7 @@ in_rank(body)
     [("end", None), ("raise", "rank 1: .*the reason"), ("hang", r"ranks \[0, 1\] did not end")],
 )
 def test_a_case_of_a_benchmark_is_bounded(tmp_path, monkeypatch, how, expected):
-    """Rows that were reported are kept, a failure or a hang has its reason, and no rank is left."""
+    """Reported rows are kept, a failure or a hang has its reason, and no rank is left."""
     script = tmp_path / "ranks.py"
     script.write_text(_RANKS.format(benchmarks=str(_ROOT / "benchmarks")))
     spec = {"backend": "gloo", "num_ranks": 2, "dry": True, "how": how, "nccl_library": None}
@@ -207,7 +207,7 @@ def test_a_case_of_a_benchmark_is_bounded(tmp_path, monkeypatch, how, expected):
 
 
 def test_what_was_refused_is_not_tried_with_more_ranks(monkeypatch, tmp_path):
-    """NCCL's refusal and a spent budget are rows with the reason, without processes."""
+    """NCCL's refusal and an exhausted budget are rows with the reason, without processes."""
     calls = []
 
     def refused(script, spec, timeout_s, env):
@@ -239,7 +239,7 @@ def test_what_was_refused_is_not_tried_with_more_ranks(monkeypatch, tmp_path):
 
 @pytest.mark.full
 def test_benchmarks_save_without_ray(tmp_path):
-    """ipc is measured on hosts that have none."""
+    """ipc is also measured on hosts without Ray."""
     script = _ROOT / "benchmarks" / "gpu_probe.py"
     code = f"import runpy, sys; sys.modules['ray'] = None; runpy.run_path({str(script)!r}, run_name='__main__')"
     environment = {**os.environ, "PYTHONPATH": f"{_ROOT}:{script.parent}"}
@@ -253,7 +253,7 @@ def test_benchmarks_save_without_ray(tmp_path):
 
 @pytest.mark.parametrize(("exit_code", "expected"), [(0, None), (1, "no permission")])
 def test_mps_daemon_of_its_own(tmp_path, monkeypatch, exit_code, expected):
-    """A daemon is started on a folder of its own and stopped; one that does not start is a reason, not an error."""
+    """A daemon is started with its own folder and stopped; one that does not start is a reason, not an error."""
     program = tmp_path / "nvidia-cuda-mps-control"
     calls = tmp_path / "calls"
     program.write_text(
@@ -281,7 +281,7 @@ def test_mps_daemon_of_its_own(tmp_path, monkeypatch, exit_code, expected):
     ],
 )
 def test_wrong_use(arguments, expected):
-    """The error of a wrong option lists the right ones."""
+    """The error for a wrong option lists the valid ones."""
     done = subprocess.run(
         [_ROOT / "ci" / "gpu.sh", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
@@ -307,7 +307,7 @@ FAULTS = ("exception", "kill", "hang")
 
 
 def dry_run(out, faults):
-    """Rows of all calls, run dry with faults in steps by name; no folder of a step is left."""
+    """Return rows of all calls in a dry run with faults in steps by name; no folder of a step is left."""
     command = [_ROOT / "ci" / "gpu.sh", "all", "--dry", "--bundle", out / "none", "--out", out]
     for step, kind in faults.items():
         command += ["--fault", f"{step}={kind}"]
@@ -323,20 +323,20 @@ def dry_run(out, faults):
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
-    """Folder and rows of a dry run in which nothing breaks."""
+    """Return folder and rows of a dry run without faults."""
     folder = tmp_path_factory.mktemp("clean")
     return folder, dry_run(folder, {})
 
 
 def ends_of(rows):
-    """The row that ends each step, by call and step."""
+    """Return the last row of each step, by call and step."""
     return {(row["call"], row["step"]): row for row in rows if row.get("event") == "ended"}
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_dry_run(clean):
-    """ci/gpu.sh --dry imports all, collects all tests, runs every benchmark on CPUs and leaves all that a call leaves."""
+    """ci/gpu.sh --dry imports everything, collects all tests, runs every benchmark on CPUs and writes all files of a call."""
     folder, rows = clean
     steps = ends_of(rows)
     assert list(steps) == [(call, step) for call, names in STEPS.items() for step in names]
@@ -364,7 +364,7 @@ def test_dry_run(clean):
 
 
 def rows_date(folder):
-    """The day in the names of the reports."""
+    """Return the day in the names of the reports."""
     return next(folder.glob("gpu_A_dry_*.json")).stem[-10:]
 
 
@@ -372,7 +372,7 @@ def rows_date(folder):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_fault_in_one_step_leaves_the_rows_of_all_others(clean, tmp_path, first):
-    """Every second step raises, is killed or hangs, in turn."""
+    """Every second step in turn raises an error, is killed or hangs."""
     names = list(dict.fromkeys(step for steps in STEPS.values() for step in steps if step != "imports"))[first::2]
     faults = {step: FAULTS[number % 3] for number, step in enumerate(names)}
     steps = ends_of(dry_run(tmp_path, faults))

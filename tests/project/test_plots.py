@@ -1,4 +1,4 @@
-"""The pictures of the benchmarks are drawn from the committed results."""
+"""The figures of the benchmarks are drawn from the committed results."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def run(script, *arguments):
 
 
 def made_up_scale(environment):
-    """A result of benchmarks/scale.py."""
+    """Return a simulated result of benchmarks/scale.py."""
     simulated = [
         {
             "num_workers": num_workers,
@@ -36,7 +36,7 @@ def made_up_scale(environment):
 
 @pytest.mark.full
 def test_every_kind_is_drawn(tmp_path):
-    """One picture a kind of result, from the newest one, with its date and hardware; other JSON files are left alone."""
+    """One figure per kind of result, from the newest one, with its date and hardware; other JSON files are ignored."""
     pytest.importorskip("matplotlib", reason="the plots need matplotlib")
     results, out = tmp_path / "results", tmp_path / "figures"
     shutil.copytree(_RESULTS, results, ignore=shutil.ignore_patterns("*.png"))
@@ -54,7 +54,7 @@ def test_every_kind_is_drawn(tmp_path):
 
 @pytest.mark.parametrize("script", ["plots.py", "tables.py"])
 def test_docs_are_up_to_date(script):
-    """Pictures and numbers of the docs are those of the newest results; if not, run the script without --check."""
+    """Figures and numbers of the docs are those of the newest results; if not, run the script without --check."""
     pytest.importorskip("matplotlib", reason="the plots need matplotlib")
     done = run(script, "--check")
     assert done.returncode == 0, done.stdout + done.stderr

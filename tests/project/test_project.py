@@ -12,7 +12,7 @@ _ROOT = Path(__file__).parents[2]
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_lint():
-    """ruff, ruff format, mypy for three platforms and the checks of the workflows are clean."""
+    """ruff, ruff format, mypy for three platforms and the checks of the workflows pass."""
     done = subprocess.run(
         [sys.executable, _ROOT / "ci" / "lint.py"], capture_output=True, text=True, timeout=850, check=False
     )

@@ -1,4 +1,4 @@
-"""The reading path of docs/development/architecture.md is what a start imports, and no longer than it says."""
+"""The reading path of docs/development/architecture.md lists the modules that a start imports, within its size limits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _ROOT = Path(__file__).parents[2]
 _PACKAGE = _ROOT / "ray_fracbackend"
 _PAGE = (_ROOT / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
 _SECTION = _PAGE.partition("## Reading path")[2].partition("\n## ")[0]
-# What FracTorchConfig imports on the driver and a start on a worker.
+# Modules that FracTorchConfig imports on the driver and a start on a worker.
 _IMPORTS = "import sys, ray_fracbackend.config; print(*(n for n in sys.modules if n.startswith('ray_fracbackend.')))"
 
 
 def reading_path() -> list[str]:
-    """Modules of the path, in order, such as ``worker/probe.py``."""
+    """Return the modules of the path, in order, such as ``worker/probe.py``."""
     return re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", _SECTION, flags=re.MULTILINE)
 
 
 def helpers() -> list[str]:
-    """Modules that they call."""
+    """Return the modules that they call."""
     found = []
     for folder, names in re.findall(r"^\| `(\.|\w+/)` \| (.*) \|$", _SECTION, flags=re.MULTILINE):
         found += [f"{folder.removeprefix('.')}{name}.py" for name in re.findall(r"`(\w+)`", names)]
@@ -29,7 +29,7 @@ def helpers() -> list[str]:
 
 
 def test_it_is_what_a_start_imports() -> None:
-    """Path and helpers together, none twice: what runs after a failure, or where it is asked for, is not imported."""
+    """Path and helpers are all imported modules, each once; modules for failures or special requests are not imported."""
     done = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=True, cwd=_ROOT)
     names = (name.partition(".")[2].replace(".", "/") for name in done.stdout.split())
     imported = [f"{name}.py" for name in names if not (_PACKAGE / name).is_dir()]
@@ -37,7 +37,7 @@ def test_it_is_what_a_start_imports() -> None:
 
 
 def test_it_is_short() -> None:
-    """At most 12 modules and 2,500 lines."""
+    """The path has at most 12 modules and 2,500 lines."""
     modules = reading_path()
     assert len(modules) <= 12
     assert sum(len((_PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in modules) <= 2500

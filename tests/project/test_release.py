@@ -1,4 +1,4 @@
-"""What a release and a visitor rely on: version, changelog, metadata, forms, and the first screen of README."""
+"""Requirements of a release and of visitors: version, changelog, metadata, forms, and the first screen of README."""
 
 import json
 import re
@@ -22,7 +22,7 @@ _README = (_ROOT / "README.md").read_text()
 
 
 def test_changelog_has_the_version():
-    """The newest dated section is that of the version, below one for what is not released."""
+    """The newest dated section is that of the version, below the unreleased section."""
     headings = re.findall(r"^## (.+)$", (_ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert headings[0] == "[Unreleased]"
     assert re.fullmatch(rf"\[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])
@@ -42,7 +42,7 @@ def test_first_commands_of_readme():
 
 
 def test_classifiers_are_what_was_run():
-    """The classifiers have the Pythons of the matrix that passed, and no system on which nothing was run."""
+    """The classifiers list the Python versions that passed in the matrix, and no system on which nothing ran."""
     rows = [json.loads(line) for line in (_ROOT / "ci" / "matrix_results.jsonl").read_text().splitlines()]
     passed = {row["python"] for row in rows if row["result"] == "passed"}
     assert set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', _PROJECT)) == passed
@@ -51,7 +51,7 @@ def test_classifiers_are_what_was_run():
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is in Python 3.11")
 def test_urls_are_not_invented():
-    """Until the project has a public address the metadata names none, and says where to set it."""
+    """Until the project has a public address the metadata contains none, and a comment states where to set it."""
     import tomllib
 
     urls = tomllib.loads(_PROJECT)["project"].get("urls")
@@ -60,7 +60,7 @@ def test_urls_are_not_invented():
 
 
 def test_first_screen_of_readme():
-    """Within 30 lines: the errors that bring people here, as they read on the screen."""
+    """The first 30 lines contain the errors that bring people here, as they appear on the screen."""
     lines = _README.splitlines()[:30]
     screen = "\n".join(line.strip() for line in lines)
     shown = torch_text(REFUSALS["2.28.9"])
@@ -82,7 +82,7 @@ def test_snippet_of_tune_is_the_example():
     "form", sorted((_ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
 )
 def test_issue_forms(form):
-    """Every form has what GitHub requires of one: a name, a description, and fields with ids of their own."""
+    """Every form has GitHub's required parts: a name, a description, and fields with unique ids."""
     content = yaml.safe_load(form.read_text())
     if form.stem == "config":
         assert set(content) <= {"blank_issues_enabled", "contact_links"}
@@ -95,7 +95,7 @@ def test_issue_forms(form):
 
 
 def test_nothing_promises_an_index():
-    """Without a public address in the metadata, no page and no message says that pip gets the package by its name."""
+    """Without a public address in the metadata, no page or message claims that pip finds the package by its name."""
     if "[project.urls]\n" in _PROJECT:
         return
     files = [*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md"), *_ROOT.glob("ray_fracbackend/**/*.py")]
@@ -104,13 +104,13 @@ def test_nothing_promises_an_index():
 
 
 def step(*arguments):
-    """A step of the release, as the workflow runs it."""
+    """Run a step of the release as the workflow does."""
     command = [sys.executable, _ROOT / "ci" / "release.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
 
 
 def test_a_tag_that_is_not_the_version():
-    """The tag of this version passes; another one, and one whose changelog has no dated section, end the release."""
+    """The tag of this version passes; another tag, or a changelog without its dated section, ends the release."""
     assert step("check-tag", f"v{__version__}").returncode == 0
     for wrong in (__version__, "v0.0.9", f"v{__version__}rc1"):
         done = step("check-tag", wrong)
@@ -127,7 +127,7 @@ def test_a_tag_that_is_not_the_version():
     ],
 )
 def test_a_changelog_without_the_date(heading, told, tmp_path, monkeypatch):
-    """A section without a date, or with one that is none."""
+    """A section without a date, or with an invalid date."""
     (tmp_path / "ray_fracbackend").mkdir()
     (tmp_path / "ray_fracbackend" / "__init__.py").write_text(f'__version__ = "{__version__}"\n')
     (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n")
@@ -137,7 +137,7 @@ def test_a_changelog_without_the_date(heading, told, tmp_path, monkeypatch):
 
 
 def test_nothing_else_is_uploaded(tmp_path):
-    """A folder with anything beside the two files of this version is refused, before a build and after it."""
+    """A folder with other files than the two of this version is refused, before a build and after it."""
     with pytest.raises(SystemExit, match="it has nothing"):
         release.built(tmp_path)
     (tmp_path / "ray_fracbackend-0.0.9-py3-none-any.whl").touch()
@@ -150,7 +150,7 @@ def test_nothing_else_is_uploaded(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(2000)
 def test_dry_run(tmp_path):
-    """All of a release but the upload: the tag, one build, and the built wheel in an environment of its own, where every command runs."""
+    """Every step except the upload: the tag, one build, and every command of the built wheel in a separate environment."""
     for arguments in (("check-tag", f"v{__version__}"), ("build", tmp_path / "built"), ("test", tmp_path / "built")):
         done = step(*arguments)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The documentation as a site builds without a warning, and its reference pages have what the code has."""
+"""The documentation site builds without a warning, and its reference pages match the code."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ _DOCS = _ROOT / "docs"
 
 
 def script(name, *arguments):
-    """Run a script of ci/ with this interpreter; returns what it printed if it failed, else None."""
+    """Run a script of ci/ with this interpreter; return its output if it failed, else None."""
     command = [sys.executable, _ROOT / "ci" / name, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     return done.stdout + done.stderr if done.returncode else None
@@ -26,7 +26,7 @@ def script(name, *arguments):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_site_builds():
-    """MkDocs builds the site without a warning, and no page of it loads anything from the network."""
+    """MkDocs builds the site without a warning, and no page loads anything from the network."""
     pytest.importorskip("mkdocstrings_handlers", reason="the extra docs is not installed")
     assert script("docs.py") is None
 
@@ -67,7 +67,7 @@ def test_tables_that_scroll_on_a_phone(hooks):
 
 
 def test_notebook_has_its_outputs():
-    """The notebook has the outputs of a run, without an error, a path or an address of the machine that ran it."""
+    """The notebook contains the outputs of a run, without an error, a path or an address of that machine."""
     text = (_ROOT / "examples" / "fractional_gpu.ipynb").read_text(encoding="utf-8")
     assert "largest difference of 60 steps" in text
     assert '"output_type": "error"' not in text
@@ -77,7 +77,7 @@ def test_notebook_has_its_outputs():
 
 
 def test_api_page_has_every_public_name():
-    """docs/api.md has each name of the package and of ray_fracbackend.ipc once, and none that is not there."""
+    """docs/api.md contains each name of the package and of ray_fracbackend.ipc once, and no missing name."""
     named = re.findall(r"^::: (ray_fracbackend\.\S+)$", (_DOCS / "api.md").read_text(), flags=re.MULTILINE)
     public = {f"ray_fracbackend.{name}" for name in ray_fracbackend.__all__}
     public |= {f"ray_fracbackend.ipc.{name}" for name in ipc.__all__ if name != "BACKEND_NAME"}
@@ -85,16 +85,16 @@ def test_api_page_has_every_public_name():
     assert len(named) == len(set(named))
 
 
-# Constants of the package that look like variables of the environment and are none.
+# Constants of the package that look like environment variables but are not.
 _OTHER_CONSTANTS = {"BACKEND_NAME", "CUDA_MPS", "SC_CLK_TCK", "STRICT_PACK", "STRICT_SPREAD"}
 
 
 def variables_in(tree):
-    """Names of variables in a module: literals of that form, and whatever literal os.environ and os.getenv are asked for."""
+    """Return names of variables in a module: literals of that form, and all literals passed to os.environ and os.getenv."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", str(node.value)):
             yield node.value
-        # os.environ.get("NAME"), os.environ["NAME"] and "NAME" in os.environ: none has another literal in capitals.
+        # os.environ.get("NAME"), os.environ["NAME"] and "NAME" in os.environ: none contains another literal in capitals.
         if isinstance(node, (ast.Call, ast.Subscript, ast.Compare)) and re.search(
             r"environ\b|getenv\b", ast.unparse(node)
         ):
@@ -107,10 +107,10 @@ def variables_in(tree):
 
 
 def test_environment_page_has_every_variable():
-    """docs/environment.md has a row for each variable that the code names, and for no RAY_FRACBACKEND_* that it does not."""
+    """docs/environment.md has a row for each variable in the code, and for no unknown RAY_FRACBACKEND_*."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (_ROOT / "ray_fracbackend").rglob("*.py")]
     code = {name for tree in trees for name in variables_in(tree)} - _OTHER_CONSTANTS
-    assert {"TMPDIR", "RAY_ADDRESS"} <= code  # the scan finds what it is for
+    assert {"TMPDIR", "RAY_ADDRESS"} <= code  # the scan finds what it should find
     first_cells = re.findall(r"^\| ([^|]+) \|", (_DOCS / "environment.md").read_text(), flags=re.MULTILINE)
     rows = [name for cell in first_cells for name in re.findall(r"`([A-Z][A-Z0-9_]*[A-Z0-9])`", cell)]
     assert code - set(rows) == set()

@@ -1,4 +1,4 @@
-"""The patches for Ray: each applies, and the errors say what is wrong with one. Their own tests are run by upstream/check.py."""
+"""The patches for Ray apply, and errors state the problem of a patch. upstream/check.py runs their own tests."""
 
 import importlib.util
 import re
@@ -15,7 +15,7 @@ _ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def check():
-    """upstream/check.py as a module."""
+    """Import upstream/check.py as a module."""
     spec = importlib.util.spec_from_file_location("upstream_check", _ROOT / "upstream" / "check.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # for its dataclasses
@@ -33,7 +33,7 @@ def patches(check):
 
 @pytest.mark.full
 def test_the_patches_apply(patches):
-    """Each alone and all together, within their size and in Ray's style."""
+    """Each patch applies by itself and with all others, within its size and in Ray's style."""
     command = [sys.executable, str(_ROOT / "upstream" / "check.py"), "--apply"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
@@ -43,12 +43,12 @@ def test_the_patches_apply(patches):
 
 
 def test_our_own_tests_on_a_patched_ray_are_there(check):
-    """check.py would run none of them for one name that is wrong, and say so after half an hour."""
+    """For one wrong name check.py would run none of them, and report it after half an hour."""
     assert [name for name in check.PACKAGE_TESTS if not (_ROOT / "tests" / "ray" / name).is_file()] == []
 
 
 def test_the_page_has_every_patch(patches):
-    """docs/development/upstream.md has a cover letter for each, with its size and its reproductions."""
+    """docs/development/upstream.md has a cover letter for each patch, with its size and its reproductions."""
     page = (_ROOT / "docs" / "development" / "upstream.md").read_text()
     sizes = re.findall(r"^\| (\d+) \| .* \| (\d+) \| [^|]+ \|$", page, re.MULTILINE)
     assert sizes == [(str(number), str(patch.num_changed_lines)) for number, patch in enumerate(patches, 1)]
@@ -60,7 +60,7 @@ def test_the_page_has_every_patch(patches):
 
 
 def changed(check, patch, tmp_path, old, new):
-    """The patch with another text in it."""
+    """Return the patch with a changed text."""
     path = tmp_path / "0001-changed.patch"
     text = patch.path.read_text()
     assert old in text
@@ -70,7 +70,7 @@ def changed(check, patch, tmp_path, old, new):
 
 @pytest.mark.full
 def test_a_patch_that_does_not_apply(check, patches, tmp_path):
-    """The error shows the hunk that fails, and no other."""
+    """The error shows only the hunk that fails."""
     wrong = changed(
         check, patches[3], tmp_path, "         else:\n             raise", "         elif:\n             raise"
     )
@@ -82,7 +82,7 @@ def test_a_patch_that_does_not_apply(check, patches, tmp_path):
 
 @pytest.mark.full
 def test_patches_that_contradict(check, patches, tmp_path):
-    """The error shows the conflict of a patch that applies alone but not after the others."""
+    """The error shows the conflict of a patch that applies by itself but not after the others."""
     other = changed(check, patches[4], tmp_path, '"127.0.0.1"', '"127.0.0.2"')
     with pytest.raises(check.CheckError, match="applies alone, not after the others") as raised:
         check.Tree(tmp_path / "tree", [patches[4], other])
@@ -102,14 +102,14 @@ def test_patches_that_contradict(check, patches, tmp_path):
     ],
 )
 def test_what_a_patch_has_to_have(check, patches, tmp_path, old, new, told):
-    """It is small, and has tests that are there."""
+    """A patch must be small and have existing tests."""
     with pytest.raises(check.CheckError, match=told):
         check.check_patches(None, [changed(check, patches[4], tmp_path, old, new)])
 
 
 @dataclass
 class Folder:
-    """As much of a tree as running tests needs."""
+    """The parts of a tree that running tests needs."""
 
     folder: Path
 
@@ -128,7 +128,7 @@ class Folder:
     ],
 )
 def test_outcomes(check, tmp_path, capfd, body, how, wanted, right):
-    """A test that ends otherwise than wanted fails the check with its output, and so does a run in which all are skipped."""
+    """A test with an unexpected result fails the check and shows its output; so does a run in which all tests are skipped."""
     (tmp_path / "test_it.py").write_text(f"import pytest\n\ndef test_it():\n    {body}\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     assert check.expect(Folder(tmp_path), "stock", tmp_path, ["test_it.py"], wanted) == right
@@ -139,7 +139,7 @@ def test_outcomes(check, tmp_path, capfd, body, how, wanted, right):
 
 
 def test_a_file_that_cannot_be_imported(check, tmp_path, capfd):
-    """An import error does not count as the failure that was wanted of a reproduction."""
+    """An import error does not count as the expected failure of a reproduction."""
     (tmp_path / "test_it.py").write_text("import no_such_module\n")
     assert not check.expect(Folder(tmp_path), "stock", tmp_path, ["test_it.py"], "failed")
     assert "no_such_module" in capfd.readouterr().out

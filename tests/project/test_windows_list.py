@@ -1,4 +1,4 @@
-"""What is run on Windows and under Wine: the list, its counts, and the tables of what was seen."""
+"""Tests on Windows and under Wine: the list, its counts, and the tables of results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REPORT = """<testsuites><testsuite>
 
 
 def test_tests_are_counted_by_folder(tmp_path: Path) -> None:
-    """What failed is not lost, and tests that are left out are counted by their reason."""
+    """Failures are counted, and skipped tests are counted by their reason."""
     path = tmp_path / "report.xml"
     path.write_text(_REPORT)
     counts: dict[str, windows.Counts] = {}
@@ -43,34 +43,34 @@ def test_tests_are_counted_by_folder(tmp_path: Path) -> None:
     ("torch", "has_gloo"), [("2.7.1+cpu", True), ("2.8.0", False), ("2.10.0+cu128", False), ("2.11.0", True)]
 )
 def test_steps_fit_the_torch(torch: str, has_gloo: bool) -> None:
-    """With a torch without Gloo the error is tried in place of starts."""
+    """With a torch without Gloo the error is tested instead of starts."""
     names = {step.name for step in windows.chosen([], torch)}
     assert ("smoke" in names, "smoke-without-gloo" in names) == (has_gloo, not has_gloo)
     assert {"imports", "facts"} <= names
 
 
 def test_steps_by_name() -> None:
-    """Steps run in their own order; an unknown name ends with those that there are."""
+    """Steps run in the list's order; an unknown name ends with the valid names."""
     assert [step.name for step in windows.chosen(["demo", "unit"], "2.13.0")] == ["unit", "demo"]
     with pytest.raises(SystemExit, match="no step nothing; there are imports, unit"):
         windows.chosen(["nothing"], "2.13.0")
 
 
 def test_every_path_of_the_list_exists() -> None:
-    """A test file that was moved would be a failed step on Windows alone."""
+    """A moved test file would be a failed step only on Windows."""
     paths = [word for step in windows.STEPS for word in step.command if "/" in word]
     assert [path for path in paths if not (_ROOT / path).exists()] == []
 
 
 def test_the_windows_jobs_run_the_list() -> None:
-    """One list for CI's Windows machines and for Wine."""
+    """CI's Windows machines and Wine use the same list."""
     workflow = (_ROOT / ".github" / "workflows" / "versions.yml").read_text()
     assert re.search(r"windows'\)\n\s+run: python ci/windows\.py --results windows\.json\n", workflow)
     assert r"ci\windows.py" in (_ROOT / "ci" / "wine.py").read_text()
 
 
 def test_what_is_installed_under_wine_is_pinned() -> None:
-    """A run is the same on another day."""
+    """A run uses the same versions on another day."""
     lines = wine_setup.REQUIREMENTS.read_text().splitlines()
     assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[\w.]+|#.*", line)] == []
 
@@ -85,7 +85,7 @@ def test_what_is_installed_under_wine_is_pinned() -> None:
 def test_machines_that_cannot(
     release: dict[str, str], machine: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another system is named before anything is installed."""
+    """Another system is refused before anything is installed."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(wine_setup.platform, "freedesktop_os_release", lambda: release)
     monkeypatch.setattr(wine_setup.platform, "machine", lambda: machine)
