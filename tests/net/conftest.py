@@ -1,4 +1,4 @@
-"""Fixtures for tests over network namespaces. Everything they make has a unique name and is removed at the end."""
+"""Fixtures for tests with network namespaces. Everything that they create has a unique name and is removed at the end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def joined_nodes() -> Iterator[tuple[Node, Node]]:
 
 @pytest.fixture
 def two_nodes(joined_nodes: tuple[Node, Node]) -> Iterator[tuple[Node, Node]]:
-    """Two joined nodes in their normal state: every name right, nothing filtered, both IP versions."""
+    """Two connected nodes in their normal state: correct names, no filters, both IP versions."""
     yield joined_nodes
     for node in joined_nodes:
         node.reset()

@@ -1,4 +1,4 @@
-"""Runs inside one network namespace: imports torch once, then forks a fresh process for every worker a test asks for.
+"""Runs in one network namespace: imports torch once, then forks a new process for every worker that a test requests.
 
 Started as ``net_agent.py HOSTNAME`` in its own UTS namespace. Each line on stdin is ``SOCKET STDERR``: fork a worker that
 connects to the Unix socket and logs to the file. A worker answers ``(module, function, args, env)`` with ``(ok, value)``.

@@ -1,4 +1,4 @@
-"""What the net tests run in worker processes: stock Ray Train's start, and ours without Ray around it."""
+"""Functions of the net tests in worker processes: stock Ray Train's start, and ours without Ray."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def all_reduced() -> float:
 
 
 def stock_address() -> tuple[str, int]:
-    """What stock Ray Train picks on rank 0."""
+    """Return the address that stock Ray Train chooses on rank 0."""
     return get_address_and_port()
 
 
 def stock_start(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> float:
-    """Stock Ray Train's own worker function with backend gloo, then one all_reduce."""
+    """Run stock Ray Train's own worker function with backend gloo, then one all_reduce."""
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
     _setup_torch_process_group("gloo", rank, world_size, "env://", timeout_s)
     return all_reduced()
@@ -44,7 +44,7 @@ def stock_start(address: str, port: int, rank: int, world_size: int, timeout_s: 
 def our_probe(
     rank: int, node: str, node_ip: str, master_addr: str | None, master_port: int | tuple[int, int] | None
 ) -> WorkerInfo:
-    """The network part of our probe, with Ray's view of the node given."""
+    """Run the network part of our probe, with Ray's view of the node as argument."""
     facts = WorkerInfo(
         rank=rank,
         node_id=node,
@@ -61,7 +61,7 @@ def our_probe(
 
 
 def our_start(instruction: WorkerPlan) -> float:
-    """Our own worker function, then one all_reduce."""
+    """Run our own worker function, then one all_reduce."""
     start_worker(instruction)
     return all_reduced()
 
@@ -82,7 +82,7 @@ _occupied: list[socket.socket] = []
 
 
 def occupy(port: int) -> int:
-    """Takes a port on all addresses, as a foreign server would; 0 takes any."""
+    """Listen on a port on all addresses, like another server; 0 selects any port."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("0.0.0.0", port))
     listener.listen()
@@ -91,7 +91,7 @@ def occupy(port: int) -> int:
 
 
 def stay_silent(address: str) -> None:
-    """Listen at the address of a name server, and answer no query."""
+    """Listen at the address of a name server without answering queries."""
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind((address, 53))
     _occupied.append(server)
@@ -101,14 +101,14 @@ _helpers: list[helper.Helper] = []
 
 
 def open_finder(address: str) -> dict[str, Any]:
-    """Opens the sockets of a helper of the search for a fault."""
+    """Open the sockets of a helper of the search for the fault."""
     torch.set_num_threads(1)
     _helpers.append(helper.Helper(address))
     return asdict(_helpers[-1].address)
 
 
 def find_alone(task: str, wrong: bool) -> dict[str, Any]:
-    """Lets it search, and in a bad rank adds wrong numbers to every collective."""
+    """Run the helper's search; a bad rank adds wrong numbers to every collective."""
     if wrong:
         helper.ProcessGroupGloo = _WrongGroup
     return asdict(_helpers[-1].run(helper.HelperTask.from_json(task)))

@@ -1,6 +1,6 @@
-"""Driver on the head node of a two-node Ray cluster, or on a node of its own without RAY_ADDRESS: runs one fit.
+"""Driver on the head node of a two-node Ray cluster, or on its own node without RAY_ADDRESS: runs one fit.
 
-``net_cluster_driver.py FOLDER NAME`` leaves ``FOLDER/NAME.json`` with ``error``, ``on_start_s`` and rank 0's metrics.
+``net_cluster_driver.py FOLDER NAME`` writes ``FOLDER/NAME.json`` with ``error``, ``on_start_s`` and rank 0's metrics.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ray_fracbackend import FracTorchConfig, get_start_report
 from ray_fracbackend.backend import FracTorchBackend
 
 FIREWALLED_PORT = 21700
-# Asked before ray.init, which sets the variable itself.
+# Read before ray.init, which sets the variable itself.
 JOINS_CLUSTER = "RAY_ADDRESS" in os.environ
 
 
 class TimedBackend(FracTorchBackend):
-    """Ours, and writes how long the start took, failed or not."""
+    """Our backend; it also writes the duration of the start, failed or not."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         started = time.monotonic()
@@ -52,7 +52,7 @@ CONFIGS = {
 
 
 def train(folder: Path, is_ours: bool) -> None:
-    """Two steps of DDP, whose gradients must be equal on both nodes; rank 0 writes what it saw."""
+    """Run two steps of DDP, whose gradients must be equal on both nodes; rank 0 writes the result."""
     torch.manual_seed(ray.train.get_context().get_world_rank())
     model = prepare_model(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,6 +1,6 @@
-"""Plants one fault among real helper processes on nodes of their own, and asks the search for its verdict.
+"""Plant one fault among real helper processes on separate nodes, and run the search for the fault.
 
-Run as a program it makes random plantings and counts how many were named: ``net_faults.py NUMBER [SEED]``.
+As a program it makes random plantings and counts how many were found: ``net_faults.py NUMBER [SEED]``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ KINDS = (
     "slow link",
     "scale",
 )
-# Fewest ranks among which a fault can be located.
+# Smallest number of ranks with which a fault can be located.
 _SMALLEST = {"boundary": 5, "cut rank": 3, "wrong rank": 3}
 
 
 @dataclass(frozen=True)
 class Planting:
-    """A fault and where it is; a one-way link passes packets from its first rank to its second."""
+    """A fault and its place; a one-way link passes packets from its first rank to its second."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -65,7 +65,7 @@ class Planting:
 
 @contextmanager
 def network(largest: int) -> Iterator[list[Node]]:
-    """Nodes on one switch, one for each rank."""
+    """Connect nodes to one switch, one node for each rank."""
     name = f"rfb-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     nodes: list[Node] = []
     switch = None
@@ -83,7 +83,7 @@ def network(largest: int) -> Iterator[list[Node]]:
 
 
 def search(nodes: Sequence[Node], planting: Planting) -> list[Fault]:
-    """The verdict on a planted fault, from a fresh process on each node; the network is whole again afterwards."""
+    """Return the diagnosis of a planted fault, from a new process on each node; afterwards repair the network."""
     nodes = nodes[: planting.world_size]
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -140,7 +140,7 @@ def _planted(nodes: Sequence[Node], workers: Sequence[Worker], planting: Plantin
 
 
 def drop(node: Node, addresses: Sequence[str], directions: Sequence[str], limit: str = "") -> None:
-    """Drops a node's packets from (``saddr``) and to (``daddr``) these addresses."""
+    """Drop a node's packets from (``saddr``) and to (``daddr``) these addresses."""
     chains = [f"add chain inet t {hook} {{ type filter hook {hook} priority 0; }}" for hook in ("input", "output")]
     rules = ["add table inet t", *chains]
     for direction in directions:
@@ -151,7 +151,7 @@ def drop(node: Node, addresses: Sequence[str], directions: Sequence[str], limit:
 
 @contextmanager
 def _starved(pid: int) -> Iterator[None]:
-    """The process gets a hundredth of its time."""
+    """Give the process only a hundredth of its time."""
     stop = threading.Event()
 
     def run() -> None:

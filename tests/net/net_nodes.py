@@ -1,4 +1,4 @@
-"""Nodes in network namespaces, joined by a veth pair or a switch, each with its own host name, hosts file and sysctls."""
+"""Nodes in network namespaces, connected by a veth pair or a switch, each with its own host name, hosts file and sysctls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*command: str, check: bool = True) -> str:
 
 
 def why_not() -> str | None:
-    """Why this machine cannot run the net tests, None where it can."""
+    """Return why this machine cannot run the net tests, None if it can."""
     if sys.platform != "linux":
         return "network namespaces are a Linux feature"
     if os.geteuid() != 0:
@@ -47,7 +47,7 @@ def why_not() -> str | None:
 
 
 class Worker:
-    """One process on a node; calls functions of net_calls there."""
+    """One process on a node; it calls functions of net_calls there."""
 
     def __init__(self, node: Node, listener: Listener, log: Path) -> None:
         self.node, self.log = node, log
@@ -58,7 +58,7 @@ class Worker:
         self._connection.send((function.__module__, function.__name__, args, env))
 
     def answer(self, end: float) -> Any:
-        """The answer, an exception that the call raised, or a TimeoutError where it hangs past ``end``."""
+        """Return the answer, an exception that the call raised, or a TimeoutError if it hangs past ``end``."""
         if not self._connection.poll(max(0.0, end - time.monotonic())):
             return TimeoutError("hangs")
         try:
@@ -107,12 +107,12 @@ class Node:
             self.execute("sysctl", "-qw", f"net.ipv6.{key.replace('__', '.')}={value}")
 
     def hosts(self, *lines: str) -> None:
-        """Rewrites the hosts file in place; by default the host name is the node's true address."""
+        """Rewrite the hosts file in place; by default the host name has the node's real address."""
         own = lines or (f"{self.ip} {self.hostname}",)
         (self._etc / "hosts").write_text("\n".join((*own, "127.0.0.1 localhost", "::1 localhost", "")))
 
     def name_server(self, address: str | None) -> None:
-        """Rewrites the resolver's files in place; by default no name server is asked."""
+        """Rewrite the resolver's files in place; by default there is no name server."""
         (self._etc / "nsswitch.conf").write_text("hosts: files dns\n" if address else "hosts: files\n")
         (self._etc / "resolv.conf").write_text(f"nameserver {address}\n" if address else "")
 
@@ -124,7 +124,7 @@ class Node:
         return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
 
     def command(self, *command: str) -> list[str]:
-        """A command in the namespace and under the node's host name."""
+        """Return a command in the namespace and under the node's host name."""
         name = ["unshare", "--uts", "sh", "-c", f'hostname {self.hostname} && exec "$@"', "sh"]
         return ["ip", "netns", "exec", self.name, *name, *command]
 
@@ -138,7 +138,7 @@ class Node:
         )
 
     def spawn(self, folder: Path) -> Worker:
-        """A fresh process on this node; may be called from several threads."""
+        """Start a new process on this node; may be called from several threads."""
         with self._lock:
             return self._spawn(folder)
 
@@ -160,7 +160,7 @@ class Node:
         return worker
 
     def strangers(self) -> list[int]:
-        """Processes on this node but its agent; workers are among them."""
+        """Return processes on this node except its agent; workers are among them."""
         agent = self._agent.pid if self._agent is not None else None
         pids = map(int, run("ip", "netns", "pids", self.name, check=False).split())
         return [pid for pid in pids if pid != agent]
@@ -189,7 +189,7 @@ class Node:
 
 
 def join(first: Node, second: Node, interfaces: Sequence[str] = ("eth0", "eth0")) -> None:
-    """Connects two nodes by a veth pair and gives it both nodes' addresses."""
+    """Connect two nodes by a veth pair with both nodes' addresses."""
     short = uuid.uuid4().hex[:8]
     run("ip", "link", "add", f"va{short}", "type", "veth", "peer", "name", f"vb{short}")
     for node, end, interface in ((first, f"va{short}", interfaces[0]), (second, f"vb{short}", interfaces[1])):
@@ -198,7 +198,7 @@ def join(first: Node, second: Node, interfaces: Sequence[str] = ("eth0", "eth0")
 
 
 class Switch:
-    """Connects any number of nodes, each by its eth0; stands in a namespace of its own."""
+    """Connects any number of nodes by their eth0; it is in its own namespace."""
 
     def __init__(self, name: str, nodes: Sequence[Node]) -> None:
         self.name = name
@@ -218,7 +218,7 @@ class Switch:
 
 
 def address(node: Node, interface: str) -> None:
-    """Brings an interface up with the node's IPv4 and IPv6 address."""
+    """Bring an interface up with the node's IPv4 and IPv6 address."""
     node.ip_command("link", "set", interface, "up")
     node.ip_command("addr", "replace", f"{node.ip}/24", "dev", interface)
     node.ip_command("addr", "replace", f"{node.ip6}/64", "dev", interface, "nodad")

@@ -1,4 +1,4 @@
-"""Starts the same workers twice: as stock Ray Train does, and as we do."""
+"""Start the same workers twice: as stock Ray Train does, and as we do."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import WorkerInfo
 
-# Stock gets this timeout where Ray Train would take 1800 s, so that its hang ends within a test.
+# Stock gets this timeout instead of Ray Train's 1800 s, so that its hang ends within a test.
 STOCK_TIMEOUT_S = 3.0
 
 
 def stock(
     nodes: Sequence[Node], folder: Path, master_addr: str, timeout_s: float = STOCK_TIMEOUT_S, **env: str
 ) -> tuple[list[Any], list[Worker]]:
-    """What every rank gets from stock's start: the all_reduced value, its exception, or TimeoutError for a hang."""
+    """Return each rank's result of stock's start: the all_reduced value, its exception, or TimeoutError for a hang."""
     workers = [node.spawn(folder) for node in nodes]
     _, port = workers[0].call(net_calls.stock_address)
     for rank, worker in enumerate(workers):
@@ -35,7 +35,7 @@ def stock(
 def probe(
     nodes: Sequence[Node], folder: Path, node_ips: Sequence[str] | None = None, options: Any = None, **env: str
 ) -> tuple[list[WorkerInfo], list[Worker]]:
-    """Our probe in a fresh process on every node."""
+    """Run our probe in a new process on every node."""
     workers = [node.spawn(folder) for node in nodes]
     return probe_workers(workers, node_ips, options, **env), workers
 
@@ -43,7 +43,7 @@ def probe(
 def probe_workers(
     workers: Sequence[Worker], node_ips: Sequence[str] | None = None, options: Any = None, **env: str
 ) -> list[WorkerInfo]:
-    """Our probe in processes that are there."""
+    """Run our probe in existing processes."""
     options = options or Settings()
     ips = node_ips or [worker.node.ip for worker in workers]
     for rank, worker in enumerate(workers):
@@ -65,7 +65,7 @@ def instructions(
     timeout_s: float = 30.0,
     verify: bool = False,
 ) -> tuple[list[WorkerPlan], Rendezvous]:
-    """What our decision has every rank do, on the CPU."""
+    """Return the plan of every rank from our decision, on the CPU."""
     options = options or Settings()
     backend = decide_start(facts, options).backend
     plan = plan_rendezvous(facts, options, backend, facts[0].network.store_port)
@@ -93,7 +93,7 @@ def start(
     budget_s: float = 20.0,
     wait_for: Sequence[int] | None = None,
 ) -> tuple[list[Any], Rendezvous]:
-    """Our start on every node, after our decision; answers of the ranks ``wait_for``, by default of all."""
+    """Run our start on every node after our decision; return the answers of the ranks ``wait_for``, by default of all."""
     told, plan = instructions(facts, options, budget_s=budget_s)
     for worker, instruction in zip(workers, told, strict=True):
         worker.send(net_calls.our_start, instruction)
@@ -105,7 +105,7 @@ def start(
 def ours(
     nodes: Sequence[Node], folder: Path, node_ips: Sequence[str] | None = None, options: Any = None, **env: str
 ) -> tuple[list[Any], Rendezvous, list[Worker]]:
-    """Our probe, decision and start."""
+    """Run our probe, decision and start."""
     facts, workers = probe(nodes, folder, node_ips, options, **env)
     results, plan = start(facts, workers, options)
     return results, plan, workers

@@ -1,4 +1,4 @@
-"""The search for the fault of a failed start, with real processes, sockets and Gloo groups on nodes of their own."""
+"""The search for the fault of a failed start, with real processes, sockets and Gloo groups on separate nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def nodes(full: bool) -> Iterator[list[Node]]:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_planted_fault_is_named(nodes: list[Node], kind: str) -> None:
-    """The verdict is the planted fault, its ranks and nothing else. The program net_faults.py makes many more plantings."""
+    """The diagnosis is the planted fault and its ranks and nothing else. The program net_faults.py makes many more plantings."""
     planting = Planting.random(random.Random(kind), len(nodes), kind)
     found = []
     for _ in range(TRIES):

@@ -1,4 +1,4 @@
-"""Many starts side by side on one machine: no clash of ports reaches the user."""
+"""Many starts at the same time on one machine: the user sees no conflict of ports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ray_fracbackend.decide.settings import Settings
 
 NUM_STARTS = 200
 AT_A_TIME = 8
-# Twice what the starts that run at one time hold.
+# Twice the number of ports that the concurrent starts hold.
 RANGE = (22000, 22000 + 2 * AT_A_TIME - 1)
 
 
@@ -34,5 +34,5 @@ def start_many(node: Node, folder: Path, options: Settings) -> list[Any]:
 @pytest.mark.full
 @pytest.mark.parametrize("options", [Settings(), Settings(master_port=RANGE)], ids=["any-port", "range"])
 def test_starts_side_by_side_never_clash(two_nodes: tuple[Node, Node], tmp_path: Path, options: Settings) -> None:
-    """Eight starts at a time, with any port or sharing a narrow range, all compute the right sum."""
+    """Eight concurrent starts, with any port or a shared narrow range, all compute the correct sum."""
     assert start_many(two_nodes[0], tmp_path, options) == [[3.0, 3.0]] * NUM_STARTS

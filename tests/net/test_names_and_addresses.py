@@ -1,4 +1,4 @@
-"""T1 to T8 and T11: what breaks stock's start on real networks, and our start on the same ones; stock's under --full."""
+"""T1 to T8 and T11: real networks that break stock's start, and our start on the same networks; stock's with --full."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Nodes = tuple[Node, Node]
 
 @pytest.mark.full
 def test_t1_v6only_sockets_warn_and_still_start(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Where IPv6 sockets take no IPv4, as on Windows, c10d logs a failure with a foreign name and both starts work."""
+    """If IPv6 sockets accept no IPv4, as on Windows, c10d logs a failure with a foreign name, and both starts work."""
     node = two_nodes[0]
     node.sysctl(bindv6only=1)
     node.hosts("127.0.0.1 huya.com", f"127.0.0.1 {node.hostname}")
@@ -43,7 +43,7 @@ def test_t1_v6only_sockets_warn_and_still_start(two_nodes: Nodes, tmp_path: Path
 
 @pytest.mark.full
 def test_t2_torch_without_a_gloo_transport_is_named_before_rendezvous(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Without a transport, as in the Windows wheels 2.8.0 to 2.10.0, stock's error is cryptic, ours says what to do."""
+    """Without a transport, as in the Windows wheels 2.8.0 to 2.10.0, stock's error is unclear, ours states what to do."""
     node = two_nodes[0]
     results, _ = stock([node, node], tmp_path, "127.0.0.1", GLOO_DEVICE_TRANSPORT="UV")
     assert all("unsupported gloo device" in str(result) for result in results)
@@ -62,7 +62,7 @@ WRONG_NAMES = {
 
 @pytest.mark.parametrize("case", WRONG_NAMES)
 def test_t3_t4_wrong_host_names_do_not_matter(two_nodes: Nodes, tmp_path: Path, case: str, full: bool) -> None:
-    """Where each node's own name leads to loopback, elsewhere or nowhere, stock's ranks advertise loopback and fail."""
+    """If each node's own name leads to loopback, elsewhere or nowhere, stock's ranks advertise loopback and fail."""
     for node, line in zip(two_nodes, WRONG_NAMES[case], strict=True):
         node.hosts(line.format(node.hostname))
     if full:
@@ -76,7 +76,7 @@ def test_t3_t4_wrong_host_names_do_not_matter(two_nodes: Nodes, tmp_path: Path, 
 
 
 def test_t5_names_of_different_families_do_not_matter(two_nodes: Nodes, tmp_path: Path, full: bool) -> None:
-    """One node's name is an IPv6 and the other's an IPv4 address: stock's Gloo compares families and fails."""
+    """One node's name has an IPv6 address and the other's an IPv4 address: stock's Gloo compares families and fails."""
     first, second = two_nodes
     first.hosts(f"{first.ip6} {first.hostname}")
     second.hosts(f"{second.ip} {second.hostname}")
@@ -89,7 +89,7 @@ def test_t5_names_of_different_families_do_not_matter(two_nodes: Nodes, tmp_path
 
 
 def test_t5_nodes_without_a_common_family_are_refused(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Where Gloo would get IPv4 on one node and IPv6 on the other, an error lists both instead of a failed mesh."""
+    """If Gloo would use IPv4 on one node and IPv6 on the other, an error lists both instead of a failed mesh."""
     first, second = two_nodes
     second.ip_command("addr", "del", f"{second.ip}/24", "dev", "eth0")
     facts, _ = probe(two_nodes, tmp_path, [first.ip, second.ip6])
@@ -98,7 +98,7 @@ def test_t5_nodes_without_a_common_family_are_refused(two_nodes: Nodes, tmp_path
 
 
 def test_t6_ipv6_literals_go_without_brackets(two_nodes: Nodes, tmp_path: Path, full: bool) -> None:
-    """On IPv6-only nodes both starts work with the bare literal; a bracketed one stock waits for, we refuse at once."""
+    """On IPv6-only nodes both starts work with the plain literal. Stock waits for a bracketed one; we refuse it at once."""
     for node in two_nodes:
         node.ip_command("addr", "del", f"{node.ip}/24", "dev", "eth0")
         node.hosts(f"{node.ip6} {node.hostname}")
@@ -117,7 +117,7 @@ def test_t6_ipv6_literals_go_without_brackets(two_nodes: Nodes, tmp_path: Path, 
 
 
 def test_t7_loopback_between_nodes_is_refused(two_nodes: Nodes, tmp_path: Path, full: bool) -> None:
-    """Nodes that know each other as 127.0.0.1: stock waits for its timeout, we say so before any rank waits."""
+    """Nodes that know each other as 127.0.0.1: stock waits for its timeout, we raise an error before any rank waits."""
     if full:
         results, _ = stock(two_nodes, tmp_path, "127.0.0.1", timeout_s=2)
         assert SUM_OF_TWO not in results
@@ -127,7 +127,7 @@ def test_t7_loopback_between_nodes_is_refused(two_nodes: Nodes, tmp_path: Path, 
 
 
 def test_t7_an_explicit_loopback_address_is_tried_and_named(two_nodes: Nodes, tmp_path: Path) -> None:
-    """A configured loopback address wins with a warning, and the rank that cannot use it says so before c10d tries."""
+    """A configured loopback address is used with a warning, and the rank that cannot use it reports this before c10d tries."""
     options = Settings(master_addr="127.0.0.1")
     facts, workers = probe(two_nodes, tmp_path, options=options)
     results, plan = start(facts, workers, options, wait_for=(1,))
@@ -136,7 +136,7 @@ def test_t7_an_explicit_loopback_address_is_tried_and_named(two_nodes: Nodes, tm
 
 
 def test_t8_ipv6_switched_off(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Without IPv6 in the kernel's settings both starts work over IPv4."""
+    """With IPv6 disabled in the kernel both starts work over IPv4."""
     for node in two_nodes:
         node.sysctl(conf__all__disable_ipv6=1)
     results, _ = stock(two_nodes, tmp_path, two_nodes[0].ip)
@@ -147,7 +147,7 @@ def test_t8_ipv6_switched_off(two_nodes: Nodes, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_t11_stock_ends_where_its_port_is_taken(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Stock's port, taken between choice and bind, ends its start."""
+    """If stock's port is taken between choice and bind, its start fails."""
     node = two_nodes[0]
     workers = [node.spawn(tmp_path), node.spawn(tmp_path)]
     _, port = workers[0].call(net_calls.stock_address)
@@ -160,7 +160,7 @@ def test_t11_stock_ends_where_its_port_is_taken(two_nodes: Nodes, tmp_path: Path
 
 
 def test_t11_a_taken_port_of_a_range_is_skipped(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Our store takes the next port of the range, and nothing is between choice and bind: it holds what it found free."""
+    """Our store uses the next port of the range. It binds the port at once, so no other process can take it in between."""
     node = two_nodes[0]
     options = Settings(master_port=(21000, 21009))
     workers = [node.spawn(tmp_path), node.spawn(tmp_path)]
@@ -175,7 +175,7 @@ def test_t11_a_taken_port_of_a_range_is_skipped(two_nodes: Nodes, tmp_path: Path
 
 
 def test_t11_a_taken_fixed_port_is_named_at_once(two_nodes: Nodes, tmp_path: Path) -> None:
-    """A configured port that is in use cannot be replaced: the error names it and offers a range."""
+    """A configured port that is in use has no replacement: the error names it and suggests a range."""
     node = two_nodes[0]
     node.spawn(tmp_path).call(net_calls.occupy, 21200)
     with pytest.raises(
@@ -185,7 +185,7 @@ def test_t11_a_taken_fixed_port_is_named_at_once(two_nodes: Nodes, tmp_path: Pat
 
 
 def test_a_full_range_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Where every port of the range is taken the error says so instead of falling back to another port."""
+    """If every port of the range is in use, the error says so; no other port is used."""
     node = two_nodes[0]
     for port in (21100, 21101):
         node.spawn(tmp_path).call(net_calls.occupy, port)
@@ -194,7 +194,7 @@ def test_a_full_range_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
 
 
 def test_a_configured_name_is_resolved_once_on_every_rank(two_nodes: Nodes, tmp_path: Path) -> None:
-    """A configured host name becomes the literal that each rank resolves, even where rank 0's own is loopback."""
+    """A configured host name becomes the literal that each rank resolves, even if rank 0's own is loopback."""
     first, second = two_nodes
     first.hosts("127.0.1.1 node-a train-master")
     second.hosts(f"{first.ip} train-master")
@@ -204,7 +204,7 @@ def test_a_configured_name_is_resolved_once_on_every_rank(two_nodes: Nodes, tmp_
 
 
 def test_an_unresolvable_configured_name_names_the_rank(two_nodes: Nodes, tmp_path: Path) -> None:
-    """A name that one node cannot resolve ends the start with that rank, where c10d would retry to its deadline."""
+    """If one node cannot resolve a name, the start ends with that rank; c10d would retry until its timeout."""
     first, _ = two_nodes
     first.hosts(f"{first.ip} train-master")
     options = Settings(master_addr="train-master")
@@ -218,7 +218,7 @@ def test_an_unresolvable_configured_name_names_the_rank(two_nodes: Nodes, tmp_pa
 
 @pytest.mark.full
 def test_a_silent_name_server_does_not_stop_the_start(two_nodes: Nodes, tmp_path: Path) -> None:
-    """c10d asks for peers' names, 10 s each time: the start waits, and leaves the resolver of the workers as it was."""
+    """c10d looks up peers' names, 10 s each time: the start waits, and leaves the resolver of the workers unchanged."""
     for node in two_nodes:
         node.name_server("127.0.0.77")
         node.spawn(tmp_path).call(net_calls.stay_silent, "127.0.0.77")
@@ -229,7 +229,7 @@ def test_a_silent_name_server_does_not_stop_the_start(two_nodes: Nodes, tmp_path
 
 @pytest.mark.parametrize("name", ["netz-\u00fc0", "eth0.100", "a" * 15])
 def test_hostile_but_usable_interface_names(two_nodes: Nodes, tmp_path: Path, name: str) -> None:
-    """Non-ASCII, dotted and very long names reach Gloo unharmed on Linux, with the host names leading nowhere."""
+    """Non-ASCII, dotted and very long names reach Gloo unchanged on Linux, with host names that lead nowhere."""
     for node in two_nodes:
         node.hosts(f"127.0.1.1 {node.hostname}")
         rename(node, "eth0", name)
@@ -243,7 +243,7 @@ def test_hostile_but_usable_interface_names(two_nodes: Nodes, tmp_path: Path, na
 
 
 def test_an_interface_name_with_a_comma_is_left_out_with_a_warning(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Gloo splits the variable at commas, so such a name is not set; with a right host name the start still works."""
+    """Gloo splits the variable at commas, so such a name is not set; with a correct host name the start still works."""
     rename(two_nodes[1], "eth0", "eth,0")
     try:
         results, plan, workers = ours(two_nodes, tmp_path)
@@ -255,7 +255,7 @@ def test_an_interface_name_with_a_comma_is_left_out_with_a_warning(two_nodes: No
 
 
 def test_an_address_on_no_interface_uses_the_route(two_nodes: Nodes, tmp_path: Path) -> None:
-    """A node that Ray knows by a translated address gets the interface of its route to rank 0, and a warning."""
+    """If Ray knows a node by a translated address, it uses the interface of its route to rank 0, with a warning."""
     for node in two_nodes:
         node.hosts(f"127.0.1.1 {node.hostname}")
     results, plan, workers = ours(two_nodes, tmp_path, [two_nodes[0].ip, "198.51.100.9"])
@@ -266,7 +266,7 @@ def test_an_address_on_no_interface_uses_the_route(two_nodes: Nodes, tmp_path: P
 
 @pytest.mark.full
 def test_a_bridge_that_every_node_has_does_no_harm(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Equal addresses on interfaces that are not the nodes' (libvirt's virbr0: nccl#913, ray#40850) are not used."""
+    """Equal addresses on interfaces other than the nodes' (libvirt's virbr0: nccl#913, ray#40850) are not used."""
     for node in two_nodes:
         own_interface(node, "virbr0", "192.168.122.1/24")
     try:
@@ -280,7 +280,7 @@ def test_a_bridge_that_every_node_has_does_no_harm(two_nodes: Nodes, tmp_path: P
 
 @pytest.mark.full
 def test_variables_of_the_user_for_the_rendezvous_do_no_harm(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Brackets around an IPv6 address, with which c10d finds nothing (verl#2550): a start has an address of its own."""
+    """With brackets around an IPv6 address c10d finds nothing (verl#2550); a start uses its own address."""
     results, plan, _ = ours(two_nodes, tmp_path, MASTER_ADDR=f"[{two_nodes[0].ip6}]", MASTER_PORT="29500")
     assert results == [SUM_OF_TWO, SUM_OF_TWO]
     assert plan.master_addr == two_nodes[0].ip
@@ -288,14 +288,14 @@ def test_variables_of_the_user_for_the_rendezvous_do_no_harm(two_nodes: Nodes, t
 
 @pytest.mark.full
 def test_a_node_without_free_ports(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Gloo's own error is of an address in use (ray#35907): ours names the range that is exhausted."""
+    """Gloo's own error reports an address in use (ray#35907); ours names the exhausted range."""
     node = two_nodes[0]
     node.execute("sysctl", "-qw", "net.ipv4.ip_local_port_range=40000 40007")
     try:
         results, _, _ = ours([node] * 8, tmp_path)
     finally:
         node.execute("sysctl", "-qw", "net.ipv4.ip_local_port_range=32768 60999")
-    # A rank that comes later meets the end of rank 0, which has failed, and its store.
+    # A rank that comes later finds that rank 0 has failed and its store has ended.
     told = [result for result in results if "bind: Address already in use" in str(result)]
     assert told
     for error in told:
@@ -304,7 +304,7 @@ def test_a_node_without_free_ports(two_nodes: Nodes, tmp_path: Path) -> None:
 
 
 def test_a_users_interface_is_kept_and_a_stale_one_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
-    """GLOO_SOCKET_IFNAME of the user is never replaced; where it does not exist, warning and error say which do."""
+    """The user's GLOO_SOCKET_IFNAME is never replaced; if it does not exist, warning and error list the existing names."""
     facts, workers = probe(two_nodes, tmp_path, GLOO_SOCKET_IFNAME="eth9")
     results, plan = start(facts, workers)
     assert "'eth9' is none of this node's interfaces (lo, eth0)" in plan.warnings[0]
@@ -314,7 +314,7 @@ def test_a_users_interface_is_kept_and_a_stale_one_is_named(two_nodes: Nodes, tm
 
 
 def own_interface(node: Node, name: str, network: str) -> None:
-    """An interface that leads to the node itself."""
+    """Return an interface that leads to the node itself."""
     node.ip_command("link", "add", name, "type", "veth", "peer", "name", f"{name}-peer")
     node.ip_command("addr", "add", network, "dev", name)
     for end in (name, f"{name}-peer"):

@@ -1,4 +1,4 @@
-"""A real Ray cluster of two nodes whose host names resolve wrongly: stock Ray Train fails on it, FracTorchConfig trains."""
+"""A real Ray cluster of two nodes with wrong host names: stock Ray Train fails on it, FracTorchConfig trains."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from net_cluster_driver import FIREWALLED_PORT
 from net_nodes import HERE, Node, join
 
 GCS_PORT = 6379
-# Bound on stock's failure, which takes timeout_s=5 and the start of a driver; with its default of 1800 s it would hang on.
+# Time limit for stock's failure, with timeout_s=5 and the start of a driver; with its default of 1800 s it would hang.
 STOCK_S = 100.0
 
 
 class Cluster:
-    """Two joined nodes with Ray on each."""
+    """Two connected nodes with Ray on each."""
 
     def __init__(self, head: Node, other: Node, folder: Path) -> None:
         self.head, self.other, self.folder = head, other, folder
@@ -40,13 +40,13 @@ class Cluster:
             assert code == 0, (self.folder / "log").read_text()[-5000:]
 
     def fit(self, name: str) -> dict[str, Any]:
-        """What came of a fit; each has a driver of its own, at whose end Ray frees what a failed fit holds."""
+        """Return the result of a fit; each has its own driver, at whose end Ray releases what a failed fit holds."""
         code = self._run(self.head, self._driver(name), 120)
         assert code == 0, (self.folder / "log").read_text()[-5000:]
         return json.loads((self.folder / f"{name}.json").read_text())
 
     def trains_before(self, name: str, text: str, timeout_s: float) -> bool:
-        """Whether a fit got as far as training before the log said `text`; it is given so much time."""
+        """Return whether a fit started training before the log contained `text`, within the given time."""
         trained, log = self.folder / "trained.json", self.folder / "log"
         trained.unlink(missing_ok=True)
         start = log.stat().st_size
@@ -60,7 +60,7 @@ class Cluster:
     def _run(
         self, node: Node, command: list[str], timeout_s: float, enough: Callable[[], bool] = lambda: False
     ) -> int | None:
-        """The exit code, None where the command was killed: it was enough, or too long."""
+        """Return the exit code, None if the command was killed because it was enough or took too long."""
         environment = {**node.environment(), "RAY_TRAIN_V2_ENABLED": "1"}
         if "start" not in command:
             environment["RAY_ADDRESS"] = f"{self.head.ip}:{GCS_PORT}"
@@ -78,7 +78,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     name = f"rfb-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-    folder = Path(tempfile.mkdtemp(prefix="rfb-"))  # short: Ray puts Unix sockets below it
+    folder = Path(tempfile.mkdtemp(prefix="rfb-"))  # short, because Ray puts Unix sockets below it
     nodes: list[Node] = []
     try:
         for letter, number in (("a", 1), ("b", 2)):
@@ -99,7 +99,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "where"), [("firewalled", f":{FIREWALLED_PORT}"), ("wrong_interface", "10.88.0.1:")])
 def test_an_unreachable_master_ends_in_one_sentence(cluster: Cluster, name: str, where: str) -> None:
-    """A firewalled port and an address of the wrong interface end the start in under 15 s, by rank, node and address."""
+    """A firewalled port and an address of the wrong interface end the start in under 15 s, with rank, node and address."""
     for node in (cluster.head, cluster.other):
         chain = "add table inet t; add chain inet t in { type filter hook input priority 0; }"
         node.execute("nft", f"{chain}; add rule inet t in iif eth0 tcp dport {FIREWALLED_PORT} drop")
@@ -113,7 +113,7 @@ def test_an_unreachable_master_ends_in_one_sentence(cluster: Cluster, name: str,
 
 @pytest.mark.full
 def test_trains_where_host_names_resolve_wrongly(cluster: Cluster) -> None:
-    """Each node's name leads to loopback or to a foreign address: ours trains in step, stock's Gloo cannot connect."""
+    """Each node's name leads to loopback or to a foreign address: ours trains, stock's Gloo cannot connect."""
     ours = cluster.fit("ours")
     assert ours["error"] is None
     assert ours["trained"]["equal_gradients"]
@@ -124,7 +124,7 @@ def test_trains_where_host_names_resolve_wrongly(cluster: Cluster) -> None:
 
 @pytest.mark.full
 def test_t9_an_offline_machine_with_a_debian_hosts_file_trains() -> None:
-    """Without any network but loopback Ray calls the node 127.0.1.1; one node needs no more than that."""
+    """Without any network except loopback Ray's address of the node is 127.0.1.1; one node needs no other."""
     folder = Path(tempfile.mkdtemp(prefix="rfb-"))
     node = Node(f"rfb-{os.getpid()}-{uuid.uuid4().hex[:6]}-c", "offline", 3)
     try:

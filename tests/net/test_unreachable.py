@@ -1,4 +1,4 @@
-"""A master that a rank cannot reach ends that rank in one sentence within seconds; stock waits for its whole timeout."""
+"""If a rank cannot reach the master, it ends with one sentence within seconds; stock waits for its whole timeout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def firewall(node: Node, verdict: str, port: int | None = None) -> None:
 
 
 def stock_waits(nodes: Nodes, folder: Path, address: str) -> None:
-    """Stock's rank 1 is still trying when its timeout is over: with Ray Train's default that is half an hour."""
+    """Check that stock's rank 1 is still trying at its timeout, which is half an hour by Ray Train's default."""
     started = time.monotonic()
     results, _ = stock(nodes, folder, address, timeout_s=STOCK_S)
     assert all(isinstance(result, Exception) for result in results)
@@ -42,7 +42,7 @@ def our_error(nodes: Nodes, folder: Path, node_ips: list[str], options: Settings
 
 @pytest.fixture
 def isolated_address(two_nodes: Nodes) -> Iterator[str]:
-    """An address of node a on an interface that leads nowhere, as of a virtual switch or a VPN."""
+    """Return an address of node a on an interface that leads nowhere, as of a virtual switch or a VPN."""
     node = two_nodes[0]
     node.ip_command("link", "add", "vpn0", "type", "veth", "peer", "name", "vpn1")
     node.ip_command("addr", "add", "10.88.0.1/24", "dev", "vpn0")
@@ -55,7 +55,7 @@ def isolated_address(two_nodes: Nodes) -> Iterator[str]:
 def test_the_address_of_a_wrong_interface_is_named(
     two_nodes: Nodes, tmp_path: Path, isolated_address: str, full: bool
 ) -> None:
-    """Ray took the address of an interface that the other node has no route to."""
+    """Ray used the address of an interface to which the other node has no route."""
     if full:
         stock_waits(two_nodes, tmp_path, isolated_address)
     text = our_error(two_nodes, tmp_path, [isolated_address, two_nodes[1].ip])
@@ -86,7 +86,7 @@ def test_a_firewalled_port_is_named(two_nodes: Nodes, tmp_path: Path, verdict: s
 
 @pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
 def test_a_port_range_fits_through_a_firewall(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Where the firewall passes a range for the store, the store takes a port of it and the start works."""
+    """If the firewall allows a range for the store, the store uses a port of it and the start works."""
     first = two_nodes[0]
     rules = "add table inet t; add chain inet t in { type filter hook input priority 0; }; "
     first.execute("nft", rules + "add rule inet t in iif eth0 tcp dport 1-20999 drop")

@@ -55,7 +55,7 @@ def steps_of(record):
 
 
 def test_no_step_stops_the_others_or_takes_their_rows_along(record, tmp_path, monkeypatch):
-    """One step fails, one is killed in the middle of a row, one hangs, each after a row; all rows and logs exist, and no process is left."""
+    """One step fails, one is killed in the middle of a row, one hangs, each after a row; rows and logs are complete, no process is left."""
     pid_file = tmp_path / "pid"
     row = f"import sys; sys.path.insert(0, {str(_ROOT / 'benchmarks')!r}); from rows import add_row; add_row('it', {{'n': NUMBER}})\n"
     hang = (

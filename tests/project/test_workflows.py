@@ -1,4 +1,4 @@
-"""What .github holds: pinned actions, bounded jobs, commands that exist, runs that nothing ends, one build for a release."""
+"""Workflows in .github: pinned actions, time limits, existing commands, no cancelled runs, one build for a release."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import windows  # noqa: E402
 
 _FOLDER = _ROOT / ".github" / "workflows"
 _TEXTS = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.yml"))}
-# Everything as text: "on" would be True.
+# Read everything as text: YAML would read "on" as True.
 _WORKFLOWS: dict[str, dict[str, Any]] = {name: yaml.load(text, Loader=yaml.BaseLoader) for name, text in _TEXTS.items()}
 _JOBS = [(name, job) for name, workflow in _WORKFLOWS.items() for job in workflow["jobs"]]
 
@@ -29,28 +29,28 @@ _each_job = pytest.mark.parametrize(("name", "job"), _JOBS)
 
 
 def job_of(name: str, job: str) -> dict[str, Any]:
-    """A job of a workflow."""
+    """Return a job of a workflow."""
     return _WORKFLOWS[name]["jobs"][job]  # type: ignore[no-any-return]
 
 
 def steps_of(name: str, job: str) -> list[dict[str, Any]]:
-    """The steps of a job; one that calls another workflow has none."""
+    """Return the steps of a job; a job that calls another workflow has none."""
     return job_of(name, job).get("steps", [])  # type: ignore[no-any-return]
 
 
 def commands_of(name: str, job: str) -> str:
-    """All shell lines of a job."""
+    """Return all shell lines of a job."""
     return "\n".join(step["run"] for step in steps_of(name, job) if "run" in step)
 
 
 def seconds(minutes: str) -> int:
-    """A time limit of a workflow in seconds."""
+    """Return a time limit of a workflow in seconds."""
     return int(minutes) * 60
 
 
 @_each_workflow
 def test_actions_are_pinned(name: str) -> None:
-    """Every action has a full commit and, in a comment, the version that it is; one action is of one commit everywhere."""
+    """Every action has a full commit and its version in a comment; an action has the same commit everywhere."""
     used = re.findall(r"^\s*(?:- )?uses: (.+)$", _TEXTS[name], flags=re.MULTILINE)
     assert used
     bad = [each for each in used if not re.fullmatch(r"(\S+@[0-9a-f]{40} # v\d+\.\d+\.\d+|\./\S+\.yml)", each)]
@@ -61,13 +61,13 @@ def test_actions_are_pinned(name: str) -> None:
 
 @_each_job
 def test_jobs_are_bounded(name: str, job: str) -> None:
-    """Every job ends within a time of its own, not within GitHub's six hours; one that calls a workflow has the times of that."""
+    """Every job has its own time limit, not GitHub's six hours; a job that calls a workflow has that workflow's limits."""
     assert "timeout-minutes" in job_of(name, job) or job_of(name, job).get("uses", "").startswith("./")
 
 
 @_each_workflow
 def test_what_is_run_exists(name: str) -> None:
-    """Every file and folder of the project that a step, a cache or another workflow names is there."""
+    """Every file and folder that a step, a cache or another workflow names exists."""
     lines = "\n".join(commands_of(name, job) for job in _WORKFLOWS[name]["jobs"])
     named = re.findall(r"[\w./-]+", lines)
     named += re.findall(r"^ +((?:ci/)?[\w.-]+\.(?:toml|txt))$", _TEXTS[name], flags=re.MULTILINE)
@@ -81,7 +81,7 @@ def test_what_is_run_exists(name: str) -> None:
 
 @_each_workflow
 def test_concurrency_ends_no_scheduled_run(name: str) -> None:
-    """A group is shared by the runs of one pull request at most, or nothing in it is ended: a push leaves what a schedule started."""
+    """Either the runs of only one pull request share a group, or the group cancels nothing: a push does not cancel a scheduled run."""
     concurrency = _WORKFLOWS[name]["concurrency"]
     alone = r"[a-z]+-\$\{\{ github\.event_name == 'pull_request' && github\.ref \|\| github\.run_id \}\}"
     if concurrency["cancel-in-progress"] != "false":
@@ -93,7 +93,7 @@ def test_concurrency_ends_no_scheduled_run(name: str) -> None:
 
 
 def test_a_pull_request_is_checked() -> None:
-    """Tests, every command, the linters and the docs, on Linux and on Windows, for pull requests, main and release branches."""
+    """Tests, all commands, the linters and the docs, on Linux and Windows, for pull requests, main and release branches."""
     on = _WORKFLOWS["ci.yml"]["on"]
     assert on["push"]["branches"] == ["main", "release/**"]
     assert {"pull_request", "workflow_call"} <= set(on)
@@ -108,7 +108,7 @@ def test_a_pull_request_is_checked() -> None:
 
 
 def test_every_command_is_run() -> None:
-    """ci/commands.py has each command of the command line, with arguments that it takes."""
+    """ci/commands.py has each command of the command line, with valid arguments."""
     (choices,) = (action.choices for action in parser()._actions if action.dest == "command")
     assert {command.name for command in commands.COMMANDS} == set(choices)
     for command in commands.COMMANDS:
@@ -116,7 +116,7 @@ def test_every_command_is_run() -> None:
 
 
 def limit_of_installation(name: str, job: str) -> int:
-    """Seconds that a job gives pip."""
+    """Return the time limit that a job gives pip, in seconds."""
     (limit,) = (
         seconds(step["timeout-minutes"]) for step in steps_of(name, job) if "pip install" in step.get("run", "")
     )
@@ -125,7 +125,7 @@ def limit_of_installation(name: str, job: str) -> int:
 
 @pytest.mark.parametrize("torch", ["2.7.1", "2.9.1", "2.13.0"])
 def test_windows_steps_end_before_their_job(torch: str) -> None:
-    """Whatever hangs, the job lives to print its table, and uploads the results in any case."""
+    """Whatever hangs, the job has time to print its table, and uploads the results in any case."""
     limits = sum(step.limit_s for step in windows.chosen([], torch))
     checkout_s = 3 * 60
     assert limits + limit_of_installation("versions.yml", "start") + checkout_s <= seconds(
@@ -137,7 +137,7 @@ def test_windows_steps_end_before_their_job(torch: str) -> None:
 
 
 def test_commands_end_before_their_job() -> None:
-    """The same of the commands of the command line."""
+    """The same for the commands of the command line."""
     limits = sum(command.limit_s for command in commands.COMMANDS)
     whole = seconds(job_of("ci.yml", "commands")["timeout-minutes"])
     assert limits + limit_of_installation("ci.yml", "commands") < whole
@@ -145,12 +145,12 @@ def test_commands_end_before_their_job() -> None:
 
 
 def test_linters_are_pinned() -> None:
-    """A new release of a linter fails no unrelated change."""
+    """A new release of a linter does not fail an unrelated change."""
     constraints = (_ROOT / "ci" / "constraints.txt").read_text()
     modules = re.findall(r'sys\.executable, "-m", "(\w+)"', (_ROOT / "ci" / "lint.py").read_text())
     assert {"ruff", "mypy", "jactionlint"} == set(modules)
     assert [module for module in set(modules) if not re.search(rf"^{module}==", constraints, flags=re.MULTILINE)] == []
-    # Nothing is linted with what an unpinned installation brings.
+    # Nothing is linted with packages from an unpinned installation.
     linting = [(name, job) for name, job in _JOBS if "ci/lint.py" in commands_of(name, job)]
     assert linting == [("ci.yml", "lint")]
 
@@ -163,7 +163,7 @@ def test_apt_knows_its_packages() -> None:
 
 
 def test_only_the_upload_can_publish() -> None:
-    """One job has a token for the package index; it waits for its environment and for all others, and runs no code of ours."""
+    """Only one job has a token for the package index. It waits for its environment and all other jobs, and runs none of our code."""
     publishing = [(name, job) for name, job in _JOBS if "id-token" in str(job_of(name, job).get("permissions"))]
     assert publishing == [("release.yml", "publish")]
     assert all("id-token" not in str(workflow.get("permissions")) for workflow in _WORKFLOWS.values())
@@ -178,7 +178,7 @@ def test_only_the_upload_can_publish() -> None:
 
 
 def test_a_release_is_built_once() -> None:
-    """The files of the one build are tested and uploaded: no other job builds, and none restores what another run has cached."""
+    """The files of the single build are tested and uploaded: no other job builds, and none restores a cache of another run."""
     assert _WORKFLOWS["release.yml"]["on"] == {"push": {"tags": ["v*"]}}
     every_command = [commands_of("release.yml", job) for job in _WORKFLOWS["release.yml"]["jobs"]]
     assert re.findall(r"ci/release\.py (\S+)", "\n".join(every_command)) == ["check-tag", "build", "test"]
@@ -198,7 +198,7 @@ def test_a_release_is_built_once() -> None:
 
 
 def test_dependabot_reads_what_is_pinned() -> None:
-    """Actions and Python packages get their updates, each week, with the constraints among them."""
+    """Actions and Python packages, including the constraints, get weekly updates."""
     updates = yaml.safe_load((_ROOT / ".github" / "dependabot.yml").read_text())["updates"]
     assert [update["package-ecosystem"] for update in updates] == ["github-actions", "pip"]
     assert "/ci" in updates[1]["directories"]

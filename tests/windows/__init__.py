@@ -1,4 +1,4 @@
-"""What Windows, its builds of torch, and Ray on it do, as far as the package relies on it; one fact a test.
+"""Behaviour of Windows, its builds of torch, and Ray on it, as far as the package relies on it; one fact per test.
 
-Each test holds on Windows, and under Wine too unless it is skipped there with what Wine does instead.
+Each test passes on Windows. Under Wine it passes too, or is skipped with a description of Wine's behaviour.
 """

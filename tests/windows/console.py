@@ -1,8 +1,8 @@
-"""Run a script in this console, and end it once both of its workers train: by Ctrl-C, by Ctrl-Break, or as Task Manager does.
+"""Run a script in this console, and end it when both of its workers train: by Ctrl-C, by Ctrl-Break, or as Task Manager does.
 
 usage: python console.py C|BREAK|KILL FOLDER SCRIPT [ARGUMENT ...]     in a console of its own
 
-A key reaches all processes of a console, as it does for a user. Prints the exit code of the script, and how long it took to end.
+A key reaches all processes of a console, as for a user. Prints the exit code of the script and the time until its end.
 """
 
 import ctypes
@@ -20,10 +20,10 @@ END_S = 60.0
 def main() -> None:
     key, folder, *command = sys.argv[1:]
     kernel = ctypes.WinDLL("kernel32")
-    # A process that was started to ignore Ctrl-C would hand that down.
+    # A process that was started to ignore Ctrl-C would pass that on to its child processes.
     kernel.SetConsoleCtrlHandler(None, False)
     script = subprocess.Popen([sys.executable, *command])
-    # Not signal.signal(), which keeps one kind of key away with each call.
+    # Not signal.signal(), which blocks one kind of key with each call.
     keep = ctypes.WINFUNCTYPE(ctypes.c_int, ctypes.c_uint32)(lambda _: True)
     kernel.SetConsoleCtrlHandler(keep, True)
     end = time.monotonic() + START_S

@@ -1,4 +1,4 @@
-"""Clocks: which one is fine enough for the figures of a start."""
+"""Clocks: which one is fine enough for the measurements of a start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_resolution_of_the_clocks() -> None:
 
 @pytest.mark.skipif(gloo_missing() is not None, reason="torch without a Gloo transport")
 def test_figures_are_finer_than_a_tick() -> None:
-    """An all_reduce of one rank takes far less than a tick, and its latency is above 0."""
+    """An all_reduce of one rank takes much less than a tick, and its latency is above 0."""
     dist.init_process_group("gloo", store=open_store(), rank=0, world_size=1)
     try:
         found = [verify_process_group() for _ in range(3)]

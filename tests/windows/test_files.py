@@ -1,4 +1,4 @@
-"""Files that are open, mapped, or being copied: what Windows refuses, with the errors of Python, torch and pyarrow."""
+"""Files that are open, mapped, or being copied: Windows' refusals, with the errors of Python, torch and pyarrow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPEN_EXISTING = 3
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With blanks and letters that are not ASCII, as in many users' names."""
+    """A folder name with blanks and non-ASCII letters, as in many users' names."""
     made = tmp_path / "my résults ü"
     made.mkdir()
     return made
@@ -39,7 +39,7 @@ def made(path: Path, content: bytes = b"old") -> Path:
 
 @contextmanager
 def held(path: Path, access: int, share: int = 0) -> Iterator[None]:
-    """Keep a file open as a program in C may: without sharing it."""
+    """Keep a file open without sharing it, as a C program can."""
     kernel = ctypes.WinDLL("kernel32", use_last_error=True)
     kernel.CreateFileW.restype = ctypes.c_void_p
     kernel.CreateFileW.argtypes = [
@@ -60,7 +60,7 @@ def held(path: Path, access: int, share: int = 0) -> Iterator[None]:
 def arrow_copy(source: Path, destination: Path) -> None:
     """Copy as Ray Train does: pyarrow.fs.copy_files of a folder into the checkpoint's."""
     local = fs.LocalFileSystem()
-    # pyarrow's own: ci/wine.py corrects what Wine does there.
+    # pyarrow's own function: ci/wine.py corrects Wine's behaviour there.
     copy_files = getattr(fs.copy_files, "__wrapped__", fs.copy_files)
     copy_files(
         source.parent.as_posix(),
@@ -88,7 +88,7 @@ def test_an_open_file_cannot_be_removed_or_renamed(folder: Path) -> None:
 
 
 def test_an_open_file_cannot_be_replaced(folder: Path) -> None:
-    """os.replace onto it is PermissionError [WinError 5]; onto one that is closed it works, and os.rename never does."""
+    """os.replace onto it raises PermissionError [WinError 5]; onto a closed file it works, and os.rename never does."""
     draft, path = made(folder / "draft.pt", b"new"), made(folder / "model.pt")
     with path.open("rb"), pytest.raises(PermissionError, match="WinError 5") as caught:
         draft.replace(path)
@@ -102,7 +102,7 @@ def test_an_open_file_cannot_be_replaced(folder: Path) -> None:
 @pytest.mark.parametrize("which", ["source", "destination"])
 @pytest.mark.parametrize("access", [_READ, _WRITE], ids=["reading", "writing"])
 def test_pyarrow_copy_of_a_file_held_without_sharing(folder: Path, which: str, access: int) -> None:
-    """PermissionError with errno 13 and winerror 32, which is what a rank sees whose peer copies the same file."""
+    """PermissionError with errno 13 and winerror 32, the error of a rank whose peer copies the same file."""
     source, destination = made(folder / "from" / "model.pt", b"new"), made(folder / "to" / "model.pt")
     with (
         held(source if which == "source" else destination, access),
@@ -115,7 +115,7 @@ def test_pyarrow_copy_of_a_file_held_without_sharing(folder: Path, which: str, a
 
 
 def test_pyarrow_copy_onto_a_file_that_others_only_may_read(folder: Path) -> None:
-    """As a virus scanner or a viewer may have it open."""
+    """As if a virus scanner or a viewer has it open."""
     source, destination = made(folder / "from" / "model.pt", b"new"), made(folder / "to" / "model.pt")
     with held(destination, _READ, share=1), pytest.raises(OSError, match="WinError 32") as caught:
         arrow_copy(source, destination)
@@ -124,7 +124,7 @@ def test_pyarrow_copy_onto_a_file_that_others_only_may_read(folder: Path) -> Non
 
 @pytest.mark.skipif(under_wine(), reason="Wine: copies a file that is open for writing")
 def test_pyarrow_copy_of_a_file_that_is_open_for_writing(folder: Path) -> None:
-    """A file of the checkpoint that the train function has not closed yet."""
+    """A checkpoint file that the train function has not closed."""
     source, destination = made(folder / "from" / "model.pt", b"new"), made(folder / "to" / "model.pt")
     with source.open("r+b"), pytest.raises(OSError, match="WinError 32") as caught:
         arrow_copy(source, destination)
@@ -133,7 +133,7 @@ def test_pyarrow_copy_of_a_file_that_is_open_for_writing(folder: Path) -> None:
 
 @pytest.mark.skipif(under_wine(), reason="Wine: two copies write one destination at once, in silence")
 def test_two_copies_onto_one_file(folder: Path) -> None:
-    """While CopyFileExW is at work, a second copy onto the same file is refused: two ranks with one file name."""
+    """While CopyFileExW runs, a second copy onto the same file is refused: two ranks with one file name."""
     source, destination = made(folder / "from" / "model.pt", bytes(1 << 20)), folder / "to" / "model.pt"
     destination.parent.mkdir()
     errors = second_copy_inside_a_first(source, destination)
@@ -166,7 +166,7 @@ def second_copy_inside_a_first(source: Path, destination: Path) -> list[OSError 
 
 
 def test_c_runtime_errors_have_no_winerror(folder: Path) -> None:
-    """open() and shutil's copies of a file held without sharing: PermissionError with errno 13 alone."""
+    """open() and shutil's copies of a file held without sharing: PermissionError with only errno 13."""
     source, destination = made(folder / "new.pt", b"new"), made(folder / "model.pt")
     with held(destination, _WRITE):
         for attempt in (lambda: destination.open("rb"), lambda: shutil.copyfile(source, destination)):
@@ -176,7 +176,7 @@ def test_c_runtime_errors_have_no_winerror(folder: Path) -> None:
 
 
 def test_a_mapped_file_cannot_be_overwritten(folder: Path) -> None:
-    """torch.load(mmap=True) keeps it from torch.save, open() and pyarrow until the tensors are gone."""
+    """With torch.load(mmap=True) torch.save, open() and pyarrow cannot write it until the tensors are freed."""
     path, source = folder / "to" / "model.pt", made(folder / "from" / "model.pt", b"new")
     path.parent.mkdir()
     torch.save({"weight": torch.arange(100_000)}, path)
@@ -195,7 +195,7 @@ def test_a_mapped_file_cannot_be_overwritten(folder: Path) -> None:
 
 
 def test_two_drives_have_no_relative_path() -> None:
-    """os.path.relpath and commonpath raise ValueError between drives: no path of a run is made relative to another."""
+    """os.path.relpath and commonpath raise ValueError between drives, so no path of a run is made relative to another."""
     own = Path.cwd().drive
     other = "C:" if own.upper() != "C:" else "D:"
     with pytest.raises(ValueError, match="mount"):

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.windows(reason="Gloo's uv transport and Windows' adapte
 has_gloo = gloo_missing() is None
 needs_gloo = pytest.mark.skipif(not has_gloo, reason="torch without a Gloo transport")
 NO_TRANSPORT = "makeDeviceFor{}(): unsupported gloo device"
-# What a group of one rank needs: it makes Gloo's device, and connects to its own store.
+# A group of one rank creates Gloo's device and connects to its own store.
 START_ALONE = """
 import sys, torch, torch.distributed as dist
 url = f"tcp://127.0.0.1:{sys.argv[1]}?use_libuv=0"
@@ -55,16 +55,16 @@ def start_alone() -> None:
 
 
 def test_transport_by_version() -> None:
-    """The wheels of 2.8.0 to 2.10.0 have no Gloo transport; those before and after have one."""
+    """The wheels of 2.8.0 to 2.10.0 have no Gloo transport; earlier and later ones have one."""
     lacks = "2.8" <= TorchVersion(torch.__version__) < "2.11"
     assert has_gloo == (not lacks)
-    assert dist.is_gloo_available()  # says nothing about a transport
+    assert dist.is_gloo_available()  # this does not check for a transport
     assert not dist.is_nccl_available()
 
 
 @pytest.mark.skipif(has_gloo, reason="this torch has a Gloo transport")
 def test_messages_without_a_transport() -> None:
-    """Devices and groups of any size fail with the text that gloo_missing detects, and it names the versions to install."""
+    """Devices and groups of any size fail with the message that gloo_missing detects, and its text names the versions to install."""
     for make, kind in (
         (dist.ProcessGroupGloo.create_default_device, "Hostname"),
         (lambda: dist.ProcessGroupGloo.create_device(hostname="127.0.0.1"), "Hostname"),
@@ -80,14 +80,14 @@ def test_messages_without_a_transport() -> None:
 
 @needs_gloo
 def test_default_device() -> None:
-    """The host name leads to a device, so that GLOO_SOCKET_IFNAME stays unset on one node."""
+    """The host name leads to a device, so GLOO_SOCKET_IFNAME stays unset on one node."""
     check_gloo_device(None)
     assert network_info("").default_device_missing is None
 
 
 @needs_gloo
 def test_every_adapter_of_the_rules_makes_a_device() -> None:
-    """Gloo knows each adapter that is up by psutil's name, with blanks too."""
+    """Gloo finds each adapter that is up by psutil's name, also with blanks."""
     names = [
         name
         for name, addresses in interfaces().items()
@@ -99,14 +99,14 @@ def test_every_adapter_of_the_rules_makes_a_device() -> None:
 
 
 def test_the_socket_module_has_other_names() -> None:
-    """socket.if_nameindex() has none of psutil's names."""
+    """socket.if_nameindex() returns none of psutil's names."""
     assert not {name for _, name in socket.if_nameindex()} & set(psutil.net_if_addrs())
 
 
 @needs_gloo
 @pytest.mark.parametrize("name", ["eth9", "of if_nameindex"])
 def test_an_unknown_name_is_refused(name: str) -> None:
-    """Gloo's text, in our error with the setting and the node's adapters; the names of the socket module are unknown too."""
+    """Our error contains Gloo's message, the setting and the node's adapters; the names of the socket module are unknown too."""
     name = socket.if_nameindex()[0][1] if name == "of if_nameindex" else name
     expected = rf"{IFNAME}={name}\): .*Unable to find address for: {name}\. '{name}' is none of this node's interfaces \(.*{loopback_name()}"
     with pytest.raises(RendezvousError, match=expected):
@@ -115,7 +115,7 @@ def test_an_unknown_name_is_refused(name: str) -> None:
 
 @needs_gloo
 def test_gloo_reads_a_variable_that_python_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GLOO_SOCKET_IFNAME set in os.environ reaches Gloo's getenv: a group starts over loopback, and not over eth9."""
+    """Gloo's getenv reads a GLOO_SOCKET_IFNAME set in os.environ: a group starts over loopback, and not over eth9."""
     monkeypatch.setenv(IFNAME, "eth9")
     with pytest.raises(RuntimeError, match="Unable to find address for: eth9"):
         start_alone()
@@ -125,7 +125,7 @@ def test_gloo_reads_a_variable_that_python_set(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_other_letters_reach_c_in_the_ansi_code_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo compares UTF-8, so a name with other than ASCII letters cannot be given to it by a variable."""
+    """Gloo compares UTF-8, so a variable cannot pass it a name with non-ASCII letters."""
     if ctypes.WinDLL("kernel32").GetACP() == 65001:
         pytest.skip("this machine's ANSI code page is UTF-8")
     monkeypatch.setenv("RAY_FRACBACKEND_TEST", "Büro")
@@ -136,7 +136,7 @@ def test_other_letters_reach_c_in_the_ansi_code_page(monkeypatch: pytest.MonkeyP
 
 @needs_gloo
 def test_an_adapter_with_other_letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo makes a device of it by argument, and finds none by the variable; the error may be no valid UTF-8 either."""
+    """Gloo creates its device from an argument, but finds none by the variable; the error may not be valid UTF-8 either."""
     named = [name for name in interfaces() if name.encode("mbcs", "replace") != name.encode()]
     if not named:
         pytest.skip("this machine has no such adapter")
@@ -147,12 +147,12 @@ def test_an_adapter_with_other_letters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_own_host_name_resolves() -> None:
-    """Gloo's look-up of a name that does not is undefined on Windows; ours is tried first."""
+    """On Windows Gloo's lookup of an unresolvable name is undefined behaviour, so ours runs first."""
     assert resolve(socket.gethostname())
 
 
 def test_an_unknown_host_name_is_error_11001() -> None:
-    """Winsock's codes are positive; ours is an OSError and the reason that the plan shows."""
+    """Winsock's codes are positive; our error is an OSError with the reason that the plan shows."""
     with pytest.raises(socket.gaierror) as caught:
         resolve("no-such-name.invalid")
     if caught.value.errno == 11002:
@@ -165,7 +165,7 @@ def test_an_unknown_host_name_is_error_11001() -> None:
 
 @pytest.mark.parametrize("level", [None, "ERROR"])
 def test_the_harmless_line(level: str | None) -> None:
-    """c10d tries the IPv4 address on an IPv6 socket, warns, and connects all the same; TORCH_CPP_LOG_LEVEL=ERROR is silent."""
+    """c10d tries the IPv4 address on an IPv6 socket, warns, and connects anyway; TORCH_CPP_LOG_LEVEL=ERROR hides it."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
     done = subprocess.run(
         [sys.executable, "-c", START_ALONE, str(free_port()), *(["group"] if has_gloo else [])],
@@ -180,7 +180,7 @@ def test_the_harmless_line(level: str | None) -> None:
     if level is not None or not socket.has_dualstack_ipv6():
         assert lines == []
         return
-    # Address not available; Wine says network unreachable.
+    # Address not available; Wine reports network unreachable.
     code = 10051 if under_wine() else 10049
     assert lines
     assert all(f"(system error: {code} - " in line for line in lines), lines

@@ -1,4 +1,4 @@
-"""No Windows build of torch has a libuv store, and several ways lead to one."""
+"""No Windows build of torch has a libuv store, but several settings request one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("options", [{"use_libuv": True}, {}], ids=["use_libuv=True", "default"])
 def test_a_direct_store_asks_for_libuv_by_default(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A TCPStore without use_libuv=False fails, whatever USE_LIBUV says."""
+    """A TCPStore without use_libuv=False fails, whatever the value of USE_LIBUV."""
     monkeypatch.setenv("USE_LIBUV", "0")
     with pytest.raises(RuntimeError, match=WITHOUT_LIBUV):
         TCPStore("127.0.0.1", 0, 1, True, A_MINUTE, **options)
@@ -47,7 +47,7 @@ def test_a_direct_store_asks_for_libuv_by_default(options: dict[str, bool], monk
 def test_stock_start_fails_where_libuv_is_asked_for(
     use_libuv: str | None, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """USE_LIBUV=1 and ?use_libuv=1 end init_process_group, and the address wins over the variable."""
+    """USE_LIBUV=1 and ?use_libuv=1 make init_process_group fail, and the URL takes precedence over the variable."""
     if use_libuv is not None:
         monkeypatch.setenv("USE_LIBUV", use_libuv)
     with pytest.raises(RuntimeError, match=WITHOUT_LIBUV):
@@ -56,7 +56,7 @@ def test_stock_start_fails_where_libuv_is_asked_for(
 
 
 def test_stock_start_without_a_setting() -> None:
-    """torch 2.4 to 2.6 ask for libuv by default and fail; 2.7 and later do not on Windows."""
+    """torch 2.4 to 2.6 use libuv by default and fail; 2.7 and later do not use it on Windows."""
     if TorchVersion(torch.__version__) < "2.7":
         with pytest.raises(RuntimeError, match=WITHOUT_LIBUV):
             next(iter(rendezvous("env://", 0, 1, timeout=A_MINUTE)))
@@ -67,7 +67,7 @@ def test_stock_start_without_a_setting() -> None:
 
 
 def test_the_address_can_switch_libuv_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """?use_libuv=0 wins over an inherited USE_LIBUV=1."""
+    """?use_libuv=0 takes precedence over an inherited USE_LIBUV=1."""
     monkeypatch.setenv("USE_LIBUV", "1")
     store, _, _ = next(iter(rendezvous("env://?use_libuv=0", 0, 1, timeout=A_MINUTE)))
     store.set("key", "value")
@@ -86,5 +86,5 @@ def start_with_libuv_inherited(rank: int, num_processes: int, port: int) -> floa
 
 @pytest.mark.skipif(gloo_missing() is not None, reason="torch without a Gloo transport")
 def test_our_start_with_libuv_inherited() -> None:
-    """Two workers with USE_LIBUV=1 in their environment start, verify the group and add up."""
+    """Two workers with USE_LIBUV=1 in their environment start, verify the group and compute a sum."""
     assert run_processes(start_with_libuv_inherited, 2, timeout_s=120) == [3.0, 3.0]

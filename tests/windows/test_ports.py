@@ -1,4 +1,4 @@
-"""Who may bind a port that is taken, how c10d's store and ours report it, and connections that are refused."""
+"""Binding a port that is in use, the errors of c10d's store and ours, and refused connections."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def wine_differs(text: str, *values: Any) -> Any:
     ],
 )
 def test_a_second_bind_of_one_address(first: str, host: str, second: str, code: int | None) -> None:
-    """Microsoft's table for one user: only two sockets that both set SO_REUSEADDR share an address and port."""
+    """Microsoft's table for one user: two sockets share an address and port only if both set SO_REUSEADDR."""
     with bound(first, host) as listener:
         port = listener.getsockname()[1]
         if code is None:
@@ -78,20 +78,20 @@ def test_a_second_bind_of_one_address(first: str, host: str, second: str, code: 
         with pytest.raises(OSError, match=str(code)) as caught:
             bound(second, host, port)
     assert caught.value.winerror == code
-    # Python turns 10013 into EACCES, and leaves 10048 as it is.
+    # Python maps 10013 to EACCES, and leaves 10048 unchanged.
     assert caught.value.errno == (13 if code == DENIED else code)
 
 
 @pytest.mark.skipif(under_wine(), reason="Wine: refused with 10048")
 def test_a_plain_bind_of_all_addresses_goes_past_one_of_them() -> None:
-    """Without SO_EXCLUSIVEADDRUSE a port can look free that another process serves on loopback."""
+    """Without SO_EXCLUSIVEADDRUSE a port can look free although another process uses it on loopback."""
     with bound("plain", ONE) as listener:
         bound("plain", ALL, listener.getsockname()[1]).close()
 
 
 @pytest.mark.parametrize("kind", _OPTIONS)
 def test_the_held_store_keeps_all_others_out(kind: str) -> None:
-    """c10d binds exclusively: nobody can take the port on one address, with whatever option."""
+    """c10d binds exclusively: no other process can bind the port on one address, with any option."""
     port = hold_store(None)
     with pytest.raises(OSError, match="10013"):
         bound(kind, ONE, port)
@@ -100,7 +100,7 @@ def test_the_held_store_keeps_all_others_out(kind: str) -> None:
 @pytest.mark.parametrize("host", [ONE, ALL])
 @pytest.mark.parametrize("kind", _OPTIONS)
 def test_the_store_refuses_a_taken_port(kind: str, host: str) -> None:
-    """c10d's text has the code of the system, and is_address_in_use finds it; hold_store names the setting."""
+    """c10d's message contains the system's code, and is_address_in_use detects it; hold_store names the setting."""
     with bound(kind, host) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(RuntimeError, match=_refused(port)) as caught:
@@ -122,7 +122,7 @@ def test_the_store_refuses_the_port_of_another_store() -> None:
 
 
 def _refused(port: int) -> str:
-    # Not the address before the code: torch 2.13 prints another one where the name server does not answer.
+    # Do not check the address before the code: torch 2.13 prints another one if the name server does not answer.
     return (
         "The server socket has failed to listen on any local network address.*"
         rf"\((?:system error|errno): (?:{IN_USE}|{DENIED}) - .*port={port}\b"
@@ -130,7 +130,7 @@ def _refused(port: int) -> str:
 
 
 def test_a_range_skips_taken_ports() -> None:
-    """The first port that is free on all addresses is taken, and a range without one is named."""
+    """The first port that is free on all addresses is used, and a range without one is named."""
     first = _free_range(3)
     with bound("plain", ONE, first), bound("exclusive", ALL, first + 1):
         with pytest.raises(PortInUseError, match=rf"every port of master_port=\({first}, {first + 1}\) is taken"):
@@ -151,7 +151,7 @@ def _free_range(length: int) -> int:
 
 @pytest.mark.skipif(under_wine(), reason="Wine: reserves no ports")
 def test_a_port_that_windows_reserves() -> None:
-    """Ranges that Hyper-V or WSL have are refused with 10013, and told as taken."""
+    """Ranges of Hyper-V or WSL are refused with 10013 and reported as in use."""
     port = _reserved_port()
     with pytest.raises(PortInUseError, match=f"^master_port={port} is taken.*10013"):
         hold_store(port)
@@ -160,7 +160,7 @@ def test_a_port_that_windows_reserves() -> None:
 def _reserved_port() -> int:
     command = ["netsh", "interface", "ipv4", "show", "excludedportrange", "protocol=tcp"]
     listed = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout.decode(errors="replace")
-    # A range with a star was reserved by an administrator, and takes binds that name the port.
+    # A range with a star was reserved by an administrator, and can be bound explicitly.
     ranges = re.findall(r"^\s*(\d+)\s+(\d+)\s*$", listed, re.MULTILINE)
     if not ranges:
         pytest.skip("Windows reserves no ports here")
@@ -169,7 +169,7 @@ def _reserved_port() -> int:
 
 @pytest.mark.parametrize("one_node", [True, False])
 def test_the_store_listens_on_all_addresses(one_node: bool) -> None:
-    """torch for Windows takes no open socket, so that loopback alone cannot be had."""
+    """torch for Windows accepts no open socket, so it cannot listen only on loopback."""
     port = hold_store(None, one_node)
     listening = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"]
     assert [address.ip for address in listening if address.port == port] == ["::"]
@@ -186,6 +186,6 @@ def test_a_refused_connection() -> None:
 
 
 def test_a_refused_store_is_told_as_refused() -> None:
-    """The last of several attempts is cut by the time limit on Windows, and has no answer; those before were refused."""
+    """On Windows the time limit interrupts the last of several attempts, which has no answer; earlier ones were refused."""
     with pytest.raises(UnreachableMasterError, match=r"within 5 s \(refused: "):
         check_reachable(ONE, free_port())

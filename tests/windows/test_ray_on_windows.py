@@ -1,4 +1,4 @@
-"""Scripts with a Ray of their own on Windows: what trains, and what is left after a script that was interrupted."""
+"""Scripts with their own Ray on Windows: training, and what an interrupted script leaves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).parent
-# As in the name of a user, and so in the paths of all that is theirs.
+# Letters in a user's name, and therefore in the user's paths.
 FOLDER = "my résults ü"
 RUN_S = 400
 GONE_S = 30
@@ -41,14 +41,13 @@ needs_gloo = pytest.mark.skipif(gloo_missing() is not None, reason="torch withou
 
 @dataclass(frozen=True)
 class Ended:
-    """How a script ended.
+    """Result of a script.
 
     Attributes:
-        code: Its exit code.
-        output: What it and its workers wrote.
-        folder: Where it stored its results.
-        left: Processes that it started, directly or not, and that were still there after GONE_S.
-        start_s: Seconds of the script.
+        code: Exit code.
+        output: Output of the script and its workers.
+        folder: Folder of its results.
+        left: Processes that it started, directly or not, and that still existed after GONE_S.
     """
 
     code: int
@@ -63,7 +62,7 @@ class Ended:
 
 
 def run(command: list[str | Path], folder: Path, cwd: Path | None = None, **variables: str) -> Ended:
-    """Run a script in a hidden console of its own, with all processes below it known by a variable."""
+    """Run a script in its own hidden console; a variable marks all its processes."""
     mark = uuid.uuid4().hex
     environment = {
         **os.environ,
@@ -94,7 +93,7 @@ def run(command: list[str | Path], folder: Path, cwd: Path | None = None, **vari
 
 
 def _left(mark: str) -> list[str]:
-    """Wait until all processes of a script have ended; end those that have not, and return their command lines."""
+    """Wait until all processes of a script have ended; end the others and return their command lines."""
     end = time.monotonic() + GONE_S
     while (found := processes_with(_MARK, mark)) and time.monotonic() < end:
         time.sleep(0.5)
@@ -108,7 +107,7 @@ def _left(mark: str) -> list[str]:
 
 @contextmanager
 def results_folder(drive: str | None = None) -> Iterator[Path]:
-    """A new folder with blanks and letters that are not ASCII, in the temporary folder or on a drive."""
+    """Return a new folder with blanks and non-ASCII letters, in the temporary folder or on a drive."""
     root = Path(tempfile.mkdtemp(dir=f"{drive}\\" if drive else None))
     made = root / FOLDER
     made.mkdir()
@@ -119,7 +118,7 @@ def results_folder(drive: str | None = None) -> Iterator[Path]:
 
 
 def other_drive() -> str | None:
-    """A drive with room for results that is not that of the temporary folder."""
+    """Return a drive with space for results other than that of the temporary folder."""
     own = Path(tempfile.gettempdir()).drive.upper()
     mask = ctypes.WinDLL("kernel32").GetLogicalDrives()
     for number, letter in enumerate(string.ascii_uppercase):
@@ -134,7 +133,7 @@ def other_drive() -> str | None:
 
 @pytest.fixture(scope="module")
 def trained() -> Iterator[tuple[Ended, str | None]]:
-    """One run for several facts: a copy of the script in such a folder, results on another drive, USE_LIBUV=1 inherited."""
+    """One run for several tests: a copy of the script in such a folder, results on another drive, USE_LIBUV=1 inherited."""
     drive = other_drive()
     with results_folder() as own, results_folder(drive) as results:
         script = Path(shutil.copy(HERE / "train_script.py", own / "train script ü.py"))
@@ -143,7 +142,7 @@ def trained() -> Iterator[tuple[Ended, str | None]]:
 
 @needs_gloo
 def test_trains_with_libuv_inherited(trained: tuple[Ended, str | None]) -> None:
-    """Two workers on half a logical GPU each train on the CPU and add up, with USE_LIBUV=1 in the script's environment."""
+    """Two workers with half a logical GPU each train on the CPU and compute a sum, with USE_LIBUV=1 in the script's environment."""
     ended, _ = trained
     assert ended.code == 0, ended.output
     assert ended.found["metrics"]["total"] == 3.0  # type: ignore[index]
@@ -159,7 +158,7 @@ def test_environment_of_a_worker(trained: tuple[Ended, str | None]) -> None:
 
 @needs_gloo
 def test_warnings_and_notes_of_the_start(trained: tuple[Ended, str | None]) -> None:
-    """The log says that libuv was asked for and is off, and that c10d's line is harmless."""
+    """The log says that libuv was requested and is off, and that c10d's line is harmless."""
     output = trained[0].output
     assert "USE_LIBUV=1 on ranks 0,1 is not kept: no torch for Windows has a libuv store" in output
     assert "libuv off" in output
@@ -168,7 +167,7 @@ def test_warnings_and_notes_of_the_start(trained: tuple[Ended, str | None]) -> N
 
 @needs_gloo
 def test_checkpoint_and_report_in_a_folder_with_other_letters(trained: tuple[Ended, str | None]) -> None:
-    """Script, working directory and results may have blanks and letters that are not ASCII."""
+    """Script, working directory and results may have blanks and non-ASCII letters."""
     ended, _ = trained
     assert "model.pt" in ended.found["files"]  # type: ignore[operator]
     assert ended.found["keys"] == ["bias", "weight"]
@@ -197,7 +196,7 @@ def test_nothing_is_left_of_a_run(trained: tuple[Ended, str | None]) -> None:
 
 @needs_gloo
 def test_a_worker_killed_in_the_start(tmp_path: Path) -> None:
-    """Its rank is named; its peer ends, too, and the workers that V2 starts in their place train."""
+    """The error names its rank; its peer ends too, and the workers that V2 starts instead train."""
     ended = run([HERE / "train_script.py", tmp_path, "--kill-in-start"], tmp_path)
     killed = int((tmp_path / "started.1").read_text())
     told = (tmp_path / "error").read_text()
@@ -216,7 +215,7 @@ def test_a_worker_killed_in_the_start(tmp_path: Path) -> None:
     ],
 )
 def test_a_script_that_is_ended(tmp_path: Path, how: str) -> None:
-    """Ctrl-C, Ctrl-Break or Task Manager in the midst of training end the script, and no process is left."""
+    """Ctrl-C, Ctrl-Break or Task Manager end the script during training, and no process is left."""
     script = [HERE / "train_script.py", tmp_path, "--steps", "100000"]
     ended = run([HERE / "console.py", how, tmp_path, *script], tmp_path)
     assert re.search(r"^ended (?!None)\S+ ", ended.output, re.MULTILINE), ended.output

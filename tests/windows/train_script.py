@@ -1,4 +1,4 @@
-"""A user's training script; the tests run it as such, also from other folders. Writes what it found to FOLDER.
+"""A user's training script; the tests run it as such, also from other folders. It writes its results to FOLDER.
 
 usage: python train_script.py FOLDER [--steps N] [--kill-in-start]
 """
@@ -61,7 +61,7 @@ def kill_at_rendezvous():
 
 
 class KillingBackend(FracTorchBackend):
-    """Ends rank 1 at the rendezvous of the first start; V2 then starts the workers again."""
+    """End rank 1 at the rendezvous of the first start; V2 then starts the workers again."""
 
     def on_start(self, worker_group, backend_config):
         folder = backend_config.folder
@@ -72,7 +72,7 @@ class KillingBackend(FracTorchBackend):
         try:
             super().on_start(worker_group, backend_config)
         except Exception as error:
-            # Ray's log has it in some versions only.
+            # Only some versions of Ray's log contain it.
             Path(folder, "error").write_text(f"{type(error).__name__}: {error}")
             raise
 
@@ -94,7 +94,7 @@ def main():
     options = parser.parse_args()
     folder = os.path.abspath(options.folder)
 
-    # A logical GPU, as a user without one has it.
+    # A logical GPU, as for a user without a real one.
     ray.init("local", num_cpus=3, num_gpus=1, include_dashboard=False)
     config = {"on_missing_cuda": "cpu", "start_timeout_s": 60.0}
     trainer = TorchTrainer(
