@@ -1,4 +1,4 @@
-"""Two ranks report a checkpoint of one file name at one time, where copying shares files as Windows does; on Windows itself."""
+"""Two ranks report a checkpoint with the same file name at the same time, with Windows' file sharing; also on Windows itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_fracbackend import FracTorchConfig, report_rank0
 from ray_fracbackend.checkpoint_turns import copy_checkpoints_in_turn
 
-# Longer than the ranks are apart after a barrier.
+# Longer than the delay between the ranks after a barrier.
 COPY_S = 1.5
 
 

@@ -1,4 +1,4 @@
-"""A real local Ray for all tests of a process, and small ways to run workers on it."""
+"""A real local Ray for all tests of a process, and helpers to run workers on it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ray.train._internal.worker_group import WorkerGroup
 from tests.processes import python_path
 from tests.ray.starts import stop
 
-# For this process and all that its tests start: V2's controller looks at its workers every 2 s otherwise, and one process more
-# of each run waits for preemptions that never come.
+# For this process and all processes of its tests: otherwise V2's controller polls its workers only every 2 s, and one more process of each
+# run waits for preemptions that never come.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -29,14 +29,14 @@ _ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A local Ray whose CPUs and GPUs are logical. Later modules use the same one, unless one between them starts its own."""
+    """A local Ray with logical CPUs and GPUs. Later modules use the same one, unless one between them starts its own."""
     if not ray.is_initialized():
         ray.init("local", num_cpus=32, num_gpus=2, include_dashboard=False, log_to_driver=False)
 
 
 @pytest.fixture(scope="module")
 def no_cluster():
-    """For a module that starts a Ray of its own: none before it, and none after it."""
+    """For a module that starts its own Ray: no Ray before it and none after it."""
     ray.shutdown()
     yield
     ray.shutdown()
@@ -44,12 +44,12 @@ def no_cluster():
 
 @pytest.fixture
 def make_group(cluster):
-    """Makes worker groups of real actors, and ends them with the test."""
+    """Create worker groups of real actors, and end them after the test."""
     groups = []
 
     def make(num_workers=2, resources=None):
         groups.append(WorkerGroup(num_workers=num_workers, resources_per_worker=resources or ONE_CPU))
-        # Importing torch in many processes at once on a small machine is not what these tests bound.
+        # These tests do not limit the time to import torch in many processes at once on a small machine.
         groups[-1].execute(import_package)
         return groups[-1]
 
@@ -59,7 +59,7 @@ def make_group(cluster):
 
 
 def import_package():
-    """Imports what a start needs, in a worker."""
+    """Import in a worker what a start needs."""
     import ray_fracbackend.worker.process_group  # noqa: F401
 
 
@@ -78,7 +78,7 @@ def two_workers(cluster):
 
 @pytest.fixture
 def pair(two_workers):
-    """Two workers that the module's tests share, without a group and without what a start sets."""
+    """Two workers that the module's tests share, without a group and without variables of a start."""
     yield two_workers
     stop(two_workers)
     two_workers.execute(forget_address)
@@ -90,7 +90,7 @@ def forget_address():
 
 
 def run_example(name, *arguments):
-    """Runs a script of examples/ as a user would, in a process and with a Ray of its own."""
+    """Run a script of examples/ as a user would, in a process with its own Ray."""
     command = [sys.executable, _ROOT / "examples" / name, *arguments]
     environment = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)

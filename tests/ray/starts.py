@@ -1,4 +1,4 @@
-"""Starts on real workers, what a train function would see of them, and workers that break in a chosen place."""
+"""Starts on real workers, the train function's view of them, and workers that fail at a chosen place."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ray.train.base_trainer import TrainingFailedError as V1TrainingFailedError
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend.backend import FracTorchBackend
 
-# What fit() raises, by engine.
+# Errors of fit() by engine.
 TRAINING_FAILED = (V1TrainingFailedError, getattr(ray.train, "TrainingFailedError", V1TrainingFailedError))
-# Enough for a rendezvous on a busy machine; what hangs takes as long.
+# Enough for a rendezvous on a busy machine; a hanging one takes this long.
 START_S = 8.0
 
 
 def causes(error):
-    """The texts of an error and of all that caused it: the V1 engine keeps the cause apart."""
+    """Return the messages of an error and all its causes: the V1 engine keeps the cause separate."""
     texts = []
     while error is not None:
         texts.append(str(error))
@@ -34,7 +34,7 @@ def stop(group):
 
 
 def group_state():
-    """What a train function would see of its group."""
+    """Return what a train function would see of its group."""
     import torch.distributed as dist
 
     options = dist.group.WORLD._get_backend(__import__("torch").device("cpu")).options
@@ -55,7 +55,7 @@ def initialized():
 
 
 def replace_in_worker(module, name, action, times=1_000_000):
-    """Puts an action in place of a function of the package, in the worker that runs this, for so many calls; ``nap 5`` takes 5 s."""
+    """Replace a function of the package in this worker by an action, for a number of calls; ``nap 5`` takes 5 s."""
     import importlib
     import time
 

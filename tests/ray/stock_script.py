@@ -1,4 +1,4 @@
-"""A script as one writes it for stock Ray Train, with no trace of ray_fracbackend. Run by test_run.py and by itself.
+"""A script for stock Ray Train that does not mention ray_fracbackend. Run by test_run.py and by itself.
 
 usage: python stock_script.py KIND[,KIND ...] FOLDER
 """
@@ -23,7 +23,7 @@ CONFIGS = {
 
 
 class Net(torch.nn.Module):
-    """A model whose class exists in this script alone."""
+    """A model whose class exists only in this script."""
 
     def __init__(self):
         super().__init__()

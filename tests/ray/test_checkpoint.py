@@ -1,6 +1,6 @@
-"""Checkpoints of one file name from every rank, with copying that shares files as Windows does; on Windows itself.
+"""Checkpoints with the same file name from every rank, with Windows' file sharing; also on Windows itself.
 
-With the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both.
+Uses the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
     "how", [pytest.param("in_turn", marks=pytest.mark.full(but="win32")), pytest.param("rank0", marks=pytest.mark.full)]
 )
 def test_ranks_that_store_one_file_name(how: str, tmp_path: Path) -> None:
-    """Every rank reporting model.pt ends well where the ranks take turns or rank 0 reports."""
+    """Every rank reports model.pt without an error if the ranks take turns or only rank 0 reports."""
     result = fit(how, str(tmp_path))
     with result.checkpoint.as_directory() as folder:
         assert [path.name for path in Path(folder).glob("*.pt")] == ["model.pt"]
@@ -30,7 +30,7 @@ def test_ranks_that_store_one_file_name(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_stock_ranks_that_store_one_file_name(tmp_path: Path) -> None:
-    """Under Ray's own config it ends with WinError 32: the reason for taking turns."""
+    """With Ray's own config it ends with WinError 32; therefore the ranks take turns."""
     with pytest.raises(TRAINING_FAILED) as caught:
         fit("stock", str(tmp_path))
     assert "WinError 32" in causes(caught.value)
@@ -38,7 +38,7 @@ def test_stock_ranks_that_store_one_file_name(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_windows_laptop_example(tmp_path: Path) -> None:
-    """Half a GPU for each of two workers, and a checkpoint of one name from both in every epoch: all can be loaded."""
+    """Two workers with half a GPU each report a checkpoint with the same name in every epoch: all can be loaded."""
     done = run_example("windows_laptop.py", "--results", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "loaded the checkpoint of epoch 2: 100% of the digits are right" in done.stdout

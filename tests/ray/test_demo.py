@@ -17,7 +17,7 @@ def run(*arguments):
 
 @pytest.mark.full
 def test_demo():
-    """It prints share map, choice, figures and epochs, ends above 0.9, and loads rank 0's checkpoint back."""
+    """It prints share map, decision, measurements and epochs, reaches more than 0.9, and loads rank 0's checkpoint."""
     pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")
     done = run("demo", "--epochs", "4")
     assert done.returncode == 0, done.stderr
@@ -30,7 +30,7 @@ def test_demo():
 
 @pytest.mark.full
 def test_stock_demo_fails_without_gpus():
-    """--stock shows what Ray's own TorchConfig does on the same cluster."""
+    """--stock shows the result of Ray's own TorchConfig on the same cluster."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: stock's failure on it is a test of the gpu suite")
@@ -46,7 +46,7 @@ def test_stock_demo_fails_without_gpus():
 @pytest.mark.full
 @pytest.mark.linux(reason="signals are those of Unix")
 def test_ctrl_c_during_the_training(monkeypatch, tmp_path):
-    """One line and the shell's exit code, and nothing goes on."""
+    """One line and the shell's exit code, and nothing continues."""
     pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")
     if not v2_enabled():
         pytest.skip("Tune, under V1, takes Ctrl-C for itself")
@@ -75,7 +75,7 @@ def test_ctrl_c_during_the_training(monkeypatch, tmp_path):
 @pytest.mark.full(but="V2")
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["demo", "--epochs", "0"], ["demo", "--epochs", "x"]])
 def test_wrong_usage(arguments):
-    """Wrong usage is exit code 2 and says what is wrong."""
+    """Wrong usage exits with code 2 and an explanation."""
     done = run(*arguments)
     assert done.returncode == 2
     assert "usage:" in done.stderr

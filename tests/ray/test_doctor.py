@@ -30,7 +30,7 @@ COMMAND = [sys.executable, "-m", "ray_fracbackend", "doctor", "--json"]
 
 
 def why_no_namespace():
-    """Why this machine cannot mount files in a namespace, None where it can."""
+    """Return why this machine cannot mount files in a namespace, None if it can."""
     if shutil.which("unshare") is None:
         return "needs the command unshare"
     done = subprocess.run(
@@ -51,7 +51,7 @@ def lines(found):
 
 
 def test_this_machine():
-    """Without a fault the exit code is 0, and every subject has its line."""
+    """Without a fault the exit code is 0, and every subject has a line."""
     code, found = doctor()
     problems = [check for check in lines(found).values() if check["level"] == "problem"]
     assert (code, found["ok"]) == ((1, False) if problems else (0, True))
@@ -66,7 +66,7 @@ def test_this_machine():
 
 @pytest.fixture(scope="module")
 def faulty_machine(tmp_path_factory):
-    """The doctor's answer where the host name resolves to a foreign address and /dev/shm has 32 MiB."""
+    """Return the doctor's result if the host name resolves to a foreign address and /dev/shm has 32 MiB."""
     if reason := why_no_namespace():
         pytest.skip(reason)
     hosts = tmp_path_factory.mktemp("etc") / "hosts"
@@ -78,7 +78,7 @@ def faulty_machine(tmp_path_factory):
 @pytest.mark.full
 @pytest.mark.linux(reason="needs mount namespaces")
 def test_wrong_hosts_file(faulty_machine):
-    """The address and the line to write are named; exit code 1."""
+    """The address and the line to write are named; the exit code is 1."""
     code, found = faulty_machine
     check = lines(found)["host name"]
     assert (code, check["level"]) == (1, "problem")
@@ -89,7 +89,7 @@ def test_wrong_hosts_file(faulty_machine):
 @pytest.mark.full
 @pytest.mark.linux(reason="needs mount namespaces")
 def test_tiny_shm(faulty_machine):
-    """Its size and Docker's option are named; the other lines are as ever."""
+    """Its size and Docker's option are named; the other lines are unchanged."""
     code, found = faulty_machine
     check = lines(found)["/dev/shm"]
     assert (code, check["level"]) == (1, "problem")
@@ -100,7 +100,7 @@ def test_tiny_shm(faulty_machine):
 
 @pytest.mark.full
 def test_ray_claims_gpus_that_are_not_there(cluster):
-    """On a running Ray with num_gpus=2: the number, the GPUs present, and what to do."""
+    """On a running Ray with num_gpus=2 the line has this number, the GPUs present, and the advice."""
     if torch.cuda.device_count() >= 2:
         pytest.skip("this machine has the GPUs that its Ray is told of")
     code, found = doctor("--address", ray.get_runtime_context().gcs_address)
@@ -115,7 +115,7 @@ def test_ray_claims_gpus_that_are_not_there(cluster):
 
 
 def test_node_without_the_package(cluster, monkeypatch, tmp_path):
-    """What a node cannot import is its line, with the fix, in place of a traceback."""
+    """If a node cannot import the package, its line states this with the fix instead of a traceback."""
     from ray_fracbackend.cli.doctor import diagnose
 
     (tmp_path / "only_on_the_driver.py").write_text("def collect(*_):\n    return None\n")
@@ -128,7 +128,7 @@ def test_node_without_the_package(cluster, monkeypatch, tmp_path):
 
 
 def test_silent_node(cluster, monkeypatch):
-    """A node that does not answer in time is a problem, not a hang."""
+    """A node that does not answer in time is a problem, and nothing hangs."""
     from ray_fracbackend.cli.doctor import diagnose
 
     monkeypatch.setattr(diagnose, "collect_packed", never)
@@ -138,7 +138,7 @@ def test_silent_node(cluster, monkeypatch):
 
 
 def test_node_with_another_version(cluster, monkeypatch, tmp_path):
-    """A node whose ray_fracbackend lacks the function, or a report without what the lines need, is a line that says so."""
+    """A node whose ray_fracbackend lacks the function, or whose report lacks needed values, has a line that says so."""
     from ray_fracbackend.cli.doctor import diagnose
 
     (tmp_path / "ray_fracbackend_newer.py").write_text("def collect(*_):\n    return None\n")
@@ -154,12 +154,12 @@ def test_node_with_another_version(cluster, monkeypatch, tmp_path):
 
 
 def packed_by_an_older_one(*_):
-    """A report of another version, whose fields have other places: it must not be unpickled."""
+    """A report of another version with other field positions: it must not be unpickled."""
     return "0.0.1", pickle.dumps({"worker": "another form"})
 
 
 def test_a_report_of_another_version(cluster, monkeypatch):
-    """Reports are pickled by the position of their fields: one of another version is not read, and the version is named."""
+    """Reports are pickled by the position of their fields: a report of another version is not read, and the version is named."""
     from ray_fracbackend.cli.doctor import diagnose
 
     monkeypatch.setattr(diagnose, "collect_packed", packed_by_an_older_one)
@@ -169,7 +169,7 @@ def test_a_report_of_another_version(cluster, monkeypatch):
 
 
 def test_a_cluster_that_does_not_list_its_nodes(monkeypatch):
-    """The head node may stop between the connection and the question: a reason, and no traceback."""
+    """The head node may stop between the connection and the query: there is a reason and no traceback."""
     from ray_fracbackend.cli.doctor import diagnose
 
     monkeypatch.setattr(ray, "nodes", never)
@@ -195,7 +195,7 @@ def test_no_cluster():
 
 
 def ended(*arguments, **environment):
-    """Exit code and both outputs of the command."""
+    """Return exit code and both outputs of the command."""
     done = subprocess.run(
         [sys.executable, "-m", "ray_fracbackend", "doctor", *arguments],
         env={**{name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}, **environment},
@@ -209,7 +209,7 @@ def ended(*arguments, **environment):
 
 @pytest.mark.full(but="win32")
 def test_wrong_token(cluster):
-    """A real cluster that refuses the token is named so in one line, without the retries and warnings of Ray's client."""
+    """A real cluster that refuses the token is reported in one line, without the retries and warnings of Ray's client."""
     if os.environ.get("RAY_AUTH_MODE") != "token":
         pytest.skip("this Ray starts clusters without tokens")
     address = ray.get_runtime_context().gcs_address
@@ -217,7 +217,7 @@ def test_wrong_token(cluster):
         ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "wrong" * 8}, "refuses the token of RAY_AUTH_TOKEN;"),
         ({}, "requires a token, and Ray sends none to this address while RAY_AUTH_MODE is not set;"),
     ):
-        # Without a limit of the command's that ends it: Ray's client goes on for minutes.
+        # The command has no time limit that ends it: Ray's client continues for minutes.
         code, out, err = ended("--address", address, "--timeout-s", "600", **settings)
         (shown,) = (out + err).splitlines()
         assert (code, text in shown, "ray get-auth-token" in shown) == (1, True, True), shown
@@ -225,7 +225,7 @@ def test_wrong_token(cluster):
 
 @pytest.fixture
 def own_head(tmp_path_factory):
-    """Address, settings and GCS of a cluster that ``ray start`` has started with a token of its own."""
+    """Address, settings and GCS of a cluster that ``ray start`` has started with its own token."""
     if not hasattr(ray.exceptions, "AuthenticationError"):
         pytest.skip("this Ray has no tokens")
     folder = tmp_path_factory.mktemp("head", numbered=True)
@@ -257,7 +257,7 @@ def own_head(tmp_path_factory):
 @pytest.mark.full
 @pytest.mark.linux(reason="stops a process")
 def test_head_node_with_a_token(own_head):
-    """With its token the cluster is checked, by address and by auto; one that stops answering is named so, in time."""
+    """With its token the cluster is checked, by address and by auto; a cluster that stops answering is reported in time."""
     address, settings, gcs = own_head
     for given in (address, "auto"):
         code, out, err = ended("--address", given, "--json", "--timeout-s", "100", **settings)
@@ -288,7 +288,7 @@ with connected(None) as own:
 @pytest.mark.linux(reason="sends signals")
 @pytest.mark.parametrize("ending", [None, signal.SIGINT, signal.SIGTERM], ids=["end", "Ctrl-C", "SIGTERM"])
 def test_local_ray(tmp_path, ending):
-    """Without any cluster a local Ray is announced in one line, and none of its processes is left, however it ends."""
+    """Without any cluster a local Ray is announced in one line, and none of its processes is left, however the command ends."""
     short = tempfile.mkdtemp(prefix="rf")
     own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_ADDRESS", "RAY_AUTH"))}
     command = with_signals(sys.executable, "-c", _STARTS_LOCAL, *(["wait"] if ending else []))
@@ -304,7 +304,7 @@ def test_local_ray(tmp_path, ending):
         _, err = process.communicate(timeout=60)
     assert "no running Ray cluster found: starting a local one for this command" in err.splitlines()[0]
     assert ending or len(err.splitlines()) == 1
-    # Without a handler of the command's own, Ray's remains for SIGTERM: it exits with the signal's number.
+    # Without the command's own handler Ray's stays installed for SIGTERM: it exits with the signal's number.
     assert process.returncode == {None: 0, signal.SIGINT: -2, signal.SIGTERM: 15}[ending]
     assert not psutil.wait_procs(below, timeout=20)[1]
     shutil.rmtree(short, ignore_errors=True)
@@ -312,7 +312,7 @@ def test_local_ray(tmp_path, ending):
 
 @pytest.mark.parametrize("arguments", [["--timeout-s", "0"], ["--timeout-s", "x"], ["--colour"]])
 def test_wrong_usage(arguments):
-    """Wrong usage is exit code 2, here as JSON."""
+    """Wrong usage exits with code 2, here as JSON."""
     code, found = doctor(*arguments)
     assert (code, found["error"]["reason"]) == (2, "wrong_usage")
     assert arguments[0] in found["error"]["message"]
@@ -335,7 +335,7 @@ main(["doctor"])
 @pytest.mark.full
 @pytest.mark.linux(reason="needs pseudo terminals")
 def test_colours_on_a_terminal_only():
-    """A terminal gets colours, unless NO_COLOR says otherwise; what is no terminal gets plain text."""
+    """Output to a terminal has colours, unless NO_COLOR is set; other output is plain text."""
     terminal, rest = on_terminal([sys.executable, "-c", _THREE_TIMES]).split(b"PIPED")
     piped, without = rest.split(b"NO_COLOR\r\n")
     assert b"\x1b[32mok" in terminal

@@ -1,4 +1,4 @@
-"""Elastic worker groups (V2): a node is lost, the group comes back smaller and starts anew."""
+"""Elastic worker groups (V2): after the loss of a node a smaller group starts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fit(folder):
 
 
 def test_a_smaller_group_starts_anew(cluster, tmp_path):
-    """Three ranks, two after a node is lost: a plan, workers and a port of their own, and the report beside the results."""
+    """Three ranks, then two after a node is lost: with a new plan, new workers and a new port, and the report beside the results."""
     cluster, lost = cluster
     run = fit.remote(str(tmp_path))
     end = time.monotonic() + _WAIT_S

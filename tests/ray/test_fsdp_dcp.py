@@ -1,4 +1,4 @@
-"""FSDP2 and sharded checkpoints of torch (DCP) over this package's process group, across a change of the world size."""
+"""FSDP2 and torch's sharded checkpoints (DCP) with this package's process group, across a change of the world size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_model():
 
 
 def batch(step):
-    """Twelve rows, so that two and three ranks have equal parts."""
+    """Return twelve rows, so that two and three ranks have equal parts."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(12, 8, generator=generator), torch.randn(12, 4, generator=generator)
 
@@ -43,7 +43,7 @@ def optimizer_of(model):
 
 
 def train_sharded(config):
-    """FSDP2 with a DCP checkpoint, as Ray's guide has it."""
+    """Use FSDP2 with a DCP checkpoint, as in Ray's guide."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -73,7 +73,7 @@ def train_sharded(config):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_fully_shard_and_resize(tmp_path):
-    """Two ranks shard, train and save; three load, train on, and end where one process with the whole batches does."""
+    """Two ranks shard, train and save; three load and train further; the result is that of one process with the whole batches."""
     second_backend = "gloo" if host_memory_support() else "ipc"
     single = make_model()
     optimizer = optimizer_of(single)

@@ -1,4 +1,4 @@
-"""The jobs of the GPU tests on CPU workers: the harness works; Gloo, ipc, Tune and the libraries train to the same losses."""
+"""The jobs of the GPU tests on CPU workers: Gloo, ipc, Tune and the libraries train to the same losses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_same_losses(engine, expected):
 
 @pytest.mark.parametrize("library", ["accelerate", "transformers", "lightning"])
 def test_libraries(engine, expected, library):
-    """Each finds the ranks by itself, and they train to the losses of one process."""
+    """Each library finds the ranks by itself, and they train to the losses of one process."""
     answer = engine.run("library", timeout_s=_BOUND_S, settings=SETTINGS, library=library, strategy="ddp")
     assert answer["errors"] == []
     found = [(rank["model"], rank["device"], rank["spread"]) for rank in answer["ranks"]]
@@ -48,7 +48,7 @@ def test_libraries(engine, expected, library):
 
 
 def test_two_tune_trials(engine, expected):
-    """Two trials of two workers each train at one time."""
+    """Two trials of two workers each train at the same time."""
     answer = engine.run("tune", timeout_s=_BOUND_S, settings=SETTINGS, fraction=0.25)
     assert answer["errors"] == []
     assert len(answer["ranks"]) == 4
@@ -56,13 +56,13 @@ def test_two_tune_trials(engine, expected):
 
 
 def test_failure_is_told(engine):
-    """An error of a job comes back with its causes, and the engine goes on."""
+    """An error of a job is returned with its causes, and the engine continues."""
     answer = engine.run("train", timeout_s=_BOUND_S)
     assert any("on_missing_cuda='cpu'" in error["text"] for error in answer["errors"])
 
 
 def test_hang_costs_its_own_time_only():
-    """A job over its bound is killed with its Ray, and the next one gets a new one."""
+    """A job over its time limit is killed with its Ray, and the next one gets a new one."""
     engine = Engine("v2")
     try:
         with pytest.raises(TimeoutError, match=r"did not end within 0\.1 s"):

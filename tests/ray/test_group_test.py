@@ -40,7 +40,7 @@ COMMAND = [sys.executable, "-m", "ray_fracbackend", "test"]
     ],
 )
 def test_the_group_trains_as_one_process(cluster, backend, num_workers):
-    """Real placement, start, verification and DDP steps, whose result is that of one process; nothing is left behind."""
+    """Real placement, start, verification and DDP steps; the result is that of one process, and nothing is left."""
     result = run_group_test(ScalingConfig(num_workers=num_workers), FracTorchConfig(backend=backend))
     assert result.problem() is None
     assert len(result.steps) == num_workers
@@ -50,7 +50,7 @@ def test_the_group_trains_as_one_process(cluster, backend, num_workers):
     assert losses[1] < losses[0], "it trains"
     assert f"10 DDP steps on {num_workers} workers" in result.to_text()
     assert wait_until(nothing_is_left)
-    # A difference from one process is no success, whatever its cause and whichever rank has it.
+    # A difference from one process is a failure, whatever its cause and rank.
     for difference, told in (1e-3, 1e-3), (float("nan"), None):
         wrong = GroupTest(result.report, (*result.steps[1:], replace(result.steps[0], difference=difference)))
         assert wrong.wrong_ranks == [num_workers - 1]
@@ -61,7 +61,7 @@ def test_the_group_trains_as_one_process(cluster, backend, num_workers):
 
 @pytest.mark.parametrize("number", range(4))
 def test_nan_in_one_weight_is_a_difference(number):
-    """Whichever parameter has it."""
+    """In any parameter."""
     one, other = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)) for _ in range(2))
     other.load_state_dict(one.state_dict())
     assert largest_difference(one, other) == 0
@@ -72,7 +72,7 @@ def test_nan_in_one_weight_is_a_difference(number):
 
 @pytest.mark.full
 def test_a_start_that_fails(cluster):
-    """The start's own error, and nothing left behind."""
+    """The start's own error is reported, and nothing is left."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: nothing is missing")
     with pytest.raises(MissingDeviceError, match="on_missing_cuda='cpu'"):
@@ -82,7 +82,7 @@ def test_a_start_that_fails(cluster):
 
 @pytest.mark.full
 def test_command(cluster):
-    """The command on a running cluster: one JSON document with report and steps, and exit code 0."""
+    """The command on a running cluster prints one JSON document with report and steps, with exit code 0."""
     arguments = ["--num-workers", "2", "--gpus-per-worker", "0.5", "--on-missing-cuda", "cpu", "--json"]
     arguments += ["--address", ray.get_runtime_context().gcs_address]
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=250, check=False)

@@ -1,6 +1,6 @@
-"""Hugging Face Accelerate and transformers.Trainer: over this package's process group, to the weights of one process.
+"""Hugging Face Accelerate and transformers.Trainer with this package's process group have the weights of one process.
 
-Transformers is imported in the functions: it takes seconds, in every process that collects the tests.
+The functions import Transformers, because that takes seconds in every process that collects the tests.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def train_accelerate(config):
         place=(accelerator.num_processes, accelerator.process_index, str(accelerator.device)),
         gathered=accelerator.gather(torch.tensor([accelerator.process_index])).tolist(),
     )
-    ray.train.report({"trained": 1})  # to V1's Tune "done" is a trial's end
+    ray.train.report({"trained": 1})  # V1's Tune treats "done" as a trial's end
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_accelerate(backend, tmp_path):
-    """A plain Accelerator() is distributed, on the CPU, over our group; its ranks and a single process agree."""
+    """A plain Accelerator() is distributed on the CPU with our group; its ranks and a single process agree."""
     _, told = fit(train_accelerate, tmp_path, backend)
     assert [rank["place"] for rank in told] == [(NUM_WORKERS, rank, "cpu") for rank in range(NUM_WORKERS)]
     assert [rank["gathered"] for rank in told] == [[0, 1]] * NUM_WORKERS
@@ -70,7 +70,7 @@ CONFIG = {"epochs": 2, "learning_rate": 0.1, "optimizer": "sgd"}
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """Weights that the example's trainer ends with in one process, with the batches of all ranks as one."""
+    """Return the weights of the example's trainer in one process, with the batches of all ranks as one."""
     from examples import transformers_trainer as example
 
     trainer = example.make_trainer(
@@ -83,7 +83,7 @@ def single(tmp_path_factory):
 @pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_transformers(backend, tmp_path, single):
-    """The example trains over our group; ranks, the reported checkpoint and a single process agree."""
+    """The example trains with our group; ranks, the reported checkpoint and a single process agree."""
     from safetensors.torch import load_file
 
     result, told = fit(

@@ -18,7 +18,7 @@ _FOLDER = Path(ray_fracbackend.__file__).parent
 
 @pytest.mark.parametrize("py_module", ["module", str(_FOLDER)], ids=["the module", "its folder"])
 def test_py_modules(tmp_path, py_module):
-    """The workers train with the copy that Ray made, although the environment of this driver has the package too."""
+    """The workers train with Ray's copy, although the driver's environment also has the package."""
     script = Path(__file__).with_name("install_script.py")
     environment = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The backends ipc and staged under Ray Train: chosen explicitly, started, verified, and as right as Gloo."""
+"""The backends ipc and staged in Ray Train: chosen explicitly, started, verified, and with Gloo's results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def train(config):
-    """The documentation's script with a fixed seed; says which backend and timeout it had."""
+    """The documentation's script with a fixed seed; it reports its backend and timeout."""
     import torch.distributed as dist
 
     from ray_fracbackend import get_start_report
@@ -28,7 +28,7 @@ def train(config):
     report = get_start_report()
     assert (dist.get_backend(), report.backend) == (config["backend"], config["backend"])
     assert report.verification.backend == config["backend"]
-    # Adam makes the rounding of a gradient that is zero (a bias before a batch norm) as large as any other step.
+    # Adam makes the rounding of a zero gradient (a bias before a batch norm) as large as any other step.
     fashion_mnist_like.Adam = torch.optim.SGD
     fashion_mnist_like.train_func()
 
@@ -47,13 +47,13 @@ def weights(tmp_path, expected_backend, scaling=None, **settings):
 
 @pytest.mark.full
 def test_same_weights_as_gloo(tmp_path):
-    """Two ranks train under ipc, by backend and by on_shared_device, and under staged to the weights that they have under Gloo."""
+    """Two ranks train with ipc, by backend and by on_shared_device, and with staged to the same weights as with Gloo."""
     expected = weights(tmp_path / "gloo", "gloo")
-    # Where there is no CUDA, a start with GPUs trains with Gloo in place of staged.
+    # Without CUDA a start with GPUs trains with Gloo instead of staged.
     staged = {"backend": "cpu:gloo,cuda:staged", "scaling": ScalingConfig(num_workers=2)}
     for number, settings in enumerate(({"backend": "ipc"}, {"on_shared_device": "ipc"}, staged)):
         found = weights(tmp_path / str(number), settings.get("backend", "ipc"), **settings)
         assert found.keys() == expected.keys()
-        # Both ranks write this script's one file, and batch norm's running statistics are each rank's own.
+        # Both ranks write the single file of this script, and batch norm's running statistics differ between ranks.
         for name in (name for name in expected if "running" not in name):
             torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)

@@ -1,6 +1,6 @@
-"""What a ScalingConfig and a cluster can hold, under FracTorchConfig: two trainers at once, in threads of one process.
+"""Properties of a ScalingConfig and a cluster with FracTorchConfig: two trainers at once, in threads of one process.
 
-With the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both.
+Uses the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 
 _MEET_S = 200.0
 _NUM_ROWS = 12
-# Any name of this machine but loopback's, which would be ours too.
+# Any name of this machine except loopback's, which is also our choice.
 _INTERFACE = next((name for name in interfaces() if name != loopback_name()), None)
 _VARIABLES = {"NCCL_SOCKET_IFNAME": "^docker0", **({"GLOO_SOCKET_IFNAME": _INTERFACE} if _INTERFACE else {})}
-# V1 alone reserves something for the trial that the trainer runs in.
+# Only V1 reserves something for the trial that the trainer runs in.
 _TRAINER = {} if v2_enabled() else {"trainer_resources": {"CPU": 1, "licence": 1}}
 
 
 def train_func(config):
-    """Wait until both runs train, add up the rows of all shards, write the result, and report a checkpoint."""
+    """Wait until both runs train, sum the rows of all shards, write the result, and report a checkpoint."""
     import os
 
     import torch
@@ -111,7 +111,7 @@ def fits(no_cluster, tmp_path_factory):
     with ThreadPoolExecutor(len(trainers)) as pool:
         runs = [pool.submit(trainers[0].fit)]
         if not v2_enabled():
-            # V1's Tune keeps trainables in a dictionary without a lock: two fits must not begin in the same instant.
+            # V1's Tune keeps trainables in a dictionary without a lock, so two fits must not start in the same instant.
             wait_until(lambda: (folder / "halves-0.here").exists() or runs[0].done(), _MEET_S)
         runs.append(pool.submit(trainers[1].fit))
         results = dict(zip(("halves", "pairs"), [run.result() for run in runs], strict=True))
@@ -131,7 +131,7 @@ def jobs(fits):
 
 
 def test_two_trainers_side_by_side(jobs):
-    """Each has a group of its own: other workers, another port, and sums of its own ranks alone."""
+    """Each trainer has its own group: other workers, another port, and sums of only its own ranks."""
     assert {name: len(ranks) for name, ranks in jobs.items()} == {"halves": 2, "pairs": 2}
     assert [rank["total"] for rank in jobs["pairs"]] == [[1.0, 2.0]] * 2
     ports = {rank["report"]["master_port"] for ranks in jobs.values() for rank in ranks}
@@ -142,7 +142,7 @@ def test_two_trainers_side_by_side(jobs):
 
 
 def test_checkpoints_of_one_file_name(fits):
-    """Where copying shares files as Windows does, report_rank0 stores what every rank has under one name."""
+    """With Windows' file sharing report_rank0 stores the file that every rank has under the same name."""
     assert [files for _, files in fits.values()] == [["model.pt"]] * 2
 
 
@@ -162,7 +162,7 @@ def test_resources(jobs):
 
 
 def test_two_gpus_a_worker(jobs):
-    """Ray gives each worker two ids of its own; on the CPU get_devices() is one cpu, whatever was reserved."""
+    """Ray assigns two ids to each worker; on the CPU get_devices() returns one cpu, whatever was reserved."""
     workers = jobs["pairs"][0]["report"]["workers"]
     assert [(worker["resources"]["GPU"], len(worker["gpu_ids"])) for worker in workers] == [(2.0, 2)] * 2
     assert not set(workers[0]["gpu_ids"]) & set(workers[1]["gpu_ids"])
@@ -170,7 +170,7 @@ def test_two_gpus_a_worker(jobs):
 
 
 def test_variables_of_the_runtime_env(jobs):
-    """NCCL's and Gloo's interfaces of a runtime_env reach the workers, win over ours, and are in the report."""
+    """NCCL's and Gloo's interfaces of a runtime_env reach the workers, take precedence over ours, and are in the report."""
     for ranks in jobs.values():
         assert [rank["variables"] for rank in ranks] == [_VARIABLES] * 2
         assert [worker["env"].items() >= _VARIABLES.items() for worker in ranks[0]["report"]["workers"]] == [True] * 2

@@ -1,6 +1,6 @@
-"""PyTorch Lightning by Ray's strategies: over this package's process group, to the weights of one process.
+"""PyTorch Lightning with Ray's strategies and this package's process group has the weights of one process.
 
-Lightning is imported in the functions: it takes seconds, in every process that collects the tests.
+The functions import Lightning, because that takes seconds in every process that collects the tests.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ CONFIG = {"example": "lightning_mnist_like", "epochs": EPOCHS, "batch_size": BAT
 
 @pytest.fixture(scope="module")
 def single():
-    """Weights after the same epochs in one process, with the batches of all ranks as one, without Lightning's loop."""
+    """Return the weights after the same epochs in one process, with the batches of all ranks as one, without Lightning's loop."""
     import lightning
 
     from examples import lightning_mnist_like as example
 
     lightning.seed_everything(0)
     data, model = example.images_like_mnist(), example.Classifier()
-    # The ranks of a DistributedSampler take turns in one order, which is that of a single rank.
+    # The ranks of a DistributedSampler take turns in the order of a single rank.
     sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0)
     optimizer = model.configure_optimizers()
     for epoch in range(EPOCHS):
@@ -39,7 +39,7 @@ def single():
 
 
 def train_by_both_strategies(config):
-    """The example; before it, how far the strategy for FSDP gets on a CPU."""
+    """Run the example; before it check how far the strategy for FSDP works on a CPU."""
     from ray.train.lightning import RayDDPStrategy, RayFSDPStrategy
 
     from examples import lightning_mnist_like as example
@@ -54,7 +54,7 @@ def train_by_both_strategies(config):
 @pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lightning(backend, tmp_path, single):
-    """Under RayDDPStrategy ranks, checkpoint and a single process agree; RayFSDPStrategy reaches torch, which wants a GPU."""
+    """With RayDDPStrategy ranks, checkpoint and a single process agree; RayFSDPStrategy reaches torch, which needs a GPU."""
     result, told = fit(train_by_both_strategies, tmp_path, backend, **CONFIG)
     assert_equal_on_ranks(told)
     assert_close({name.removeprefix("module."): value for name, value in told[0]["state"].items()}, single)

@@ -33,7 +33,7 @@ def nothing_is_left():
 
 
 def test_plan(cluster):
-    """Three workers at half a GPU: real placement, decision, table and notebook table; nothing is left behind."""
+    """Three workers with half a GPU: real placement, decision, table and notebook table; nothing is left."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: the gpu suite plans on it")
     report = plan_workers(HALVES, FracTorchConfig(on_missing_cuda="cpu"))
@@ -51,7 +51,7 @@ def test_plan(cluster):
 
 @pytest.mark.full
 def test_visible_devices(cluster):
-    """Each worker sees the devices of all workers of its node, as under Ray Train, so that indices mean the same."""
+    """Each worker sees the devices of all workers of its node, as in Ray Train, so indices have the same meaning."""
     with probe_workers(HALVES, FracTorchConfig(), timeout_s=30, fixed=False) as group:
         assert ray.get(group.execute_async(os.getenv, "CUDA_VISIBLE_DEVICES")) == ["0,1"] * 3
     assert wait_until(nothing_is_left)
@@ -59,7 +59,7 @@ def test_visible_devices(cluster):
 
 @pytest.mark.full
 def test_a_start_that_would_fail(cluster):
-    """The plan fails as the start would, and leaves nothing behind either."""
+    """The plan fails like the start, and also leaves nothing."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: nothing is missing")
     with pytest.raises(MissingDeviceError, match="on_missing_cuda='cpu'"):
@@ -68,7 +68,7 @@ def test_a_start_that_would_fail(cluster):
 
 
 def test_too_few_places(cluster):
-    """A bounded error that says which packing is possible and what to ask for; at once where no node can come."""
+    """The error states which packing is possible and what to request; it comes at once if no node can be added."""
     five = ScalingConfig(num_workers=5, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.6})
     said = r"5 workers of 1 CPU and 0.6 GPU each \(PACK\)SAID: one node has 2 places for such workers: 1 of 0.6 GPU fits on one GPU. "
     with pytest.raises(InsufficientResourcesError, match=said.replace("SAID", " within 1 s")):
@@ -79,7 +79,7 @@ def test_too_few_places(cluster):
 
 
 def test_places_that_others_hold(cluster):
-    """What is needed and what is free, and to wait; nothing of the waiting plan is left."""
+    """The message lists required and free resources and advises to wait; nothing of the waiting plan is left."""
     assert wait_until(lambda: ray.available_resources().get("GPU") == 2), "what ran before has given its GPUs back"
     holder = ray.remote(num_gpus=2)(wait_until_killed).remote()
     assert wait_until(lambda: not ray.available_resources().get("GPU"))
@@ -92,7 +92,7 @@ def test_places_that_others_hold(cluster):
 
 
 def wait_until_killed():
-    """Holds what it has."""
+    """Hold the resources."""
     import time
 
     time.sleep(600)
@@ -100,13 +100,13 @@ def wait_until_killed():
 
 @pytest.mark.parametrize("config", [FracTorchConfig(backend="ucc"), FracTorchConfig(backend="tpu_dist")])
 def test_nothing_to_plan(cluster, config):
-    """A start that is Ray's own business is not planned here."""
+    """A start that is left to Ray is not planned here."""
     with pytest.raises(ValueError, match="left to Ray Train"):
         plan_workers(ScalingConfig(num_workers=1), config)
 
 
 def test_workers_without_resources():
-    """Ray has nothing to place; it is an error before anything is asked of it."""
+    """Ray has nothing to place; the error comes before any call to Ray."""
     with pytest.raises(ValueError, match="workers with resources"):
         plan_workers(ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0}))
 
@@ -145,13 +145,13 @@ def test_command_that_fails(cluster):
     ],
 )
 def test_wrong_usage(arguments, said):
-    """Wrong usage is exit code 2 and says what is wrong."""
+    """Wrong usage exits with code 2 and an explanation."""
     done = plan(*arguments)
     assert done.returncode == 2
     assert said in done.stderr
 
 
 def test_rank_order():
-    """By node in order of appearance, on it by lowest GPU id, numbers as numbers; workers without GPUs keep their order."""
+    """By node in order of appearance, within a node by lowest numeric GPU id; workers without GPUs keep their order."""
     assert rank_order(["b", "a", "b", "a"], [["1"], ["10"], ["0"], ["9"]]) == [2, 0, 3, 1]
     assert rank_order(["a", "b", "a"], [[], [], []]) == [0, 2, 1]

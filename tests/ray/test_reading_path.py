@@ -38,7 +38,7 @@ def record() -> None:
 
 
 def recorded() -> list[tuple[str, str]]:
-    """Module and function of each call, in order."""
+    """Return module and function of each call, in order."""
     sys.setprofile(None)
     threading.setprofile(None)
     calls: list[tuple[str, str]] = vars(builtins).pop("recorded_calls")
@@ -46,7 +46,7 @@ def recorded() -> list[tuple[str, str]]:
 
 
 def drawn() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Module and function of each line of the flow, on the driver and on a worker."""
+    """Return module and function of each line of the flow, on the driver and on a worker."""
     block = _PAGE.read_text(encoding="utf-8").partition("## Flow")[2].split("```")[1]
     sides: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
     for line in block.splitlines():
@@ -56,19 +56,19 @@ def drawn() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 
 
 def in_order(lines: list[tuple[str, str]], calls: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The lines up to the first that is not called after those before it."""
+    """Return the lines up to the first one that is not called after the lines before it."""
     left = iter((Path(module).name, function) for module, function in calls)
     return list(takewhile(lambda line: any(line == call for call in left), lines))
 
 
 def first_entries(calls: list[tuple[str, str]]) -> list[str]:
-    """Modules of the reading path in the order in which they are entered."""
+    """Return the modules of the reading path in the order in which they are entered."""
     return list(dict.fromkeys(module for module, _ in calls if module in reading_path()))
 
 
 @pytest.mark.full
 def test_the_flow_is_that_of_a_real_start(pair: Any) -> None:
-    """Every line is a call, in this order; and the modules of the reading path are entered in theirs."""
+    """Every line is a call, in this order, and the modules of the reading path are entered in the path's order."""
     pair.execute(record)
     record()
     try:
@@ -76,7 +76,7 @@ def test_the_flow_is_that_of_a_real_start(pair: Any) -> None:
     finally:
         driver, worker = recorded(), pair.execute(recorded)[0]
     on_driver, on_worker = drawn()
-    # Made by dataclass, or another choice for workers without GPUs.
+    # Created by dataclass, or another choice for workers without GPUs.
     made = {("config.py", "FracTorchConfig"), ("report.py", "StartReport")}
     on_driver = [("choices.py", "without_gpus") if line == ("choices.py", "own") else line for line in on_driver]
     on_driver = [line for line in on_driver if line not in made]

@@ -1,4 +1,4 @@
-"""RLlib's learners under FracTorchConfig. RLlib is imported in the tests: it takes seconds, in every process that collects."""
+"""RLlib's learners with FracTorchConfig. The tests import RLlib, because that takes seconds in every process that collects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ray_fracbackend import FracTorchConfig
 
 
 def start_of(learner):
-    """What a learner's process knows of its group."""
+    """Return what a learner's process knows of its group."""
     import torch.distributed as dist
 
     from ray_fracbackend import get_start_report
@@ -40,7 +40,7 @@ def test_learners_are_started_and_verified(cluster):
 
 
 def test_wrong_type():
-    """A name is not a configuration."""
+    """A string is not a configuration."""
     from ray_fracbackend.integrations.rllib import learners_use
 
     with pytest.raises(ValueError, match=r"learners_use\('gloo'\).*such as FracTorchConfig\(\)"), learners_use("gloo"):
@@ -48,7 +48,7 @@ def test_wrong_type():
 
 
 def test_subclasses_keep_their_backend():
-    """A configuration of another class starts by its own backend, on own devices only."""
+    """A configuration of another class starts with its own backend, on its own devices only."""
     from ray_fracbackend.integrations.rllib import for_learners
 
     class Backend(TorchConfig().backend_cls):

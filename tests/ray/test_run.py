@@ -1,4 +1,4 @@
-"""ray-fracbackend run with an unedited script. With the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both."""
+"""ray-fracbackend run with an unedited script. Uses the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def answers(folder, name):
 
 @pytest.mark.full
 def test_the_script_trains(tmp_path):
-    """A script without a TorchConfig trains with FracTorchConfig, its module beside it and its class included."""
+    """A script without a TorchConfig trains with FracTorchConfig, including its own module and class."""
     done = run("--on-missing-cuda", "cpu", SCRIPT, "none", tmp_path)
     assert done.returncode == 0, done.stderr
     found = answers(tmp_path, "none")
@@ -62,18 +62,18 @@ CHOICES = {
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """The replacement, in this process and for this test alone."""
+    """Replace TorchConfig in this process for this test only."""
     monkeypatch.setattr(TorchTrainer, "__init__", TorchTrainer.__init__)
     replace_torch_config({"on_missing_cuda": "cpu"})
 
 
 def train_func():
-    """Never runs: these tests look at the trainer alone."""
+    """Never runs: these tests check only the trainer."""
 
 
 @pytest.mark.parametrize(("config", "backend", "timeout_s"), CHOICES.values(), ids=CHOICES)
 def test_config_of_a_trainer(replaced, config, backend, timeout_s):
-    """What the script chose is kept, the settings are ours, and V1 builds the trainer of its trial with the same."""
+    """The script's choices are kept, the settings are ours, and V1 builds the trainer of its trial with the same config."""
     arguments = {} if config is None else {"torch_config": config}
     trainer = TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=2, use_gpu=True), **arguments)
     found = trainer.backend_config if v2_enabled() else trainer._backend_config
@@ -84,10 +84,10 @@ def test_config_of_a_trainer(replaced, config, backend, timeout_s):
 
 
 def test_configs_that_are_no_torch_config_stay(replaced):
-    """A FracTorchConfig of the script has its own settings, and another subclass starts something else."""
+    """A FracTorchConfig of the script keeps its settings, and another subclass starts something else."""
 
     class Other(TorchConfig):
-        """Starts something else."""
+        """A config that starts something else."""
 
     for config in (FracTorchConfig(on_missing_cuda="error"), Other()):
         trainer = TorchTrainer(train_func, torch_config=config)
@@ -96,7 +96,7 @@ def test_configs_that_are_no_torch_config_stay(replaced):
 
 @pytest.mark.full
 def test_settings_reach_the_start(tmp_path):
-    """Without --on-missing-cuda the same script ends with our error, with the cause and the option, and with exit code 1."""
+    """Without --on-missing-cuda the same script ends with our error, with the cause, the option and exit code 1."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: nothing is missing")
     done = run("--start-timeout-s", "60", SCRIPT, "none", tmp_path)
@@ -109,7 +109,7 @@ def test_settings_reach_the_start(tmp_path):
 @needs_v2
 @pytest.mark.full
 def test_trainers_in_a_tune_function(tmp_path):
-    """Trainers that a Tune function makes in processes of their own are replaced too."""
+    """Trainers that a Tune function creates in separate processes are replaced too."""
     done = run("--on-missing-cuda", "cpu", SCRIPT, "tune", tmp_path)
     assert done.returncode == 0, done.stderr
     for name in "ab":
@@ -117,7 +117,7 @@ def test_trainers_in_a_tune_function(tmp_path):
 
 
 def tell_backend(config):
-    """Which start a worker had."""
+    """Return the backend of a worker's start."""
     import torch.distributed as dist
 
     from ray_fracbackend import get_start_report
@@ -129,7 +129,7 @@ def tell_backend(config):
 @needs_v2
 @pytest.mark.full
 def test_callback(cluster, tmp_path, monkeypatch):
-    """With the two variables set, a trainer with a plain TorchConfig starts with FracTorchConfig and the settings."""
+    """With both variables set, a trainer with a plain TorchConfig starts with FracTorchConfig and the settings."""
     monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "ray_fracbackend.integrations.callback.FracTorchCallback")
     monkeypatch.setenv("RAY_FRACBACKEND_SETTINGS", '{"on_missing_cuda": "cpu"}')
     TorchTrainer(
@@ -145,7 +145,7 @@ def test_callback(cluster, tmp_path, monkeypatch):
 @needs_v2
 @pytest.mark.full
 def test_callback_alone(tmp_path):
-    """With the two variables set, plain python trains with FracTorchConfig: no change of script or command."""
+    """With both variables set, plain python trains with FracTorchConfig, without a change of script or command."""
     done = run(
         SCRIPT,
         "nccl",
@@ -161,7 +161,7 @@ def test_callback_alone(tmp_path):
 @needs_v2
 @pytest.mark.parametrize("settings", ["nothing", "[]", '{"on_missing_cuda": "gpu"}', '{"colour": "red"}'])
 def test_callback_with_wrong_settings(monkeypatch, settings):
-    """A wrong variable is a ValueError that has its name and value."""
+    """A wrong variable raises a ValueError with its name and value."""
     from ray_fracbackend.integrations.callback import FracTorchCallback
 
     monkeypatch.setenv("RAY_FRACBACKEND_SETTINGS", settings)
@@ -182,7 +182,7 @@ def test_as_with_python(tmp_path):
 
 @pytest.mark.full
 def test_a_module(tmp_path):
-    """-m runs a module as python -m does, with arguments, exit code and its folder of sys.path."""
+    """-m runs a module like python -m, with arguments, exit code and its folder of sys.path."""
     (tmp_path / "parts").mkdir()
     text = "import ray, sys; print('argv', sys.argv[1:], __name__, __package__, sys.path[:3]); sys.exit(5)"  # Ray puts a folder first
     (tmp_path / "parts" / "train.py").write_text(text)
@@ -194,7 +194,7 @@ def test_a_module(tmp_path):
 
 @pytest.mark.full
 def test_exception_of_the_script(tmp_path):
-    """An exception of the script is its traceback, as python prints it, and exit code 1."""
+    """An exception of the script prints its traceback like python, with exit code 1."""
     done = run(SCRIPT, "raise", tmp_path)
     plain = run(SCRIPT, "raise", tmp_path, command=())
     assert done.returncode == plain.returncode == 1
@@ -204,7 +204,7 @@ def test_exception_of_the_script(tmp_path):
 
 @pytest.mark.full
 def test_a_syntax_error_of_the_script(tmp_path):
-    """It has no frame of the script: the place in the file is python's."""
+    """It has no frame of the script: python prints the place in the file."""
     (tmp_path / "broken.py").write_text("def f(:\n")
     done = run(tmp_path / "broken.py")
     assert done.returncode == 1
@@ -243,11 +243,11 @@ def test_a_stopped_script(tmp_path, number, said):
     process.send_signal(number)
     output, _ = process.communicate(timeout=100)
     if number == signal.SIGINT and not v2_enabled():
-        # Tune takes Ctrl-C for itself, ends the run in order, and the script goes on.
+        # Tune handles Ctrl-C itself, ends the run in order, and the script continues.
         assert (process.returncode, "Training has been interrupted" in output) == (0, True), output
     else:
         assert process.returncode == 128 + number, output
-        # Lines of Ray's actors may come after it.
+        # Lines of Ray's actors may follow it.
         ours = [line for line in output.splitlines() if line.startswith("ray-fracbackend run: ")]
         assert ours[-1] == f"ray-fracbackend run: {said} at {tmp_path / 'train.py'}:15", output
     assert "*** SIG" not in output
@@ -257,7 +257,7 @@ def test_a_stopped_script(tmp_path, number, said):
 @pytest.mark.full
 @pytest.mark.linux(reason="signals are those of Unix")
 def test_a_second_sigterm_ends_the_script_at_once(tmp_path):
-    """While Ray shuts down, without a traceback and with no process left."""
+    """While Ray shuts down, without a traceback and without processes left."""
     begun = tmp_path / "begun"
     (tmp_path / "train.py").write_text(_TRAINS_LONG.format(begun=str(begun)))
     process = start_script(tmp_path)
@@ -275,7 +275,7 @@ def test_a_second_sigterm_ends_the_script_at_once(tmp_path):
 
 @pytest.mark.linux(reason="signals are those of Unix")
 def test_a_default_handler_of_the_script_stays(monkeypatch):
-    """Where it calls ray.init again."""
+    """If it calls ray.init again."""
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(run_module.ray, "init", lambda **_: None)
     try:
@@ -288,7 +288,7 @@ def test_a_default_handler_of_the_script_stays(monkeypatch):
 
 
 def start_script(folder):
-    """train.py of a folder under the command, whose processes `processes_with` finds."""
+    """Start train.py in a folder with the command; `processes_with` finds its processes."""
     return subprocess.Popen(
         with_signals(sys.executable, "-m", "ray_fracbackend", "run", "train.py"),
         stdout=subprocess.PIPE,
@@ -313,7 +313,7 @@ except KeyboardInterrupt:
 @pytest.mark.linux(reason="signals are those of Unix")
 @pytest.mark.parametrize("body", ["sys.exit(3)", "sys.exit(0)", "raise ValueError('own')", "print('saved')"])
 def test_a_script_that_handles_ctrl_c(tmp_path, body):
-    """Exit code and traceback are the script's own, also below a folder called ray, as the home in Ray's images is."""
+    """Exit code and traceback are the script's own, also below a folder named ray, such as the home in Ray's images."""
     folder = tmp_path / "ray"
     folder.mkdir()
     (folder / "train.py").write_text(_HANDLES_CTRL_C.format(naps=NAPS, body=body))
@@ -330,14 +330,14 @@ def test_a_script_that_handles_ctrl_c(tmp_path, body):
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=100)
         own = [line for line in errors.splitlines() if not line.startswith("ray-fracbackend run: ")]
-        # Without the lines of the script at which Ctrl-C came, which differ from run to run.
+        # Without the lines of the script at which Ctrl-C came, which differ between runs.
         ended.append((process.returncode, output, own[-1:]))
     assert ended[0] == ended[1]
 
 
 @pytest.mark.full
 def test_a_script_beside_the_package(tmp_path):
-    """A name that begins as the package's folder does is no frame of this command, and __file__ is absolute, as under python."""
+    """A name that starts like the package's folder does not count as a frame of this command, and __file__ is absolute, as with python."""
     (tmp_path / "ray_fracbackend").symlink_to(Path(__file__).parents[2] / "ray_fracbackend")
     (tmp_path / "ray_fracbackend_try.py").write_text("print(__file__)\nraise ValueError('boom')\n")
     ours = run("ray_fracbackend_try.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
@@ -347,7 +347,7 @@ def test_a_script_beside_the_package(tmp_path):
 
 @pytest.mark.full
 def test_what_was_replaced_is_said(tmp_path):
-    """A line for the configuration that trainers start with, and one where the script made no trainer."""
+    """One line for the configuration of the trainers, and one if the script created no trainer."""
     (tmp_path / "train.py").write_text(
         "from ray.train.torch import TorchTrainer\nfor _ in range(2): TorchTrainer(lambda: None)\n"
     )
@@ -376,7 +376,7 @@ def test_what_was_replaced_is_said(tmp_path):
     ],
 )
 def test_wrong_usage(arguments, said):
-    """Wrong usage is exit code 2 and says what is wrong, before anything starts."""
+    """Wrong usage exits with code 2 and an explanation, before anything starts."""
     done = run(*arguments)
     assert done.returncode == 2
     assert said in done.stderr

@@ -1,4 +1,4 @@
-"""The backend on real workers: what a start does, and what it says when it cannot."""
+"""The backend on real workers: effects of a start, and its errors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.ray.starts import group_state, initialized, replace_in_worker, start,
 
 
 class TestGoodPath:
-    """A start that works."""
+    """A successful start."""
 
     @pytest.mark.full
     @pytest.mark.parametrize("num_workers", [1, 3])
     def test_world_sizes(self, make_group, num_workers):
-        """The group has every rank once, the backend of the plan, and the user's own timeout once it runs."""
+        """The group has every rank once, the backend of the plan, and the user's own timeout in training."""
         group = make_group(num_workers)
         start(group, timeout_s=1234)
         found = group.execute(group_state)
@@ -51,7 +51,7 @@ class TestGoodPath:
         ("num_naps", "settings"), [(1, {"start_timeout_s": 30, "verify": False}), (0, {"start_timeout_s": 300})]
     )
     def test_the_workers_have_the_whole_bound(self, pair, monkeypatch, num_naps, settings):
-        """start_timeout_s is theirs: the probe, with imports on a slow file system, and a search after a failure have time of their own."""
+        """The workers have the whole start_timeout_s: the probe, with slow imports, and a search after a failure have separate time."""
         budgets = []
         original = pair.execute_single_async
 
@@ -68,7 +68,7 @@ class TestGoodPath:
     @pytest.mark.full
     @pytest.mark.linux(reason="needs a start that does not ask whether staged works; on Windows each does")
     def test_nothing_of_ipc_is_loaded_unasked(self, make_group):
-        """A start that does not ask for ipc neither registers it nor loads its parts."""
+        """A start without ipc neither registers it nor loads its parts."""
 
         def loaded():
             import sys
@@ -83,7 +83,7 @@ class TestGoodPath:
 
     @pytest.mark.full
     def test_instructions_do_not_grow_with_the_job(self, make_group):
-        """A worker gets its own plan, never the WorkerInfo of all others, and answers without the times of all others."""
+        """A worker receives its own plan, never the WorkerInfo of all others, and returns no times of all others."""
         sizes, answers = {}, {}
         for num_workers in (1, 4):
             group = make_group(num_workers)
@@ -100,12 +100,12 @@ class TestGoodPath:
         assert [ray.get(answers[rank]) is None for rank in range(4)] == [False, True, True, True]
 
     def test_tcp_needs_no_environment(self, pair):
-        """init_method='tcp' sets no MASTER_ADDR, as stock."""
+        """init_method='tcp' sets no MASTER_ADDR, as with stock."""
         start(pair, init_method="tcp")
         assert {(s["backend"], s["addr"]) for s in pair.execute(group_state)} == {("gloo", None)}
 
     def test_the_store_of_torchruns_agent(self, pair):
-        """A flag that torchrun left is removed, as no rank of a group that the train function makes is a client of an agent's store."""
+        """A flag from torchrun is removed, because no rank of a later group of the train function is a client of an agent's store."""
 
         def leave():
             import os
@@ -132,21 +132,21 @@ class TestGoodPath:
         assert pair.execute(initialized) == [False, False]
 
     def test_start_over_a_running_group(self, pair):
-        """A start replaces what an earlier one left in the worker."""
+        """A start replaces a group that an earlier start left in the worker."""
         start(pair)
         start(pair, timeout_s=77)
         assert {state["timeout_s"] for state in pair.execute(group_state)} == {77.0}
 
     @pytest.mark.full
     def test_several_groups_side_by_side(self, make_group):
-        """Two groups of one driver get ports of their own: nothing of a run is kept on the backend."""
+        """Two groups of one driver have different ports: the backend keeps nothing of a run."""
         one, two = make_group(2), make_group(2)
         start(one)
         start(two)
         assert one.execute(group_state)[0]["port"] != two.execute(group_state)[0]["port"]
 
     def test_workers_get_the_report(self, pair):
-        """get_start_report() in a worker has the plan, every worker's WorkerInfo and the verification result."""
+        """get_start_report() in a worker returns the plan, every worker's WorkerInfo and the verification result."""
         start(pair)
 
         def fetch():
@@ -162,7 +162,7 @@ class TestGoodPath:
         assert all(len(report.verification.rank_seconds) == 2 for report in reports)
 
     def test_verification_can_be_left_out(self, pair):
-        """verify=False starts the group and has no figures."""
+        """verify=False starts the group without measurements."""
         start(pair, verify=False)
 
         def figures():
@@ -173,7 +173,7 @@ class TestGoodPath:
         assert pair.execute(figures) == [None, None]
 
     def test_other_backends_go_to_stock(self, pair):
-        """A backend that the user registered is started by Ray's own code, with the user's name."""
+        """Ray's own code starts a backend that the user registered, with the user's name."""
 
         def register():
             import torch.distributed as dist
@@ -200,16 +200,16 @@ def halves(cluster):
 
 
 class TestLogicalGpus:
-    """Workers whose GPU is a logical resource of Ray only."""
+    """Workers whose GPU is only a logical resource."""
 
     def test_error_names_rank_node_and_cause(self, halves):
-        """The default refuses with the cause and the setting that helps."""
+        """The default refuses the start with the cause and the setting that helps."""
         with pytest.raises(MissingDeviceError, match=r"ranks 0,1 GPUs .*node .*CPU.*on_missing_cuda='cpu'"):
             start(halves)
         assert halves.execute(initialized) == [False, False]
 
     def test_gloo_by_name_starts_as_with_stock(self, halves, caplog):
-        """Gloo needs no CUDA: a warning, and Ray's own device look-up is left to Ray."""
+        """Gloo needs no CUDA: there is a warning, and Ray's own device lookup is unchanged."""
         with caplog.at_level("WARNING", logger="ray.train"):
             start(halves, backend="gloo")
         assert [r.getMessage() for r in caplog.records if "on_missing_cuda='cpu' trains on the CPU" in r.getMessage()]
@@ -224,7 +224,7 @@ class TestLogicalGpus:
         stop(halves)
 
     def test_cpu(self, halves, caplog):
-        """on_missing_cuda='cpu' starts Gloo with a warning, and Ray's own device look-up says cpu in every worker."""
+        """on_missing_cuda='cpu' starts Gloo with a warning, and Ray's own device lookup returns cpu in every worker."""
         with caplog.at_level("INFO", logger="ray.train"):
             start(halves, on_missing_cuda="cpu")
         (line,) = [record for record in caplog.records if "training on the CPU" in record.getMessage()]
@@ -247,14 +247,14 @@ def ipc_state():
 
 @pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
 def test_ipc_by_name(pair):
-    """backend='ipc' starts the shared-memory group, verified, with the user's own timeout once it runs."""
+    """backend='ipc' starts the shared-memory group, verified, with the user's own timeout in training."""
     start(pair, backend="ipc", timeout_s=77)
     assert pair.execute(ipc_state) == [("ipc", 77.0)] * 2
 
 
 @pytest.mark.parametrize("backend", ["staged", "cpu:gloo,cuda:staged"])
 def test_staged_by_name(pair, backend):
-    """Alone or as torch's pair; verified, with the user's own timeout once it runs, and started again."""
+    """By itself or in torch's pair; verified, with the user's own timeout in training, and started again."""
     for timeout_s in (77, 78):
         start(pair, backend=backend, timeout_s=timeout_s)
         assert pair.execute(ipc_state) == [(backend, float(timeout_s))] * 2

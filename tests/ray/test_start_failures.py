@@ -1,4 +1,4 @@
-"""Starts that cannot work: named, bounded, and nothing left behind."""
+"""Failing starts: the error names the rank, comes in time, and nothing is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WINDOWS = sys.platform == "win32"
 
 @dataclass(frozen=True)
 class Failure:
-    """What is left to look at of an error that is gone."""
+    """Properties of an error that has been freed."""
 
     kind: type[BaseException]
     text: str
@@ -47,7 +47,7 @@ class Failure:
 
 
 def failure_of(group, **settings):
-    """What a start raises. Not the error itself: with it goes all that it held."""
+    """Return the properties of a start's error, not the error itself, so that everything it referenced is freed."""
     try:
         start(group, **settings)
     except FracBackendError as error:
@@ -58,7 +58,7 @@ def failure_of(group, **settings):
 
 @contextlib.contextmanager
 def stalls_of_this_process():
-    """Collect the seconds in which this process stood still, as on a machine that pauses: no start can end then."""
+    """Collect the seconds in which this process did not run, as on a machine that pauses: no start can end then."""
     stalls, is_over = [], threading.Event()
 
     def look():
@@ -78,7 +78,7 @@ def stalls_of_this_process():
 
 
 def failed_start(group, error, match, **settings):
-    """A start that fails; its error has kept no frame that holds the worker group.
+    """A start that fails; its error holds no frame that references the worker group.
 
     Otherwise the workers would live until the next garbage collection.
     """
@@ -93,7 +93,7 @@ def failed_start(group, error, match, **settings):
         assert [each for each in gc.get_objects() if isinstance(each, backend_module.Start)] == []
     finally:
         gc.enable()
-    assert elapsed_s - sum(stalls) < settings["start_timeout_s"] + 10  # the design's bound
+    assert elapsed_s - sum(stalls) < settings["start_timeout_s"] + 10  # the design's time limit
     assert not failure.is_own_cause
     assert issubclass(failure.kind, error), failure
     assert re.search(match, failure.text), failure
@@ -102,7 +102,7 @@ def failed_start(group, error, match, **settings):
 
 @pytest.mark.full(but="win32")
 def test_rank_that_never_answers(make_group):
-    """A worker stuck in something else is named with its node, while the others wait no longer than the bound."""
+    """A worker that is stuck in another call is named with its node, and the others do not wait longer than the time limit."""
     group = make_group(2)
     group.execute_single_async(1, time.sleep, 3600)
     failure = failed_start(
@@ -113,7 +113,7 @@ def test_rank_that_never_answers(make_group):
 
 @pytest.mark.parametrize("step", [pytest.param("_init_process_group", marks=pytest.mark.full), "verify_process_group"])
 def test_rank_killed_during_start(make_group, step):
-    """A dead worker is named at once; to V1 as no RayActorError, which would not reach the user."""
+    """A dead worker is named at once; with V1 not as a RayActorError, which would not reach the user."""
     group = make_group(2)
     group.execute_single(1, replace_in_worker, "ray_fracbackend.worker.process_group", step, "kill")
     failure = failed_start(group, WorkerDiedError, r"rank 1 \(node .*\) died during start-up \(starting gloo at")
@@ -130,7 +130,7 @@ def test_rank_killed_during_start(make_group, step):
     ],
 )
 def test_rank_that_hangs_during_start(make_group, step, how):
-    """A worker that hangs in the middle is named, not those that wait for it; then no process and no port is left."""
+    """A worker that hangs in the middle is named, not the workers that wait for it; afterwards no process and no port is left."""
     group = make_group(2)
     pids = [worker.metadata.pid for worker in group.workers]
     port = free_port()
@@ -153,7 +153,7 @@ def test_rank_that_hangs_during_start(make_group, step, how):
 
 @pytest.mark.full(but="win32")
 def test_rank_that_raises(make_group):
-    """A worker's own exception is reported with its rank; one that is still waiting for it is ended."""
+    """A worker's own exception is reported with its rank; a worker that still waits for it is ended."""
     group = make_group(2)
     group.execute_single(1, replace_in_worker, "ray_fracbackend.worker.process_group", "_prepare", "raise", 1)
     failure = failed_start(group, RendezvousError, r"rank 1 \(node .*the disk is on fire", start_timeout_s=60)
@@ -165,13 +165,14 @@ def test_rank_that_raises(make_group):
 
 @pytest.fixture
 def breakable(request):
-    """The module's pair. On Windows two workers of the test alone: Gloo does not notice there that a peer has left its group, and
-    the start ends the rank that waits for it."""
+    """The module's pair. On Windows two separate workers: Gloo does not notice there that a peer has left its group, and the start ends the
+    rank that waits for it.
+    """
     return request.getfixturevalue("make_group")(2) if _WINDOWS else request.getfixturevalue("pair")
 
 
 def test_out_of_memory_is_told_as_that(breakable):
-    """A full device is named with its rank; the rank that waited for it does not hide it, and no fault is sought."""
+    """A full device is named with its rank. The rank that waited for it does not hide it, and there is no search."""
     breakable.execute_single(
         1, replace_in_worker, "ray_fracbackend.worker.process_group", "verify_process_group", "starve", 1
     )
@@ -202,7 +203,7 @@ def test_environment_is_restored(pair):
 
 @pytest.mark.full
 def test_what_is_sound_is_told_after_a_failure(make_group):
-    """With time left every rank, link and pair is tried in processes of their own, which are gone afterwards."""
+    """If time is left, every rank, link and pair is tested in separate processes, which are ended afterwards."""
     group = make_group(3)
     group.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     text = "wrong answer on rank 1.*all 3 ranks, their links and their groups of two work in fresh processes"
@@ -213,7 +214,7 @@ def test_what_is_sound_is_told_after_a_failure(make_group):
 
 @pytest.mark.full
 def test_a_rank_that_takes_no_part_in_the_search_is_named(make_group):
-    """A worker that is stuck in something else cannot start its helper."""
+    """A worker that is stuck in another call cannot start its helper."""
     group = make_group(3)
     rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=29500)
     plans = [
@@ -232,7 +233,7 @@ def test_a_rank_that_takes_no_part_in_the_search_is_named(make_group):
     ]
     group.execute_single_async(1, time.sleep, 3600)
     found = []
-    for _ in range(3):  # on a busy machine others are slow too
+    for _ in range(3):  # other ranks are slow too on a busy machine
         found.append(
             [(each.kind, each.ranks) for each in find_faults(group, plans, worker_addresses(group), Deadline(30))]
         )

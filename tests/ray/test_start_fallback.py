@@ -1,4 +1,4 @@
-"""The second choice of a plan that has one, after the first has failed on real workers."""
+"""The fallback of a plan after the first choice has failed on real workers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.ray.starts import START_S, group_state, replace_in_worker, start
 from tests.unit.builders import gpu, job
 from tests.unit.test_error_texts import DUPLICATE, torch_text
 
-# On Windows Gloo does not notice that a peer has left its group: rank 1 waits for half of the budget.
+# On Windows Gloo does not notice that a peer has left its group: rank 1 waits for half of the time.
 _BUDGET = {"start_timeout_s": 24} if sys.platform == "win32" else {}
 
 
 @pytest.mark.parametrize("fixed_port", [False, True])
 def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port):
-    """The first backend fails its verification, the second is started, verified and reported; on the same port too."""
+    """The first backend fails its verification, then the fallback is started, verified and reported, also on the same port."""
     plan = Decision(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
@@ -48,7 +48,7 @@ def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port
 
 
 def test_workers_are_asked_once(pair, monkeypatch):
-    """For the second choice rank 0 opens another store, and nobody is probed again; no worker is sent what others told."""
+    """For the fallback rank 0 opens another store. No worker is probed again or receives the other workers' reports."""
     plan = Decision(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
@@ -74,7 +74,7 @@ def test_workers_are_asked_once(pair, monkeypatch):
 
 
 def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
-    """A first choice that hangs in its first collective, and that only an abort ends, is left in time; reported once."""
+    """A first choice that hangs in its first collective, and that only an abort ends, is abandoned in time and reported once."""
     plan = Decision(backend="stall", device_type="cpu", reason="first choice", fallback="gloo")
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute(register_stalling)
@@ -88,7 +88,7 @@ def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
 
 @pytest.mark.full
 def test_second_choice_after_no_answer(pair, monkeypatch):
-    """A rank that does not answer in the first choice's half of the time leaves the other half to the second."""
+    """A rank that does not answer within the first choice's half of the time leaves the other half to the fallback."""
     plan = Decision(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap 15", 1)
@@ -97,7 +97,7 @@ def test_second_choice_after_no_answer(pair, monkeypatch):
 
 
 def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
-    """NCCL's duplicate-GPU error is reported with the ranks, and a plan with a fallback takes it."""
+    """NCCL's duplicate-GPU error is reported with the ranks, and a plan with a fallback uses it."""
     groups = shared_devices(job(gpu(), gpu()))
     plan = Decision(backend="nccl", device_type="cpu", reason="first choice", share_groups=groups, fallback="gloo")
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
@@ -118,7 +118,7 @@ def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
 
 
 def test_refusal_of_nccl_without_a_way_out(pair, monkeypatch):
-    """An explicit choice of NCCL ends in one error that names the ranks and what to do."""
+    """An explicit NCCL ends in one error that names the ranks and the advice."""
     plan = Decision(backend="nccl", device_type="cpu", reason="nccl", share_groups=shared_devices(job(gpu(), gpu())))
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute(refuse_once, torch_text())
@@ -127,7 +127,7 @@ def test_refusal_of_nccl_without_a_way_out(pair, monkeypatch):
 
 
 def register_stalling():
-    """Registers a backend whose calls and whose shutdown end with its abort alone, as NCCL's where a peer hangs."""
+    """Register a backend whose calls and shutdown end only by its abort, like NCCL's when a peer hangs."""
     import threading
 
     import torch.distributed as dist
@@ -154,7 +154,7 @@ def register_stalling():
 
 
 def refuse_once(text):
-    """Lets the next group of this worker fail as NCCL fails where ranks share a GPU."""
+    """Make the next group of this worker fail as NCCL does for ranks that share a GPU."""
     import torch.distributed as dist
 
     original = dist.init_process_group

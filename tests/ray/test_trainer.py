@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 TWO_CPU = ScalingConfig(num_workers=2)
 TWO_HALF_GPUS = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU)
-# Ports, process ids and Ray's own bookkeeping of one run or worker.
+# Ports, process ids and Ray's own data of one run or worker.
 _OF_ONE_RUN = ("MASTER_PORT", "RAY_", "PYTEST_", "TUNE_", "TRAIN_", "__")
 
 
@@ -43,7 +43,7 @@ def answers(tmp_path):
 
 
 def look_around(config, **more):
-    """What a train function finds: environment, backend, device."""
+    """Return the train function's environment, backend and device."""
     import torch.distributed as dist
 
     group = dist.group.WORLD._get_backend(torch.device("cpu"))
@@ -62,7 +62,7 @@ def look_around(config, **more):
 
 @pytest.mark.full
 def test_same_as_stock_where_nothing_is_shared(tmp_path):
-    """A CPU job has the same environment, backend, timeout and model wrapping as under TorchConfig."""
+    """A CPU job has the same environment, backend, timeout and model wrapping as with TorchConfig."""
     found = {}
     for name, config in {"stock": TorchConfig(timeout_s=600), "ours": FracTorchConfig(timeout_s=600)}.items():
         (tmp_path / name).mkdir()
@@ -79,7 +79,7 @@ def test_same_as_stock_where_nothing_is_shared(tmp_path):
 
 @pytest.mark.full
 def test_getting_started_script(tmp_path):
-    """The script of Ray's documentation trains on logical half GPUs with our config swapped in, and its checkpoint loads."""
+    """The script of Ray's documentation trains on logical half GPUs with our config, and its checkpoint loads."""
     done = run_example("fashion_mnist_like.py", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "loaded the model of epoch 2" in done.stdout
@@ -87,14 +87,14 @@ def test_getting_started_script(tmp_path):
 
 @pytest.mark.full
 def test_stock_fails_on_logical_gpus(tmp_path):
-    """What the script does under TorchConfig on the same cluster: the reason why this package exists."""
+    """With TorchConfig the script fails on the same cluster; therefore this package exists."""
     with pytest.raises(TRAINING_FAILED) as caught:
         fit(look_around, tmp_path, TorchConfig(), TWO_HALF_GPUS)
     assert re.search("nccl|cuda", causes(caught.value), re.IGNORECASE)
 
 
 def fails_once(config):
-    """Ends the first attempt; finds its way about in the second, whose workers are new."""
+    """Fail in the first attempt; return the view of the second, whose workers are new."""
     from ray_fracbackend import get_start_report
 
     marker = os.path.join(config["out"], "failed")
@@ -105,23 +105,23 @@ def fails_once(config):
 
 
 def check_cpu_workers(tmp_path):
-    """What every rank of a GPU script has found on the CPU."""
+    """Check the view of every rank of a GPU script on the CPU."""
     assert [(a["device"], a["backend"], a["module"]) for a in answers(tmp_path)] == [
         ("cpu", "gloo", "DistributedDataParallel")
     ] * 2
     assert {a["env"]["ACCELERATE_TORCH_DEVICE"] for a in answers(tmp_path)} == {"cpu"}
 
 
-@pytest.mark.full(but="V2")  # of V1, the pass with the lowest Ray runs it
+@pytest.mark.full(but="V2")  # for V1, the run with the lowest Ray includes it
 def test_gpu_script_on_the_cpu(tmp_path):
-    """get_device() says cpu in the train function, and the model is wrapped in DDP there."""
+    """get_device() returns cpu in the train function, and the model is wrapped in DDP on the CPU."""
     fit(look_around, tmp_path, FracTorchConfig(backend="gloo", on_missing_cuda="cpu"), TWO_HALF_GPUS)
     check_cpu_workers(tmp_path)
 
 
 @pytest.mark.full(but="win32")
 def test_gpu_script_that_fails_once(tmp_path):
-    """Ray starts new workers, which train on the CPU and have a report of their own; it lies beside the results."""
+    """Ray starts new workers, which train on the CPU and have their own report beside the results."""
     config = FracTorchConfig(backend="gloo", on_missing_cuda="cpu")
     result = fit(fails_once, tmp_path, config, TWO_HALF_GPUS, failure_config=FailureConfig(max_failures=1))
     check_cpu_workers(tmp_path)
@@ -135,7 +135,7 @@ def test_gpu_script_that_fails_once(tmp_path):
 
 
 def documented(name):
-    """A function of docs/troubleshooting.md, as it stands there."""
+    """Return a function of docs/troubleshooting.md as it is there."""
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     (code,) = re.findall(rf"```python\n(.*?def {name}.*?)\n\n\ntry:", page, flags=re.DOTALL)
     names = {}
@@ -145,8 +145,8 @@ def documented(name):
 
 @pytest.mark.full(but="win32")
 def test_missing_cuda_is_an_error_by_default(tmp_path):
-    """The error reaches the user of fit() with its cause, and is reached as docs/troubleshooting.md says; no worker is left."""
-    # The first V2 engines (2.48) raise it as it is.
+    """fit() raises the error with its cause, as docs/troubleshooting.md describes; no worker is left."""
+    # The first V2 engines (2.48) raise it unchanged.
     with pytest.raises((*TRAINING_FAILED, MissingDeviceError)) as caught:
         fit(look_around, tmp_path, FracTorchConfig(start_timeout_s=30), TWO_HALF_GPUS)
     assert "on_missing_cuda='cpu'" in causes(caught.value)
@@ -162,13 +162,13 @@ def test_missing_cuda_is_an_error_by_default(tmp_path):
 
 @pytest.mark.full
 def test_one_worker(tmp_path):
-    """One worker is a group of one, whose model is not wrapped."""
+    """One worker forms a group of one, and its model is not wrapped."""
     fit(look_around, tmp_path, FracTorchConfig(), ScalingConfig(num_workers=1))
     assert answers(tmp_path)[0]["module"] == "Linear"
 
 
 def test_config_is_not_replaced_by_the_trainer(tmp_path):
-    """TorchTrainer overwrites a backend of None before the start; ours survives it as auto."""
+    """TorchTrainer overwrites a backend of None before the start; ours stays as auto."""
     config = FracTorchConfig(backend=None)
     TorchTrainer(look_around, torch_config=config, scaling_config=TWO_HALF_GPUS)
     assert config.backend == "auto"

@@ -1,4 +1,4 @@
-"""Every training library once, one after the other in one fit; each by itself, beside Gloo, is in --full."""
+"""Every training library, one after the other in one fit; --full runs each separately and compares it with Gloo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIBRARIES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def train_with_each(config: dict[str, Any]) -> None:
-    """What each library's own test trains, each with a folder of its own for its results."""
+    """Train like each library's own test, with a separate results folder for each."""
     for name, (train, settings) in LIBRARIES.items():
         out = os.path.join(config["out"], name)
         os.makedirs(out, exist_ok=True)
@@ -33,7 +33,7 @@ def train_with_each(config: dict[str, Any]) -> None:
 
 
 def test_ranks_agree_with_every_library(tmp_path):
-    """FSDP2 with DCP, Accelerate, Transformers and Lightning train over ``ipc``; their ranks end with equal weights."""
+    """FSDP2 with DCP, Accelerate, Transformers and Lightning train with ``ipc``; their ranks end with equal weights."""
     run(train_with_each, tmp_path, "ipc")
     told = {name: told_in(tmp_path / name, "ipc", 2) for name in LIBRARIES}
     for ranks in told.values():

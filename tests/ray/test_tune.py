@@ -1,7 +1,7 @@
-"""Ray Tune: trials that train at once on one logical GPU, each with a start of its own, and one that fails alone.
+"""Ray Tune: concurrent trials on one logical GPU, each with its own start, and one that fails by itself.
 
-With the engine of RAY_TRAIN_V2_ENABLED: a Tune function that fits a trainer with V2, Tuner(TorchTrainer) with V1.
-ci/test.py runs both. That the trials really train at one time is shown in test_gpu_jobs.py.
+Uses the engine of RAY_TRAIN_V2_ENABLED: a Tune function that fits a trainer with V2, Tuner(TorchTrainer) with V1. ci/test.py runs both.
+test_gpu_jobs.py shows that the trials really train at the same time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 
 
 def starts(folder):
-    """The start reports beside the results of all trials."""
+    """Return the start reports beside the results of all trials."""
     return [json.loads(path.read_text()) for path in folder.rglob("start_report.json")]
 
 
 def check(folder):
-    """Three trials have started, each with workers and a port that no other had."""
+    """Check that three trials have started, each with different workers and a different port."""
     found = starts(folder)
     assert [len(start["workers"]) for start in found] == [2, 2, 2]
     assert len({worker["pid"] for start in found for worker in start["workers"]}) == 6
@@ -35,7 +35,7 @@ def check(folder):
 
 @pytest.mark.skipif(not v2_enabled(), reason="a Tune function that fits a trainer is the way of the V2 engine")
 def test_function_that_fits_a_trainer(tmp_path):
-    """The example: all trials finish, the best one is found, and a good run prints no traceback."""
+    """In the example all trials finish, the best one is found, and no traceback is printed."""
     done = run_example("tune_fractional_gpus.py", str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(("lr ", "best lr"))]
@@ -49,7 +49,7 @@ def test_function_that_fits_a_trainer(tmp_path):
 
 @pytest.mark.skipif(not v2_enabled(), reason="a Tune function that fits a trainer is the way of the V2 engine")
 def test_function_whose_trial_diverges(no_cluster, tmp_path):
-    """A trial that raises fails alone, with its error; the trial beside it finishes."""
+    """A trial that raises an error fails by itself; the other trial finishes."""
     from ray import tune
 
     from examples import tune_fractional_gpus
@@ -68,7 +68,7 @@ def test_function_whose_trial_diverges(no_cluster, tmp_path):
 
 @pytest.mark.skipif(not v2_enabled(), reason="Tuner(TorchTrainer) is an error of the V2 engine alone")
 def test_tuner_of_a_trainer_with_v2():
-    """The error that README quotes is that of this Ray, before a trial or this package is reached."""
+    """The error that README quotes is this Ray's; it comes before a trial or this package is reached."""
     from ray import tune
     from ray.tune.error import TuneError
 
@@ -82,7 +82,7 @@ def test_tuner_of_a_trainer_with_v2():
 
 @pytest.mark.skipif(v2_enabled(), reason="Tuner(TorchTrainer) is the way of the V1 engine")
 def test_tuner_of_a_trainer(no_cluster, tmp_path):
-    """The same trials by V1's way: Tune is given the trainer itself."""
+    """The same trials with V1: Tune receives the trainer itself."""
     from ray import train, tune
 
     from examples import tune_fractional_gpus

@@ -1,4 +1,4 @@
-"""Fits with training libraries: which group a worker trained over and which weights it ended with, by rank."""
+"""Fits with training libraries: each rank's process group and final weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACKENDS = ["gloo", pytest.param("ipc", marks=NO_IPC)]
 
 
 def tell(config: dict[str, Any], state: dict[str, torch.Tensor], **more: Any) -> None:
-    """In the train function: writes this rank's group and weights into ``config["out"]``."""
+    """Write this rank's group and weights into ``config["out"]``; runs in the train function."""
     import torch.distributed as dist
 
     told = {
@@ -48,10 +48,10 @@ def fit(
     num_workers: int = 2,
     **config: Any,
 ) -> tuple[Result, list[dict[str, Any]]]:
-    """Trains on logical half GPUs.
+    """Train on logical half GPUs.
 
     Returns:
-        Ray's result, and each rank's, after the check that all trained over the backend that was asked for.
+        Ray's result and each rank's, after checking that all trained with the requested backend.
     """
     result = run(train, tmp_path, backend, num_workers, **config)
     return result, told_in(tmp_path, backend, num_workers)
@@ -60,7 +60,7 @@ def fit(
 def run(
     train: Callable[[dict[str, Any]], None], tmp_path: Any, backend: str, num_workers: int = 2, **config: Any
 ) -> Result:
-    """Trains on logical half GPUs; returns Ray's result."""
+    """Train on logical half GPUs; return Ray's result."""
     return TorchTrainer(
         train,
         train_loop_config={"out": str(tmp_path), **config},
@@ -71,14 +71,14 @@ def run(
 
 
 def told_in(folder: Any, backend: str, num_workers: int) -> list[dict[str, Any]]:
-    """Return each rank's result, after the check that all trained over the backend that was asked for."""
+    """Return each rank's result, after checking that all trained with the requested backend."""
     told = [torch.load(folder / f"rank{rank}.pt") for rank in range(num_workers)]
     assert [rank["backends"] for rank in told] == [(backend, backend)] * num_workers
     return told
 
 
 def assert_equal_on_ranks(told: list[dict[str, Any]]) -> None:
-    """Every rank ended with the weights of rank 0, to the last bit."""
+    """Check that every rank has exactly the weights of rank 0."""
     for other in told[1:]:
         assert other["state"].keys() == told[0]["state"].keys()
         for name, tensor in told[0]["state"].items():
@@ -86,7 +86,7 @@ def assert_equal_on_ranks(told: list[dict[str, Any]]) -> None:
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Weights are those of the other run but for the order in which float32 numbers were added."""
+    """Check that the weights equal those of the other run except for the order of float32 additions."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(
