@@ -1,6 +1,6 @@
-"""What users do with Ray Train, on CUDA tensors of shared devices by every backend: restarts, checkpoints, FSDP2, elastic groups, libraries.
+"""Uses of Ray Train with CUDA tensors on shared devices and every backend: restarts, checkpoints, FSDP2, elastic groups, libraries.
 
-tests/gpu/test_gpu_training.py has what is not here: the losses of each backend, libraries and Tune over Gloo.
+tests/gpu/test_gpu_training.py contains the rest: the losses of each backend, libraries and Tune with Gloo.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ pytestmark = [needs_rig, pytest.mark.timeout(400)]
 
 full = pytest.mark.full()
 IS_ELASTIC = "tuple" in str(ScalingConfig.__dataclass_fields__["num_workers"].type).lower()
-# Of a group in the tests with faults: a stopped rank is noticed by it alone.
+# Timeout of a group in the tests with faults: only a timeout detects a stopped rank.
 _TIMEOUT_S = 12
 _LIMIT_S = 90
 
 
 def cases(*default, others=()):
-    """Parameters of which some run by default and the others with --full."""
+    """Return parameters, some of which run by default and the others with --full."""
     return [pytest.param(*case, id="-".join(map(str, case))) for case in default] + [
         pytest.param(*case, id="-".join(map(str, case)), marks=full) for case in others
     ]
@@ -36,7 +36,7 @@ def cases(*default, others=()):
 
 @pytest.fixture(scope="module")
 def engine_of(tmp_path_factory):
-    """Engines by version, each with a Ray on a machine of one device; started on first use."""
+    """Return engines by version, each with a Ray on a machine with one device; started on first use."""
     engines = {}
 
     def engine(version):
@@ -53,12 +53,12 @@ def engine_of(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Losses and weights of one process with the whole batches."""
+    """Return losses and weights of one process with the whole batches."""
     return cuda_training.train_alone("cuda")
 
 
 def run(engine, name, backend, timeout_s=200, **job):
-    """What the ranks of a job told, which ended well with the backend on shared devices."""
+    """Return the ranks' results of a job that succeeded with the backend on shared devices."""
     settings = {"on_shared_device": backend, **job.pop("settings", {})}
     answer = engine.run(name, settings=settings, timeout_s=timeout_s, **job)
     assert answer["errors"] == []
@@ -67,7 +67,7 @@ def run(engine, name, backend, timeout_s=200, **job):
 
 
 def check_resumed(rank, alone, first):
-    """A rank went on from that step as one process does."""
+    """Check that a rank continued from that step as one process does."""
     losses, weights = alone
     assert rank["first"] == first
     assert rank["losses"] == pytest.approx(losses[first : first + len(rank["losses"])], rel=1e-4)
@@ -90,7 +90,7 @@ def check_resumed(rank, alone, first):
     ),
 )
 def test_a_second_attempt_resumes(engine_of, alone, version, backend, fault):
-    """After a rank failed, a new group goes on from the checkpoint, each rank from its own file, to the result of one process."""
+    """After a rank failed, a new group resumes from the checkpoint, each rank from its own file, with the result of one process."""
     ranks = run(engine_of(version), "resume", backend, fault=fault)
     assert len(ranks) == 2
     for rank in ranks:
@@ -104,7 +104,7 @@ def test_a_second_attempt_resumes(engine_of, alone, version, backend, fault):
     cases(("v2", "staged"), ("v1", "ipc"), others=[("v1", "staged"), ("v2", "ipc")]),
 )
 def test_sharded_over_a_restart_and_a_resize(engine_of, alone, version, backend):
-    """FSDP2: two ranks are started again from a sharded checkpoint, three go on from theirs, to the weights of one process."""
+    """With FSDP2 two ranks are restarted from a sharded checkpoint, then three resume from theirs, with the weights of one process."""
     ranks = run(engine_of(version), "sharded", backend, fault="raise")
     assert [rank["first"] for rank in ranks] == [2, 2, 4, 4, 4]
     for rank in ranks:
@@ -114,8 +114,11 @@ def test_sharded_over_a_restart_and_a_resize(engine_of, alone, version, backend)
 
 @full
 def test_sharded_over_gloo_fails(engine_of):
-    """torch's Gloo reads device memory on the host where DTensor gathers whole parameters, and before 2.8 a mesh takes NCCL beside it
-    (test_meshes.py): FSDP2 needs staged or ipc."""
+    """FSDP2 needs staged or ipc.
+
+    torch's Gloo reads device memory on the host if DTensor gathers whole parameters, and before 2.8 a mesh uses NCCL beside it
+    (test_meshes.py).
+    """
     answer = engine_of("v2").run("sharded", settings={"on_shared_device": "gloo"}, timeout_s=200)
     ending = "ncclInvalidUsage" if MAKES_NCCL else "worker process has died"
     assert ending in str(answer["errors"])
@@ -127,7 +130,7 @@ def test_sharded_over_gloo_fails(engine_of):
 )
 @pytest.mark.parametrize("backend", ["ipc", "gloo", "staged"])
 def test_an_elastic_group_that_loses_a_node(tmp_path, alone, backend):
-    """Three ranks on two devices; when a node is lost, two on one go on from the checkpoint in a group of their own."""
+    """Three ranks on two devices; after the loss of a node two ranks on one device resume from the checkpoint in a new group."""
     engine = Engine("v2", CUDA_RIG_DEVICES="2", CUDA_RIG_STATE=str(tmp_path))
     try:
         ranks = run(engine, "elastic", backend, timeout_s=350)
@@ -147,7 +150,7 @@ def test_an_elastic_group_that_loses_a_node(tmp_path, alone, backend):
     ("version", "backend"), cases(("v2", "ipc"), ("v1", "staged"), others=[("v1", "ipc"), ("v2", "staged")])
 )
 def test_two_trials_of_tune_on_one_device(engine_of, version, backend):
-    """Two trials of two ranks train at one time, each in a group of its own."""
+    """Two trials of two ranks train at the same time, each in its own group."""
     ranks = run(engine_of(version), "tune", backend, fraction=0.25)
     assert len(ranks) == 4
     assert len({rank["report"]["master_port"] for rank in ranks}) == 2
@@ -168,7 +171,7 @@ OTHERS = [("accelerate", None, "staged"), ("transformers", None, "ipc"), ("light
 @pytest.mark.parametrize(("library", "strategy", "backend"), cases(*LIBRARIES, others=OTHERS))
 @pytest.mark.parametrize("version", ["v2", pytest.param("v1", marks=full)])
 def test_libraries(engine_of, version, library, strategy, backend):
-    """Accelerate, Transformers and Lightning train to the losses of one process over what is not Gloo."""
+    """Accelerate, Transformers and Lightning train to the losses of one process with other backends than Gloo."""
     if find_spec(library) is None:
         pytest.skip(f"needs {library}: ci/cuda.py --libraries")
     ranks = run(engine_of(version), "library", backend, library=library, strategy=strategy)
@@ -181,7 +184,7 @@ def test_libraries(engine_of, version, library, strategy, backend):
 
 @pytest.mark.parametrize(("version", "backend"), cases(("v2", "ipc"), ("v1", "staged")))
 def test_a_capped_worker_leaves_its_neighbour_memory(engine_of, version, backend):
-    """limit_gpu_memory: who takes too much is refused at its fraction, and the other trains on."""
+    """With limit_gpu_memory a worker that uses too much is refused at its fraction, and the other continues."""
     job = {"settings": {"limit_gpu_memory": True, "on_shared_device": backend}, "fraction": 0.25, "catch": True}
     answer = engine_of(version).run("memory", **job)
     assert answer["errors"] == []
@@ -207,7 +210,7 @@ FAULTS = [("v2", "ipc", "kill late"), ("v1", "ipc", "stop"), ("v2", "staged", "k
     ),
 )
 def test_a_rank_that_fails_in_training(engine_of, version, backend, fault):
-    """fit() ends with the cause in bounded time, and no process, placement group or file is left."""
+    """fit() ends with the cause within a limit, and no process, placement group or file is left."""
     settings = {"on_shared_device": backend, "timeout_s": _TIMEOUT_S}
     answer = engine_of(version).run("fault", settings=settings, fault=fault, timeout_s=200)
     assert answer["errors"] == []
@@ -216,6 +219,6 @@ def test_a_rank_that_fails_in_training(engine_of, version, backend, fault):
     assert found["error"] is not None
     assert found["seconds"] < _LIMIT_S
     if fault.startswith("raise"):
-        # V2 of Ray 2.51 has an error of its own in place of the train function's.
+        # V2 of Ray 2.51 raises its own error instead of the train function's.
         assert found["error"]["cause_class"] in ("OSError", "UserExceptionWithTraceback")
         assert found["error"]["cause"].endswith("the disk is on fire")

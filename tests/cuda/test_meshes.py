@@ -1,4 +1,4 @@
-"""Device meshes over ranks that share a device: which backend their groups have, by torch's release."""
+"""Device meshes over ranks that share a device: the backend of their groups, by torch's release."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [needs_rig, pytest.mark.timeout(120)]
 
 
 def sums(job, backend, from_group):
-    """Sum over a mesh of all ranks; its result or error."""
+    """Compute a sum over a mesh of all ranks; return its result or error."""
     torch.cuda.set_device(0)
     dist.init_process_group(
         backend, store=job.store(), rank=job.rank, world_size=job.size, timeout=timedelta(seconds=job.timeout_s)
@@ -41,7 +41,7 @@ def sums(job, backend, from_group):
 @pytest.mark.parametrize("from_group", [False, True], ids=["init_device_mesh", "from_group"])
 @pytest.mark.parametrize("backend", ["gloo", "ipc", "cpu:gloo,cuda:staged"])
 def test_a_mesh_of_all_ranks(tmp_path, backend, from_group):
-    """It uses the default group, or one of the same backend, but where old releases of torch take NCCL beside Gloo by themselves."""
+    """It uses the default group or one with the same backend; only old releases of torch use NCCL beside Gloo."""
     env = {"CUDA_RIG_DEVICES": "1", "CUDA_RIG_STATE": str(tmp_path)}
     for result in values(run_ranks(sums, 2, backend, from_group, env=env, limit_s=90.0)):
         if backend == "gloo" and not from_group and MAKES_NCCL:

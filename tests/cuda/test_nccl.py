@@ -1,6 +1,6 @@
-"""The emulated NCCL under torch's real ProcessGroupNCCL: exact collectives, the refusals of every version, faults, and their endings.
+"""The emulated NCCL with torch's real ProcessGroupNCCL: exact collectives, refusals of every version, faults and their results.
 
-What NCCL refuses and how torch says it is what ray_fracbackend/decide/error_texts.py reads.
+ray_fracbackend/decide/error_texts.py parses NCCL's refusals in torch's messages.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ DTYPES = [
     torch.int8,
     torch.uint8,
 ]
-# Every type, and sizes of one chunk and of several.
+# Every type, and sizes of one and of several chunks.
 KINDS = [*((dtype, 1000) for dtype in DTYPES), *product((torch.float32, torch.bfloat16), (1, 100_003))]
-# So that the watchdog ends its process a second after a timeout, not a minute.
+# The watchdog ends its process one second after a timeout, not a minute.
 WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 HANGS_S = 4.0
 
@@ -74,7 +74,7 @@ def run(tmp_path):
 
 
 def start(job, bind=False):
-    """Start NCCL on the rank's own device, or on the only one that it sees; bound to it, the communicator is made at once."""
+    """Start NCCL on the rank's own device, or on the only visible one; bound to it, the communicator is created at once."""
     device = torch.device("cuda", job.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group(
@@ -199,7 +199,7 @@ CALLS = {
 
 
 def wrong_calls(job):
-    """Calls of the table whose result is not exact, on tensors that fit every type exactly."""
+    """Return calls of the table whose result is not exact, on tensors that every type represents exactly."""
     device = start(job)
     wrong = []
     for (dtype, size), name in product(KINDS, CALLS):
@@ -217,12 +217,12 @@ def wrong_calls(job):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_collective_is_exact(run, size):
-    """All types and sizes, on devices of their own."""
+    """All types and sizes, on separate devices."""
     assert values(run(wrong_calls, size)) == [[]] * size
 
 
 def special_sums(job):
-    """PRODUCT, AVG, PREMUL_SUM, bool and the float8 types."""
+    """Compute PRODUCT, AVG, PREMUL_SUM, bool and the float8 types."""
     device = start(job)
     num, found = job.size, {}
 
@@ -243,14 +243,14 @@ def special_sums(job):
 
 
 def test_other_reductions(run):
-    """NCCL's own operations, and the types that are none of its numbers."""
+    """NCCL's own operations, and types that are not NCCL numbers."""
     for found in values(run(special_sums, 3)):
         for result, expected in found.values():
             assert result == expected
 
 
 def groups(job):
-    """Uneven splits, coalesced and overlapping calls, other groups and split ones: what each came to beside what is right."""
+    """Run uneven splits, coalesced and overlapping calls, other groups and split groups; return actual and correct results."""
     device, rank, num = start(job, bind=True), job.rank, job.size
 
     def full(value, count=1000):
@@ -292,13 +292,13 @@ def groups(job):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_groups_and_forms_of_calls(run, size):
-    """What frameworks make of collectives: other groups, uneven parts, several calls at once."""
+    """Collectives as frameworks use them: other groups, uneven parts, several calls at once."""
     for right in values(run(groups, size)):
         assert set(right.values()) == {True}, right
 
 
 def train(job):
-    """Three steps of DDP on this rank's part of the batches, and of the same network on whole batches."""
+    """Run three steps of DDP on this rank's part of the batches, and of the same network on whole batches."""
     device = start(job)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)).double().to(device)
@@ -320,7 +320,7 @@ def train(job):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ddp_is_one_process(run, size):
-    """DDP over NCCL trains to the parameters of one process with whole batches."""
+    """DDP with NCCL trains to the parameters of one process with whole batches."""
     assert max(values(run(train, size))) < 1e-12
 
 
@@ -328,7 +328,7 @@ def test_ddp_is_one_process(run, size):
 
 
 def first_call(job):
-    """The text of the error of the first all_reduce, or its result."""
+    """Return the error message of the first all_reduce, or its result."""
     start(job)
     tensor = torch.ones(4, device="cuda")
     try:
@@ -351,13 +351,13 @@ MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 def is_sum(text, num):
-    """Whether the call went well."""
+    """Return whether the call succeeded."""
     return text == [float(num)] * 4
 
 
 @pytest.mark.parametrize("version", REFUSALS)
 def test_two_ranks_on_one_device_are_refused(run, version):
-    """In the words of the version, through torch; found in its text with the ranks, where they are named."""
+    """torch's error contains the message of the NCCL version, and the ranks are found in it if they are named."""
     texts = values(run(first_call, 2, CUDA_RIG_NCCL=version, **ONE_DEVICE))
     for rank, text in enumerate(texts):
         sentence = REFUSALS[version].format(rank, 1 - rank)
@@ -374,7 +374,7 @@ def test_two_ranks_on_one_device_are_refused(run, version):
 
 @pytest.mark.parametrize(("version", "refused"), [("2.28.9", [0, 2]), ("2.30.7", [0, 1, 2])])
 def test_who_is_refused(run, version, refused):
-    """Up to 2.29 the ranks that share, and the others lose their peers; from 2.30 all of them."""
+    """Up to 2.29 the sharing ranks are refused, and the others lose their peers; from 2.30 on all ranks are refused."""
     visible = ["0", "1", "0"]
     texts = values(
         run(
@@ -408,14 +408,14 @@ def test_who_is_refused(run, version, refused):
     ],
 )
 def test_flags_for_several_ranks(run, version, env, refusal):
-    """2.30 takes them with its variable set, and not together with NVLS."""
+    """NCCL 2.30 accepts them with its variable set, but not together with NVLS."""
     for text in values(run(first_call, 2, CUDA_RIG_NCCL=version, **ONE_DEVICE, **env)):
         assert is_sum(text, 2) if refusal is None else (refusal_in(text) or "").startswith(refusal)
 
 
 @pytest.mark.parametrize(("version", "refused"), [("2.28.9", True), ("2.30.4", True), ("2.30.7", False)])
 def test_slices_of_one_gpu(run, version, refused):
-    """They have one PCI bus id, and UUIDs of their own."""
+    """They have the same PCI bus id but different UUIDs."""
 
     def of_rank(rank):
         return {"CUDA_VISIBLE_DEVICES": uuid(0, rank)}
@@ -427,7 +427,7 @@ def test_slices_of_one_gpu(run, version, refused):
 
 @pytest.mark.parametrize("version", ["2.28.9", "2.30.7"])
 def test_ranks_of_different_hosts_are_not_compared(run, version):
-    """NCCL_HOSTID makes them so, as two containers are."""
+    """NCCL_HOSTID makes the hosts different, like those of two containers."""
     texts = values(
         run(first_call, 2, of_rank=lambda rank: {"NCCL_HOSTID": str(rank)}, CUDA_RIG_NCCL=version, **ONE_DEVICE)
     )
@@ -438,11 +438,11 @@ def test_ranks_of_different_hosts_are_not_compared(run, version):
 
 
 def first_call_in_time(job):
-    """As `first_call`, or that it hangs."""
+    """As `first_call`, or report a hang."""
     device = start(job)
 
     def call():
-        torch.cuda.set_device(device)  # a thread's own
+        torch.cuda.set_device(device)  # per thread
         tensor = torch.ones(4, device="cuda")
         dist.all_reduce(tensor)
         return tensor.tolist()
@@ -463,7 +463,7 @@ def first_call_in_time(job):
     ],
 )
 def test_a_rank_that_cannot_start(run, fault, codes, cause):
-    """It says why, in one line of ours; its peer waits for it."""
+    """It reports the reason in one line of ours; its peer waits for it."""
     waiting, failed = values(run(first_call_in_time, 2, CUDA_RIG_FAULT=fault))
     assert waiting == "hangs"
     assert codes in failed
@@ -473,12 +473,12 @@ def test_a_rank_that_cannot_start(run, fault, codes, cause):
 
 
 def test_init_that_hangs(run):
-    """No rank comes back, and torch has no limit for it."""
+    """No rank returns, and torch has no time limit for it."""
     assert values(run(first_call_in_time, 2, CUDA_RIG_FAULT="nccl_init_hang")) == ["hangs", "hangs"]
 
 
 def calls_until_the_end(job, num_calls):
-    """So many calls by rank, of which the first is right, and the end of the process by torch's watchdog."""
+    """Run a number of calls by rank, the first of which is correct, until torch's watchdog ends the process."""
     device = start(job)
     for number in range(num_calls[job.rank]):
         tensor = torch.ones(4, device=device)
@@ -493,13 +493,13 @@ def calls_until_the_end(job, num_calls):
     ids=["no peer", "hang", "late"],
 )
 def test_the_watchdog_ends_a_rank(run, fault, num_calls):
-    """Of a call that its peer never makes, that never completes, or whose communicator fails, nobody is left waiting."""
+    """If a peer never makes the call, the call never completes, or the communicator fails, no rank keeps waiting."""
     first = run(calls_until_the_end, 2, num_calls, timeout_s=3.0, needed=1, CUDA_RIG_FAULT=fault, **WATCHDOG)[0]
     assert first.exitcode == -signal.SIGABRT, (first.value, first.error, first.trace)
 
 
 def call_after_an_error(job):
-    """The text of the first call's error that comes after the communicator has failed."""
+    """Return the error message of the first call after the communicator has failed."""
     device = start(job)
     try:
         for _ in range(100):
@@ -511,8 +511,8 @@ def call_after_an_error(job):
 
 
 def test_a_communicator_that_fails(run):
-    """The next call raises, with NCCL's reason: the rank at fault its own, its peers that they lost one."""
-    # Without it the watchdog may end a rank before its next call, and with torch 2.7 does.
+    """The next call raises NCCL's reason: on the rank at fault its own, on its peers that they lost one."""
+    # Otherwise the watchdog may end a rank before its next call; with torch 2.7 it does.
     env = {"CUDA_RIG_FAULT": "nccl_late_error=2", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     failed, peer = values(run(call_after_an_error, 2, **env))
     assert "ncclSystemError" in failed
@@ -522,7 +522,7 @@ def test_a_communicator_that_fails(run):
 
 
 def aborted(job):
-    """Seconds that a hanging collective takes to come back, once the group is aborted from another thread."""
+    """Return the seconds until a hanging collective returns after another thread aborted the group."""
     device = start(job)
     dist.all_reduce(torch.ones(4, device=device))
     torch.cuda.synchronize()
@@ -536,14 +536,14 @@ def aborted(job):
 
 
 def test_abort_frees_a_hanging_collective(run):
-    """The stream goes on, and the process can use its device."""
+    """The stream continues, and the process can use its device."""
     for seconds, tensor in values(run(aborted, 2, CUDA_RIG_FAULT="nccl_hang=2", timeout_s=60.0)):
         assert 0.5 < seconds < 10
         assert tensor == [2.0] * 4
 
 
 def waited_and_aborted(job):
-    """What a hanging call with a time limit of its own raises; then the group is aborted, and the device used."""
+    """Return the error of a hanging call with its own time limit; afterwards abort the group and use the device."""
     device = start(job)
     dist.all_reduce(torch.ones(4, device=device))
     text = ""
@@ -556,16 +556,16 @@ def waited_and_aborted(job):
 
 
 def test_a_wait_with_a_limit(run):
-    """It raises, and ends the communicator: the abort that follows finds none."""
+    """It raises an error and ends the communicator: the later abort finds none."""
     for text, tensor in values(run(waited_and_aborted, 2, CUDA_RIG_FAULT="nccl_hang=2", timeout_s=60.0)):
         assert "Watchdog caught collective operation timeout" in text
         assert tensor == [2.0] * 4
 
 
 def verified(job):
-    """The error of a verification in three seconds: its type, its text, the ranks that it names."""
+    """Return class, message and ranks of the error of a verification that has three seconds."""
     device = start(job)
-    # The time is for the group, not for the first kernel of a process on a busy machine.
+    # The time limit is for the group, not for the first kernel of a process on a busy machine.
     torch.ones(4, device=device).sum().item()
     store = job.store()
     store.set(f"ready/{job.rank}", "")
@@ -579,7 +579,7 @@ def verified(job):
 
 REFUSED = "Call to socket failed (fault nccl_refuse)"
 LATE = "no answer within 3 s"
-# By fault: a rank, the type of its error, the step, the cause, and the rank at fault; of a hang none is, or one whose clock is late.
+# By fault: a rank, class of its error, step, cause and rank at fault; for a hang none, or a rank whose clock is late.
 VERIFIED = {
     "nccl_refuse=1": (1, "VerificationError", "barrier failed on rank 1", REFUSED, (1,)),
     "nccl_oom=1": (1, "OutOfMemoryError", "NCCL error in", "Cuda failure 2 'out of memory'", None),
@@ -605,14 +605,14 @@ def test_what_a_verification_says_of_it(run, fault):
 
 
 def planned(job, backend, device, port, **more):
-    """A worker's part of a start."""
+    """Return a worker's plan of a start."""
     rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=port)
     common = {"timeout_s": 60, "budget_s": 20, "attempt": "first", "verify": True, "rendezvous": rendezvous}
     return WorkerPlan(rank=job.rank, world_size=job.size, backend=backend, device=str(device), **{**common, **more})
 
 
 def verified_without_a_device(job, backend):
-    """What a worker verifies to which Ray gave no device, and whether it has used CUDA by then."""
+    """Return what a worker without a device from Ray verifies, and whether it has used CUDA by then."""
     dist.init_process_group(backend, store=job.store(), rank=job.rank, world_size=job.size)
     result = _verify(planned(job, backend, "cuda", job.port), Deadline(20))
     return result.device if result else None, torch.cuda.is_initialized()
@@ -620,19 +620,19 @@ def verified_without_a_device(job, backend):
 
 @pytest.mark.parametrize(("backend", "device"), [("cpu:gloo,cuda:nccl", "cpu"), ("nccl", None)])
 def test_a_device_that_ray_did_not_assign_is_not_touched(run, backend, device):
-    """Which one a worker is to have is the script's to say: all would meet on the first, where NCCL refuses them."""
+    """The script chooses the worker's device: on the first device all ranks would meet, and NCCL would refuse them."""
     assert values(run(verified_without_a_device, 2, backend, **ONE_DEVICE)) == [(device, False)] * 2
 
 
 def started(job, backend, device, **more):
-    """Start as a worker of Ray Train does, over a store of rank 0."""
+    """Start like a worker of Ray Train, with a store of rank 0."""
     if job.rank == 0:
         job.store().set(backend, str(hold_store(None, one_node=True)))
     return start_worker(planned(job, backend, device, int(job.store().get(backend)), **more))
 
 
 def fall_back_and_go_on(job, seconds, is_trial):
-    """Start NCCL, which fails, then Gloo, and use it for that long; the failure, and the number of the last call."""
+    """Start NCCL, which fails, then Gloo, and use it for a while; return the failure, and the number of the last call."""
     device = torch.device("cuda", job.rank)
     torch.cuda.set_device(device)
     try:
@@ -653,21 +653,21 @@ def fall_back_and_go_on(job, seconds, is_trial):
     "fault", ["nccl_init_hang", "nccl_hang=1", "nccl_hang=3", "nccl_refuse=1", "nccl_late_error=3"]
 )
 def test_the_group_after_one_that_failed(run, fault):
-    """What the watchdog of NCCL's group does to the process does not reach the group that has taken its place."""
+    """The watchdog of the failed NCCL group does not affect the group that replaces it."""
     for text, number in values(run(fall_back_and_go_on, 2, 6, True, CUDA_RIG_FAULT=fault, **WATCHDOG)):
         assert "failed on rank" in text
         assert number == 59
 
 
 def test_the_group_after_one_that_was_refused(run):
-    """Nothing was started on it that the watchdog could look at, so that a first group for a trial is not needed."""
+    """No call was started on it that the watchdog could monitor, so a separate trial group is not needed."""
     for text, number in values(run(fall_back_and_go_on, 2, 6, False, CUDA_RIG_FAULT="nccl_duplicate", **WATCHDOG)):
         assert "NCCL refused ranks that share a GPU" in text
         assert number == 59
 
 
 def start_with_a_short_timeout(job):
-    """The error of a start whose NCCL hangs, with a timeout of the group that is shorter than the start's."""
+    """Return the error of a start whose NCCL hangs, with a timeout of the group that is shorter than the start's."""
     torch.cuda.set_device(job.rank)
     try:
         started(job, "nccl", f"cuda:{job.rank}", budget_s=6, timeout_s=1)
@@ -677,14 +677,14 @@ def start_with_a_short_timeout(job):
 
 
 def test_a_timeout_shorter_than_the_start(run):
-    """It is for the training: at a timeout in the verification the watchdog would end the process, without an error."""
+    """The timeout is for training: if it applied to the verification, the watchdog would end the process without an error."""
     for text in values(run(start_with_a_short_timeout, 2, CUDA_RIG_FAULT="nccl_hang=3", **WATCHDOG)):
         assert "failed on rank" in text
         assert "no answer within" in text
 
 
 def try_and_start(job):
-    """Start NCCL where it has a fallback: the error handling that the process has in the end, the sum of a call, the result."""
+    """Start NCCL with a fallback; return the final error handling of the process, the sum of a call, and the result."""
     device = torch.device("cuda", job.rank)
     torch.cuda.set_device(device)
     result = started(job, "nccl", device, is_trial=True)
@@ -694,12 +694,12 @@ def try_and_start(job):
 
 
 def test_a_group_that_could_have_been_replaced(run):
-    """It trains with torch's handling of errors, as stock's does."""
+    """It trains with torch's error handling, as with stock."""
     assert values(run(try_and_start, 2)) == [("1", 8.0, "nccl"), ("1", 8.0, None)]
 
 
 def leave_alone(job, leave):
-    """Leave a group that works after the other rank has aborted it; whether that has ended in time."""
+    """Leave a working group after the other rank has aborted it; return whether this ended in time."""
     device = torch.device("cuda", job.rank)
     torch.cuda.set_device(device)
     started(job, "nccl", device)
@@ -721,12 +721,12 @@ def leave_alone(job, leave):
     ("leave", "ends"), [(end_process_group, True), (dist.destroy_process_group, False)], ids=["ours", "torch's"]
 )
 def test_a_group_whose_other_rank_has_left_it(run, leave, ends):
-    """NCCL waits in its destruction for the ranks of the node; a start that comes after one that failed elsewhere must not."""
+    """NCCL's destruction waits for the ranks of the node; a start after one that failed elsewhere must not wait."""
     assert values(run(leave_alone, 2, leave)) == [ends, True]
 
 
 def lose_a_call(job):
-    """Start NCCL where it has a fallback and one call never ends in the training."""
+    """Start NCCL with a fallback; one call in training never ends."""
     device = torch.device("cuda", job.rank)
     torch.cuda.set_device(device)
     started(job, "nccl", device, is_trial=True, timeout_s=3)
@@ -740,12 +740,12 @@ def lose_a_call(job):
 
 
 def test_its_watchdog_ends_a_process_that_hangs(run):
-    """In the training the timeout of the config holds again, and torch ends the process at it."""
+    """In training the config's timeout applies again, and torch ends the process after it."""
     outcomes = run(lose_a_call, 2, CUDA_RIG_FAULT="nccl_hang=100", **WATCHDOG)
     assert [outcome.exitcode for outcome in outcomes] == [-signal.SIGABRT] * 2
 
 
 def test_nothing_is_left(run, tmp_path):
-    """A group that ends takes its files with it."""
+    """A group removes its files at its end."""
     values(run(groups, 2))
     assert [name for name in os.listdir(tmp_path / "0") if name.startswith("nccl")] == []

@@ -1,4 +1,4 @@
-"""Starts under Ray whose NCCL hangs, fails late or refuses: they end in time and say why, or fall back; and the next job works."""
+"""Starts in Ray whose NCCL hangs, fails late or refuses: they end in time with the reason, or fall back; and the next job works."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ HALVES = {
     "resources_per_worker": {"CPU": 1, "GPU": 0.5},
     "placement_strategy": "STRICT_PACK",
 }
-# So that torch's watchdog ends its process seconds after a timeout, not a minute.
+# torch's watchdog ends its process seconds after a timeout, not a minute.
 WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-# Of torch 2.14; that of 2.7 has no such flag.
+# Of torch 2.14; torch 2.7 has no such flag.
 NCCL = {"CUDA_RIG_NCCL": "2.30.7"}
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """One Ray of the V2 engine with two GPUs; a fault is in the workers of one job alone."""
+    """One Ray with the V2 engine and two GPUs; a fault affects only the workers of one job."""
     state = tmp_path_factory.mktemp("machine")
     started = Engine("v2", num_gpus=2, CUDA_RIG_DEVICES="2", CUDA_RIG_STATE=str(state), **NCCL)
     yield started
@@ -43,12 +43,12 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected():
-    """The losses of one process with the whole batches."""
+    """Return the losses of one process with the whole batches."""
     return losses_of_one_process("cuda")
 
 
 def run(engine, scaling, fault="", env=WATCHDOG, **settings):
-    """Run a job whose workers have a fault; returns what the ranks told and the text of the errors."""
+    """Run a job whose workers have a fault; return the ranks' results and the error messages."""
     variables = {**env, **({"CUDA_RIG_FAULT": fault} if fault else {})}
     settings = {"start_timeout_s": START_S, **settings}
     answer = engine.run("shape", 200.0, scaling=scaling, settings=settings, worker_env=variables)
@@ -60,7 +60,7 @@ def run(engine, scaling, fault="", env=WATCHDOG, **settings):
 
 
 def trained(ranks, expected, backend):
-    """Check that all ranks trained as one process does; returns the report of the start."""
+    """Check that all ranks trained as one process does; return the start's report."""
     assert [rank["backend"] for rank in ranks] == [backend] * 2
     for rank in ranks:
         assert rank["losses"] == pytest.approx(expected, rel=1e-4)
@@ -93,14 +93,14 @@ ENDINGS = {
 
 @pytest.mark.parametrize("fault", ENDINGS)
 def test_a_start_that_fails_on_devices_of_its_own(engine, fault):
-    """It ends in its time with rank, node, step, cause and what to do, and leaves no process and no file."""
+    """It ends in time with rank, node, step, cause and advice, and leaves no process and no file."""
     before = shared_files()
     ranks, text = run(engine, OWN, fault)
     assert ranks == []
     for part in ENDINGS[fault]:
         assert part in text
     assert "not in it" not in text
-    # The whole of the bound, but for what came before on a busy machine.
+    # The whole time limit, minus what came before on a busy machine.
     assert all(START_S - 3 < float(seconds) <= START_S for seconds in re.findall(r"no answer within ([\d.]+) s", text))
     assert engine.start_report()["seconds"]["start"] < START_S + OVER_S
     gone(engine)
@@ -109,7 +109,7 @@ def test_a_start_that_fails_on_devices_of_its_own(engine, fault):
 
 @pytest.mark.parametrize("policy", ["auto", "gloo"])
 def test_gloo_where_nccl_refuses_ranks_that_share_nothing(engine, expected, policy):
-    """NCCL may know of a device in common what nobody else does: then it trains with Gloo, and says so."""
+    """NCCL may detect a shared device that nothing else detects: then the job trains with Gloo and a warning."""
     ranks, text = run(engine, OWN, "nccl_duplicate", on_shared_device=policy)
     assert text == ""
     report = trained(ranks, expected, "gloo")
@@ -119,7 +119,7 @@ def test_gloo_where_nccl_refuses_ranks_that_share_nothing(engine, expected, poli
 
 
 def test_an_error_where_the_policy_is_one(engine):
-    """on_shared_device='error' forbids also what NCCL alone sees."""
+    """on_shared_device='error' also forbids sharing that only NCCL detects."""
     ranks, text = run(engine, OWN, "nccl_duplicate", on_shared_device="error")
     assert ranks == []
     assert "refused the start" in text
@@ -135,7 +135,7 @@ def test_a_collective_that_hangs_in_training(engine):
 
 
 def test_the_same_ray_goes_on(engine, expected):
-    """After all of these the next job has NCCL on both devices."""
+    """After all of these the next job uses NCCL on both devices."""
     ranks, text = run(engine, OWN)
     assert text == ""
     trained(ranks, expected, "nccl")
@@ -143,7 +143,7 @@ def test_the_same_ray_goes_on(engine, expected):
 
 
 # Without WATCHDOG: see test_the_group_after_one_that_failed.
-# The multi-rank NCCL that the user's variable asks for, and what becomes of it.
+# The multi-rank NCCL that the user's variable enables, and its result.
 FALLBACKS = {
     "hang": ("nccl_hang=1", "no answer within"),
     "late error": ("nccl_late_error=1", "Call to recv failed"),
@@ -154,7 +154,7 @@ FALLBACKS = {
 
 @pytest.mark.parametrize("case", FALLBACKS)
 def test_gloo_where_the_users_flags_fail(engine, expected, case):
-    """Under auto it trains all the same, to the loss of one process, and warns with the cause."""
+    """With auto it still trains, to the loss of one process, and warns with the cause."""
     fault, cause = FALLBACKS[case]
     ranks, text = run(engine, HALVES, fault, MULTI_RANK)
     assert text == ""
@@ -166,7 +166,7 @@ def test_gloo_where_the_users_flags_fail(engine, expected, case):
 
 
 def test_flags_of_the_users_that_nccl_refuses(engine, expected):
-    """NVLS beside several ranks on a GPU: Gloo from the beginning under auto, and an error where NCCL was asked for."""
+    """NVLS with several ranks on a GPU: Gloo from the start with auto, and an error if NCCL was requested."""
     env = {**MULTI_RANK, "NCCL_NVLS_ENABLE": "1"}
     ranks, text = run(engine, HALVES, env=env)
     assert text == ""
@@ -186,7 +186,7 @@ def test_flags_of_the_users_that_nccl_refuses(engine, expected):
     ],
 )
 def test_no_fallback_from_what_was_asked_for(engine, fault, parts):
-    """on_shared_device="nccl" ends in an error that says what NCCL needs."""
+    """on_shared_device="nccl" ends in an error that states NCCL's requirements."""
     ranks, text = run(engine, HALVES, fault, on_shared_device="nccl")
     assert ranks == []
     for part in parts:
@@ -197,7 +197,7 @@ def test_no_fallback_from_what_was_asked_for(engine, fault, parts):
 
 @pytest.mark.parametrize("fault", ["nccl_late_error=1", "nccl_hang=1"])
 def test_fallback_under_v1(tmp_path, expected, fault):
-    """The same, in the other engine."""
+    """The same in the other engine."""
     state = {"CUDA_RIG_DEVICES": "1", "CUDA_RIG_STATE": str(tmp_path), "CUDA_RIG_FAULT": fault}
     engine = Engine("v1", **state, **NCCL, **MULTI_RANK)
     try:
@@ -214,7 +214,7 @@ def test_fallback_under_v1(tmp_path, expected, fault):
     reason=f"needs a Ray that leaves GPUs to CPU workers: {ray.__version__} hides them",
 )
 def test_a_pair_with_nccl_on_workers_without_gpus(engine, expected):
-    """Nobody gave them a GPU, so that none is touched before the script does, as with stock: they train on the CPU."""
+    """Ray assigned them no GPU, so none is used before the script does, as with stock: they train on the CPU."""
     ranks, text = run(engine, {"num_workers": 2}, env={"CUDA_VISIBLE_DEVICES": "0"}, backend="cpu:gloo,cuda:nccl")
     assert text == ""
     trained(ranks, expected, "cpu:gloo,cuda:nccl")
@@ -223,10 +223,10 @@ def test_a_pair_with_nccl_on_workers_without_gpus(engine, expected):
 
 
 def test_slices_that_an_old_nccl_refuses_are_known_without_nvml(tmp_path, expected):
-    """NCCL 2.28.9 compares PCI bus ids, which CUDA has too: Gloo from the beginning."""
+    """NCCL 2.28.9 compares PCI bus ids, which CUDA also reports: Gloo from the start."""
     visible = f"{uuid(0, 0)},{uuid(0, 1)}"
     machine = {"CUDA_RIG_DEVICES": "1", "CUDA_RIG_MIG": "2", "CUDA_VISIBLE_DEVICES": visible, "CUDA_RIG_NCCL": "2.28.9"}
-    # A process sees one slice at most, so that each worker has to have a list of its own.
+    # A process sees at most one slice, so each worker needs its own list.
     own = {"TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "0", "CUDA_RIG_FAULT": "no_nvml"}
     engine = Engine("v2", num_gpus=2, CUDA_RIG_STATE=str(tmp_path), **machine, **own)
     try:

@@ -1,4 +1,4 @@
-"""The emulated runtime is as strict as a GPU, or stricter: what is wrong there does not pass here."""
+"""The emulated runtime is as strict as a GPU, or stricter: errors on a GPU are also errors here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cuda.emulated import needs_rig, run_program
 
 pytestmark = needs_rig
 
-# A program that shares memory or an event with a child by CUDA IPC and dies, in the child's hands.
+# A program that shares memory or an event with a child process by CUDA IPC, and then ends while the child holds it.
 DEAD_PEER = """
 import os, signal, sys, time
 import torch
@@ -50,7 +50,7 @@ def test_the_hosts_access_to_device_memory_crashes():
 
 
 def test_fresh_and_reused_memory_holds_poison():
-    """Whoever reads what nobody wrote computes with NaN."""
+    """Code that reads uninitialized memory computes with NaN."""
     assert torch.empty(1000, device="cuda").cpu().isnan().all()
     x = torch.ones(1000, device="cuda")
     del x
@@ -59,7 +59,7 @@ def test_fresh_and_reused_memory_holds_poison():
 
 
 def test_kernels_are_late():
-    """The host is ahead of the device: what does not wait reads the value of before."""
+    """The host is ahead of the device: code that does not wait reads the previous value."""
     host = torch.zeros(1, pin_memory=True)
     x = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
@@ -72,7 +72,7 @@ def test_kernels_are_late():
 
 
 def test_streams_are_not_ordered_without_an_event():
-    """A stream that does not wait for another reads what was there before."""
+    """A stream that does not wait for another reads the previous data."""
     x = torch.zeros(1000, device="cuda")
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -85,7 +85,7 @@ def test_streams_are_not_ordered_without_an_event():
 
 
 def test_memory_that_a_side_stream_still_reads_is_overwritten():
-    """A missing record_stream shows: the allocator gives the memory to the next tensor, whose content is undefined."""
+    """A missing record_stream is detected: the allocator reuses the memory for the next tensor, whose content is undefined."""
     side = torch.cuda.Stream()
     x = torch.ones(1_000_000, device="cuda")
     torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def test_memory_that_a_side_stream_still_reads_is_overwritten():
 
 
 def test_work_on_memory_after_its_free_ends_the_process():
-    """The address means nothing any more."""
+    """The address is no longer valid."""
     program = """
 import ctypes, torch
 runtime = ctypes.CDLL(None)
@@ -137,12 +137,12 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_a_wait_for_an_event_of_a_dead_process_never_ends():
-    """Nothing documents what a GPU does, so this takes the worst; of a living process it passes."""
+    """A GPU's behaviour is not documented, so the worst case is used; with a living process the wait ends."""
     assert run_program(DEAD_PEER).stdout == "passed\n"
     assert run_program(DEAD_PEER, "kill").stdout == "waits\n"
 
 
-# A parent that frees memory which a child has mapped, or has unmapped before.
+# The parent frees memory that a child process has mapped, or has already unmapped.
 FREED = """
 import os, sys
 import torch
@@ -171,7 +171,7 @@ else:
 
 
 def test_memory_that_another_process_has_mapped_is_not_freed():
-    """By the documentation that is undefined behavior: here it ends the process."""
+    """The documentation calls this undefined behaviour: here it ends the process."""
     assert run_program(FREED, "unmap").stdout == "freed\n"
     done = run_program(FREED)
     assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
@@ -179,7 +179,7 @@ def test_memory_that_another_process_has_mapped_is_not_freed():
 
 
 def test_the_processes_of_a_machine_share_the_devices_memory():
-    """Another process's memory is missing here, and comes back when it is killed."""
+    """Another process's memory is not available here, and is released when it is killed."""
     program = """
 import os, signal, sys, time, torch
 torch.cuda.init()
@@ -200,7 +200,7 @@ print(held >> 20, (before - torch.cuda.mem_get_info()[0]) >> 20)
 
 
 def test_a_kernel_that_fails_ends_the_process():
-    """A test cannot go on behind it."""
+    """A test cannot continue after it."""
     program = """
 import torch
 x = torch.zeros(4, device="cuda")
@@ -238,7 +238,7 @@ def test_counters_count_what_was_asked_for():
 
 
 def test_a_wait_is_for_the_record_at_its_time():
-    """An event that is recorded again, on a stream that is through sooner: who waited for the first record still waits."""
+    """If an event is recorded again on a faster stream, a wait for the first record still waits for the first stream."""
     slow, fast, reader = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
     x, event = torch.zeros(1000, device="cuda"), torch.cuda.Event()
     torch.cuda.synchronize()
@@ -273,7 +273,7 @@ print(x.double().sum().item())
 
 
 def test_a_driver_library_answers_by_name():
-    """libcuda.so.1 can be loaded and has the driver's calls, with their versions."""
+    """libcuda.so.1 can be loaded and contains the driver's calls with their versions."""
     driver = ctypes.CDLL("libcuda.so.1")
     count = ctypes.c_int()
     assert driver.cuInit(0) == 0

@@ -1,4 +1,4 @@
-"""Starts under Ray on the emulated CUDA runtime: what users' scripts ask for, on machines of every shape, beside stock."""
+"""Starts in Ray on the emulated CUDA runtime: typical scripts on machines of many shapes, compared with stock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TWO_HALVES = {"num_workers": 2, "use_gpu": True, "resources_per_worker": HALF}
 
 @pytest.fixture
 def machine(tmp_path):
-    """Start Ray on a machine of its own with so many devices; ended with the test."""
+    """Start Ray on a separate machine with this number of devices; it ends with the test."""
     engines = []
 
     def start(num_devices=1, version="v2", num_gpus=None, **env):
@@ -36,12 +36,12 @@ def machine(tmp_path):
 
 @pytest.fixture(scope="module")
 def expected():
-    """The losses of one process with the whole batches."""
+    """Return the losses of one process with the whole batches."""
     return losses_of_one_process("cuda")
 
 
 def ranks_of(answer, expected):
-    """What the ranks of a run told, which trained as one process, with checkpoints of all."""
+    """Return the ranks' results of a run, after checking that they trained as one process with checkpoints of all ranks."""
     assert answer["errors"] == []
     ranks = answer["ranks"]
     for rank in ranks:
@@ -53,7 +53,7 @@ def ranks_of(answer, expected):
 
 
 def groups_of(rank):
-    """Ranks that share a device, as the start saw it."""
+    """Return ranks that share a device, as detected by the start."""
     return [group["ranks"] for group in rank["report"]["plan"]["share_groups"]]
 
 
@@ -62,7 +62,7 @@ def groups_of(rank):
     [("2.18.5", "v2"), ("2.21.5", "v2"), ("2.28.9", "v1"), ("2.28.9", "v2"), ("2.30.7", "v2")],
 )
 def test_the_first_seed(machine, expected, nccl, version):
-    """Two workers at half a GPU: stock ends in NCCL's refusal in the words of its version, ours trains."""
+    """With two workers at half a GPU stock ends in NCCL's refusal with the message of its version, and ours trains."""
     engine = machine(1, version, CUDA_RIG_NCCL=nccl)
     stock = engine.run("shape", stock=True, scaling=TWO_HALVES)
     text = "\n".join(error["text"] for error in stock["errors"])
@@ -123,8 +123,10 @@ SHAPES = {
 
 @pytest.mark.parametrize("case", SHAPES)
 def test_every_shape_of_a_scaling_config(machine, expected, case):
-    """NCCL where each worker has devices of its own, Gloo where some share, and get_devices() as many as were asked for. The train
-    function's own check says the same."""
+    """NCCL if each worker has its own devices, Gloo if some share them, and get_devices() returns the requested number.
+
+    The train function's own check has the same result.
+    """
     num_devices, scaling, backend, groups, num_own = SHAPES[case]
     ranks = ranks_of(machine(num_devices).run("shape", scaling=scaling), expected)
     assert {rank["backend"] for rank in ranks} == {backend}
@@ -138,7 +140,7 @@ def test_every_shape_of_a_scaling_config(machine, expected, case):
 
 @pytest.mark.parametrize("settings", [{}, {"backend": "gloo"}, {"backend": "ipc"}])
 def test_workers_without_gpus_train_on_the_cpu(machine, expected, settings):
-    """Ray leaves the GPU visible to them, and nobody asked for it."""
+    """Ray leaves the GPU visible to them, although none was requested."""
     answer = machine(1).run("shape", settings=settings, scaling={"num_workers": 2})
     ranks = ranks_of(answer, expected)
     assert {rank["device"] for rank in ranks} == {"cpu"}
@@ -147,7 +149,7 @@ def test_workers_without_gpus_train_on_the_cpu(machine, expected, settings):
 
 @pytest.mark.parametrize("visible", ["2,3", f"{uuid(3)},{uuid(1)}", uuid(2)[:12]])
 def test_restricted_visible_devices(machine, expected, visible):
-    """Indices, UUIDs and their beginnings in CUDA_VISIBLE_DEVICES: the devices are found by CUDA's own UUIDs."""
+    """Indices, UUIDs and UUID prefixes in CUDA_VISIBLE_DEVICES: the devices are identified by CUDA's own UUIDs."""
     names = visible.split(",")
     scaling = {"num_workers": len(names), "use_gpu": True}
     if len(names) == 1:
@@ -168,17 +170,17 @@ def test_mig_slices_of_one_gpu(machine, expected, nccl, backend):
     """A list of slices, one for each worker: they share nothing, but an NCCL that compares bus ids refuses them."""
     slices = [uuid(0, number) for number in range(2)]
     mig = {"CUDA_RIG_MIG": "2", "CUDA_VISIBLE_DEVICES": ",".join(slices), "CUDA_RIG_NCCL": nccl}
-    # Ray gives each worker the whole list otherwise, of which CUDA shows the first slice alone.
+    # Otherwise Ray gives each worker the whole list, of which CUDA shows only the first slice.
     engine = machine(1, num_gpus=2, TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES="0", **mig)
     ranks = ranks_of(engine.run("shape", scaling={"num_workers": 2, "use_gpu": True}), expected)
     assert {worker["devices"][0]["uuid"] for worker in ranks[0]["report"]["workers"]} == set(slices)
-    # Ranks that NCCL takes for one device, or none.
+    # Ranks that NCCL treats as ranks on one device, or none.
     assert groups_of(ranks[0]) == ([] if nccl == "2.30.7" else [[0, 1]])
     assert {rank["backend"] for rank in ranks} == {backend}
 
 
 def test_a_list_of_slices_that_workers_share(machine):
-    """Without the variable above: the error names it."""
+    """Without the variable above the error names it."""
     slices = ",".join(uuid(0, number) for number in range(2))
     engine = machine(1, num_gpus=2, CUDA_RIG_MIG="2", CUDA_VISIBLE_DEVICES=slices)
     answer = engine.run("shape", scaling={"num_workers": 2, "use_gpu": True})
@@ -188,7 +190,7 @@ def test_a_list_of_slices_that_workers_share(machine):
 
 
 def test_two_workers_in_one_mig_slice(machine, expected):
-    """They share the slice, whose memory both can map."""
+    """They share the slice, and both can map its memory."""
     engine = machine(1, CUDA_RIG_MIG="2", CUDA_VISIBLE_DEVICES=uuid(0, 1))
     ranks = ranks_of(engine.run("shape", scaling=TWO_HALVES, settings={"on_shared_device": "ipc"}), expected)
     assert [(group["ranks"], group["device_uuid"]) for group in ranks[0]["report"]["plan"]["share_groups"]] == [
@@ -198,7 +200,7 @@ def test_two_workers_in_one_mig_slice(machine, expected):
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_two_jobs_one_after_the_other_in_one_process(machine, expected, version):
-    """The second start of a driver finds nothing of the first, and may take another backend."""
+    """The second start of a driver is independent of the first and may use another backend."""
     engine = machine(2, version)
     first = ranks_of(engine.run("shape", scaling=TWO_HALVES), expected)
     second = ranks_of(engine.run("shape", scaling={"num_workers": 2, "use_gpu": True}), expected)
@@ -207,7 +209,7 @@ def test_two_jobs_one_after_the_other_in_one_process(machine, expected, version)
 
 
 def test_multi_rank_nccl_by_the_users_choice(machine, expected):
-    """NCCL 2.30 takes several ranks on one device with the flags that the start sets."""
+    """NCCL 2.30 accepts several ranks on one device with the flags that the start sets."""
     engine = machine(1, CUDA_RIG_NCCL="2.30.7")
     ranks = ranks_of(engine.run("shape", scaling=TWO_HALVES, settings={"on_shared_device": "nccl"}), expected)
     assert {rank["backend"] for rank in ranks} == {"nccl"}
