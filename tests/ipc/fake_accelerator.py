@@ -1,11 +1,11 @@
-"""An accelerator of host memory with a device type of its own, ``fake``, to run the real `AcceleratorRuntime` where there is none.
+"""An accelerator in host memory with its own device type, ``fake``, to run the real `AcceleratorRuntime` without one.
 
-It is torch's PrivateUse1 with kernels in Python. A tensor is known by its device: torch itself refuses to mix it with CPU
-tensors. Every operation is queued to the calling thread's stream, the default one included, and done later by `FakeGpu`; only what
-needs a value (a blocking copy, ``item``) makes the host wait. Unlike in `fake_cuda`, streams, events and devices are those that
-`torch.get_device_module` gives, as on a real accelerator. There are two devices, of which a thread begins on the first, and what
-touches one makes a context there. Memory of a tensor that is gone is overwritten once its stream comes there, as by CUDA's
-allocator, which gives it to the next tensor of the stream.
+It is torch's PrivateUse1 with kernels in Python. A tensor is identified by its device: torch itself refuses to mix it with CPU tensors.
+Every operation is queued to the calling thread's stream, including the default stream, and executed later by `FakeGpu`. Only an operation
+that needs a value (a blocking copy, ``item``) makes the host wait. Unlike in `fake_cuda`, streams, events and devices are those of
+`torch.get_device_module`, as on a real accelerator. There are two devices. A thread starts on the first one, and using a device creates a
+context there. The memory of a freed tensor is overwritten when its stream reaches that point, as with CUDA's allocator, which reuses it for
+the next tensor of the stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 NAME = "fake"
 NUM_DEVICES = 2
 _EXTENSION, _CPU = 12, 1  # DLDeviceType of dlpack.h
-# They have no work to do on a stream.
+# They have no work on a stream.
 _WITHOUT_VALUE = ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 _NEEDS_VALUE = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")
 
@@ -35,7 +35,7 @@ _local = threading.local()
 
 
 def _as(tensor: torch.Tensor, device_type: int, index: int = 0) -> torch.Tensor:
-    """The same memory as a tensor of another device, which keeps it."""
+    """Return the same memory as a tensor of another device, which keeps it."""
     capsule = torch._C._to_dlpack(tensor)
     # DLTensor begins with the pointer to its data, then the type and the number of its device.
     address = ctypes.pythonapi.PyCapsule_GetPointer(capsule, b"dltensor")
@@ -45,7 +45,7 @@ def _as(tensor: torch.Tensor, device_type: int, index: int = 0) -> torch.Tensor:
 
 
 def _raw(value: Any) -> Any:
-    """A tensor of the device as one of the CPU that does not keep the memory, as little as a kernel that was launched does."""
+    """Return a device tensor as a CPU tensor that, like a launched kernel, does not keep the memory."""
     if value.device.type != NAME:
         return value
     storage = value.untyped_storage()
@@ -61,9 +61,9 @@ def _raw(value: Any) -> Any:
 
 
 class Allocator:
-    """Memory of the devices, which lasts as long as the process: only who may write to it changes.
+    """Memory of the devices, which lasts as long as the process: only the permission to write to it changes.
 
-    What a tensor leaves is written over at the end of its own stream, and of those that were recorded with it.
+    The memory of a freed tensor is overwritten at the end of its own stream, and of streams that were recorded with it.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Allocator:
         self._users: dict[int, list[FakeStream]] = {}
 
     def like(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """New memory of a device in the form of a CPU tensor, with its content; the caller's stream owns it."""
+        """Return new memory of a device with the form and content of a CPU tensor; the caller's stream owns it."""
         num_bytes = max(tensor.untyped_storage().nbytes(), 64)
         block = type("Block", (ctypes.c_ubyte * num_bytes,), {})()
         address, owner = ctypes.addressof(block), FakeModule.current_stream(torch.device(NAME, index))
@@ -101,12 +101,12 @@ class Allocator:
 
 
 class FakeModule(SimpleNamespace):
-    """What ``torch.cuda`` is for CUDA. Attributes are set by `install`."""
+    """Counterpart of ``torch.cuda``. `install` sets the attributes."""
 
     gpu: FakeGpu
     defaults: list[FakeStream]
     allocator: Allocator
-    # Devices that this process has touched.
+    # Devices that this process has used.
     contexts: set[int]
 
     def Stream(self, device: torch.device) -> FakeStream:
@@ -125,7 +125,7 @@ class FakeModule(SimpleNamespace):
 
     @classmethod
     def _set_stream(cls, stream: FakeStream) -> None:
-        # As torch.cuda.set_stream, which sets the device too, and with it makes a context there.
+        # Like torch.cuda.set_stream, which also sets the device and thereby creates a context there.
         cls.contexts.add(stream.index)
         _local.index = stream.index
         _local.streams = {**getattr(_local, "streams", {}), stream.index: stream}
@@ -183,7 +183,7 @@ def _later(stream: FakeStream, function: Any) -> None:
 
 
 def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any operation on tensors of the device."""
+    """Run any operation on tensors of the device."""
     name = op._schema.name
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     here = [leaf for leaf in leaves if leaf.device.type == NAME]
@@ -193,7 +193,7 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
             f"{name}: expected all tensors to be on one device, got {here[0].device} and {strangers[0].device}"
         )
     raw_args, raw_kwargs = tree_map_only(torch.Tensor, _raw, (args, kwargs))
-    # A number in a tensor's place comes without its tensor, and not every operation takes it so.
+    # A number in place of a tensor comes without its tensor, and not every operation accepts it.
     raw_args = tuple(
         torch.tensor(value) if isinstance(value, int | float | complex) and str(spec.type) == "Tensor" else value
         for value, spec in zip(raw_args, op._schema.arguments, strict=False)
@@ -214,7 +214,7 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[position] if position < len(args) else kwargs[op._schema.arguments[position].name]
         return given if op._schema.returns else None
     if any(value.alias_info is not None for value in op._schema.returns):
-        # A view keeps the memory of what it is of.
+        # A view keeps the memory of its base.
         return tree_map_only(
             torch.Tensor,
             lambda t: _as(t, _EXTENSION, index),
@@ -241,7 +241,7 @@ def _owning(value: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Between the device and the host, or on the device."""
+    """Copy between the device and the host, or on the device."""
     device = source.device if source.device.type == NAME else target.device
     stream, raw_source, raw_target = FakeModule.current_stream(device), _raw(source), _raw(target)
     FakeModule.contexts.add(device.index)
@@ -255,7 +255,7 @@ _library: list[torch.library.Library] = []
 
 
 def install(seed: int) -> None:
-    """Make the device in this process, once."""
+    """Create the device in this process, once."""
     from torch.utils import backend_registration
 
     from ray_fracbackend.ipc.device import runtime as device_runtime
@@ -297,7 +297,7 @@ def install(seed: int) -> None:
             threading.Thread(target=finish, daemon=True).start()
 
     class Cuda(FakeDriver, Runtime):
-        """The parts that CUDA has beyond."""
+        """The additional parts of CUDA."""
 
         @staticmethod
         def owns(tensor: torch.Tensor) -> bool:

@@ -1,11 +1,10 @@
-"""A CUDA of host memory, to run the real device transport where there is no GPU.
+"""A CUDA in host memory, to run the real device transport without a GPU.
 
-Memory is real memory shared between real processes. A stream is a queue: torch operations, event records and event waits
-that are issued to it happen later, in the order in which they were issued, on a thread that picks among the streams of
-the process at random and dawdles. Events behave as CUDA's: a wait binds to the latest record issued so far, and a wait for
-an event that was never recorded does nothing; words of the host are written and waited for in the order of the stream. An operation that would make the host wait for the
-device (reading a value) is an error while a stream is current. Pinned memory is the host's: only copies that do not block go
-between it and the device, and only the host's collectives see it.
+Memory is real memory shared between real processes. A stream is a queue. Operations, event records and event waits that are issued to it
+run later, in order, on a thread that selects randomly among the streams of the process and pauses. Events behave like CUDA's: a wait refers
+to the latest record issued so far, and a wait for an event that was never recorded does nothing. Words of the host are written and waited
+for in the order of the stream. An operation that would make the host wait for the device (reading a value) is an error while a stream is
+current. Pinned memory belongs to the host: only non-blocking copies go between it and the device, and only the host's collectives use it.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from ray_fracbackend.ipc.device.driver import DeviceBlock, DriverError
 from ray_fracbackend.ipc.group import collective_group
 from ray_fracbackend.ipc.host.arena import Arena, ArenaName, attach_arena, create_arena
 
-# Set in the environment of a rank: FAKE_CUDA_SEED (of its device; without it there is none), FAKE_CUDA_UUID,
-# FAKE_CUDA_FREE (bytes that the device has left), FAKE_CUDA_BROKEN (what does not work, by name), FAKE_CUDA_STEP_S
-# (seconds for a step of the set-up), FAKE_CUDA_ASYNC (the caller has a stream too, so that nothing ever blocks the host).
-# Longest pause after an operation, in seconds; one operation in five is followed by one.
+# Environment variables of a rank: FAKE_CUDA_SEED (of its device; without it there is none), FAKE_CUDA_UUID, FAKE_CUDA_FREE (free bytes of
+# the device), FAKE_CUDA_BROKEN (what does not work, by name), FAKE_CUDA_STEP_S (seconds for a step of the set-up), FAKE_CUDA_ASYNC (the
+# caller also has a stream, so nothing blocks the host).
+# Longest pause after an operation, in seconds; one operation in five has one.
 PAUSE_S = 0.002
 _DATA_OFFSET = 4096
 _WAIT_LIMIT_S = 60.0
 
 
 class FakeGpu:
-    """The device of this process: carries out what its streams hold."""
+    """The device of this process: executes the operations in its streams."""
 
     def __init__(self, seed: int) -> None:
         self.streams: list[FakeStream] = []
@@ -53,7 +52,7 @@ class FakeGpu:
         self.running.set()
         self.error: BaseException | None = None
         self.pause_s = PAUSE_S
-        # Chance to go on with the same stream as long as it can.
+        # Probability of continuing with the same stream as long as possible.
         self.stickiness = 0.0
         self._rng = random.Random(seed)
         self.work = threading.Condition()
@@ -62,7 +61,7 @@ class FakeGpu:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop working; a device that works on would slow down whatever its process does next."""
+        """Stop working; a device that continues would slow down the process's next work."""
         self._closed = True
         self.running.set()
         self._thread.join()
@@ -90,7 +89,7 @@ class FakeGpu:
                 time.sleep(self._rng.random() * self.pause_s)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Block the host; what a test does and the backend must not."""
+        """Block the host, which a test may do but the backend must not."""
         end = time.monotonic() + _WAIT_LIMIT_S
         with self.work:
             while not condition():
@@ -102,12 +101,12 @@ class FakeGpu:
 
 
 def always() -> bool:
-    """Most operations can be done once it is their turn."""
+    """Most operations can run when it is their turn."""
     return True
 
 
 class FakeStream:
-    """Operations to be done later, in order."""
+    """A queue of operations to run later, in order."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu = gpu
@@ -115,13 +114,13 @@ class FakeStream:
         gpu.streams.append(self)
 
     def issue(self, run: Callable[[], None], ready: Callable[[], bool] = always) -> None:
-        """Append an operation that may start when ``ready()``."""
+        """Append an operation that may start when ``ready()`` returns True."""
         with self.gpu.work:
             self.queue.append((ready, run))
             self.gpu.work.notify_all()
 
     def wait_event(self, event: FakeEvent) -> None:
-        """What is issued later waits for the latest record of `event` so far."""
+        """Make later operations wait for the latest record of `event` so far."""
         bound = event.words[0]
         self.issue(lambda: None, lambda: event.words[1] >= bound)
 
@@ -131,23 +130,23 @@ class FakeStream:
 
 
 class HostStream(FakeStream):
-    """The stream of code that is under no stream: done at once, so that it must block where others queue."""
+    """The stream of code without a current stream: it runs at once, so it must block where others queue."""
 
     def issue(self, run: Callable[[], None], ready: Callable[[], bool] = always) -> None:
-        """Do it now."""
+        """Run it now."""
         self.gpu.wait_until(ready)
         run()
 
 
 class FakeEvent:
-    """An event; ``words`` are the numbers of the latest record issued and of the latest one done."""
+    """An event; ``words`` are the numbers of the latest issued record and of the latest completed one."""
 
     def __init__(self, gpu: FakeGpu, words: Any) -> None:
         self.gpu = gpu
         self.words = words
 
     def record(self, stream: FakeStream) -> None:
-        """Record it behind what the stream holds."""
+        """Record it after the operations in the stream."""
         number = self.words[0] + 1
         self.words[0] = number
 
@@ -157,12 +156,12 @@ class FakeEvent:
         stream.issue(done)
 
     def query(self) -> bool:
-        """Whether the latest record is done."""
+        """Return whether the latest record is complete."""
         return bool(self.words[1] >= self.words[0])
 
 
 class _Defer(TorchDispatchMode):
-    """Sends operations to a stream. Views are made at once; a result that is memory of its own is filled later."""
+    """Send operations to a stream. Views are created at once; a result with its own memory is filled later."""
 
     def __init__(self, stream: FakeStream) -> None:
         super().__init__()
@@ -213,13 +212,13 @@ _pinned: list[torch.Tensor] = []
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is in memory that `FakeCuda.pinned` gave."""
+    """Return whether the tensor is in memory from `FakeCuda.pinned`."""
     start = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     return any(start == buffer.data_ptr() for buffer in _pinned)
 
 
 class OnHost:
-    """The host's collectives, which run beside the device: at once, and on pinned memory alone."""
+    """The host's collectives, which run beside the device: at once, and only on pinned memory."""
 
     def __init__(self, host: Any) -> None:
         self._host = host
@@ -248,7 +247,7 @@ def _stack() -> list[FakeStream]:
 
 
 class FakeDriver:
-    """Memory that real processes share, and words of the host: what `CudaRuntime` has beside other accelerators."""
+    """Memory that real processes share, and words of the host: the parts of `CudaRuntime` that other accelerators lack."""
 
     gpu: FakeGpu
 
@@ -258,7 +257,7 @@ class FakeDriver:
         return os.environ.get("FAKE_CUDA_BROKEN", "")
 
     def tensor_over(self, memory: torch.Tensor) -> torch.Tensor:
-        """The memory as a tensor of the device."""
+        """Return the memory as a tensor of the device."""
         return memory
 
     def missing(self) -> str | None:
@@ -325,7 +324,7 @@ class FakeDriver:
 
     def wait_for_word(self, stream: FakeStream, pointer: int, value: int) -> None:
         word = ctypes.c_int64.from_address(pointer)
-        # As on a device, nothing of this process tells it that the word has changed.
+        # As on a device, this process does not notify it that the word has changed.
         stream.issue(lambda: None, (lambda: False) if self.broken == "word" else (lambda: word.value >= value))
 
 
@@ -387,19 +386,19 @@ class FakeCuda(FakeDriver):
             self.gpu.wait_until(event.query)
             future.set_result(value)
 
-        # A future of CUDA is complete at once and its reader's stream waits; here the reader is the host.
+        # A CUDA future completes at once, and its reader's stream waits; here the reader is the host.
         threading.Thread(target=finish, daemon=True).start()
 
 
 _names: dict[int, ArenaName] = {}
-# Addresses of the host that the device may use.
+# Host addresses that the device may use.
 registered: set[int] = set()
-# For each block released, whether it was another process's.
+# For each released block, whether it belonged to another process.
 released: list[bool] = []
 
 
 def close_names() -> None:
-    """Closes what another process could attach to, where ranks were threads and no process was."""
+    """Close the names that another process could attach to, if ranks were threads and no process did."""
     while _names:
         os.close(_names.popitem()[1].fd)
 
@@ -419,7 +418,7 @@ def install(seed: int) -> None:
     device_side.set_up_staging = lambda host, *args: _over(set_up(host, *args))
     device_setup.STEP_S = float(os.environ.get("FAKE_CUDA_STEP_S", device_setup.STEP_S))
     collective_group.in_host_memory = lambda *tensors: False
-    # Both work on the host, whose tensors are no others than the device's here.
+    # Both work on the host, whose tensors are also the device's here.
     group = collective_group.CollectiveGroup
     for name in ("_run_gloo", "_exchange_sizes"):
         setattr(group, name, _off_stream(getattr(group, name)))

@@ -1,4 +1,4 @@
-"""Every accelerated collective as one call on a bare process group, for tests that inject faults."""
+"""Every accelerated collective as one call on a process group without init_process_group, for tests with faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ray_fracbackend.staged import StagedProcessGroup
 
 CHUNK_BYTES = 64 * 1024
 SMALL_CHUNKS = {"RAY_FRACBACKEND_IPC_CHUNK_BYTES": str(CHUNK_BYTES)}
-# Two of these chunks, and a bit.
+# Two of these chunks and a little more.
 NUMEL = 40_000
 SMALL_NUMEL = 4
 
@@ -27,7 +27,7 @@ SMALL_NUMEL = 4
 def bare_group(
     job: Job, name: str, rank: int, size: int, timeout_s: float, ranks: tuple[int, ...] = ()
 ) -> IpcProcessGroup:
-    """A process group without ``init_process_group``, over the run's store."""
+    """Create a process group without ``init_process_group``, over the run's store."""
     store = job.store()
     kind: Any = {"ipc": IpcProcessGroup, "staged": StagedProcessGroup}[rank_backend()]
     return kind(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout_s), ranks)
@@ -43,7 +43,7 @@ def options(kind: str, **fields: Any) -> Any:
 
 
 def filled(numel: int = NUMEL) -> torch.Tensor:
-    """Any data."""
+    """Return any data."""
     return torch.ones(numel)
 
 
@@ -53,11 +53,11 @@ class Call:
 
     Attributes:
         name: Key of `KINDS`.
-        numel: Elements of a part: of what one rank contributes or receives.
+        numel: Elements of a part, which one rank contributes or receives.
         dtype: Element type.
         op: Name of the reduce operation.
         root: Root rank.
-        sparse: Whether its tensor is one that Gloo carries.
+        sparse: Whether its tensor is sparse, so Gloo carries it.
     """
 
     name: str
@@ -74,20 +74,20 @@ class Call:
         return start(self, pg, options(kind, **fields))
 
     def one(self) -> torch.Tensor:
-        """One part."""
+        """Return one part."""
         tensor = torch.ones(self.numel, dtype=self.dtype)
         return tensor.to_sparse() if self.sparse else tensor
 
     def whole(self, pg: IpcProcessGroup) -> torch.Tensor:
-        """A part for each rank, in one tensor."""
+        """Return a part for each rank, in one tensor."""
         return torch.ones(self.numel * pg.size(), dtype=self.dtype)
 
     def several(self, pg: IpcProcessGroup) -> list[torch.Tensor]:
-        """A part for each rank."""
+        """Return a part for each rank."""
         return [self.one() for _ in range(pg.size())]
 
     def of_root(self, pg: IpcProcessGroup) -> list[list[torch.Tensor]]:
-        """A part for each rank on the root, nothing elsewhere."""
+        """Return a part for each rank on the root, nothing on other ranks."""
         return [self.several(pg)] if pg.rank() == self.root else []
 
     def reduces(self) -> bool:
@@ -99,7 +99,7 @@ class Call:
         return self.name in ("broadcast", "reduce", "gather", "scatter")
 
     def __str__(self) -> str:
-        """As messages call it."""
+        """Return its name as in messages."""
         dtype = str(self.dtype).removeprefix("torch.")
         if self.name == "barrier":
             return self.name
@@ -108,7 +108,7 @@ class Call:
         return f"{self.name}({', '.join(details)})" + " through Gloo" * self.sparse
 
 
-# Kind of options, and how to start.
+# Kind of options, and the function that starts it.
 KINDS: dict[str, tuple[str, Callable[[Call, IpcProcessGroup, Any], Any]]] = {
     "all_reduce": ("Allreduce", lambda c, pg, o: pg.allreduce([c.one()], o)),
     "broadcast": ("Broadcast", lambda c, pg, o: pg.broadcast([c.one()], o)),
@@ -132,9 +132,9 @@ Point = tuple[Action, int]
 
 
 def points(call: Call, num_ranks: int) -> list[Point]:
-    """What ranks do in a call on one host: actions, each with how often it came before.
+    """Return the actions of ranks in a call on one host, each with its number of earlier occurrences.
 
-    Which rank does what, and in which order, depends on its part of the call and on how far the others are.
+    Which rank does what, and in which order, depends on its part of the call and on the progress of the others.
     """
     # First the sizes.
     entries = actions_of(1, two_passes=False) if call.name.startswith("all_to_all") else []
@@ -149,18 +149,18 @@ def points(call: Call, num_ranks: int) -> list[Point]:
 
 
 def actions_of(num_chunks: int, *, two_passes: bool) -> list[Action]:
-    """Actions of a call with so many chunks, none for a barrier."""
+    """Return the actions of a call with this number of chunks, none for a barrier."""
     of_a_chunk = [Action.PUT, Action.PUBLISH, *([Action.FOLD] if two_passes else []), Action.TAKE]
     return [Action.SIGN, Action.AWAIT, Action.CHECK, *(num_chunks * of_a_chunk or [Action.PUBLISH])]
 
 
 class Striker:
-    """An observer of an engine that calls a function once, before the given action has come as often as that.
+    """An observer of an engine that calls a function once, before the given occurrence of an action.
 
     Args:
-        point: The action, and how often it has come.
-        function: Called then; if the rank's part of the call does not have it, when the call after that begins.
-        num_signs: How often the call signs.
+        point: The action and its occurrence.
+        function: Called there; if the rank's part of the call lacks the action, at the start of the next call.
+        num_signs: Number of times that the call signs.
     """
 
     def __init__(self, point: Point, function: Callable[[], None], num_signs: int = 1) -> None:
@@ -179,25 +179,25 @@ class Striker:
 
 
 def at_point(pg: IpcProcessGroup, point: Point, function: Callable[[], None], num_signs: int = 1) -> None:
-    """Call `function` when this rank comes to a point of its next call, see `Striker`."""
+    """Call `function` when this rank reaches a point of its next call, see `Striker`."""
     pg._local.engine.observer = Striker(point, function, num_signs)
 
 
 def shared_names() -> set[str]:
-    """Files of torch or of this project in /dev/shm; other programs have theirs there."""
+    """Return files of torch or of this project in /dev/shm; other programs have theirs there."""
     if not os.path.isdir("/dev/shm"):
         return set()
     return {name for name in os.listdir("/dev/shm") if "torch" in name or "frac" in name}
 
 
 def memfd_count() -> int:
-    """Mappings of our shared memory in this process."""
+    """Return the number of mappings of our shared memory in this process."""
     with open("/proc/self/maps") as maps:
         return sum("ray_fracbackend_ipc" in line for line in maps)
 
 
 def open_files() -> list[str]:
-    """What the descriptors of this process stand for."""
+    """Return the targets of this process's descriptors."""
     names = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -208,5 +208,5 @@ def open_files() -> list[str]:
 
 
 def open_memfds() -> int:
-    """Descriptors of our shared memory in this process."""
+    """Return the descriptors of our shared memory in this process."""
     return sum("ray_fracbackend_ipc" in name for name in open_files())

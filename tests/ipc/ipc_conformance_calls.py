@@ -1,4 +1,4 @@
-"""Calls whose tensors share memory, against the same calls on copies."""
+"""Calls whose tensors share memory, compared with the same calls on copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ray_fracbackend.staged  # noqa: F401 (registers both backends)
 
 
 def aliased(job: Job, numel: int) -> list[str]:
-    """Calls whose input lies inside the output, or is it; returns those whose result differs from a call on copies."""
+    """Run calls whose input is inside the output, or equal to it; return those whose result differs from a call on copies."""
     job.init()
     rank, size, wrong = job.rank, job.size, []
     own = torch.arange(numel, dtype=torch.float32) + 1e6 * rank
@@ -33,7 +33,7 @@ def aliased(job: Job, numel: int) -> list[str]:
         dist.reduce_scatter(parts[(rank + shift) % size], parts)
         if not torch.equal(parts[(rank + shift) % size], reduced):
             wrong.append(f"reduce_scatter into part {shift} after its own")
-    # Not from the first byte of a part on: chunks of the one lie across chunks of the other.
+    # Not from the first byte of a part on: chunks of one cross chunks of the other.
     memory = torch.zeros((size + 1) * numel)
     memory[numel // 2 : numel // 2 + numel].copy_(own)
     dist.all_gather_into_tensor(memory[: size * numel], memory[numel // 2 : numel // 2 + numel])

@@ -1,4 +1,4 @@
-"""Accelerated collectives on a device, real or fake, each as one call on a bare process group."""
+"""Accelerated collectives on a device, real or fake, each as one call on a process group."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from ray_fracbackend.ipc.protocol.engine import Engine
 from ray_fracbackend.ipc.protocol.schedule import Action
 from tests.processes import wait_until
 
-# Four of the 64 KiB chunks that these tests use, and a bit.
+# Four of the 64 KiB chunks that these tests use, and a little more.
 NUMEL = 66_000
-# For a device that a rank has left with waits.
+# Time for a device that a rank has left with waits.
 FREE_S = 20.0
 
 
 def device_group(
     job: Job, name: str, rank: int, size: int, timeout_s: float, ranks: tuple[int, ...] = ()
 ) -> IpcProcessGroup:
-    """A bare process group whose device memory has been set up."""
+    """Create a process group and set up its device memory."""
     pg = bare_group(job, name, rank, size, timeout_s, ranks)
-    CALLS["all_reduce_small"](pg).wait()  # with torch 2.7 every call of a bare group is asynchronous
+    CALLS["all_reduce_small"](pg).wait()  # with torch 2.7 every call without init_process_group is asynchronous
     engine_of(pg)
     return pg
 
 
 def engine_of(pg: IpcProcessGroup) -> Engine:
-    """The engine that runs this rank's calls on the device."""
+    """Return the engine that runs this rank's calls on the device."""
     lane = pg._device_side._lane
     assert lane is not None, pg.staged_reason
     return lane.collectives.engine
 
 
 def comes_free(pg: Any) -> bool:
-    """Whether all that this rank's device was given comes to an end, whatever became of the other ranks."""
+    """Return whether all work of this rank's device finishes, whatever happened to the other ranks."""
     events = []
     for stream in pg._device_side._streams.values():
         with stream.runtime.on(stream.stream):
@@ -48,12 +48,12 @@ def comes_free(pg: Any) -> bool:
 
 
 def filled(numel: int = NUMEL) -> torch.Tensor:
-    """Any data."""
+    """Return any data."""
     return torch.ones(numel, device=rank_device())
 
 
 def several(pg: IpcProcessGroup) -> list[torch.Tensor]:
-    """One tensor for each rank."""
+    """Return one tensor for each rank."""
     return [filled() for _ in range(pg.size())]
 
 
@@ -85,14 +85,14 @@ CALLS: dict[str, Callable[[IpcProcessGroup], Any]] = {
 
 
 def phases(name: str) -> list[Action]:
-    """Actions at which a fault can strike this collective."""
+    """Return the actions at which a fault can occur in this collective."""
     return [action for action in Action if action is not Action.FOLD or name == "all_reduce"]
 
 
 def strike_at(pg: IpcProcessGroup, action: Action, strike: Callable[[], None]) -> None:
-    """Call `strike` when this rank is about to take `action` for the first time, see `Striker`; at the latest in a later call on the host.
+    """Call `strike` before this rank takes `action` for the first time, see `Striker`; at the latest in a later call on the host.
 
-    Whether a rank has to wait at all depends on how far the others are.
+    Whether a rank has to wait at all depends on the progress of the others.
     """
     striker = engine_of(pg).observer = Striker((action, 0), strike)
 

@@ -1,6 +1,6 @@
-"""Faults that strike a rank in a collective on a device, in whichever memory it is, and what the others must report.
+"""Faults of a rank in a collective on a device, in any memory, and the errors that the others must raise.
 
-Every victim is a process of its own, because a process that has used CUDA cannot be forked.
+Every victim is a separate process, because a process that has used CUDA cannot be forked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ray_fracbackend.ipc.protocol.schedule import Action
 
 
 def call_then_barrier(pg: Any, name: str) -> None:
-    """A rank struck after its last publication lets the others finish; the next call must report it."""
+    """If a rank fails after its last publication, the others finish; the next call must report it."""
     CALLS[name](pg).wait()
     pg.barrier(options("Barrier")).wait()
 
@@ -29,7 +29,7 @@ def call_then_barrier(pg: Any, name: str) -> None:
 def struck_by_signal(
     job: Job, memory: str, name: str, points: list[Any], kind: str, timeout_s: float, survivors: int
 ) -> Any:
-    """The first ranks survive one group per point with a victim of its own, and report each error."""
+    """The first ranks survive one group per point, each with a different victim, and report each error."""
     torch.set_num_threads(1)
     errors = []
     for number, point in enumerate(points):
@@ -64,9 +64,9 @@ def check_signal(
     limit_s: float = 200,
     survivors: int = 2,
 ) -> None:
-    """Run a collective with a victim at each point of its memory, or at `points`, and check what the survivors report.
+    """Run a collective with a victim at each point of its memory, or at `points`, and check the survivors' reports.
 
-    The survivors' device comes free each time, so that they go on with the next group.
+    The survivors' device becomes free each time, so they continue with the next group.
     """
     before = shared_names()
     points = points or list(MEMORIES[memory].points(name, survivors + 1))
@@ -82,7 +82,7 @@ def check_signal(
 
 
 def struck_by_exception(job: Job, names: list[str]) -> list[Any]:
-    """These collectives at every phase, each in a fresh group; the last rank raises inside the call, or the leader where it folds."""
+    """Run these collectives with a fault at every phase, each in a new group; the last rank raises an error, or the leader in a FOLD."""
     torch.set_num_threads(1)
     reports = []
     for name in names:

@@ -1,7 +1,7 @@
-"""Runs many injected faults in one set of processes, each in a process group of its own.
+"""Run many injected faults in one set of processes, each in a separate process group.
 
-Two processes survive all cases. The third takes the victim's part itself where it lives through it; where the victim is
-killed or stopped, it forks one for each case and makes no process group itself, so that it stays safe to fork.
+Two processes survive all cases. The third takes the victim's part if the victim survives. If the victim is killed or stopped, it forks one
+for each case and creates no process group itself, so forking stays safe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ipc_harness import Job
 from ray_fracbackend.ipc import IpcError, IpcProcessGroup
 from ray_fracbackend.ipc.protocol.schedule import WRITTEN, Action
 
-# Stopped ranks are waited for, which costs time but no CPU: so many cases at once.
+# Stopped ranks must be waited for, which costs time but no CPU, so this number of cases runs at once.
 _STOPPED_AT_ONCE = 16
 _PR_SET_PDEATHSIG = 1
 _HOLD_S = 30.0
@@ -39,14 +39,14 @@ Error = tuple[str, str, float]
 
 @dataclass
 class Report:
-    """What one rank saw of one case.
+    """Report of one rank on one case.
 
     Attributes:
-        number: Of the case.
-        rank: In the group.
-        first: Type, text and seconds of the first error of its calls; an empty type if there was none.
-        rest: The same of each later call: those already started, and a barrier at the end.
-        leaks: What was not given back.
+        number: Number of the case.
+        rank: Rank in the group.
+        first: Class, message and seconds of the first error of its calls; an empty class if there was none.
+        rest: The same for each later call: those already started, and a barrier at the end.
+        leaks: Resources that were not released.
     """
 
     number: int
@@ -57,11 +57,11 @@ class Report:
 
 
 class InjectedError(RuntimeError):
-    """Stands for any error inside a collective, such as a failed allocation."""
+    """Represents any error inside a collective, such as a failed allocation."""
 
 
 def error_of(function: Callable[[], Any]) -> Error:
-    """Type, text and seconds of what a call raises; an empty type if it returns."""
+    """Return class, message and seconds of the error of a call; an empty class if it returns."""
     started = time.monotonic()
     try:
         function()
@@ -73,7 +73,7 @@ def error_of(function: Callable[[], Any]) -> Error:
 
 
 def strike(fault: str) -> None:
-    """Kill or stop this process, or fail."""
+    """Kill or stop this process, or raise an error."""
     if fault == "raise":
         raise InjectedError("injected")
     if sys.platform == "win32":
@@ -81,12 +81,12 @@ def strike(fault: str) -> None:
         this = psutil.Process()
         this.kill() if fault == "kill" else this.suspend()
     os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
-    # Another thread may have taken the signal, and this one must not go on until it stops too.
+    # Another thread may have received the signal, and this thread must not continue until it stops too.
     time.sleep(3600)
 
 
 def belongings() -> dict[str, Any]:
-    """What this process holds that a process group may have taken."""
+    """Return resources of this process that a process group may have allocated."""
     with open("/proc/self/maps") as maps:
         named = sum("/dev/shm/" in line for line in maps)
     return {
@@ -98,7 +98,7 @@ def belongings() -> dict[str, Any]:
 
 
 def prepare(job: Job) -> dict[str, Any]:
-    """Make garbage collection quick and return what this process holds after one good group."""
+    """Make garbage collection quick and return the resources of this process after one successful group."""
     torch.set_num_threads(1)
     os.environ.update(SMALL_CHUNKS)
     gc.collect()
@@ -112,7 +112,7 @@ def prepare(job: Job) -> dict[str, Any]:
 
 
 def leaks_since(before: dict[str, Any]) -> dict[str, Any]:
-    """What is held beyond `before`; a thread that has ended may be listed for a moment longer."""
+    """Return resources beyond `before`; an ended thread may be listed for a moment longer."""
     gc.collect()
     deadline = time.monotonic() + 5
     while (now := belongings()) != before and time.monotonic() < deadline:
@@ -121,7 +121,7 @@ def leaks_since(before: dict[str, Any]) -> dict[str, Any]:
 
 
 def survivors(job: Job, cases: list[Case]) -> list[Report]:
-    """A rank that lives: all cases, one batch after the other."""
+    """Run all cases on a surviving rank, one batch after the other."""
     before = prepare(job)
     store = _store(job)
     before["descriptors"] += 1
@@ -141,7 +141,7 @@ def survivors(job: Job, cases: list[Case]) -> list[Report]:
 
 
 def victims(job: Job, cases: list[Case]) -> list[str]:
-    """Forks a victim for each case; returns what went wrong with them."""
+    """Fork a victim for each case; return their problems."""
     torch.set_num_threads(1)
     os.environ.update(SMALL_CHUNKS)
     store = _store(job)
@@ -158,12 +158,12 @@ def victims(job: Job, cases: list[Case]) -> list[str]:
 
 
 def play_fatal(job: Job, cases: list[Case]) -> Any:
-    """Either side of cases whose victim does not live."""
+    """Run either side of the cases whose victim does not survive."""
     return victims(job, cases) if job.rank == SIZE - 1 else survivors(job, cases)
 
 
 def batches(cases: list[Case]) -> list[tuple[int, list[Case]]]:
-    """Cases that run at once, each batch with the number of its first."""
+    """Yield cases that run at once, each batch with the number of its first case."""
     at_once = _STOPPED_AT_ONCE if cases and cases[0].fault == "stop" else 1
     return [(first, cases[first : first + at_once]) for first in range(0, len(cases), at_once)]
 
@@ -176,7 +176,7 @@ def _fork_victim(job: Job, case: Case, number: int) -> int:
     pid = os.fork()
     if pid:
         return pid
-    # A stopped child must not outlive this process, whatever ends it.
+    # A stopped child must not outlive this process, however this process ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         _play(_group(job, case, number), case, number)
@@ -186,18 +186,18 @@ def _fork_victim(job: Job, case: Case, number: int) -> int:
 
 
 def _group(job: Job, case: Case, number: int) -> IpcProcessGroup:
-    """The group of a case: the last process is the victim, the others take the other ranks in order."""
+    """Create the group of a case: the last process is the victim, the others are the other ranks in order."""
     others = [rank for rank in range(SIZE) if rank != case.victim]
     rank = [*others, case.victim][job.rank]
     os.environ["RAY_FRACBACKEND_IPC_HOST"] = case.hosts[rank]
     pg = bare_group(job, str(number), rank, SIZE, SETUP_TIMEOUT_S)
-    # The victim of a batch is ready long before the others, and must not give up on them.
+    # The victim of a batch is ready long before the others, and must not time out while it waits for them.
     pg.set_timeout(timedelta(seconds=TIMEOUT_S if rank == case.victim else case.timeout_s))
     return pg
 
 
 def _play(pg: IpcProcessGroup, case: Case, number: int) -> Report:
-    """This rank's part of a case."""
+    """Run this rank's part of a case."""
     is_victim = pg.rank() == case.victim
     calls = case.victim_calls if is_victim else case.calls
     if is_victim and case.fault in ("kill", "stop", "raise"):
@@ -225,13 +225,13 @@ def _play(pg: IpcProcessGroup, case: Case, number: int) -> Report:
 
 
 def _hold(pg: IpcProcessGroup, case: Case, position: int) -> None:
-    """See to it that the ranks are where the case wants them when they disagree."""
+    """Make sure that the ranks are at the case's position when they disagree."""
     if case.fault != "mismatch" or case.hosts != "aaa":
         return
     if case.peers == "earlier":
         if pg.rank() != case.victim and position == case.differs_at - 1:
             takes = [point for point in points(case.calls[position], SIZE) if point[0] is Action.TAKE]
-            # A barrier has none.
+            # A barrier has no chunks.
             _hold_at(
                 pg,
                 takes[-1] if takes else (Action.CHECK, 0),
@@ -255,7 +255,7 @@ def _hold_at(pg: IpcProcessGroup, point: Point, condition: Callable[[], bool]) -
 
 
 def _step_of(pg: IpcProcessGroup, rank: int) -> int:
-    """The last chunk that the rank has written: between calls the same on all."""
+    """Return the last chunk that the rank has written: between calls it is the same on all ranks."""
     control = pg._local.engine._control
     return control.words[control.counter_index[rank] + WRITTEN]
 

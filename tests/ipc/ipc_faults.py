@@ -14,19 +14,19 @@ from ray_fracbackend.ipc.protocol.schedule import Action
 
 SIZE = 3
 FAULTS = ("kill", "stop", "raise", "mismatch", "leave")
-# Both deadlines are those of a call. Only a stopped rank has to be waited for.
+# Both deadlines are those of a call. Only for a stopped rank the others must wait.
 STOP_TIMEOUT_S = 2.0
 TIMEOUT_S = 40.0
-# Groups are made one after another while the machine may be busy with other tests; that is not what is tested.
+# Groups are created one after another while other tests may use the machine; this time is not tested.
 SETUP_TIMEOUT_S = 150.0
-# Longest that a rank may take to raise beyond that; generous, because these tests share their cores.
+# Maximum time for a rank to raise an error beyond that; large, because these tests share their cores.
 MARGIN_S = 10.0
 
 BARRIER = CALLS["barrier"]
 EARLIER = CALLS["all_gather"]
-# Where the peers are when the victim's other call begins: each rank comes when it comes; they wait for it; they are
-# about to do that action, and go on only when the victim has got as far as it can; they read the last chunk of the
-# call before; all calls are in their queues.
+# Position of the peers when the victim's other call begins: each rank arrives at its own time; they wait for it; they are about to do that
+# action, and continue only after the victim has progressed as far as it can; they read the last chunk of the previous call; all calls are
+# in their queues.
 PEER_PHASES = ("any", "waiting", "SIGN", "PUT", "PUBLISH", "AWAIT", "CHECK", "earlier", "queued")
 
 
@@ -36,14 +36,14 @@ class Case:
 
     Attributes:
         collective: Key of `CALLS`.
-        fault: One of `FAULTS`: the victim is killed, is stopped, raises inside a call, makes another call, or goes.
-        calls: What all but the victim call, in this order.
-        victim_calls: What the victim calls.
-        victim: Its rank.
-        point: Where in the first call it is struck.
+        fault: One of `FAULTS`: the victim is killed, is stopped, raises an error in a call, makes another call, or leaves.
+        calls: Calls of all ranks except the victim, in this order.
+        victim_calls: Calls of the victim.
+        victim: Rank of the victim.
+        point: Point of the fault in the first call.
         peers: One of `PEER_PHASES`, for a mismatch.
         differs_at: Number of calls before the one in which the ranks disagree.
-        texts: What the error must show, for a mismatch.
+        texts: Texts that the error must contain, for a mismatch.
         asynchronous: Whether all calls are started before any is waited for.
         hosts: Host of each rank.
     """
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def timeout_s(self) -> float:
-        """Time limit of its calls."""
+        """Return the time limit of its calls."""
         return STOP_TIMEOUT_S if self.fault == "stop" else TIMEOUT_S
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Case:
 
 
 def cases_of(collective: str, fault: str) -> list[Case]:
-    """All cases of a collective and a fault; victims and, for mismatches, hosts take turns."""
+    """Return all cases of a collective and a fault, alternating victims and, for mismatches, hosts."""
     make = {"mismatch": _mismatches, "leave": _leavings}.get(fault)
     made = _struck(collective, fault) if make is None else make(collective)
     victims = itertools.cycle(range(SIZE))
@@ -82,7 +82,7 @@ def cases_of(collective: str, fault: str) -> list[Case]:
 
 
 def sample(seed: int) -> dict[str, list[Case]]:
-    """Some cases for each fault: every collective with each, the rest by chance."""
+    """Return some cases for each fault: every collective with each fault, the rest at random."""
     rng = random.Random(seed)
     chosen: dict[str, list[Case]] = {}
     for fault in FAULTS:
@@ -96,7 +96,7 @@ def sample(seed: int) -> dict[str, list[Case]]:
 
 def _struck(collective: str, fault: str) -> Iterator[Case]:
     call = CALLS[collective]
-    # A rank struck after its last publication lets the others finish; the next call must report it.
+    # If a rank fails after its last publication, the others finish; the next call must report it.
     case = Case(collective, fault, (call, BARRIER), (call, BARRIER), 0)
     every = points(call, SIZE)
     last = dict(every)
@@ -105,12 +105,12 @@ def _struck(collective: str, fault: str) -> Iterator[Case]:
             if number in (0, 1, last[action]):
                 yield replace(case, point=(action, number), asynchronous=asynchronous)
     for action in Action:
-        if action is not Action.FOLD:  # partial results for other hosts are not split over the ranks
+        if action is not Action.FOLD:  # partial results for other hosts are not divided among the ranks
             yield replace(case, point=(action, 0), hosts="aab")
 
 
 def variants(call: Call) -> dict[str, tuple[Call, tuple[str, ...]]]:
-    """Other calls that differ from `call` in one thing, with what messages show of the two."""
+    """Return calls that differ from `call` in one property, with the text of both in messages."""
     if call.name == "barrier":
         return {}
     different = {"dtype": replace(call, dtype=torch.int32)}
@@ -127,14 +127,14 @@ def variants(call: Call) -> dict[str, tuple[Call, tuple[str, ...]]]:
     found: dict[str, tuple[Call, tuple[str, ...]]]
     found = {kind: (other, (str(call), str(other))) for kind, other in different.items()}
     for kind, other in shapes.items():
-        # Sizes may differ by pair there; what counts is that both sides of a pair agree.
+        # Sizes may differ by pair there, but both sides of a pair must agree.
         found[kind] = (other, (f"{4 * call.numel}", f"{4 * other.numel}", " sends ", "which expects"))
     return found
 
 
 def _mismatches(collective: str) -> Iterator[Case]:
     call = CALLS[collective]
-    # What both sides call after it; nothing here may look like the call itself.
+    # The next calls of both sides; none may equal the call itself.
     end = BARRIER if call.name != "barrier" else Call("all_reduce", SMALL_NUMEL)
     pairs: list[tuple[str, tuple[Call, ...], tuple[Call, ...], int, tuple[str, ...]]] = [
         (kind, (call, end), (other, end), 0, texts) for kind, (other, texts) in variants(call).items()
@@ -149,7 +149,7 @@ def _mismatches(collective: str) -> Iterator[Case]:
     partners = sorted(kind for kind, *_ in pairs if kind.startswith("operation"))
     for number, phase in enumerate(PEER_PHASES):
         for kind, ours, theirs, differs_at, texts in pairs:
-            # Every other operation once; of the phases each with a few of them.
+            # Every other operation once; each of the phases with a few of them.
             if phase != "any" and kind in partners and partners.index(kind) % len(PEER_PHASES) != number:
                 continue
             case = Case(collective, "mismatch", ours, theirs, 0, differs_at=differs_at, texts=texts, peers=phase)
@@ -165,6 +165,6 @@ def _mismatches(collective: str) -> Iterator[Case]:
 def _leavings(collective: str) -> Iterator[Case]:
     call = CALLS[collective]
     for asynchronous in (False, True):
-        # The victim makes one call more than the others, which go after theirs; or one less, and goes itself.
+        # The victim makes one call more than the others, which leave after theirs; or one less, and leaves itself.
         yield Case(collective, "leave", (call,), (call, call), 0, peers="go", asynchronous=asynchronous)
         yield Case(collective, "leave", (call, call), (call,), 0, peers="stay", asynchronous=asynchronous)

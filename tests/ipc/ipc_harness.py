@@ -1,4 +1,4 @@
-"""Runs a function as the ranks of a group of ipc or staged, in real processes with a hard time limit."""
+"""Run a function as the ranks of an ipc or staged group, in real processes with a time limit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch.utils import backend_registration
 from ray_fracbackend.worker.store import open_store
 from tests.processes import Outcome, run_each
 
-# The device of the tensors that a rank hands to collectives.
+# Device of the tensors that a rank passes to collectives.
 DEVICE_ENV_VAR = "IPC_TEST_DEVICE"
-# The backend of the group that a rank makes: ipc or staged.
+# Backend of the group that a rank creates: ipc or staged.
 BACKEND_ENV_VAR = "IPC_TEST_BACKEND"
 
-# What `fake_accelerator` needs; torch 2.9.1 does not have it yet.
+# Required by `fake_accelerator`; torch 2.9.1 does not have it yet.
 TAKES_TYPES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 typed = pytest.mark.skipif(not TAKES_TYPES, reason="needs a torch that takes a device type from Python")
 
@@ -31,12 +31,12 @@ _WINDOWS = sys.platform == "win32"
 
 
 def open_local_store() -> dist.TCPStore:
-    """A store on the loopback address alone, whose peers' names are in the hosts file: it asks no name server."""
+    """Create a store that listens only on loopback; the hosts file has its peers' names, so no name server is used."""
     return open_store(host="127.0.0.1")
 
 
 def rank_device() -> torch.device:
-    """Where this rank's tensors belong."""
+    """Return the device of this rank's tensors."""
     return torch.device(os.environ.get(DEVICE_ENV_VAR, "cpu"))
 
 
@@ -47,7 +47,7 @@ def rank_backend() -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's view of a run: what `init` needs."""
+    """One rank's parameters of a run, for `init`."""
 
     rank: int
     size: int
@@ -55,7 +55,7 @@ class Job:
     timeout_s: float
 
     def store(self) -> dist.TCPStore:
-        """A client of the run's store."""
+        """Return a client of the run's store."""
         return dist.TCPStore(
             "127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=60), use_libuv=not _WINDOWS
         )
@@ -94,16 +94,16 @@ def run_ranks(
     needed: int | None = None,
     fresh: bool = False,
 ) -> list[Outcome]:
-    """Run ``function(job, *args)`` in `size` processes; kill what is left after `limit_s` seconds.
+    """Run ``function(job, *args)`` in `size` processes; kill the rest after `limit_s` seconds.
 
     Args:
-        function: At module level, so that it pickles.
+        function: Function at module level, so it can be pickled.
         size: Number of processes.
         args: Further arguments, equal for all.
-        limit_s: As `run_each` has it.
-        timeout_s: Collective timeout of the process group that `Job.init` makes.
+        limit_s: As in `run_each`.
+        timeout_s: Collective timeout of the process group that `Job.init` creates.
         env: Environment variables, for all ranks or by rank.
-        needed: Wait only for the first so many ranks, then kill the rest.
+        needed: Wait only for this number of first ranks, then kill the rest.
         fresh: Start new interpreters, which have the variables before torch is imported.
     """
     store = open_local_store()
@@ -114,8 +114,8 @@ def run_ranks(
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """Values of a run in which every rank had to return."""
-    # All of them: what the first met is often a consequence.
+    """Return the values of a run in which every rank must return."""
+    # All of them, because the first one is often only a consequence.
     failed = [
         f"rank {outcome.rank}: exit {outcome.exitcode} after {outcome.seconds:.1f} s, {outcome.error!r}\n{outcome.trace}"
         for outcome in outcomes

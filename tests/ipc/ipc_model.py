@@ -1,12 +1,12 @@
-"""A model of the slot protocol: every interleaving of small cases over fake memory and fake words.
+"""Model of the slot protocol: every interleaving of small cases with fake memory and fake words.
 
-What a rank does next is decided by `ray_fracbackend.ipc.protocol.schedule` itself, where it puts a chunk by
-`ray_fracbackend.ipc.host.memory`, and for whom its stream waits by `ray_fracbackend.ipc.device.memory`. Each rank has a host, which issues one action after the other and announces it, and a stream, which
-carries out copies, writes of its word and waits for the words of others in the order in which the host issued them, any time later
-(device memory) or at once (host memory).
+`ray_fracbackend.ipc.protocol.schedule` itself decides the next action of a rank, `ray_fracbackend.ipc.host.memory` the place of a chunk,
+and `ray_fracbackend.ipc.device.memory` the ranks for which its stream waits. Each rank has a host and a stream. The host issues one action
+after the other and announces it. The stream copies, writes its word and waits for the words of others, in the order in which the host
+issued this, at any later time (device memory) or at once (host memory).
 
-A copy is two micro-steps, and so is a read: memory that is being written, or that changes between begin and end of a
-read, is an error, and so is memory of another chunk than the reader means.
+A copy consists of two micro-steps, and so does a read. It is an error to read memory that is being written or that changes between begin
+and end of the read, or memory of another chunk than intended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ProtocolViolation(AssertionError):
 
 @dataclass(frozen=True)
 class Rules:
-    """The protocol's parameters; the defaults are the real ones, others must be found wrong."""
+    """Parameters of the protocol; the defaults are the real ones, others must be detected as wrong."""
 
     buffers: int = NUM_SLOTS
     frees_early: bool = False
@@ -46,12 +46,12 @@ class Rules:
     count_before_progress: bool = False
 
 
-# How a collective goes: in one pass, all to all; in two, where every rank folds its share, or rank 0 all; in one pass to rank 0, or
-# from it.
+# Kind of a collective: in one pass, all to all; in two passes, in which every rank folds its share, or rank 0 folds all; in one pass to
+# rank 0, or from it.
 ONE, SPLIT, LEADER, TO_ROOT, FROM_ROOT = "one pass", "split", "leader", "to root", "from root"
 Micro = tuple[str, Any]
-# Of a rank's host: the call it is in, what it has written, read and done of it, whether it has checked, and what it has yet to
-# announce (None for nothing).
+# State of a rank's host: its call, what it has written, read and finished of it, whether it has checked, and what it must still announce
+# (None for nothing).
 Host = tuple[int, int, int, int, bool, Any]
 _CHUNK_BYTES = 64
 
@@ -68,22 +68,22 @@ class Waits(DeviceMemory):
         self.rules = rules
 
     def resume(self, words: Sequence[int], state: Any, found: list[Micro]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         reached, readers = state
         self.attach(words, [r * NUM_COUNTS for r in range(len(reached))], ())
         self._reached, self._readers, self.into.found = [list(counts) for counts in reached], list(readers), found
 
     def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
-        """As the real one, or without a wait."""
+        """Like the real one, or without a wait."""
         if not self.rules.skip_wait_to_write:
             super().prepare_put(chunk, read, readers)
 
     def area(self, kind: int, chunk: int) -> int:
-        """Where a rank puts a chunk, by number of the slot or folded area."""
+        """Return where a rank puts a chunk, as the number of the slot or folded area."""
         return chunk % self.rules.buffers
 
     def state(self) -> Any:
-        """What the next wait depends on."""
+        """Return the state that the next wait depends on."""
         return tuple(map(tuple, self._reached)), tuple(map(tuple, self._readers))
 
 
@@ -94,7 +94,7 @@ class Areas:
         self.rules = rules
 
     def resume(self, words: Sequence[int], state: Any, found: list[Micro]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         self.places, self.tables = [], []
         for free, used, table in state:
             places = Places(NUM_SLOTS)
@@ -103,7 +103,7 @@ class Areas:
             self.tables.append(list(table))
 
     def wait(self, ranks: Sequence[int], kind: int, value: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
         """Choose a slot."""
@@ -117,11 +117,11 @@ class Areas:
         self.tables[kind][chunk % NUM_SLOTS] = self.places[kind].choose(chunk, through + self.rules.frees_early)
 
     def area(self, kind: int, chunk: int) -> int:
-        """Where a rank has put a chunk."""
+        """Return where a rank has put a chunk."""
         return self.tables[kind][chunk % NUM_SLOTS]
 
     def state(self) -> Any:
-        """What others see, and the next choice depends on."""
+        """Return the state that others see and that the next choice depends on."""
         return tuple(
             (tuple(places.free), tuple(places.used), tuple(table))
             for places, table in zip(self.places, self.tables, strict=True)
@@ -129,25 +129,25 @@ class Areas:
 
 
 class Words:
-    """What `Timeline` would issue."""
+    """The words that `Timeline` would issue."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.found: list[Micro] = []
 
     def wait(self, stream: Any, writer: int, progress: int) -> None:
-        """The word of another rank."""
+        """Wait for the word of another rank."""
         if not self.rules.skip_wait:
             self.found.append(("wait", (writer, progress - self.rules.wait_for_less)))
 
 
 class Explorer:
-    """Walks all interleavings of `num_ranks` ranks that run the same calls.
+    """Visits all interleavings of `num_ranks` ranks that run the same calls.
 
     Args:
-        num_ranks: Ranks.
+        num_ranks: Number of ranks.
         calls: ``(num_chunks, kind)`` of each collective.
-        device: Streams lag behind hosts; else they keep up.
+        device: Whether streams run later than hosts.
         rules: Protocol parameters.
     """
 
@@ -184,7 +184,7 @@ class Explorer:
         self.num_states = len(seen)
         return self.num_states
 
-    # State: per rank its host, its stream's queue, what it has announced, its memory, its word, and its memory of waits or areas.
+    # State: for each rank its host, its stream's queue, its announcements, its memory, its word, and its memory of waits or areas.
     def _initial(self):  # type: ignore[no-untyped-def]
         n = len(self.ranks)
         memory = tuple(((0,) * self.rules.buffers, (0,) * self.rules.buffers, (0, 0)) for _ in self.ranks)
@@ -196,7 +196,7 @@ class Explorer:
         return state
 
     def _begin(self, state, rank, number):  # type: ignore[no-untyped-def]
-        """The state in which a rank has signed a call; without one, it is through."""
+        """Return the state in which a rank has signed a call; without a call it has finished."""
         hosts, queues, counts, memory, words, waits = state
         if number == len(self.calls):
             return _set(hosts, rank, (number, 0, 0, 0, True, None)), queues, counts, memory, words, waits
@@ -207,7 +207,7 @@ class Explorer:
         return _set(hosts, rank, host), queues, counts, memory, words, waits
 
     def _part(self, rank: int, kind: str) -> tuple[bool, bool, bool]:
-        """Whether a rank puts, folds and takes."""
+        """Return whether a rank puts, folds and takes."""
         if kind == LEADER:
             return rank != 0, rank == 0, True
         if kind == FROM_ROOT:
@@ -225,7 +225,7 @@ class Explorer:
         return course
 
     def _moves(self, state, rank):  # type: ignore[no-untyped-def]
-        """States after one micro-step of the rank's stream or host."""
+        """Yield states after one micro-step of the rank's stream or host."""
         hosts, queues, *_ = state
         result = []
         if queues[rank]:
@@ -267,7 +267,7 @@ class Explorer:
         return _set(hosts, rank, host), _set(queues, rank, queue), counts, memory, words, _set(waits, rank, now.state())
 
     def _issue(self, course, action, rank, kind, now, issued, flat, peers):  # type: ignore[no-untyped-def]
-        """Append what the engine gives to the stream before it announces the action; return what a wrong rule leaves for after."""
+        """Append what the engine issues to the stream before it announces the action; return what a wrong rule issues afterwards."""
         chunk, everybody = course.chunk, list(self.ranks)
         others = [r for r in everybody if r != rank]
         sources = [0] if kind in (LEADER, FROM_ROOT) else everybody
@@ -296,7 +296,7 @@ class Explorer:
         return []
 
     def _announce(self, state, rank):  # type: ignore[no-untyped-def]
-        """Have the stream write the rank's word, then store the counter, then what is counted."""
+        """Make the stream write the rank's word, then store the counter, then the counts."""
         hosts, queues, counts, memory, words, waits = state
         _, written, read, done, _, (what, late) = hosts[rank]
         steps = (

@@ -1,4 +1,4 @@
-"""Random faults in random schedules of collectives, over host memory or on a device."""
+"""Random faults in random schedules of collectives, with host memory or on a device."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _GROUP_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Memory:
-    """How collectives are made and struck there.
+    """Collectives and faults for a kind of memory.
 
     Attributes:
-        group: Makes a process group.
-        calls: Collectives by name; each takes the group.
-        points: Where a collective of a name can be struck, among a number of ranks.
-        strike_at: Lets a group do something at a point.
+        group: Creates a process group.
+        calls: Collectives by name; each accepts the group.
+        points: Points at which a collective can fail, for a number of ranks.
+        strike_at: Makes a group call a function at a point.
     """
 
     group: Callable[..., Any]
@@ -56,7 +56,7 @@ MEMORIES = {
 
 
 def check_random(seed: int, memory: str, env: Mapping[str, str]) -> None:
-    """Run one random schedule: every rank ends with an error, and none because its time is over."""
+    """Run one random schedule: every rank ends with an error, and none because of a timeout."""
     num_ranks = random.Random(seed).choice([2, 3, 4])
     for outcome in run_ranks(random_work, num_ranks, seed, memory, limit_s=120, env=env):
         assert not isinstance(outcome.error, TimeoutError), f"seed {seed}: {outcome}"
@@ -66,7 +66,7 @@ def check_random(seed: int, memory: str, env: Mapping[str, str]) -> None:
 
 
 def random_work(job: Job, seed: int, memory: str) -> str:
-    """Random collectives with random pauses until the group breaks; returns the class of the error, or the fault."""
+    """Run random collectives with random pauses until the group breaks; return the class of the error, or the fault."""
     torch.set_num_threads(1)
     shared, own = random.Random(seed), random.Random(f"{seed}/{job.rank}")
     kind = MEMORIES[memory]
@@ -102,5 +102,5 @@ def _break(kind: Memory, pg: Any, fault: str, name: str, point: Any) -> None:
     else:
         name = "all_reduce_small" if name == "barrier" else "barrier"
     kind.calls[name](pg).wait()
-    # A rank struck after its last publication lets the others finish; the next call must report it.
+    # If a rank fails after its last publication, the others finish; the next call must report it.
     pg.barrier(options("Barrier")).wait()

@@ -1,4 +1,4 @@
-"""Inputs that every rank can make for every other, and the results that collectives must have on them."""
+"""Inputs that every rank can compute for every other, and the correct results of collectives."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ALL_DTYPES = [*FLOATS, *FLOAT8, *INTEGERS, *UNSIGNED, *COMPLEX, torch.bool]
 
 ARITHMETIC = [Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX]
 BITWISE = [Op.BAND, Op.BOR, Op.BXOR]
-# What Gloo itself reduces, so that it can be asked for a second opinion.
+# Operations that Gloo itself supports, for a second opinion.
 GLOO_DTYPES = [torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64]
 GLOO_OPS = [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX]
 
-# Name to shape; "strided" is handed over transposed. "large" is over three of the 64 KiB chunks that tests use.
+# Name to shape; "strided" is passed transposed. "large" has more than three of the tests' 64 KiB chunks.
 SHAPES = {"scalar": (), "empty": (0, 3), "small": (5,), "strided": (4, 3), "large": (50_001,)}
 
 
 def ops_of(dtype: torch.dtype) -> list[Op]:
-    """The operations that torch.distributed lets through for a dtype and we support."""
+    """Return the operations that torch.distributed allows for a dtype and we support."""
     if dtype.is_complex:
         return [Op.SUM, Op.AVG]
     if dtype == torch.bool:
@@ -38,7 +38,7 @@ def ops_of(dtype: torch.dtype) -> list[Op]:
 
 
 def make(dtype: torch.dtype, shape: str, rank: int, salt: str = "") -> torch.Tensor:
-    """Rank's input: whole numbers that every dtype holds exactly, so that sums do not depend on order."""
+    """Return a rank's input: whole numbers that every dtype represents exactly, so sums do not depend on order."""
     size = SHAPES[shape]
     generator = torch.Generator().manual_seed(zlib.crc32(f"{dtype}{shape}{rank}{salt}".encode()))
     low, high = (0, 2) if dtype == torch.bool else (1, 4)
@@ -58,7 +58,7 @@ def reduced(inputs: list[torch.Tensor], op: Op) -> torch.Tensor:
     if dtype.is_floating_point and dtype not in (torch.float32, torch.float64):
         return reduced([t.float() for t in inputs], op).to(dtype)
     if dtype in UNSIGNED:
-        # Wrap-around modulo 2**bits equals that of the signed type; inputs are small, so order is the same too.
+        # Wrap-around modulo 2**bits equals that of the signed type; inputs are small, so the order is also the same.
         return reduced([t.to(torch.int64) for t in inputs], op).to(dtype)
     if dtype == torch.bool:
         return reduced([t.to(torch.int64) for t in inputs], {Op.AVG: Op.SUM}.get(op, op)) != 0
@@ -66,7 +66,7 @@ def reduced(inputs: list[torch.Tensor], op: Op) -> torch.Tensor:
     for tensor in inputs[1:]:
         total = _FUNCTIONS[op](total, tensor)
     if op == Op.AVG:
-        if dtype.is_complex:  # torch hands complex numbers over as pairs, so each part is divided
+        if dtype.is_complex:  # torch passes complex numbers as pairs, so each part is divided
             return torch.view_as_complex(torch.view_as_real(total) / len(inputs))
         if dtype.is_floating_point:
             return total / len(inputs)
@@ -87,7 +87,7 @@ _FUNCTIONS = {
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal shape, dtype and bits; `expected` is on the host."""
+    """Return whether shape, dtype and bits are equal; `expected` is on the host."""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
     actual = actual.cpu()

@@ -1,4 +1,4 @@
-"""Staged collectives on the fake device, each as one call on a bare process group, and where a fault can strike one."""
+"""Staged collectives on the fake device, each as one call on a process group, and the points where they can fail."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ipc_harness import Job
 
 from ray_fracbackend.ipc.device import staged
 
-# A step of a call, and how often it came before in this call.
+# A step of a call, and its earlier occurrences in this call.
 Point = tuple[str, int]
-# Of the tensors of `CALLS` and chunks of 64 KiB, at least.
+# Minimum for the tensors of `CALLS` and chunks of 64 KiB.
 _NUM_CHUNKS = 5
 
 
 def staged_group(job: Job, name: str, rank: int, size: int, timeout_s: float, ranks: tuple[int, ...] = ()) -> Any:
-    """A bare process group that has staged a tensor."""
+    """Create a process group that has staged a tensor."""
     pg = bare_group(job, name, rank, size, timeout_s, ranks)
     CALLS["all_reduce_small"](pg).wait()
     assert isinstance(pg._device_side._collectives, staged.StagedCollectives)
@@ -26,7 +26,7 @@ def staged_group(job: Job, name: str, rank: int, size: int, timeout_s: float, ra
 
 
 def points(name: str, num_ranks: int = 0) -> list[Point]:
-    """Steps at which a fault can strike: a copy to the host is waited for, the host's part begins, and has ended."""
+    """Return steps at which a fault can occur: a copy to the host is awaited, the host's part begins, and has ended."""
     if name == "barrier":
         return [("begin", 0), ("end", 0)]
     chunks = [0] if name.endswith("small") else range(_NUM_CHUNKS)
@@ -34,7 +34,7 @@ def points(name: str, num_ranks: int = 0) -> list[Point]:
 
 
 def strike_at(pg: Any, point: Point, strike: Callable[[], None]) -> None:
-    """Call `strike` when this rank comes to a step of its next calls, the given time over."""
+    """Call `strike` when this rank reaches the given occurrence of a step of its next calls."""
     seen: dict[str, int] = {}
 
     def come(step: str) -> None:

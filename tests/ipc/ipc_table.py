@@ -1,4 +1,4 @@
-"""The table of every collective, element type, reduce operation and shape, on any device, against a reference on the host."""
+"""Table of every collective, element type, reduce operation and shape, on any device, compared with a reference on the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL_CHUNKS = {
 
 
 def own(dtype: torch.dtype, shape: str, salt: str = "") -> torch.Tensor:
-    """This rank's input, on the device."""
+    """Return this rank's input, on the device."""
     return make(dtype, shape, dist.get_rank(), salt).to(rank_device())
 
 
@@ -89,7 +89,7 @@ def run_all_to_all(group: Group, dtype: torch.dtype, shape: str, root: int, asyn
 
 
 def expect_all(dtype: torch.dtype, shape: str, root: int) -> list[torch.Tensor]:
-    """Every rank's input."""
+    """Return every rank's input."""
     return [make(dtype, shape, r) for r in range(dist.get_world_size())]
 
 
@@ -140,12 +140,12 @@ def run_reduce_scatter_single(
 
 
 def expect_reduced(dtype: torch.dtype, op: Op, shape: str, root: int) -> torch.Tensor | None:
-    """All ranks' inputs, reduced."""
+    """Return all ranks' inputs, reduced."""
     return reduced([make(dtype, shape, r) for r in range(dist.get_world_size())], op)
 
 
 def expect_scattered(dtype: torch.dtype, op: Op, shape: str, root: int) -> torch.Tensor:
-    """All ranks' parts for this rank, reduced."""
+    """Return all ranks' parts for this rank, reduced."""
     return reduced([make(dtype, shape, r, str(dist.get_rank())) for r in range(dist.get_world_size())], op)
 
 
@@ -173,16 +173,16 @@ class Case(NamedTuple):
 
 
 def ways(size: int, number: int) -> list[bool]:
-    """Values of async_op: both in small worlds, alternating from case to case in large ones, which are slow here."""
+    """Return values of async_op: both for small world sizes, alternating between cases for large ones, which are slow here."""
     return [False, True] if size < 4 else [bool(number % 2)]
 
 
 def cases_of(size: int, dtypes: list[torch.dtype]) -> list[Case]:
-    """The whole table for a world size: collectives by element type, operation, shape and kind of call."""
+    """Return the whole table for a world size: collectives by element type, operation, shape and kind of call."""
     cases = []
     for place, name in enumerate((*MOVERS, *REDUCERS)):
         for dtype in dtypes:
-            # torch lets complex through for all_reduce only.
+            # torch allows complex numbers only for all_reduce.
             if name in REDUCERS and dtype.is_complex and name != "all_reduce":
                 continue
             for op in ref.ops_of(dtype) if name in REDUCERS else [None]:
@@ -193,7 +193,7 @@ def cases_of(size: int, dtypes: list[torch.dtype]) -> list[Case]:
 
 
 def pairwise(cases: list[Case], seed: int) -> list[Case]:
-    """Cases in which every pair of values occurs that occurs in the table; other ones for each seed."""
+    """Return cases in which every pair of values of the table occurs; different ones for each seed."""
     kept: list[Case] = []
     seen: set[tuple[Any, ...]] = set()
     for case in random.Random(seed).sample(cases, len(cases)):
@@ -205,7 +205,7 @@ def pairwise(cases: list[Case], seed: int) -> list[Case]:
 
 
 def failures_of(case: Case, gloo: Group | None) -> list[str]:
-    """Run a case against the reference, and Gloo against it where Gloo can do the same."""
+    """Compare a case with the reference, and with Gloo if Gloo supports it."""
     name, dtype, op, shape, async_op, root = case
     if op is None:
         run, expect = MOVERS[name]
@@ -222,15 +222,15 @@ def failures_of(case: Case, gloo: Group | None) -> list[str]:
     wanted = expect_reducer(dtype, op, shape, root)
     result = run_reducer(dist.group.WORLD, dtype, op, shape, root, async_op)
     bad = [str(case)] if wanted is not None and (result is None or not same(result, wanted)) else []
-    # Shapes that are quick; Gloo refuses or misreads some strided ones, and before pytorch#149869 it adds up in a
-    # reduce_scatter_tensor, whatever the operation.
+    # Shapes that are quick; Gloo refuses or misreads some strided ones, and before pytorch#149869 it sums in a reduce_scatter_tensor,
+    # whatever the operation.
     adds = name == "reduce_scatter_tensor" and TorchVersion(torch.__version__) < "2.8"
     ops = [dist.ReduceOp.SUM] if adds else ref.GLOO_OPS
     if gloo and dtype in ref.GLOO_DTYPES and op in ops and shape in ("scalar", "small"):
         try:
             opinion = run_reducer(gloo, dtype, op, shape, root, False)
         except RuntimeError as error:
-            # Of older torch, which has no reduce_scatter.
+            # In older torch, which has no reduce_scatter.
             if "does not support" not in str(error):
                 raise
             return bad
@@ -240,12 +240,12 @@ def failures_of(case: Case, gloo: Group | None) -> list[str]:
 
 
 def whole_table(job: Job, dtypes: list[torch.dtype], full: bool = True) -> list[str]:
-    """Run every case, or pairs of values only, on this rank and return those that failed."""
+    """Run every case, or only pairs of values, on this rank and return those that failed."""
     job.init()
     gloo = dist.new_group(backend="gloo") if rank_device().type == "cpu" else None
     cases = cases_of(job.size, dtypes)
     bad = [text for case in (cases if full else pairwise(cases, job.size)) for text in failures_of(case, gloo)]
-    # What a run is for, so that no other way of the tensors passes for it.
+    # The expected path of the tensors, so that another path is detected.
     how, wanted = dist.group.WORLD.staged_reason, os.environ.get("IPC_TEST_STAGED")
     bad += [] if how is wanted or (how and wanted and how.startswith(wanted)) else [f"staged: {how}"]
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Longer work for ranks, on any device."""
+"""Longer workloads for ranks, on any device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ray_fracbackend.staged  # noqa: F401 (registers both backends)
 
 
 def busy(job: Job, num_calls: int) -> int:
-    """All-reduces of random sizes on two groups in random turn, overlapping and checked; number of wrong results."""
+    """Run overlapping all-reduces of random sizes on two groups in random order; return the number of wrong results."""
     job.init()
     groups = [dist.new_group(), dist.new_group()]
     shared, own = random.Random(5), random.Random(job.rank)

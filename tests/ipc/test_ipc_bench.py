@@ -1,4 +1,4 @@
-"""The benchmark of the ipc backend: it runs, returns complete rows, and leaves nothing; how fast it finds things is no test's business."""
+"""The benchmark of the ipc backend: it runs, returns complete rows, and leaves nothing. Its speed is not tested."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_result_and_its_plot(tmp_path):
     ],
 )
 def test_no_rank_is_left(number, code, monkeypatch, tmp_path):
-    """However the benchmark ends, as by a cancelled job, its ranks do too."""
+    """The ranks end with the benchmark, however it ends, for example in a cancelled job."""
     monkeypatch.setenv("IPC_BENCH_TEST", str(tmp_path))
     process = subprocess.Popen(with_signals(*command("--rounds", 1000, "--out", tmp_path)), cwd=ROOT)
 
@@ -85,14 +85,14 @@ def test_no_rank_is_left(number, code, monkeypatch, tmp_path):
 
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch):
-    """They would wait for it for five minutes."""
+    """Otherwise the others would wait for it for five minutes."""
     monkeypatch.setattr(ranks.sys, "executable", os.fspath(Path(__file__).with_name("rank_1_fails.sh")))
     with pytest.raises(RuntimeError, match="ended with exit code 3: no device here"):
         ranks.run_benchmark(3, operations=["all_reduce"], sizes=[4096])
 
 
 def test_a_signal_while_the_ranks_start_ends_them(monkeypatch):
-    """Once a thread reads from a rank, the pool of the threads waits for that rank, which nobody would have ended."""
+    """While a thread reads from a rank, the pool of the threads waits for that rank, so the rank must be ended."""
 
     class Interrupted(ThreadPoolExecutor):
         def submit(self, function, process, *arguments):
@@ -135,7 +135,7 @@ def test_rows_are_complete():
 
 
 def test_loops_keep_a_machine_busy():
-    """They run while they are wanted, do not count as other processes, and are gone afterwards, killed ones too."""
+    """They run while they are needed, do not count as other processes, and are ended afterwards, including killed ones."""
     with load.busy_loops(2) as pids:
         loops = [psutil.Process(pid) for pid in pids]
         assert wait_until(lambda: all(loop.cpu_times().user > 0.2 for loop in loops), 60)
@@ -148,7 +148,7 @@ def test_loops_keep_a_machine_busy():
 
 @pytest.mark.full
 def test_loops_end_with_the_benchmark():
-    """A driver that is killed leaves none."""
+    """A killed driver leaves none."""
     code = "from benchmarks.ipc.load import busy_loops\nwith busy_loops(2) as pids: print(*pids, flush=True); input()"
     driver = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -162,13 +162,13 @@ def test_loops_end_with_the_benchmark():
 
 @pytest.mark.full
 def test_a_failing_rank_is_reported_with_its_output():
-    """The error has what the rank printed."""
+    """The error contains the rank's output."""
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         ranks.run_benchmark(1, operations=["all_reduce"], sizes=[0], rounds=1)
 
 
 def ask(index, num_ranks, port):
-    """Whether a group works: it does, it has no such device on rank 1, it does."""
+    """Return whether a group works: it does, it lacks the device on rank 1, it does."""
     store = TCPStore("127.0.0.1", port, is_master=index == 0)
     dist.init_process_group("ipc", store=store, rank=index, world_size=num_ranks)
     working, alone = dist.new_group(backend="gloo"), dist.new_group([0], backend="gloo")
@@ -181,7 +181,7 @@ def ask(index, num_ranks, port):
 
 @pytest.mark.full
 def test_a_backend_that_one_rank_cannot_use_is_left_out_on_all():
-    """Else the ranks would measure different things, and wait for each other."""
+    """Otherwise the ranks would measure different things and wait for each other."""
     assert run_processes(ask, 2) == [[True, False, True]] * 2
 
 
@@ -196,7 +196,7 @@ def result(**changes):
 
 
 def test_table():
-    """Units, sizes below 1 KiB, what the columns mean, and no caveat on a quiet machine."""
+    """Units, sizes below 1 KiB, the meaning of the columns, and no warning for a quiet machine."""
     text = figure.table(result())
     header, small, *_ = text.splitlines()
     assert header.split()[2:] == ["loops", "KiB", "ipc,", "ms", "gloo,", "ms", "copy,", "ms", "gloo/ipc"]
@@ -207,7 +207,7 @@ def test_table():
 
 
 def test_table_of_a_busy_machine():
-    """The numbers carry how much of the machine others took."""
+    """The table shows which share of the machine other processes used."""
     assert "warning: other processes used 89% of this machine" in figure.table(
         result(cpu_share_of_other_processes=0.888)
     )
@@ -238,7 +238,7 @@ def test_table_of_a_busy_machine():
     ],
 )
 def test_what_is_checked_before_a_measurement(num_ranks, sizes, device, out, said, tmp_path):
-    """Minutes of work are not lost to a wrong path, nor the machine to a wrong size."""
+    """A wrong path does not lose minutes of work, and a wrong size does not exhaust the machine."""
     assert re.match(said, why_not(num_ranks, sizes, device, tmp_path / out))
     assert why_not([2], [4096], "cpu", tmp_path / "new") is None
 
@@ -266,6 +266,6 @@ def test_where_the_time_of_a_small_call_goes(tmp_path):
     ],
 )
 def test_nccl_is_measured_where_it_takes_the_ranks(monkeypatch, num_ranks, version, expected):
-    """A version that lets ranks share a device, and its flags for so many."""
+    """With a version that lets ranks share a device, and its flags for this number of ranks."""
     monkeypatch.setattr(measure, "loaded_nccl_version", lambda: version)
     assert measure.nccl_env(num_ranks) == expected

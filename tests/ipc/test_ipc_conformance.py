@@ -1,4 +1,4 @@
-"""Every collective, element type, reduce operation, shape and world size against a reference and against Gloo.
+"""Every collective, element type, reduce operation, shape and world size compared with a reference and with Gloo.
 
 By default every pair of them, with --full every combination.
 """
@@ -20,15 +20,15 @@ WORLD_SIZES = [2, 4, *(pytest.param(size, marks=pytest.mark.full) for size in (1
 
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_every_collective_matches_reference_and_gloo(size: int, full: bool) -> None:
-    """The table gives the exact reference result on every rank, and Gloo agrees where it can."""
+    """The table has the exact reference results on every rank, and Gloo agrees if it supports the case."""
     for failures in values(run_ranks(whole_table, size, ref.ALL_DTYPES, full, limit_s=120, env=SMALL_CHUNKS)):
         assert failures == []
 
 
-# One letter a rank: its host. Interleaved and uneven on purpose.
+# One letter per rank: its host. They are interleaved and uneven on purpose.
 @pytest.mark.parametrize("hosts", ["aab", pytest.param("abba", marks=pytest.mark.full), "abacb"])
 def test_every_collective_is_right_between_hosts(hosts: str, full: bool) -> None:
-    """Ranks on several hosts, uneven and interleaved, get the exact reference results too."""
+    """Ranks on several hosts, uneven and interleaved, have the exact reference results too."""
     dtypes = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
 
     def env(rank: int) -> dict[str, str]:
@@ -39,7 +39,7 @@ def test_every_collective_is_right_between_hosts(hosts: str, full: bool) -> None
 
 
 def test_pairs_of_the_table() -> None:
-    """The default table has every pair of values of the full one, and is far smaller."""
+    """The default table contains every pair of values of the full one, and is much smaller."""
     cases = cases_of(2, ref.ALL_DTYPES)
     kept = pairwise(cases, 2)
 
@@ -53,12 +53,12 @@ def test_pairs_of_the_table() -> None:
 @pytest.mark.parametrize("numel", [12, 120_000])
 @pytest.mark.parametrize("size", [2, 3])
 def test_input_and_output_may_share_memory(size: int, numel: int) -> None:
-    """Whichever part of one the other is, in one chunk and in many."""
+    """Either may be part of the other, in one chunk and in several."""
     assert values(run_ranks(aliased, size, numel, env=SMALL_CHUNKS)) == [[]] * size
 
 
 def lists_of_no_root(job: Job) -> list[list[list[float]]]:
-    """What is in the lists that a rank passes to a gather of which it is not the root, and in the root's."""
+    """Return the lists that a rank passes to a gather of which it is not the root, and the root's."""
     pg = bare_group(job, "lists", job.rank, job.size, 20.0)
     targets = [torch.full((2, 3), float(job.rank + 7)).t() for _ in range(job.size)]
     pg.gather([targets], [torch.full((3, 2), float(job.rank))], options("Gather")).wait()

@@ -1,4 +1,4 @@
-"""What is asked of the CUDA driver and of the platform; the driver's library is replaced at the edge."""
+"""Calls of the CUDA driver and checks of the platform; the driver's library is replaced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ray_fracbackend.ipc.device.runtime import CudaRuntime
 
 
 class Driver:
-    """Stands for libcuda: notes the calls, returns the code that a test wants for a name, and fills in results."""
+    """Replaces libcuda: records the calls, returns the code that a test sets for a name, and fills in results."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -44,18 +44,18 @@ class Driver:
         return function
 
     def names(self) -> list[str]:
-        """Names of the calls, in order."""
+        """Return the names of the calls, in order."""
         return [name for name, _ in self.calls]
 
 
 def device(index: int) -> CudaRuntime:
-    """One device over the replaced library."""
+    """One device with the replaced library."""
     return CudaRuntime(torch.device("cuda", index))
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    """The replaced library; tensors over its memory are made elsewhere."""
+    """The replaced library; tensors over its memory are created elsewhere."""
     fake = Driver()
     monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
     monkeypatch.setattr(cuda_runtime, "tensor_at", lambda pointer, num_bytes, index: torch.empty(num_bytes // 4096))
@@ -65,7 +65,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def test_blocks_are_whole_granules_in_the_primary_context(driver: Driver) -> None:
-    """A handle opens all of its granule, so no other data may be in it; the thread's own context comes back."""
+    """A handle opens the whole granule, so it may contain no other data; the thread's own context is restored."""
     block = device(1).allocate((2 << 20) + 1)
     assert (block.pointer, block.imported) == (1 << 40, False)
     assert dict(driver.calls)["cuDeviceGet"][1] == 1
@@ -74,12 +74,12 @@ def test_blocks_are_whole_granules_in_the_primary_context(driver: Driver) -> Non
     assert dict(driver.calls)["cuMemAlloc_v2"][1].value == 4 << 20
     device(1).release(block)
     assert driver.names()[-2] == "cuMemFree_v2"
-    # Retained once, and never given back: it is torch's own.
+    # Retained once and never released, because it is torch's own.
     assert driver.names().count("cuDevicePrimaryCtxRetain") == 1
 
 
 def test_handles_are_handed_over_whole(driver: Driver) -> None:
-    """What one process exports another opens, and gives back by closing it."""
+    """Another process opens what one process exports, and releases it by closing it."""
     handle = device(0).export(device(0).allocate(1))
     assert handle == bytes(range(64))
     block = device(0).open(handle, 4096)
@@ -90,7 +90,7 @@ def test_handles_are_handed_over_whole(driver: Driver) -> None:
 
 
 def test_a_full_device_is_a_memory_error_and_others_have_the_drivers_name(driver: Driver) -> None:
-    """Set-up asks for less after the one and gives up after the other; the context is popped after both."""
+    """Set-up requests less after the former and stops after the latter; the context is popped after both."""
     driver.codes = {"cuMemAlloc_v2": 2, "cuIpcOpenMemHandle_v2": 201}
     with pytest.raises(MemoryError, match="cuMemAlloc_v2"):
         device(0).allocate(1)
@@ -102,7 +102,7 @@ def test_a_full_device_is_a_memory_error_and_others_have_the_drivers_name(driver
 
 @pytest.mark.parametrize("name", ["cuDeviceGetUuid_v2", "cuDeviceGetUuid"])
 def test_the_identity_is_the_slices_own_where_the_driver_knows_slices(driver: Driver, name: str) -> None:
-    """The older function names the parent of a MIG slice: two slices would count as one device."""
+    """The older function returns the UUID of a MIG slice's parent: two slices would count as one device."""
     driver.missing = {"cuDeviceGetUuid_v2"} - {name}
     assert device(1).uuid() == "00010203-0405-0607-0809-0a0b0c0d0e0f"
     assert driver.names()[-1] == name
@@ -114,7 +114,7 @@ def test_the_identity_is_the_slices_own_where_the_driver_knows_slices(driver: Dr
 def test_a_driver_that_does_not_know_the_question_has_no_timelines(
     driver: Driver, code: int, value: int, expected: bool
 ) -> None:
-    """The attribute came with the calls; a device that denies it is believed."""
+    """The attribute was added with the calls; if a device denies it, the words are not used."""
     driver.codes, driver.results["cuDeviceGetAttribute"] = {"cuDeviceGetAttribute": code}, value
     assert cuda_driver.has_timelines(0) == expected
     assert dict(driver.calls)["cuDeviceGetAttribute"][1] == 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
@@ -122,7 +122,7 @@ def test_a_driver_that_does_not_know_the_question_has_no_timelines(
 
 
 def test_words_of_the_host_are_written_and_waited_for_by_streams(driver: Driver) -> None:
-    """By the address that the device has for them, in the device's context, as 64-bit numbers; a wait is for "at least"."""
+    """By the device's address for them, in the device's context, as 64-bit numbers; a wait is for "at least"."""
     driver.results["cuMemHostGetDevicePointer_v2"] = 1 << 42
     stream = SimpleNamespace(cuda_stream=77)
     pointer = device(1).register(4096, 8192)
@@ -147,7 +147,7 @@ def test_words_of_the_host_are_written_and_waited_for_by_streams(driver: Driver)
 def test_support_names_the_platform(
     monkeypatch: pytest.MonkeyPatch, driver: Driver, release: str, expected: str | None
 ) -> None:
-    """A platform without shared CUDA memory has its own reason; elsewhere, under WSL too, the device and the set-up decide."""
+    """A platform without shared CUDA memory has its own reason; on others, including WSL, the device and the set-up decide."""
     monkeypatch.setattr(cuda_driver.platform, "release", lambda: release)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""The device transport over a fake device whose streams lag: exact results, torch's users, set-up and its failures."""
+"""The device transport with a fake device whose streams run late: exact results, users of torch's groups, set-up and its failures."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.processes import wait_until
 
 FAKE = {**SMALL_CHUNKS, "FAKE_CUDA_SEED": "1"}
 PATH = "RAY_FRACBACKEND_IPC_DEVICE_PATH"
-# A device type of its own, on the second of two devices: torch refuses to mix its tensors with those of the host.
+# A separate device type, on the second of two devices: torch refuses to mix its tensors with those of the host.
 TYPED = {**SMALL_CHUNKS, "IPC_TEST_DEVICE": "fake:1"}
-# Callers have a stream as well, so that nothing blocks on a device whose peer is dead.
+# Callers also have a stream, so nothing blocks on a device whose peer is dead.
 ASYNC = {**FAKE, "FAKE_CUDA_ASYNC": "1"}
 DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
 
@@ -42,7 +42,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
 @pytest.mark.full
 @pytest.mark.parametrize(("size", "how"), [*((size, "leader") for size in (1, 2, 4)), (3, "split")])
 def test_every_collective_matches_the_reference(size: int, how: str, full: bool) -> None:
-    """The table of the host's tests, on lagging streams, with each way to reduce."""
+    """The table of the host's tests, on late streams, with each way to reduce."""
     env = {**FAKE, "RAY_FRACBACKEND_IPC_DEVICE_REDUCE": how}
     for failures in values(run_ranks(whole_table, size, DTYPES, full, limit_s=200, env=env)):
         assert failures == []
@@ -52,14 +52,14 @@ def test_every_collective_matches_the_reference(size: int, how: str, full: bool)
 @pytest.mark.full
 @pytest.mark.parametrize(("size", "how"), [(3, "split"), *((size, "leader") for size in (1, 2, 4))])
 def test_every_collective_on_a_device_of_its_own_type(size: int, how: str, full: bool) -> None:
-    """As above: also sums of another type stay on the device."""
+    """As above; sums of another type also stay on the device."""
     env = {**TYPED, "RAY_FRACBACKEND_IPC_DEVICE_REDUCE": how}
     for failures in values(run_ranks(whole_table, size, DTYPES, full, limit_s=200, env=env)):
         assert failures == []
 
 
 def contexts_of(job: Job) -> set[int]:
-    """Devices that a process has touched after calls of each kind."""
+    """Return devices that a process has used after calls of each kind."""
     import fake_accelerator
 
     pg = device_group(job, "contexts", job.rank, job.size, 20.0)
@@ -74,12 +74,12 @@ def contexts_of(job: Job) -> set[int]:
 
 @typed
 def test_no_rank_makes_a_context_on_another_device() -> None:
-    """Threads of a group begin on the first device, which another rank may have: hundreds of megabytes of it."""
+    """A group's threads start on the first device, which may be another rank's: a context uses hundreds of megabytes of it."""
     assert values(run_ranks(contexts_of, 2, limit_s=60, env=TYPED)) == [{1}, {1}]
 
 
 def dropped(job: Job, keeps: bool) -> int:
-    """Wrong sums of asynchronous calls whose tensors all callers but rank 0 have dropped when the device begins."""
+    """Return wrong sums of asynchronous calls whose tensors all callers except rank 0 have freed when the device starts."""
     import fake_accelerator
 
     from ray_fracbackend.ipc.device import runtime
@@ -101,19 +101,19 @@ def dropped(job: Job, keeps: bool) -> int:
 
 @typed
 def test_memory_of_a_call_is_not_reused_before_the_device_is_through() -> None:
-    """Also where nobody holds its tensors any more; without a record of the stream the sums are wrong."""
+    """Even if its tensors are no longer referenced; without recording the stream the sums are wrong."""
     assert values(run_ranks(dropped, 2, True, limit_s=60, env=TYPED)) == [0, 0]
     assert values(run_ranks(dropped, 2, False, limit_s=60, env=TYPED))[0] > 0
 
 
 def test_ddp_and_its_hooks_end_with_the_weights_that_gloo_gives() -> None:
-    """Buckets go through futures that are complete only once the device has come that far."""
+    """Buckets use futures that complete only after the device has reached them."""
     for different in values(run_ranks(ddp_cases, 2, limit_s=120, env=FAKE)):
         assert different == []
 
 
 def test_meshes_objects_and_odd_tensors() -> None:
-    """Sub-groups have device memory of their own, and what is not dense goes through Gloo, behind the stream."""
+    """Sub-groups have their own device memory, and tensors that are not dense use Gloo, after the stream."""
     for result in values(run_ranks(meshes_and_objects, 4, limit_s=120, env=FAKE)):
         assert result["coalesced"] == [[6.0] * 2, [6.0] * 3]
         assert result["objects"] == [0, 1, 2, 3]
@@ -122,7 +122,7 @@ def test_meshes_objects_and_odd_tensors() -> None:
 
 
 def carried_by(job: Job, count: int = 1) -> list[Any]:
-    """Who carries the tensors of `count` groups that are made, used and dropped; and what became of the memory."""
+    """Return what carries the tensors of `count` groups that are created, used and dropped, and what happened to the memory."""
     import fake_cuda
 
     logging.disable(logging.CRITICAL)
@@ -143,39 +143,39 @@ def carried_by(job: Job, count: int = 1) -> list[Any]:
 
 
 def test_ranks_on_several_hosts_are_staged() -> None:
-    """Nor can device memory be shared between hosts; said at the first call with a tensor of a device, as any other reason."""
+    """Device memory cannot be shared between hosts; the first call with a device tensor reports this like any other reason."""
     env = lambda rank: {**FAKE, "RAY_FRACBACKEND_IPC_HOST": "aab"[rank]}  # noqa: E731
     for reports, released in values(run_ranks(carried_by, 3, limit_s=120, env=env)):
         assert (reports, released) == ([("the ranks are on several hosts", True, 0)], [])
 
 
 def test_ranks_on_several_devices_are_staged() -> None:
-    """Memory of one device carries a group whose ranks are all there."""
+    """Device memory is used only if all ranks of the group are on one device."""
     env = lambda rank: {**FAKE, "FAKE_CUDA_UUID": "aab"[rank]}  # noqa: E731
     for reports, released in values(run_ranks(carried_by, 3, limit_s=120, env=env)):
         assert (reports, released) == ([("the ranks are on 2 devices", True, 0)], [])
 
 
 def test_a_group_of_one_rank_takes_no_memory_of_the_device() -> None:
-    """There is nobody to share it with."""
+    """There is no other rank to share it with."""
     assert values(run_ranks(carried_by, 1, limit_s=60, env=FAKE)) == [[[(None, True, 0)], []]]
 
 
 def test_staging_can_be_asked_for() -> None:
-    """By one rank for all, and the report says so."""
+    """One rank can request it for all, and the report states this."""
     env = lambda rank: {**FAKE, PATH: "staged"} if rank == 1 else FAKE  # noqa: E731
     for reports, released in values(run_ranks(carried_by, 2, limit_s=60, env=env)):
         assert (reports, released) == ([(f"rank 1: {PATH}=staged is set", True, 0)], [])
 
 
 def error_of_first_call(job: Job) -> str:
-    """What a group's first call with tensors of the device says."""
+    """Return the error of a group's first call with device tensors."""
     pg = bare_group(job, "memory", job.rank, job.size, 20.0)
     return error_of(lambda: CALLS["all_reduce"](pg))[1]
 
 
 def test_where_only_device_memory_will_do_its_lack_is_an_error() -> None:
-    """So that a benchmark or a test cannot measure another path without notice."""
+    """Otherwise a benchmark or a test could measure another path without noticing."""
     env = {**FAKE, PATH: "memory", "FAKE_CUDA_BROKEN": "missing"}
     for text in values(run_ranks(error_of_first_call, 2, limit_s=60, env=env)):
         assert "the fake device is missing" in text
@@ -191,25 +191,25 @@ REASONS = {
     "export": "rank 0: cuIpcGetMemHandle: CUDA_ERROR_OUT_OF_MEMORY",
     "memory": "rank 0: device memory that was mapped from another process holds wrong data",
     "register": "rank 1: cuMemHostRegister_v2: CUDA_ERROR_NOT_SUPPORTED",
-    # Rank 0 waits for rank 1, whose stream does not see what it waits for.
+    # Rank 0 waits for rank 1, whose stream does not see the awaited word.
     "word": "rank 0: the device did not finish within 4 s",
 }
 
 
 @pytest.mark.parametrize("broken", REASONS)
 def test_one_rank_that_cannot_use_device_memory_has_all_staged(broken: str) -> None:
-    """Every rank has the same reason, and the collectives that were asked for are right all the same."""
+    """Every rank has the same reason, and the results of the collectives are still correct."""
     fake = {**FAKE, "FAKE_CUDA_STEP_S": "8" if broken == "word" else "20"}
     where = 0 if broken == "export" else 1
     env = lambda rank: {**fake, "FAKE_CUDA_BROKEN": broken} if rank == where else fake  # noqa: E731
     for rank, (reports, released) in enumerate(values(run_ranks(carried_by, 3, limit_s=120, env=env))):
         assert [report[:2] for report in reports] == [(REASONS[broken], True)]
-        # The first rank frees what it had. Once something was issued to a device that may be stuck, nothing is freed any more.
+        # The first rank frees its memory. After something was issued to a device that may be stuck, nothing is freed any more.
         assert (False in released) == (rank == 0 and broken not in ("missing", "memory", "word"))
 
 
 def refused_by_gloo(job: Job, number: int) -> list[tuple[str, str]]:
-    """A few calls, of which the one of that number goes through Gloo, which does not have it; their errors."""
+    """Run a few calls, one of which uses Gloo, which does not support it; return their errors."""
     logging.disable(logging.CRITICAL)
     pg = bare_group(job, "refused", job.rank, job.size, 20.0)
     tensors = [torch.ones(4) for _ in range(4)]
@@ -219,7 +219,7 @@ def refused_by_gloo(job: Job, number: int) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_what_gloo_cannot_do_leaves_the_group_whole(number: int) -> None:
-    """Also as the call in which device memory turns out not to be there."""
+    """Also if that call shows that device memory is not available."""
     env = {**FAKE, "FAKE_CUDA_BROKEN": "missing"}
     expected = [""] * 4
     expected[number] = "RuntimeError"
@@ -227,7 +227,7 @@ def test_what_gloo_cannot_do_leaves_the_group_whole(number: int) -> None:
 
 
 def with_a_long_reason(job: Job, text: str) -> str:
-    """Why Gloo carries the tensors of a group where a rank has much to say."""
+    """Return why Gloo carries the tensors of a group if a rank has a long reason."""
     import fake_cuda
 
     logging.disable(logging.CRITICAL)
@@ -240,14 +240,14 @@ def with_a_long_reason(job: Job, text: str) -> str:
 
 @pytest.mark.parametrize("letter", ["e", "\u00e9", "\n", "\U0001f600"])
 def test_a_long_reason_is_cut_to_what_a_message_holds(letter: str) -> None:
-    """Whatever its letters take as JSON."""
+    """Whatever its characters need as JSON."""
     for reason in values(run_ranks(with_a_long_reason, 2, letter * 5000, limit_s=60, env=FAKE)):
         assert reason == "rank 1: " + letter * (len(reason) - 8)
         assert len(reason) > 300
 
 
 def left_behind(job: Job) -> list[bool]:
-    """What rank 0 has freed after rank 1 left with its device not through."""
+    """Return what rank 0 has freed after rank 1 left before its device had finished."""
     import fake_cuda
 
     from ray_fracbackend.ipc.device import side
@@ -257,7 +257,7 @@ def left_behind(job: Job) -> list[bool]:
     pg.barrier(options("Barrier"))
     if job.rank == 1:
         side._SHUTDOWN_S = 0.1
-        event = fake_cuda.FakeEvent(fake_cuda.FakeCuda.gpu, [1, 0])  # never comes
+        event = fake_cuda.FakeEvent(fake_cuda.FakeCuda.gpu, [1, 0])  # never completes
         next(iter(pg._device_side._streams.values())).last = event
         pg.shutdown()
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
@@ -265,11 +265,11 @@ def left_behind(job: Job) -> list[bool]:
         store.set("left", "")
     store.wait(["left"])
     if job.rank == 0:
-        # Its own part is done: what it must not do is free what the other has mapped.
+        # Its own part is done, but it must not free memory that the other rank has mapped.
         pg.shutdown()
         memory.free_retired()
         store.set("seen", "")
-    # The end of its process would let go of what it has mapped.
+    # The end of its process would release what it has mapped.
     store.wait(["seen"])
     return fake_cuda.released
 
@@ -282,12 +282,12 @@ def test_memory_that_a_peer_left_mapped_is_not_freed() -> None:
 
 
 def is_watched() -> bool:
-    """Whether the thread lives that looks for ranks that die."""
+    """Return whether the thread that watches for dead ranks runs."""
     return any(thread.name == "ipc device watch" for thread in threading.enumerate())
 
 
 def watched_with_a_forked_child(job: Job) -> list[bool]:
-    """Whether the group is watched: before a fork, once the child has left its copy of the group, and after `shutdown` here."""
+    """Return whether the group is watched: before a fork, after the child has left its copy of the group, and after `shutdown` here."""
     pg = device_group(job, "fork", job.rank, job.size, 20.0)
     pg.barrier(options("Barrier"))
     seen = [is_watched()]
@@ -310,12 +310,12 @@ def watched_with_a_forked_child(job: Job) -> list[bool]:
 
 
 def test_a_forked_child_does_not_change_the_watch() -> None:
-    """It holds the parent's pipe, and neither ends the parent's watch nor keeps it from ending."""
+    """It holds the parent's pipe, but neither ends the parent's watch nor keeps it from ending."""
     assert values(run_ranks(watched_with_a_forked_child, 2, limit_s=60, env=FAKE)) == [[True, True, False]] * 2
 
 
 def with_a_device_that_is_late(job: Job, calls: bool, errors: Path) -> str:
-    """Rank 0's device does not come to the end of a call; it waits for it, or calls again, as rank 1 does."""
+    """Rank 0's device does not finish a call; rank 0 waits for it, or makes another call, like rank 1."""
     import fake_cuda
 
     pg = device_group(job, "late", job.rank, job.size, 20.0)
@@ -334,7 +334,7 @@ def with_a_device_that_is_late(job: Job, calls: bool, errors: Path) -> str:
 
 @pytest.mark.parametrize("calls", [pytest.param(False, marks=pytest.mark.full), True], ids=["waits", "calls"])
 def test_a_device_that_is_late(tmp_path: Path, calls: bool) -> None:
-    """Nothing but the group's timeout ends a wait for a device: the others learn of it, and so does the process, or it ends."""
+    """Only the group's timeout ends a wait for a device: the others and the process get an error, or the process ends."""
     errors = tmp_path / "errors"
     first, second = run_ranks(with_a_device_that_is_late, 2, calls, errors, limit_s=60, env=FAKE)
     text = r"the device was not through with a collective within the group's timeout of 0\.5 s \(rank 1 \(pid \d+\) is running\)\."
@@ -347,7 +347,7 @@ def test_a_device_that_is_late(tmp_path: Path, calls: bool) -> None:
 
 
 def stopped_for_longer_than_the_timeout(job: Job) -> str:
-    """Rank 0 is stopped while a call is on its device, which is through with it soon after: the error of its next call, if any."""
+    """Rank 0 is stopped while a call is on its device, which finishes soon after; return the error of its next call, if any."""
     import fake_cuda
 
     pg = device_group(job, "stopped", job.rank, job.size, 20.0)
@@ -371,12 +371,12 @@ def stopped_for_longer_than_the_timeout(job: Job) -> str:
 
 @pytest.mark.full
 def test_a_process_that_was_stopped_itself_is_not_late() -> None:
-    """It has not waited for its device meanwhile."""
+    """It has not waited for its device during that time."""
     assert values(run_ranks(stopped_for_longer_than_the_timeout, 2, limit_s=60, env=FAKE)) == ["", ""]
 
 
 def leaves_after_a_death(job: Job) -> tuple[str, bool]:
-    """The error of a call after rank 1 has died and the watch has ended, and whether the group is watched after `shutdown`."""
+    """Return the error of a call after rank 1 has died and the watch has ended, and whether the group is watched after `shutdown`."""
     pg = device_group(job, "death", job.rank, job.size, 20.0)
     pg.barrier(options("Barrier"))
     if job.rank == 1:
@@ -389,15 +389,15 @@ def leaves_after_a_death(job: Job) -> tuple[str, bool]:
 
 
 def test_a_group_whose_watch_has_ended_is_shut_down() -> None:
-    """The watch ends with the first death; the group is closed later, by what the caller does about its error."""
+    """The watch ends with the first death; the group is closed later, by the caller's reaction to the error."""
     outcomes = run_ranks(leaves_after_a_death, 2, limit_s=60, env=FAKE, needed=1)
     assert values(outcomes[:1]) == [("GroupPoisonedError", False)]
 
 
 def overwritten(job: Job) -> tuple[str, bool]:
-    """Rank 0's error of a call after rank 1 has died, and whether its device comes free.
+    """Return rank 0's error of a call after rank 1 has died, and whether its device becomes free.
 
-    The device of neither does anything until then, and an older step of rank 1 is written over each end of rank 0's waits.
+    Neither device works until then, and an older step of rank 1 overwrites each end of rank 0's waits.
     """
     import fake_cuda
 
@@ -422,14 +422,14 @@ def overwritten(job: Job) -> tuple[str, bool]:
 
 
 def test_the_end_of_a_wait_that_is_overwritten() -> None:
-    """As by a rank that was stopped, goes on and is killed: its stream wrote an older step, and will not write the one waited for."""
+    """As by a rank that was stopped, continues and is killed: its stream wrote an older step, and never the awaited one."""
     (survivor,) = values(run_ranks(overwritten, 2, limit_s=100, env=ASYNC, needed=1)[:1])
     assert survivor[0] in ("PeerLostError", "GroupPoisonedError")
     assert survivor[1]
 
 
 def test_a_call_that_fails_keeps_its_tensors_until_the_device_is_through() -> None:
-    """Copies that were issued before it failed still use them, and no stream of the caller waits for those."""
+    """Copies that were issued before the failure still use them, and no stream of the caller waits for those."""
     kept: list[tuple[Any, Any]] = []
     stream, tensor, error = MagicMock(), torch.ones(1), ValueError("in the middle")
     stream.runtime.keep = lambda *args: kept.append(args)
@@ -450,7 +450,7 @@ def test_a_full_device_gives_smaller_slots() -> None:
 
 
 def test_groups_that_come_and_go_free_their_memory() -> None:
-    """A block is freed once no rank has it mapped any more, at the latest by the next group."""
+    """A block is freed when no rank has it mapped any more, at the latest by the next group."""
     for rank, (reports, released) in enumerate(values(run_ranks(carried_by, 3, 4, limit_s=120, env=FAKE))):
         assert reports == [(None, True, 65536)] * 4
         if rank == 0:
@@ -463,7 +463,7 @@ def test_groups_that_come_and_go_free_their_memory() -> None:
     "name", ["all_reduce", *(pytest.param(name, marks=pytest.mark.full) for name in ("broadcast", "all_to_all"))]
 )
 def test_a_killed_rank_is_reported_at_every_phase(name: str, full: bool) -> None:
-    """As in host memory: both survivors raise at once, and leave without waiting for the device."""
+    """As in host memory: both survivors raise an error at once, and leave without waiting for the device."""
     actions = phases(name) if full else phases(name)[::3]
     check_signal(name, "kill", 20.0, {"PeerLostError", "GroupPoisonedError"}, ASYNC, actions)
 
@@ -473,18 +473,18 @@ def test_a_killed_rank_is_reported_at_every_phase(name: str, full: bool) -> None
     "name", [name for name in CALLS if name not in ("all_reduce", "broadcast", "all_to_all", "barrier")]
 )
 def test_a_killed_rank_is_reported_by_every_other_collective(name: str) -> None:
-    """As above; a barrier moves nothing and is the host's."""
+    """As above; a barrier moves nothing and runs on the host."""
     check_signal(name, "kill", 20.0, {"PeerLostError", "GroupPoisonedError"}, ASYNC)
 
 
 @pytest.mark.full
 def test_a_stopped_rank_is_reported_at_every_phase() -> None:
-    """Both survivors raise when the deadline has passed."""
+    """Both survivors raise an error after the deadline."""
     check_signal("all_reduce", "stop", 2.0, {"CollectiveTimeoutError", "GroupPoisonedError"}, ASYNC)
 
 
 def test_an_exception_at_any_phase_reaches_every_rank() -> None:
-    """The rank that failed raises its own error; the others raise it by name."""
+    """The failed rank raises its own error; the others raise an error that names it."""
     for rank, reports in enumerate(values(run_ranks(struck_by_exception, 3, ["all_reduce"], limit_s=120, env=ASYNC))):
         for name, phase, error_type, text, _ in reports:
             assert "injected" in text, (name, phase, error_type, text)
@@ -494,12 +494,12 @@ def test_an_exception_at_any_phase_reaches_every_rank() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.full) for n in range(2, 8))])
 def test_random_faults_in_random_schedules(seed: int) -> None:
-    """Whatever breaks whenever, every surviving rank raises soon."""
+    """After any fault at any time, every surviving rank raises an error soon."""
     check_random(seed, "device", ASYNC)
 
 
 def first_call(job: Job) -> tuple[str, str, float]:
-    """The call that sets device memory up."""
+    """Make the call that sets up device memory."""
     pg = bare_group(job, "first", job.rank, job.size, 20.0)
     return error_of(lambda: CALLS["all_reduce"](pg))
 
@@ -524,7 +524,7 @@ def other_device(job: Job) -> list[tuple[str, str, float]]:
 
 
 def test_calls_on_host_and_device_that_meet_are_named_with_both_sides() -> None:
-    """The two kinds of memory count their steps apart, and still a rank that went to the other one is found."""
+    """The two kinds of memory count their steps separately, but a rank that used the other one is detected."""
     for reports in values(run_ranks(other_device, 2, limit_s=120, env=ASYNC)):
         for error_type, text, _ in reports:
             assert error_type in ("CollectiveMismatchError", "GroupPoisonedError"), text
@@ -534,5 +534,5 @@ def test_calls_on_host_and_device_that_meet_are_named_with_both_sides() -> None:
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_some_hundred_overlapping_calls_on_two_groups_are_exact(size: int) -> None:
-    """Asynchronous calls whose streams lag by random times."""
+    """Asynchronous calls whose streams run late by random times."""
     assert values(run_ranks(busy, size, 300, limit_s=120, env=FAKE)) == [0] * size

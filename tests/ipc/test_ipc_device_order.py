@@ -1,4 +1,4 @@
-"""The order that events alone make, with the device held back until every host has issued everything it has to."""
+"""Order by events only: the device is held until every host has issued all its work."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Ranks:
 
 
 def program(ranks: Ranks, rank: int, seed: int) -> list[tuple[torch.Tensor, float]]:
-    """Issue random collectives on the rank's stream; results, not yet there, and what they must be."""
+    """Issue random collectives on the rank's stream; return the results, which are not complete, and the correct ones."""
     shared, size = random.Random(seed), len(ranks.local)
     local, results = ranks.local[rank], []
     rank_sum = size * (size + 1) / 2
@@ -91,7 +91,7 @@ def program(ranks: Ranks, rank: int, seed: int) -> list[tuple[torch.Tensor, floa
 
 
 def wrong_results(num_ranks: int, plan: ReductionPlan, seed: int) -> int:
-    """Run a program on all ranks with the device held back, let it go, count wrong tensors; -1 if it gets stuck."""
+    """Run a program on all ranks with the device held, then release it; return the number of wrong tensors, -1 if it gets stuck."""
     with contextlib.closing(FakeGpu(seed)) as gpu:
         try:
             return run_program(gpu, num_ranks, plan, seed)
@@ -134,23 +134,23 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_results_are_exact_in_whatever_order_the_device_works(num_ranks: int, plan: str) -> None:
-    """No host ever waits for the device, and random orders that respect streams and events give exact results."""
+    """No host waits for the device, and random orders that respect streams and events have exact results."""
     for seed in range(12):
         assert wrong_results(num_ranks, PLANS[plan], seed) == 0, seed
     assert not [thread for thread in threading.enumerate() if thread.name == "fake gpu"]
 
 
 def skip_wait(self: DeviceMemory, ranks: Sequence[int], kind: int, value: int) -> None:
-    """Go on without the peers."""
+    """Continue without the peers."""
 
 
 def wait_for_the_chunk_before(self: DeviceMemory, ranks: Sequence[int], kind: int, value: int) -> None:
-    """Wait for less than was meant."""
+    """Wait for an earlier chunk than intended."""
     _wait(self, ranks, kind, value - 1)
 
 
 def wait_for_the_first(self: DeviceMemory, ranks: Sequence[int], kind: int, value: int) -> None:
-    """Wait for one of the peers that are read."""
+    """Wait for only one of the peers whose memory is read."""
     _wait(self, ranks[:1], kind, value)
 
 
@@ -160,17 +160,17 @@ def signal_nothing(self: DeviceMemory, progress: int) -> None:
 
 
 def signal_too_early(self: DeviceMemory, progress: int) -> None:
-    """The peers' waits end before this rank has come as far."""
+    """The peers' waits end before this rank has reached that point."""
     self._timeline.signal(self._stream, progress + 1)
     self._release_fence()
 
 
 def write_at_once(self: DeviceMemory, chunk: int, read: int, readers: Sequence[int]) -> None:
-    """Write over what a peer may not have read yet."""
+    """Overwrite memory that a peer may not have read yet."""
 
 
 def one_buffer(self: DeviceMemory, rank: int, chunk: int, *args: Any) -> torch.Tensor:
-    """The same slot for every chunk."""
+    """Use the same slot for every chunk."""
     return _slot(self, rank, 0, *args)
 
 
@@ -189,7 +189,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_transport_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The orders above are many enough to show each mistake."""
+    """The orders above are enough to detect each mistake."""
     monkeypatch.setattr(fake_cuda, "_WAIT_LIMIT_S", 2.0)
     monkeypatch.setattr(DeviceMemory, *MUTANTS[name])
     assert any(wrong_results(3, PLANS["leader"], seed) != 0 for seed in range(24))
@@ -197,7 +197,7 @@ def test_a_wrong_transport_is_found(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 @contextlib.contextmanager
 def broken(name: str) -> Iterator[None]:
-    """Break the meeting of the caller's stream with the group's."""
+    """Break the synchronization of the caller's stream with the group's."""
     stream = cuda_runtime.CommunicationStream
     mark, join = stream.mark, stream.join
     if name == "mark":
@@ -209,7 +209,7 @@ def broken(name: str) -> Iterator[None]:
 
 
 def caller_streams(job: Job, how: str, mutant: str) -> bool:
-    """Make, reduce and use a tensor on a caller's stream while the device does nothing yet."""
+    """Create, reduce and use a tensor on a caller's stream while the device does nothing."""
     pg = device_group(job, "streams", job.rank, job.size, 60.0)
     gpu, caller = FakeCuda.gpu, FakeStream(FakeCuda.gpu)
     runtime = FakeCuda(torch.device("cpu"))
@@ -242,7 +242,7 @@ def test_a_call_waits_for_its_callers_stream_and_the_stream_for_the_call(how: st
 
 
 def test_a_tensor_can_be_made_over_foreign_memory() -> None:
-    """What the CUDA driver hands out becomes a tensor without a copy; here the memory is the host's."""
+    """Memory from the CUDA driver becomes a tensor without a copy; here the memory is the host's."""
     arena, name = create_arena(4096)
     tensor = tensor_at(arena.address, 4096, torch.device("cpu"))
     view = tensor.view(torch.float32)[4:8]

@@ -1,6 +1,6 @@
-"""What a group does when it breaks: random schedules, deaths at bad moments, abort and shutdown, errors.
+"""Failures of a group: random schedules, deaths at bad moments, abort and shutdown, errors.
 
-Single faults at every phase are in test_ipc_faults.py.
+test_ipc_faults.py tests single faults at every phase.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ray_fracbackend.ipc import (
 
 
 def uneven_splits(job: Job) -> tuple[str, str, float]:
-    """An all_to_all whose sides disagree about a size."""
+    """Run an all_to_all whose sides disagree about a size."""
     pg = bare_group(job, "splits", job.rank, job.size, 30.0)
     sizes = [2, 2] if job.rank == 0 else [3, 4]
     out = torch.empty(sum(sizes))
@@ -40,14 +40,14 @@ def uneven_splits(job: Job) -> tuple[str, str, float]:
 
 
 def test_splits_that_disagree_are_named() -> None:
-    """Both ranks raise when one expects other sizes than the peer sends."""
+    """Both ranks raise an error if one expects other sizes than the peer sends."""
     for error_type, text, _ in values(run_ranks(uneven_splits, 2, limit_s=120)):
         assert error_type in ("CollectiveMismatchError", "GroupPoisonedError")
         assert "rank 1 sends 12 bytes to rank 1, which expects 16" in text
 
 
 def busy_and_dead(job: Job) -> tuple[str, str, float]:
-    """Rank 1, the first that rank 0 waits for, is busy until rank 0 has raised; rank 2 dies meanwhile."""
+    """Rank 1, the first for which rank 0 waits, is busy until rank 0 has raised; rank 2 dies meanwhile."""
     pg = bare_group(job, "busy", job.rank, job.size, 30.0)
     pg.barrier(options("Barrier"))
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
@@ -61,7 +61,7 @@ def busy_and_dead(job: Job) -> tuple[str, str, float]:
 
 
 def test_a_death_is_noticed_while_another_rank_is_waited_for() -> None:
-    """Rank 0 does not sit out rank 1's delay before it looks at rank 2."""
+    """Rank 0 does not wait for the end of rank 1's delay before it checks rank 2."""
     outcomes = run_ranks(busy_and_dead, 3, limit_s=60)
     error_type, text, _ = values(outcomes[:1])[0]
     assert (error_type, "rank 2" in text) == ("PeerLostError", True)
@@ -81,7 +81,7 @@ def killed_between_hosts(job: Job, victim: int, name: str) -> tuple[str, str, fl
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_death_in_one_place_is_noticed_in_the_other(victim: int, name: str) -> None:
-    """Leader or not, all survivors on both hosts raise, and none because its time is over."""
+    """Leader or not, all survivors on both hosts raise an error, and none because of a timeout."""
     env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_HOST": "aabb"[rank]}  # noqa: E731
     outcomes = run_ranks(killed_between_hosts, 4, victim, name, limit_s=50, env=env)
     for outcome in outcomes[:victim] + outcomes[victim + 1 :]:
@@ -90,7 +90,7 @@ def test_a_death_in_one_place_is_noticed_in_the_other(victim: int, name: str) ->
 
 
 def stopped_between_hosts(job: Job) -> tuple[str, str, float]:
-    """The only rank of the other host stops; the call's own time limit is far shorter than the group's."""
+    """The only rank of the other host stops; the call's own time limit is much shorter than the group's."""
     pg = bare_group(job, "stopped", job.rank, job.size, 60.0)
     pg.barrier(options("Barrier"))
     if job.rank == 2:
@@ -100,7 +100,7 @@ def stopped_between_hosts(job: Job) -> tuple[str, str, float]:
 
 
 def test_a_time_limit_of_a_call_holds_between_hosts() -> None:
-    """Leader and member raise CollectiveTimeoutError after the second asked for, not after the group's minute."""
+    """Leader and member raise CollectiveTimeoutError after the call's one second, not after the group's minute."""
     env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_HOST": "aab"[rank]}  # noqa: E731
     # Less than the group's own limit.
     for error_type, text, _ in values(run_ranks(stopped_between_hosts, 3, limit_s=50, env=env, needed=2)[:2]):
@@ -170,7 +170,7 @@ def test_a_process_ends_by_itself_after_a_failure() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_faults_in_random_schedules(seed: int) -> None:
-    """Whatever breaks whenever, every surviving rank raises soon."""
+    """After any fault at any time, every surviving rank raises an error soon."""
     check_random(seed, "host", SMALL_CHUNKS)
 
 
@@ -182,7 +182,7 @@ def test_more_random_faults_in_random_schedules(seed: int) -> None:
 
 
 def use_after_end(job: Job) -> list[str]:
-    """Abort and shutdown several times, in both orders, with calls in between."""
+    """Call abort and shutdown several times, in both orders, with calls in between."""
     texts = []
     for number, verbs in enumerate((("abort", "abort", "shutdown"), ("shutdown", "shutdown", "abort"))):
         pg = bare_group(job, str(number), job.rank, job.size, 30.0)
@@ -214,14 +214,14 @@ def abort_from_a_thread(job: Job) -> tuple[str, str, float]:
 
 
 def test_abort_ends_a_call_in_progress_on_every_rank() -> None:
-    """The waiting rank and the one that comes late both raise that rank 0 aborted."""
+    """The waiting rank and the late one both raise that rank 0 aborted."""
     for error_type, text, _ in values(run_ranks(abort_from_a_thread, 2, limit_s=60)):
         assert error_type == "GroupPoisonedError"
         assert "rank 0 aborted the process group" in text
 
 
 def fail_asynchronously(job: Job) -> tuple[str, str, str, bool]:
-    """What wait() and the future of a failed asynchronous call raise."""
+    """Return the errors of wait() and of the future of a failed asynchronous call."""
     pg = bare_group(job, "async", job.rank, job.size, 20.0)
     pg.set_timeout(timedelta(seconds=0.3))
     if job.rank == 1:
@@ -235,7 +235,7 @@ def fail_asynchronously(job: Job) -> tuple[str, str, str, bool]:
 
 
 def test_an_asynchronous_failure_shows_in_wait_and_in_the_future() -> None:
-    """Both raise, and the process survives, which Future.set_exception would not let it."""
+    """Both raise an error, and the process survives; with Future.set_exception it would not."""
     by_future, by_wait, exception, success = values(run_ranks(fail_asynchronously, 2, limit_s=20))[0]
     assert "did not reach all_reduce(float32[4], SUM) in time" in by_future
     assert by_wait == "CollectiveTimeoutError"
@@ -244,7 +244,7 @@ def test_an_asynchronous_failure_shows_in_wait_and_in_the_future() -> None:
 
 
 def test_errors_survive_pickling() -> None:
-    """Errors cross processes under Ray, so each one must come out of pickle as itself."""
+    """Errors cross processes in Ray, so each one must be unchanged after pickling."""
     import pickle
 
     for cls in (CollectiveMismatchError, CollectiveTimeoutError, GroupClosedError, GroupPoisonedError, PeerLostError):
@@ -254,7 +254,7 @@ def test_errors_survive_pickling() -> None:
 
 
 def test_no_shared_memory_outlives_its_ranks() -> None:
-    """After all of the above no process of theirs maps an arena, and none has a name. Tests beside these have their own."""
+    """After all of the above no process maps an arena, and none has a name. Concurrent tests have their own."""
     assert not [name for name in os.listdir("/dev/shm") if "ray_fracbackend" in name]
     processes = psutil.Process().children(recursive=True)
     assert [p for p in processes if "ray_fracbackend_ipc" in _read(Path(f"/proc/{p.pid}/maps"))] == []

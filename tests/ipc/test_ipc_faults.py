@@ -1,6 +1,6 @@
 """Kill, stop, exception, mismatched and missing calls at every phase of every collective: no rank hangs, nothing leaks.
 
-By default a sample is run, the same each time; with --full another one each time, and the whole table. The seed is printed; set
+By default a sample runs, the same each time; with --full a different one each time, and the whole table. The seed is printed; set
 RAY_FRACBACKEND_TEST_SEED to repeat it.
 """
 
@@ -18,7 +18,7 @@ from ipc_harness import Job, run_ranks, values
 from ray_fracbackend.ipc.protocol.schedule import Action
 
 SEED_ENV_VAR = "RAY_FRACBACKEND_TEST_SEED"
-# What the ranks that did not cause it may raise; the first to notice says why, and the others may hear it from that one.
+# Errors that the other ranks may raise. The first rank to notice reports the reason, and the others may receive it from that rank.
 NOTICED = {
     "kill": "PeerLostError",
     "stop": "CollectiveTimeoutError",
@@ -44,19 +44,19 @@ def run_cases(cases: list[Case]) -> None:
 
 
 def problems_of(case: Case, report: Report) -> list[str]:
-    """What is wrong with a report."""
+    """Return the problems of a report."""
     error_type, text, seconds = report.first
     is_victim = report.rank == case.victim
     problems = []
     if report.leaks:
         problems.append(f"leaked {report.leaks}")
     if case.fault == "leave" and is_victim == (len(case.victim_calls) < len(case.calls)):
-        # The one who leaves has no reason to complain.
+        # The rank that leaves need not raise an error.
         return problems + [f"raised {report.first}"] * bool(error_type)
     allowed = {NOTICED[case.fault], "GroupPoisonedError"}
     if case.fault == "raise" and is_victim:
         allowed = {"RuntimeError"}
-    # A rank of another host may see no more than the end of a connection, but its leader compares calls before.
+    # A rank of another host may only notice the end of a connection, but its leader compares calls before.
     compared = case.fault == "mismatch" and case.hosts.count(case.hosts[case.victim]) == 1
     elsewhere = case.hosts[report.rank] != case.hosts[case.victim] and not compared
     if elsewhere:
@@ -78,13 +78,13 @@ def problems_of(case: Case, report: Report) -> list[str]:
 
 @pytest.fixture(scope="module")
 def seed(full: bool) -> int:
-    """Of the sample of this run."""
+    """Return the seed of this run's sample."""
     return int(os.environ.get(SEED_ENV_VAR, random.randrange(1 << 31) if full else 1))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_anywhere_reaches_every_rank(seed: int, fault: str) -> None:
-    """In a sample over collectives and phases every rank raises the right error in time and gives everything back."""
+    """In a sample of collectives and phases every rank raises the correct error in time and releases everything."""
     print(f"{SEED_ENV_VAR}={seed}")
     run_cases(sample(seed)[fault])
 
@@ -93,12 +93,12 @@ def test_a_fault_anywhere_reaches_every_rank(seed: int, fault: str) -> None:
 @pytest.mark.parametrize("collective", CALLS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_every_phase_of_every_collective_reaches_every_rank(fault: str, collective: str) -> None:
-    """As above, for all there are."""
+    """As above, for the whole table."""
     run_cases(cases_of(collective, fault))
 
 
 def actions_of(job: Job) -> dict[str, list[Point]]:
-    """The actions that each collective really takes."""
+    """Return the actions that each collective really takes."""
     pg = bare_group(job, "actions", job.rank, job.size, 20.0)
     seen: dict[str, list[Point]] = {}
     for name, call in CALLS.items():
@@ -111,7 +111,7 @@ def actions_of(job: Job) -> dict[str, list[Point]]:
 
 
 def test_the_table_of_phases_is_what_the_engine_does() -> None:
-    """A phase missing from the table would never be struck; some rank has each, but the waits and the number of announcements."""
+    """A phase missing from the table would never be tested. Some rank has each action, except waits and the number of announcements."""
     ranks = values(run_ranks(actions_of, SIZE, env=SMALL_CHUNKS))
     uncounted = (Action.AWAIT, Action.PUBLISH)
     for name, call in CALLS.items():
@@ -121,7 +121,7 @@ def test_the_table_of_phases_is_what_the_engine_does() -> None:
 
 
 def test_every_other_call_is_in_the_table() -> None:
-    """Each collective is confused with each other one, and with itself in everything that must agree."""
+    """Each collective is combined with each other one, and with itself for every property that must agree."""
     for name, call in CALLS.items():
         others: set[Call] = set()
         for case in cases_of(name, "mismatch"):

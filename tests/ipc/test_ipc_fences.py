@@ -1,4 +1,4 @@
-"""Where the fences stand. x86 forgives a missing one in nearly every run, so their places are looked at, not their effect."""
+"""Positions of the fences. x86 tolerates a missing one in nearly every run, so the positions are tested, not their effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ipc_harness import Job, run_ranks, values
 
 
 def order_of(job: Job) -> list[str]:
-    """What a rank does in an all_reduce of several chunks: actions, stores of its counter, and fences."""
+    """Return the steps of a rank in an all_reduce of several chunks: actions, stores of its counter, and fences."""
     pg = bare_group(job, "fences", job.rank, job.size, 20.0)
     engine, log = pg._local.engine, []
     memory, waiter = engine.transport, engine.waiter
@@ -30,13 +30,13 @@ def order_of(job: Job) -> list[str]:
 
 
 def test_every_counter_is_stored_and_read_behind_its_fence() -> None:
-    """Data is fenced before the counter that announces it, the counter before sleepers are looked at, and reads after it."""
+    """A fence is between data and the counter that announces it, between the counter and the check for sleepers, and before reads."""
     for log in values(run_ranks(order_of, 2, limit_s=120, env=SMALL_CHUNKS)):
         stores = [number for number, entry in enumerate(log) if entry == "store"]
         assert len(stores) >= 3
         for number in stores:
             assert log[number - 2 : number + 2] == ["PUBLISH", "release", "store", "full"]
-        # What a rank does with others' memory comes after what it has seen of their counters; a check and what follows it, at once.
+        # A rank uses others' memory after it has read their counters; a check and the following action happen at once.
         actions = [number for number, entry in enumerate(log) if entry in ("PUT", "CHECK", "TAKE")]
         assert {log[number] for number in actions} == {"PUT", "CHECK", "TAKE"}
         for number in actions:

@@ -1,4 +1,4 @@
-"""Every way to call a method of a process group that torch's own groups have, and arguments at and beyond their bounds."""
+"""Every form of the methods of torch's own process groups, and arguments at and beyond their limits."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Form = Callable[[Any, int], tuple[Any, list[torch.Tensor]]]
 
 
 def own(rank: int, numel: int = 2) -> torch.Tensor:
-    """What a rank contributes."""
+    """Return the contribution of a rank."""
     return torch.arange(numel, dtype=torch.float32) + 10 * rank + 1
 
 
 def empty(numel: int = 2) -> torch.Tensor:
-    """Where a result goes."""
+    """Return memory for a result."""
     return torch.zeros(numel)
 
 
 def with_options(kind: str, **fields: Any) -> Any:
-    """Options of a call that returns at once."""
+    """Return options of a call that returns at once."""
     made = getattr(c10d, f"{kind}Options")()
     for name, value in fields.items():
         setattr(made, name, value)
@@ -38,7 +38,7 @@ def with_options(kind: str, **fields: Any) -> Any:
 
 
 def in_place(call: Callable[[Any, torch.Tensor], Any]) -> Form:
-    """A form of a call on one tensor."""
+    """Return a form of a call on one tensor."""
 
     def form(pg: Any, rank: int) -> tuple[Any, list[torch.Tensor]]:
         tensor = own(rank)
@@ -48,7 +48,7 @@ def in_place(call: Callable[[Any, torch.Tensor], Any]) -> Form:
 
 
 def reducing(root: int, call: Callable[[Any, torch.Tensor], Any]) -> Form:
-    """A form of a call whose result only the root has."""
+    """Return a form of a call whose result only the root has."""
 
     def form(pg: Any, rank: int) -> tuple[Any, list[torch.Tensor]]:
         tensor = own(rank)
@@ -58,7 +58,7 @@ def reducing(root: int, call: Callable[[Any, torch.Tensor], Any]) -> Form:
 
 
 def gathering(call: Callable[[Any, list[torch.Tensor], torch.Tensor], Any]) -> Form:
-    """A form of a call that fills a tensor for each of two ranks."""
+    """Return a form of a call that fills a tensor for each of two ranks."""
 
     def form(pg: Any, rank: int) -> tuple[Any, list[torch.Tensor]]:
         outs = [empty(), empty()]
@@ -68,7 +68,7 @@ def gathering(call: Callable[[Any, list[torch.Tensor], torch.Tensor], Any]) -> F
 
 
 def scattering(call: Callable[[Any, torch.Tensor, list[torch.Tensor]], Any]) -> Form:
-    """A form of a call that has a tensor for each of two ranks, and one result."""
+    """Return a form of a call with a tensor for each of two ranks and one result."""
 
     def form(pg: Any, rank: int) -> tuple[Any, list[torch.Tensor]]:
         out = empty()
@@ -78,7 +78,7 @@ def scattering(call: Callable[[Any, torch.Tensor, list[torch.Tensor]], Any]) -> 
 
 
 def single(call: Callable[[Any, torch.Tensor, torch.Tensor], Any], out: int, numel: int) -> Form:
-    """A form of a call from one tensor to another."""
+    """Return a form of a call from one tensor to another."""
 
     def form(pg: Any, rank: int) -> tuple[Any, list[torch.Tensor]]:
         result = empty(out)
@@ -88,7 +88,7 @@ def single(call: Callable[[Any, torch.Tensor, torch.Tensor], Any], out: int, num
 
 
 def coalesced_gather(pg: Any, rank: int) -> tuple[Any, list[torch.Tensor]]:
-    """As many tensors as ranks, so that a transposed result would have the right shape."""
+    """Use as many tensors as ranks, so that a transposed result would have the correct shape."""
     outs = [[empty(), empty()], [empty(), empty()]]
     return pg.allgather_coalesced(outs, [own(rank), own(rank + 5)]), [out for of_rank in outs for out in of_rank]
 
@@ -176,7 +176,7 @@ FORMS: dict[str, Form] = {
 
 
 def other_results(job: Job) -> list[str]:
-    """Forms whose results on ipc are not those on Gloo."""
+    """Return forms whose results on ipc differ from those on Gloo."""
     job.init()
     gloo = dist.new_group(backend="gloo")
     different = []
@@ -192,7 +192,7 @@ def other_results(job: Job) -> list[str]:
 
 
 def test_every_form_has_the_results_of_gloo() -> None:
-    """By position, by name, with options and without: a root or an operation that a caller gives is never dropped."""
+    """By position, by name, with options and without: a given root or operation is never ignored."""
     for different in values(run_ranks(other_results, 2)):
         assert different == []
 
@@ -285,7 +285,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
 
 
 def refusals(job: Job) -> tuple[list[str], float]:
-    """Wrong calls that were not refused as they should be, and what the group computes afterwards."""
+    """Return wrong calls that were not refused as they should be, and the group's results afterwards."""
     job.init()
     missed = []
     for name, (error_type, text, call) in WRONG.items():
@@ -294,7 +294,7 @@ def refusals(job: Job) -> tuple[list[str], float]:
                 call(dist.group.WORLD)
         except BaseException as error:
             missed.append(f"{name}: {error!r}")
-        # One that is refused in its turn has been counted.
+        # A call that is refused when it runs has been counted.
         if dist.group.WORLD._get_sequence_number_for_group() != ("negative" in name):
             missed.append(f"{name}: something was called")
     tensor = torch.ones(1)
@@ -303,5 +303,5 @@ def refusals(job: Job) -> tuple[list[str], float]:
 
 
 def test_wrong_arguments_are_refused_and_the_group_goes_on() -> None:
-    """Nothing is sent for a call that cannot be right."""
+    """Nothing is sent for an invalid call."""
     assert values(run_ranks(refusals, 2)) == [([], 2.0)] * 2

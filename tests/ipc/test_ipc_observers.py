@@ -1,4 +1,4 @@
-"""A group under what watches or replaces torch's operations: Dynamo, the profiler, dispatch modes, tensor subclasses."""
+"""A group with tools that watch or replace torch's operations: Dynamo, the profiler, dispatch modes, tensor subclasses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
 
 
 def compiled_ddp(job: Job, backend: str) -> list[torch.Tensor]:
-    """Some steps of a compiled DDP model, with and without Dynamo's splitting by bucket."""
+    """Run some steps of a compiled DDP model, with and without Dynamo's splitting by bucket."""
     job.init(backend)
     results = []
     for split in (True, False):
@@ -42,14 +42,14 @@ def compiled_ddp(job: Job, backend: str) -> list[torch.Tensor]:
 
 @pytest.mark.full
 def test_a_compiled_ddp_model_ends_with_the_same_weights_as_on_gloo() -> None:
-    """Dynamo leaves the backend's frames alone, which the reducer enters inside the compiled region."""
+    """Dynamo skips the backend's frames, which the reducer enters inside the compiled region."""
     on_ipc = values(run_ranks(compiled_ddp, 2, "ipc", limit_s=120))
     on_gloo = values(run_ranks(compiled_ddp, 2, "gloo", limit_s=120))
     torch.testing.assert_close(on_ipc, on_gloo, rtol=0, atol=0)
 
 
 def in_a_profile(job: Job) -> list[tuple[str, list[list[int]]]]:
-    """What a profile says of collectives."""
+    """Return the records of collectives in a profile."""
     job.init()
     with torch.profiler.profile(record_shapes=True) as profile:
         tensor = torch.ones(3)
@@ -62,7 +62,7 @@ def in_a_profile(job: Job) -> list[tuple[str, list[list[int]]]]:
 
 
 def test_a_profile_has_the_collectives() -> None:
-    """Each is a record under its name, with the shapes of its tensors, whichever thread and memory carry it."""
+    """Each is a record under its name, with the shapes of its tensors, whichever thread and memory it uses."""
     expected = [
         ("ipc:all_reduce", [[3]]),
         ("ipc:all_reduce", [[3]]),
@@ -74,7 +74,7 @@ def test_a_profile_has_the_collectives() -> None:
 
 
 class Watching(TorchDispatchMode):
-    """Keeps the names of operations."""
+    """Records the names of operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Watching(TorchDispatchMode):
 
 
 def under_a_mode(job: Job) -> tuple[list[str], list[float]]:
-    """What a dispatch mode sees of collectives, and their results."""
+    """Return the operations of collectives that a dispatch mode sees, and their results."""
     job.init()
     tensor, gathered = torch.ones(2, dtype=torch.bfloat16), torch.zeros(2 * job.size, dtype=torch.bfloat16)
     with Watching() as mode:
@@ -97,12 +97,12 @@ def under_a_mode(job: Job) -> tuple[list[str], list[float]]:
 
 
 def test_a_dispatch_mode_does_not_see_what_a_collective_is_made_of() -> None:
-    """A counter of operations counts the model's and not the backend's copies and additions."""
+    """A counter of operations counts the model's, not the backend's copies and additions."""
     assert values(run_ranks(under_a_mode, 2)) == [([], [2.0] * 4)] * 2
 
 
 def coalesced_fakes(job: Job) -> list[int]:
-    """Number of results of coalesced calls on fake tensors of a CUDA device, which need not be there."""
+    """Return the number of results of coalesced calls on fake tensors of a CUDA device, which need not exist."""
     pg = bare_group(job, "fakes", job.rank, job.size, 20.0)
     with FakeTensorMode():
         first, second = torch.empty(4, device="cuda"), torch.empty(4, device="cuda")
@@ -113,12 +113,12 @@ def coalesced_fakes(job: Job) -> list[int]:
 
 
 def test_coalesced_calls_on_fake_cuda_tensors_touch_no_device() -> None:
-    """As each of the calls by itself."""
+    """Like each of the calls by itself."""
     assert values(run_ranks(coalesced_fakes, 1)) == [[2, 1]]
 
 
 def on_device_meta(job: Job) -> list[float]:
-    """All-to-all of CPU tensors while new tensors are made on the meta device."""
+    """Run an all-to-all of CPU tensors while new tensors are created on the meta device."""
     job.init()
     sent, received = torch.arange(4.0) + 10 * job.rank, torch.zeros(4)
     with torch.device("meta"):
@@ -127,12 +127,12 @@ def on_device_meta(job: Job) -> list[float]:
 
 
 def test_the_default_device_does_not_matter() -> None:
-    """What a collective makes for itself has the device of its tensors."""
+    """Tensors that a collective creates have the device of its tensors."""
     assert values(run_ranks(on_device_meta, 2)) == [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
 
 
 def without_data(job: Job) -> tuple[list[tuple[int, ...]], float, str]:
-    """Collectives on tensors without data by rank 0 alone; then a real one by all, and one that mixes both."""
+    """Run collectives on tensors without data on rank 0 only; then a real one on all ranks, and one that mixes both."""
     job.init()
     shapes = []
     if job.rank == 0:
@@ -155,7 +155,7 @@ def without_data(job: Job) -> tuple[list[tuple[int, ...]], float, str]:
 
 
 def test_tensors_without_data_are_left_alone() -> None:
-    """Meta and fake tensors come back as they are, no peer is waited for, and the group goes on."""
+    """Meta and fake tensors are returned unchanged without waiting for a peer, and the group continues."""
     (first, *sums), second = values(run_ranks(without_data, 2))
     assert first == [(3,), (3,)]
     assert sums == list(second[1:])
@@ -164,7 +164,7 @@ def test_tensors_without_data_are_left_alone() -> None:
 
 
 def refusals(job: Job, calls: list[Callable[[int], Any]]) -> list[str]:
-    """What calls raise that every rank gets wrong, with a good call after each."""
+    """Return the errors of calls that are wrong on every rank, with a valid call after each."""
     job.init()
     texts = []
     for call in calls:
@@ -200,14 +200,14 @@ def overlap_all_to_all(size: int) -> None:
 
 
 def test_overlapping_outputs_are_refused() -> None:
-    """What would be written several times to one element is found before anything is sent, and the group goes on."""
+    """An output with several writes to one element is refused before anything is sent, and the group continues."""
     calls = [overlap_all_reduce, overlap_async, overlap_all_gather, overlap_all_to_all]
     for texts in values(run_ranks(refusals, 2, calls)):
         assert all("whose elements share memory" in text for text in texts), texts
 
 
 def overlapping_inputs(job: Job) -> list[list[float]]:
-    """Results of calls that only read an expanded tensor."""
+    """Return results of calls that only read an expanded tensor."""
     job.init()
     one, other = _expanded(3), torch.zeros(3)
     gathered = torch.zeros(3 * job.size)
@@ -228,7 +228,7 @@ def test_overlapping_inputs_are_read() -> None:
 
 
 def subclasses(job: Job) -> tuple[list[float], str]:
-    """All-reduce of a functional collective's result, and of a DTensor."""
+    """Run an all-reduce of a functional collective's result, and of a DTensor."""
     job.init()
     pending = funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
     dist.all_reduce(pending)
@@ -241,14 +241,14 @@ def subclasses(job: Job) -> tuple[list[float], str]:
 
 
 def test_tensors_that_wrap_others() -> None:
-    """The result of a functional collective is waited for; a DTensor is refused, as Gloo's path does, and not added up."""
+    """The result of a functional collective is awaited; a DTensor is refused, as with Gloo, and not summed."""
     for total, text in values(run_ranks(subclasses, 2)):
         assert total == [4.0, 4.0]
         assert "got a DTensor" in text
 
 
 def numbers(job: Job) -> tuple[int, int, list[float]]:
-    """Sequence numbers before and after calls, and a tensor that one call lists twice."""
+    """Return sequence numbers before and after calls, and a tensor that one call lists twice."""
     job.init()
     group: Any = dist.group.WORLD
     group._set_sequence_number_for_group()
@@ -269,13 +269,13 @@ def test_the_sequence_number_counts_calls() -> None:
 
 
 def test_a_tensor_listed_twice_is_reduced_once() -> None:
-    """As with Gloo, a coalesced all_reduce does not add up what it has added up before."""
+    """As with Gloo, a coalesced all_reduce does not sum a tensor twice."""
     assert [tensor for *_, tensor in values(run_ranks(numbers, 2))] == [[2.0, 2.0]] * 2
 
 
 @pytest.mark.parametrize("module", ["executor", "arguments", "work", "collective_group"])
 def test_dynamo_skips_every_function(module: str) -> None:
-    """The marks are on the code, so also on functions inside of others and on decorated ones."""
+    """The marks are on the code objects, so also on nested and decorated functions."""
     import importlib
 
     from ray_fracbackend.ipc.group import observers

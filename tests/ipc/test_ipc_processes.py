@@ -1,4 +1,4 @@
-"""A group beside other things of its process: a forked child, a group before it, autograd, signals, torch's own switches."""
+"""A group and other parts of its process: a forked child, an earlier group, autograd, signals, torch's own switches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ray_fracbackend.ipc.group.executor import Executor
 
 
 def in_child(function: Any) -> str:
-    """What a function says in a forked child."""
+    """Return the result of a function in a forked child."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -39,7 +39,7 @@ def in_child(function: Any) -> str:
 
 
 def used_in_child(job: Job) -> tuple[list[str], list[float]]:
-    """What a forked child gets from each use of the group, and what the parent computes after each."""
+    """Return a forked child's error for each use of the group, and the parent's results after each."""
     job.init()
     queued = dist.all_reduce(torch.ones(1), async_op=True)
     queued.wait()
@@ -60,7 +60,7 @@ def used_in_child(job: Job) -> tuple[list[str], list[float]]:
 
 
 def test_a_forked_child_cannot_use_its_parents_group() -> None:
-    """It gets an error that says so, and neither a call nor the end of its copy reaches the parent's group."""
+    """The child gets an error, and neither its call nor the end of its copy reaches the parent's group."""
     for texts, sums in values(run_ranks(used_in_child, 2)):
         assert all("forked from it: call collectives in the parent" in text for text in texts[:3]), texts
         assert texts[3:] == ["None", "None"]
@@ -68,7 +68,7 @@ def test_a_forked_child_cannot_use_its_parents_group() -> None:
 
 
 def waited_for_in_child(job: Job) -> tuple[list[str], float]:
-    """What a forked child gets that waits for its parent's call, which goes on."""
+    """Return the error of a forked child that waits for its parent's call, which continues."""
     job.init()
     dist.barrier()
     tensor = torch.ones(1)
@@ -82,7 +82,7 @@ def waited_for_in_child(job: Job) -> tuple[list[str], float]:
 
 
 def test_a_forked_child_cannot_wait_for_its_parents_call() -> None:
-    """With a time limit neither: it is no matter of time."""
+    """A time limit makes no difference."""
     (texts, result), other = values(run_ranks(waited_for_in_child, 2))
     assert all(text.startswith("GroupClosedError") for text in texts), texts
     assert len(texts) == 2
@@ -90,7 +90,7 @@ def test_a_forked_child_cannot_wait_for_its_parents_call() -> None:
 
 
 def several_groups(job: Job) -> list[float]:
-    """Groups made one after the other over one store, as under torchrun."""
+    """Create groups one after the other with one store, as with torchrun."""
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
     sums = []
     for _ in range(3):
@@ -115,7 +115,7 @@ if pid := os.fork():
 
 
 def test_a_forked_child_ends() -> None:
-    """A child that comes to the end of its script does not wait for threads that only the parent has."""
+    """A child at the end of its script does not wait for threads that only the parent has."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
 
 
@@ -137,7 +137,7 @@ if rank == 0 and sys.argv[3] == "alone":
 
 @pytest.mark.parametrize("last", ["together", pytest.param("alone", marks=pytest.mark.full)])
 def test_a_process_may_end_in_the_middle_of_a_call(last: str, tmp_path: Path) -> None:
-    """Calls that were not waited for, also one that no peer joins, do not turn the end of a script into SIGABRT."""
+    """Calls that were not waited for, including one that no peer joins, do not end a script with SIGABRT."""
     command = [sys.executable, "-c", EXIT_SCRIPT]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), last]) for rank in (0, 1)]
     assert [rank.wait(60) for rank in ranks] == [0, 0]
@@ -177,12 +177,12 @@ def test_a_process_may_end_while_its_watch_asks_the_device() -> None:
 
 
 def test_a_store_can_be_used_again() -> None:
-    """A second group with the store of an ended one does not read what that one left there."""
+    """A second group with the store of an ended one does not read that group's data."""
     assert values(run_ranks(several_groups, 2)) == [[2.0] * 3] * 2
 
 
 def gradients(job: Job) -> list[list[float]]:
-    """Gradients where a collective has written to what autograd keeps, through tensors detached from it."""
+    """Return gradients after a collective has written to tensors that autograd keeps, through detached tensors."""
     job.init()
     found = []
     for dense in (True, False):
@@ -207,12 +207,12 @@ def gradients(job: Job) -> list[list[float]]:
 
 
 def test_versions_of_tensors_stay() -> None:
-    """As with Gloo and NCCL: what is written to a detached tensor is not an error in the next backward pass."""
+    """As with Gloo and NCCL, a write to a detached tensor is not an error in the next backward pass."""
     assert values(run_ranks(gradients, 2)) == [[[2.0] * 3, [2.0] * 3, [0.0], [0.0], [0.0]]] * 2
 
 
 def test_an_interrupt_is_for_the_thread_that_it_hit() -> None:
-    """The thread that runs another's call gets what a signal handler raises; that call has failed, later ones go on."""
+    """The thread that runs another's call raises the signal handler's error; that call has failed, later ones continue."""
     executor = Executor("test")
     executor._serve = lambda: None  # type: ignore[method-assign]  # no worker: the thread that waits runs the queue
     ran = []
@@ -231,7 +231,7 @@ def test_an_interrupt_is_for_the_thread_that_it_hit() -> None:
 
 @pytest.mark.parametrize("how", ["run", "finish"])
 def test_a_call_in_a_signal_handler_within_a_call_is_an_error(how: str) -> None:
-    """It could only wait for itself, for ever."""
+    """It would wait for itself forever."""
     executor = Executor("test")
     executor._serve = lambda: None  # type: ignore[method-assign]  # no worker: the thread that waits runs the queue
     ran: list[str] = []
@@ -254,7 +254,7 @@ def test_a_call_in_a_signal_handler_within_a_call_is_an_error(how: str) -> None:
 
 
 def ended_by_a_signal(job: Job) -> str:
-    """What a rank gets that waits for its second call when a handler exits."""
+    """Return the error of a rank that waits for its second call when a handler exits."""
     job.init()
     dist.all_reduce(torch.ones(1), async_op=True).wait()
     if job.rank == 1:
@@ -272,12 +272,12 @@ def ended_by_a_signal(job: Job) -> str:
 
 
 def test_a_handler_that_exits_ends_a_wait() -> None:
-    """SystemExit comes out of ``wait()``, whichever call was in progress."""
+    """``wait()`` raises SystemExit, whichever call was in progress."""
     assert values(run_ranks(ended_by_a_signal, 2))[0] == "SystemExit(7)"
 
 
 def limited_by_torch(job: Job) -> str:
-    """The error of a call whose limit was set by torch's own function."""
+    """Return the error of a call whose limit was set by torch's own function."""
     job.init()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
     if job.rank == 1:
@@ -292,19 +292,19 @@ def limited_by_torch(job: Job) -> str:
 
 
 def test_the_limit_of_torchs_own_function_counts() -> None:
-    """``_set_pg_timeout`` sets the limit; the message has torch's words for it."""
+    """``_set_pg_timeout`` sets the limit; the message has torch's wording."""
     text = values(run_ranks(limited_by_torch, 2))[0]
     assert "timed out" in text
     assert " timeout " in text
 
 
 def devices(job: Job) -> list[str]:
-    """The devices that a group claims."""
+    """Return the devices that a group claims."""
     job.init()
     return sorted(device.type for device in dist.group.WORLD._device_types)
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs a torch without CUDA")
 def test_a_torch_without_cuda_has_no_group_for_cuda() -> None:
-    """Otherwise torch takes CUDA as the device of the group's objects."""
+    """Otherwise torch uses CUDA as the device of the group's objects."""
     assert values(run_ranks(devices, 2)) == [["cpu"]] * 2

@@ -1,4 +1,4 @@
-"""The slot protocol under every interleaving of small cases, with fake memory and fake words."""
+"""The slot protocol in every interleaving of small cases, with fake memory and fake words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOTED = [(3, FROM_ROOT), (1, TO_ROOT), (1, FROM_ROOT), (2, ONE)]
 @pytest.mark.parametrize("calls", [MIXED, LED, ROOTED])
 @pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_host_memory_is_never_read_at_the_wrong_time(num_ranks: int, calls: list[tuple[int, str]]) -> None:
-    """Collectives of all kinds in a row: each read sees exactly the chunk it means, in every interleaving, and all come to an end."""
+    """Collectives of all kinds in a row: in every interleaving each read returns the intended chunk, and all finish."""
     assert Explorer(num_ranks, calls, device=False).explore() > len(calls)
 
 
@@ -36,11 +36,11 @@ def test_host_memory_is_never_read_at_the_wrong_time(num_ranks: int, calls: list
     ],
 )
 def test_device_memory_is_never_read_at_the_wrong_time(calls: list[tuple[int, str]]) -> None:
-    """The same where streams lag arbitrarily behind hosts, and only words order them."""
+    """The same if streams run arbitrarily late, and only words order them."""
     assert Explorer(2, calls, device=True).explore() > 100
 
 
-# A protocol that is wrong in one point each; the model must find an interleaving that shows it.
+# Protocols with one mistake each; the model must find an interleaving that shows it.
 WRONG = {
     "a slot that counts as free too early": (Rules(frees_early=True), False, ONE),
     "a folded area that counts as free too early": (Rules(frees_early=True), False, SPLIT),
@@ -60,14 +60,14 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_model_finds_a_wrong_protocol(name: str) -> None:
-    """Each broken rule leads to a wrong read somewhere, so the tests above do not pass by accident."""
+    """Each broken rule leads to a wrong read, so the tests above do not pass by accident."""
     rules, device, kind = WRONG[name]
     with pytest.raises(ProtocolViolation):
         Explorer(2, [(3, kind)], device=device, rules=rules).explore()
 
 
 def play(course: Course, words: list[int], limit: int = 100) -> list[tuple[Action, int]]:
-    """What a rank does by itself until it has to wait or is at its end."""
+    """Run a rank by itself until it has to wait or has finished."""
     found = []
     while (action := course.next(words, [(1, NUM_COUNTS)])) not in (None, Action.AWAIT) and len(found) < limit:
         assert action is not None
@@ -77,7 +77,7 @@ def play(course: Course, words: list[int], limit: int = 100) -> list[tuple[Actio
 
 
 def test_a_late_peer_does_not_stop_a_rank_before_its_slots_are_full() -> None:
-    """It puts what it can; with the peer there it uses each chunk before it goes on."""
+    """It puts chunks while there are slots; if the peer is present, it uses each chunk before it continues."""
     late = Course(1, 5, 3, False, True, False, True)
     assert play(late, [0] * 8) == [(Action.PUT, 1), (Action.PUT, 2), (Action.PUT, 3)]
     there = [0, 0, 0, 0, 9, 5, 5, 5]
@@ -88,7 +88,7 @@ def test_a_late_peer_does_not_stop_a_rank_before_its_slots_are_full() -> None:
 
 
 def test_a_rank_waits_for_what_its_lowest_chunk_lacks() -> None:
-    """In two passes first for the slots, then for the folded areas; never for what only a later chunk lacks."""
+    """In two passes it waits first for the slots, then for the folded areas; never for what only a later chunk needs."""
     course = Course(1, 4, 2, True, True, True, True)
     words = [0, 0, 0, 0, 1, 1, 0, 0]
     assert play(course, words) == [(Action.PUT, 1), (Action.FOLD, 1), (Action.PUT, 2)]
@@ -97,7 +97,7 @@ def test_a_rank_waits_for_what_its_lowest_chunk_lacks() -> None:
 
 
 def test_a_rank_that_neither_folds_nor_takes_waits_until_all_have_begun() -> None:
-    """It may be through with its own part long before."""
+    """It may finish its own part long before."""
     course = Course(1, 1, 2, False, True, False, False)
     words = [0] * 8
     assert play(course, words) == [(Action.PUT, 1)]
@@ -108,7 +108,7 @@ def test_a_rank_that_neither_folds_nor_takes_waits_until_all_have_begun() -> Non
 
 
 def test_a_rank_lags_where_an_earlier_chunk_waits_for_another() -> None:
-    """Then a moment's wait comes before a later chunk; not before the first, and not where nothing else is left."""
+    """There is a short wait before a later chunk, but not before the first, and not if nothing else is left."""
     words, peers = [0] * 8, [(1, NUM_COUNTS)]
     course = Course(1, 3, 3, False, True, False, True)
     assert course.next(words, peers) is Action.PUT
@@ -137,6 +137,6 @@ def test_a_chunk_goes_where_the_last_free_one_was() -> None:
     assert sorted(late.choose(chunk, 0) for chunk in range(1, 9)) == list(range(8))
     assert late.choose(9, 1) == 0
     assert late.choose(10, 4) == 3
-    # A rank that puts nothing in some calls: numbers have gaps.
+    # A rank puts nothing in some calls, so numbers have gaps.
     assert late.choose(100, 99) in range(8)
     assert len(late.free) == 7

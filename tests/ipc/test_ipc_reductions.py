@@ -1,4 +1,4 @@
-"""Arithmetic of every element type, on tensors of any device and between hosts, and what PREMUL_SUM multiplies by."""
+"""Arithmetic of every element type, on tensors of any device and between hosts, and factors of PREMUL_SUM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT8 = [dtype for dtype in reductions._FLOAT8 if dtype in (torch.float8_e4m3fn
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", list(reductions._ALLOWED), ids=str)
 def test_a_reduction_stays_on_the_device_of_its_tensors(dtype: torch.dtype, num_ranks: int) -> None:
-    """Here the meta device, which refuses to work with any other: also where the sum is of another type."""
+    """Here the meta device, which refuses to work with any other, also if the sum has another type."""
     for op in reductions._ALLOWED[dtype]:
         reduction = Reduction(dtype, op, num_ranks)
         out = torch.empty(8, dtype=dtype, device="meta")
@@ -39,7 +39,7 @@ def test_a_reduction_stays_on_the_device_of_its_tensors(dtype: torch.dtype, num_
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("dtype", list(reductions._ALLOWED), ids=str)
 def test_all_rows_at_once_are_what_one_after_the_other_is(dtype: torch.dtype, num_ranks: int) -> None:
-    """To the last bit for up to four ranks, whose order is theirs: rounded once, with NaNs, and with every unsigned number."""
+    """The results are bitwise equal for up to four ranks, whose order is fixed: rounded once, with NaNs, and with unsigned numbers."""
     numbers = torch.Generator().manual_seed(num_ranks)
     raw = torch.randint(0, 256, (num_ranks, 4096 * dtype.itemsize), dtype=torch.uint8, generator=numbers)
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
@@ -57,12 +57,12 @@ def test_all_rows_at_once_are_what_one_after_the_other_is(dtype: torch.dtype, nu
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, in which two NaNs are equal."""
+    """Return the bytes of a tensor, in which two NaNs are equal."""
     return tensor.contiguous().view(torch.uint8)
 
 
 def test_two_of_a_narrow_type_are_rounded_once() -> None:
-    """An operation of bfloat16 itself computes in float32: no wider copy is made."""
+    """An operation of bfloat16 itself computes in float32: no wider copy is created."""
     one, other = (torch.randn(4096).to(torch.bfloat16) for _ in range(2))
     for op, exact in ((Op.SUM, one.float() + other.float()), (Op.PRODUCT, one.float() * other.float())):
         reduction, out = Reduction(torch.bfloat16, op, 2), torch.empty_like(one)
@@ -72,7 +72,7 @@ def test_two_of_a_narrow_type_are_rounded_once() -> None:
 
 
 class Divisors(TorchDispatchMode):
-    """What is divided by."""
+    """Records divisors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Divisors(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_a_mean_on_a_device_is_divided_by_a_number_of_the_device(dtype: torch.dtype) -> None:
-    """CUDA multiplies with the reciprocal of one of the host, which rounds differently from the division of the CPU."""
+    """CUDA multiplies by the reciprocal of a host number, which rounds differently from the division of the CPU."""
     out = torch.empty(8, dtype=dtype, device="meta")
     with Divisors() as divisors:
         Reduction(dtype, Op.AVG, 3).reduce(out, [torch.empty_like(out) for _ in range(3)])
@@ -95,7 +95,7 @@ def test_a_mean_on_a_device_is_divided_by_a_number_of_the_device(dtype: torch.dt
 
 
 def test_one_reduction_serves_several_devices() -> None:
-    """What it keeps for the next call is that device's own."""
+    """It keeps data for the next call separately for each device."""
     reduction = Reduction(torch.bfloat16, Op.SUM, 2)
     for device in ("cpu", "meta", "cpu"):
         out = torch.empty(4, dtype=torch.bfloat16, device=device)
@@ -104,12 +104,12 @@ def test_one_reduction_serves_several_devices() -> None:
 
 
 def test_an_operation_may_be_the_enum_or_wrapped() -> None:
-    """torch calls both an instance of ReduceOp."""
+    """torch treats both as instances of ReduceOp."""
     assert plain_op(Op.SUM) == plain_op(dist.ReduceOp(Op.SUM)) == Op.SUM
 
 
 def with_a_nan(job: Job) -> list[tuple[float, float]]:
-    """Least and greatest of numbers of which one rank after the other has none."""
+    """Compute minimum and maximum of numbers; each rank in turn has a NaN."""
     pg = bare_group(job, "nan", job.rank, job.size, 20.0)
     found = []
     for without in range(job.size):
@@ -131,7 +131,7 @@ def test_a_nan_is_everywhere_after_min_and_max(hosts: str) -> None:
 
 
 def with_factors(job: Job) -> list[list[float]]:
-    """Sums of float8 times a number, and of float32 times a tensor that takes a gradient."""
+    """Compute sums of float8 times a number, and of float32 times a tensor that requires a gradient."""
     pg = bare_group(job, "factors", job.rank, job.size, 20.0)
     factors = [(dtype, 2.0) for dtype in FLOAT8]
     factors += [(torch.float32, torch.tensor(2.0, requires_grad=True))] * 2
@@ -147,5 +147,5 @@ def with_factors(job: Job) -> list[list[float]]:
 
 
 def test_factors_of_every_kind_are_multiplied_by() -> None:
-    """float8 has no product of its own, and a factor that takes a gradient is a number here."""
+    """float8 has no product of its own, and a factor that requires a gradient is treated as a number."""
     assert values(run_ranks(with_factors, 2, limit_s=60)) == [[[6.0] * 5] * (len(FLOAT8) + 2)] * 2

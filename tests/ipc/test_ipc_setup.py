@@ -1,4 +1,4 @@
-"""Bringing a group together: support, hosts, memory limits, processes that die half way, waiting ranks."""
+"""Set-up of a group: support, hosts, memory limits, processes that die during it, waiting ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_support_names_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fences_from_libatomic_work_here() -> None:
-    """The fence that weakly ordered CPUs use can be called, where libatomic is installed."""
+    """The fence for weakly ordered CPUs can be called if libatomic is installed."""
     fence = atomics._libatomic_fence()
     if fence is None:
         pytest.skip("libatomic.so.1 is not installed")
@@ -66,7 +66,7 @@ def test_fences_from_libatomic_work_here() -> None:
 
 
 def test_place_can_be_split_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The override is added to what was detected, so it can never claim memory that is not shared."""
+    """The override is added to the detected host, so it can never claim memory that is not shared."""
     plain = host_id()
     monkeypatch.setenv(knobs.HOST_ENV_VAR, "left")
     assert host_id() == f"{plain}/left"
@@ -75,7 +75,7 @@ def test_place_can_be_split_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_old_names_of_a_host_still_work_and_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``place_id`` and its variable; where both variables are set the new one counts."""
+    """``place_id`` and its variable; if both variables are set, the new one is used."""
     monkeypatch.setenv("RAY_FRACBACKEND_IPC_PLACE", "left")
     with pytest.warns(DeprecationWarning, match=knobs.HOST_ENV_VAR):
         assert host_id().endswith("/left")
@@ -86,14 +86,14 @@ def test_the_old_names_of_a_host_still_work_and_warn(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("text", ["", "abc", "-1", "1", str(1 << 40)])
 def test_a_wrong_knob_is_refused_with_value_and_rule(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """The message has the variable, its value and the range."""
+    """The message contains the variable, its value and the range."""
     monkeypatch.setenv(knobs.CHUNK_BYTES_ENV_VAR, text)
     with pytest.raises(ValueError, match=rf"{knobs.CHUNK_BYTES_ENV_VAR}='{text}' must be an integer from 65536"):
         knobs.chunk_bytes()
 
 
 def test_an_arena_is_found_by_its_token_only() -> None:
-    """A descriptor number that now means something else is refused, not mapped."""
+    """A descriptor number that now refers to something else is refused, not mapped."""
     mine, name = arena.create_arena(100_000)
     try:
         assert arena.attach_arena(name).memory[:16] == mine.memory[:16]
@@ -118,7 +118,7 @@ def test_an_arena_cannot_be_shrunk_under_its_users() -> None:
 
 
 def test_a_process_is_dead_once_it_is_a_zombie() -> None:
-    """A killed rank counts as dead before its parent has waited for it, and a stopped one does not."""
+    """A killed rank counts as dead before its parent has waited for it; a stopped rank does not."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     peer = Peer(child.pid, start_time(child.pid))
     assert peer.is_alive()
@@ -142,7 +142,7 @@ ctypes.CDLL(None).syscall(exit_thread, 0)
 
 
 def test_a_process_is_there_until_its_last_thread_has_ended() -> None:
-    """A killed process keeps its memory until then, though its first thread, whose state the system shows, is gone."""
+    """A killed process keeps its memory until then, although its first thread, whose state the system shows, has ended."""
     child = subprocess.Popen([sys.executable, "-c", FIRST_THREAD_ENDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     peer = Peer(child.pid, start_time(child.pid))
     assert child.stdout is not None
@@ -161,7 +161,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 
 
 def limited(job: Job, limit_bytes: int) -> tuple[int, float]:
-    """Set up a group under a limit on file sizes, which the kernel applies to anonymous memory files too."""
+    """Set up a group with a limit on file sizes, which the kernel also applies to anonymous memory files."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
     pg = bare_group(job, "limited", job.rank, job.size, 30.0)
     tensor = torch.arange(1_000_000.0)
@@ -170,14 +170,14 @@ def limited(job: Job, limit_bytes: int) -> tuple[int, float]:
 
 
 def test_too_little_memory_gives_a_smaller_arena() -> None:
-    """Where the kernel does not give the wanted size, chunks are halved until it does, and results stay right."""
+    """If the kernel refuses the requested size, chunks are halved until it accepts, and results stay correct."""
     for chunk_bytes, last in values(run_ranks(limited, 2, 1_000_000, limit_s=120)):
         assert knobs.MIN_CHUNK_BYTES <= chunk_bytes < knobs.DEFAULT_CHUNK_BYTES
         assert last == 2 * 999_999
 
 
 def test_much_too_little_memory_is_an_error_on_every_rank() -> None:
-    """No SIGBUS and no hang: each rank raises which rank failed and what the kernel said."""
+    """No SIGBUS and no hang: each rank raises an error with the failed rank and the kernel's message."""
     for outcome in run_ranks(limited, 3, 100_000, limit_s=120):
         assert isinstance(outcome.error, IpcUnavailableError)
         assert "rank 0" in str(outcome.error)
@@ -185,7 +185,7 @@ def test_much_too_little_memory_is_an_error_on_every_rank() -> None:
 
 
 def set_up(job: Job) -> float:
-    """Set up a group and add up enough for two passes."""
+    """Set up a group and compute sums large enough for two passes."""
     pg = bare_group(job, "knobs", job.rank, job.size, 30.0)
     tensor = torch.full((30_000,), float(job.rank + 1))
     pg.allreduce([tensor], options("Allreduce")).wait()
@@ -204,7 +204,7 @@ def set_up(job: Job) -> float:
     ],
 )
 def test_a_wrong_knob_of_one_rank_is_an_error_on_every_rank(name: str, rule: str) -> None:
-    """The others do not wait for a rank that has raised; those of device memory are errors before a tensor of a device comes."""
+    """The others do not wait for a rank that has raised; wrong knobs of device memory raise before any device tensor is used."""
     env = lambda rank: {name: "abc"} if rank == 0 else {}  # noqa: E731
     for outcome in run_ranks(set_up, 3, limit_s=60, env=env):
         assert isinstance(outcome.error, IpcUnavailableError), outcome.error
@@ -213,7 +213,7 @@ def test_a_wrong_knob_of_one_rank_is_an_error_on_every_rank(name: str, rule: str
 
 
 def test_ranks_with_different_knobs_compute_the_same() -> None:
-    """What all must do alike is decided by one rank, or by nothing that a rank could set."""
+    """A value that must be equal on all ranks is decided by one rank, or cannot be set by a rank."""
     different = ["2", "100", "3"]
     env = lambda rank: {  # noqa: E731
         "RAY_FRACBACKEND_IPC_TWO_PASS_RANKS": different[rank],
@@ -251,7 +251,7 @@ def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
 
 
 def set_up_forever(job: Job, seed: int) -> None:
-    """Make, use and drop groups until killed; each rank is killed at a random moment of its own."""
+    """Create, use and drop groups until killed; each rank is killed at a different random moment."""
     rng = random.Random(f"{seed}/{job.rank}")
     threading.Timer(0.05 + rng.random() * 0.6, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     torch.set_num_threads(1)
@@ -261,7 +261,7 @@ def set_up_forever(job: Job, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_killing_all_ranks_during_setup_leaves_nothing(seed: int) -> None:
-    """Whatever moment every rank dies at, there is no file, and no process still maps the memory."""
+    """Whatever the moment of each rank's death, no file is left, and no process still maps the memory."""
     before = shared_names()
     outcomes = run_ranks(set_up_forever, 3, seed, limit_s=20)
     assert not [o for o in outcomes if o.returned]
@@ -269,7 +269,7 @@ def test_killing_all_ranks_during_setup_leaves_nothing(seed: int) -> None:
 
 
 def release(job: Job) -> tuple[int, int, int, int]:
-    """Descriptors and mappings of shared memory while a group is used and after it is gone."""
+    """Return descriptors and mappings of shared memory while a group is used and after it is dropped."""
     pg = bare_group(job, "release", job.rank, job.size, 30.0)
     for call in CALLS.values():
         call(pg)
@@ -283,12 +283,12 @@ def release(job: Job) -> tuple[int, int, int, int]:
 
 
 def test_a_dropped_group_frees_its_memory() -> None:
-    """One mapping and the descriptor that mmap keeps while it lives, none when it is dropped."""
+    """One mapping and the descriptor that mmap keeps while it lives; none after it is dropped."""
     assert values(run_ranks(release, 2, limit_s=120)) == [(1, 1, 0, 0)] * 2
 
 
 def late_peer(job: Job) -> tuple[float, float, int]:
-    """Rank 0 waits a second for rank 1; CPU and wall seconds of the wait and what another thread got done."""
+    """Rank 0 waits a second for rank 1; return CPU and wall seconds of the wait and the progress of another thread."""
     pg = bare_group(job, "late", job.rank, job.size, 20.0)
     pg.barrier(options("Barrier"))
     if job.rank == 1:
@@ -314,7 +314,7 @@ def late_peer(job: Job) -> tuple[float, float, int]:
 
 
 def test_waiting_for_a_late_rank_leaves_the_core_and_the_interpreter_free() -> None:
-    """A second of waiting takes a few percent of a core, and other Python threads run meanwhile."""
+    """A second of waiting uses a few percent of a core, and other Python threads run meanwhile."""
     wall, cpu, ticks = values(run_ranks(late_peer, 2, limit_s=120))[0]
     assert wall > 0.5
     assert cpu < 0.25 * wall
@@ -322,7 +322,7 @@ def test_waiting_for_a_late_rank_leaves_the_core_and_the_interpreter_free() -> N
 
 
 def names_of_global_ranks(job: Job) -> Any:
-    """The text of a timeout in a sub-group."""
+    """Return the message of a timeout in a sub-group."""
     pg = bare_group(job, "named", job.rank, job.size, 20.0, (4, 7))
     pg.set_timeout(timedelta(seconds=0.2))
     if job.rank == 0:
@@ -334,12 +334,12 @@ def names_of_global_ranks(job: Job) -> Any:
 
 
 def test_messages_name_global_ranks() -> None:
-    """A sub-group of ranks 4 and 7 speaks of rank 7, not of its own rank 1."""
+    """A sub-group of ranks 4 and 7 names rank 7, not its own rank 1."""
     assert "rank 7 (pid" in values(run_ranks(names_of_global_ranks, 2, limit_s=120))[0]
 
 
 def late_leader(job: Job) -> bool:
-    """Whether both leaders' connections stood when this rank was through with them."""
+    """Return whether both leaders' connections were open when this rank had finished with them."""
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=60))
     connect = hierarchy.ProcessGroupGloo
 
@@ -356,19 +356,19 @@ def late_leader(job: Job) -> bool:
 
 
 def test_no_leader_is_through_before_all_are_connected() -> None:
-    """One that leaves at once would close the connection on one that still connects: a broken network to that one."""
+    """A rank that leaves at once would close the connection while another one still connects, which would see a broken network."""
     assert values(run_ranks(late_leader, 2, limit_s=120)) == [True, True]
 
 
 def test_a_torch_that_cannot_hold_python_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.7 a wait for what functional collectives started would never end, so the backend is refused."""
+    """Before torch 2.7 a wait for functional collectives would never end, so the backend is refused."""
     assert support.HAS_PYTHON_GROUPS
     monkeypatch.setattr(support, "HAS_PYTHON_GROUPS", False)
     assert "the ipc backend needs torch 2.7" in str(host_memory_support())
 
 
 def pairs(job: Job) -> list[str]:
-    """What rank 0 logs of groups by name and by pair."""
+    """Return rank 0's log lines for groups by name and by pair."""
     job.init()
     texts: list[str] = []
     handler = logging.Handler()
@@ -380,14 +380,14 @@ def pairs(job: Job) -> list[str]:
 
 
 def test_a_pair_with_another_backend_is_said_to_be_ipc() -> None:
-    """torch gives every device's tensors to ipc there; the log says so once, at the first collective."""
+    """torch passes every device's tensors to ipc there; the log says so once, at the first collective."""
     first, second = values(run_ranks(pairs, 2))
     assert first == ["ray_fracbackend: this process group was asked for as cpu:gloo"]
     assert second == []
 
 
 def split(job: Job) -> str:
-    """The error of splitting a group."""
+    """Return the error of splitting a group."""
     job.init()
     try:
         dist.group.WORLD.split_group([0, 1])
@@ -402,7 +402,7 @@ def test_a_group_that_cannot_be_split_says_so() -> None:
 
 
 def new_limit(job: Job) -> list[float]:
-    """Time limits of the parts of a group with two hosts after torch's function has set another."""
+    """Return time limits of the parts of a group with two hosts after torch's function has set another one."""
     job.init()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
     dist.all_reduce(torch.ones(1))
@@ -414,6 +414,6 @@ def new_limit(job: Job) -> list[float]:
 
 
 def test_a_new_time_limit_reaches_every_part() -> None:
-    """The group of the hosts' first ranks takes what torch sets on the inner one."""
+    """The group of the hosts' first ranks uses the limit that torch sets on the inner one."""
     found = values(run_ranks(new_limit, 2, env=lambda rank: {"RAY_FRACBACKEND_IPC_HOST": str(rank)}))
     assert found == [[7.0] * 2] * 2

@@ -16,13 +16,13 @@ import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is its own (not shared)."""
+    """Return this process's own memory (not shared)."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * resource.getpagesize()
 
 
 def many_collectives(job: Job, num_small: int, num_large: int, large_numel: int) -> tuple[int, int]:
-    """Small and large collectives on two interleaved groups; returns wrong results and growth in bytes."""
+    """Run small and large collectives on two interleaved groups; return wrong results and growth in bytes."""
     job.init()
     groups = [dist.new_group(), dist.new_group()]
     shared, own = random.Random(1), random.Random(f"own {job.rank}")
@@ -60,7 +60,7 @@ def many_collectives(job: Job, num_small: int, num_large: int, large_numel: int)
 
 
 def check(size: int, num_small: int, num_large: int, large_numel: int, limit_s: float) -> None:
-    """Run and check a length."""
+    """Run and check a number of collectives."""
     for wrong, growth in values(run_ranks(many_collectives, size, num_small, num_large, large_numel, limit_s=limit_s)):
         assert wrong == 0
         assert growth < 8 << 20

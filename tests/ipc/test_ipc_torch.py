@@ -1,4 +1,4 @@
-"""PyTorch's own users of a process group: each must work on ipc and give what it gives on Gloo."""
+"""PyTorch's own users of a process group: each must work with ipc and have the same results as with Gloo."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Net(torch.nn.Module):
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    """A rank's input of a step."""
+    """Return a rank's input of a step."""
     return torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
 def train(group: dist.ProcessGroup, hook: Any = None, no_sync: bool = False, skip: bool = False, **options: Any) -> Any:
-    """Train a fresh model under DDP for some steps; returns its state."""
+    """Train a new model with DDP for some steps; return its state."""
     torch.manual_seed(0)
-    # One bucket under PowerSGD: with several, the order of what its callbacks launch would be a race on any backend.
+    # One bucket with PowerSGD: with several, the order of the collectives in its callbacks would be a race on any backend.
     buckets = 25 if hook is powerSGD_hook.powerSGD_hook else 0.01
     model = DDP(Net(), process_group=group, bucket_cap_mb=buckets, **options)
     if hook is powerSGD_hook.powerSGD_hook:
@@ -63,7 +63,7 @@ def train(group: dist.ProcessGroup, hook: Any = None, no_sync: bool = False, ski
 
 
 def bf16_hook(group, bucket):  # type: ignore[no-untyped-def]  (torch compares annotations by identity)
-    """The hook of torch under another name: by its name torch refuses it wherever there is no CUDA."""
+    """torch's hook under another name: torch refuses its name wherever there is no CUDA."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
@@ -75,14 +75,14 @@ DDP_CASES: dict[str, dict[str, Any]] = {
     "no_sync": {"no_sync": True},
     "fp16 hook": {"hook": default_hooks.fp16_compress_hook},
     "bf16 hook": {"hook": bf16_hook},
-    # Its callbacks launch further collectives and wait for them.
+    # Its callbacks start further collectives and wait for them.
     "PowerSGD hook": {"hook": powerSGD_hook.powerSGD_hook},
     "allreduce hook": {"hook": default_hooks.allreduce_hook},
 }
 
 
 def ddp_cases(job: Job) -> list[str]:
-    """Names of the DDP options under which ipc and Gloo do not end with the same weights."""
+    """Return names of the DDP options with which ipc and Gloo end with different weights."""
     job.init()
     gloo = dist.new_group(backend="gloo")
     different = []
@@ -94,14 +94,14 @@ def ddp_cases(job: Job) -> list[str]:
 
 
 def test_ddp_ends_with_the_same_weights_as_on_gloo() -> None:
-    """With two ranks a sum has one order, so the weights are equal to the last bit, whatever DDP options are on."""
+    """With two ranks a sum has only one order, so the weights are bitwise equal with all DDP options."""
     for different in values(run_ranks(ddp_cases, 2, limit_s=120)):
         assert different == []
 
 
 def ddp_join(job: Job) -> dict[str, Any]:
-    """Ranks with different numbers of batches under DDP's join."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # late, as it imports all of FSDP
+    """Ranks with different numbers of batches use DDP's join."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # late, because it imports all of FSDP
 
     job.init()
     torch.manual_seed(0)
@@ -116,14 +116,14 @@ def ddp_join(job: Job) -> dict[str, Any]:
 
 
 def test_ddp_join_and_zero_redundancy_optimizer() -> None:
-    """Uneven inputs end with equal weights on all ranks."""
+    """With uneven inputs all ranks end with equal weights."""
     states = values(run_ranks(ddp_join, 3, limit_s=120))
     for state in states[1:]:
         assert all(torch.equal(state[key], states[0][key]) for key in state)
 
 
 def ddp_join_by_remaining(job: Job, backend: str) -> dict[str, Any]:
-    """DDP's join where gradients are divided by the number of ranks that still have batches, which the reducer asks a Work for."""
+    """Use DDP's join with gradients divided by the number of ranks that still have batches, which the reducer reads from a Work."""
     job.init(backend)
     torch.manual_seed(0)
     model = DDP(torch.nn.Linear(8, 4))
@@ -137,15 +137,15 @@ def ddp_join_by_remaining(job: Job, backend: str) -> dict[str, Any]:
 
 
 def test_ddp_join_divides_by_the_ranks_that_remain() -> None:
-    """The reducer's C++ waits for a Work that Python has let go of. With two ranks a sum has one order."""
+    """The reducer's C++ waits for a Work that Python no longer references. With two ranks a sum has only one order."""
     on_ipc, on_gloo = (values(run_ranks(ddp_join_by_remaining, 2, backend, limit_s=60)) for backend in ("ipc", "gloo"))
     for ours, theirs in zip(on_ipc, on_gloo, strict=True):
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
 def zero_optimizer(job: Job, backend: str) -> dict[str, Any]:
-    """Some steps of a sharded Adam."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # late, as it imports all of FSDP
+    """Run some steps of a sharded Adam."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # late, because it imports all of FSDP
 
     job.init(backend)
     torch.manual_seed(0)
@@ -160,7 +160,7 @@ def zero_optimizer(job: Job, backend: str) -> dict[str, Any]:
 
 
 def fsdp(job: Job, backend: str) -> list[torch.Tensor]:
-    """Some steps of FSDP2."""
+    """Run some steps of FSDP2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     job.init(backend)
@@ -185,7 +185,7 @@ def fsdp(job: Job, backend: str) -> list[torch.Tensor]:
 
 
 def compiled(job: Job, backend: str) -> list[torch.Tensor]:
-    """Functional collectives inside torch.compile and outside, and a compiled DDP step."""
+    """Run functional collectives inside and outside torch.compile, and a compiled DDP step."""
     job.init(backend)
     group = dist.group.WORLD
 
@@ -220,7 +220,7 @@ def compiled(job: Job, backend: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("function", [zero_optimizer, fsdp, pytest.param(compiled, marks=pytest.mark.full)])
 def test_same_results_as_on_gloo(function: Callable[..., Any]) -> None:
-    """ZeroRedundancyOptimizer, FSDP2 and functional collectives give on ipc exactly what they give on Gloo."""
+    """ZeroRedundancyOptimizer, FSDP2 and functional collectives have exactly the same results on ipc as on Gloo."""
     on_ipc = values(run_ranks(function, 2, "ipc", limit_s=120))
     on_gloo = values(run_ranks(function, 2, "gloo", limit_s=120))
     for ours, theirs in zip(on_ipc, on_gloo, strict=True):
@@ -231,7 +231,7 @@ def test_same_results_as_on_gloo(function: Callable[..., Any]) -> None:
 
 
 def meshes_and_objects(job: Job) -> dict[str, Any]:
-    """A 2 x 2 mesh, overlapping sub-groups, objects, point to point."""
+    """Use a 2 x 2 mesh, overlapping sub-groups, objects, point to point."""
     job.init()
     rank = job.rank
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -279,7 +279,7 @@ def meshes_and_objects(job: Job) -> dict[str, Any]:
 
 
 def test_meshes_sub_groups_objects_and_point_to_point() -> None:
-    """Sub-groups are ipc groups of their own, and what is not accelerated goes through Gloo."""
+    """Sub-groups are separate ipc groups, and operations that are not accelerated use Gloo."""
     for rank, result in enumerate(values(run_ranks(meshes_and_objects, 4, limit_s=120))):
         assert result["sums"] == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]][rank]
         assert result["third"] == (12.0 if rank == 2 else 13.0)
@@ -294,7 +294,7 @@ def test_meshes_sub_groups_objects_and_point_to_point() -> None:
 
 def checkpoint(job: Job, path: str) -> bool:
     """Save a sharded model with torch.distributed.checkpoint and load it into another."""
-    import torch.distributed.checkpoint as dcp  # late, as it imports all of FSDP
+    import torch.distributed.checkpoint as dcp  # late, because it imports all of FSDP
     from torch.distributed.fsdp import fully_shard
 
     job.init()
@@ -311,12 +311,12 @@ def checkpoint(job: Job, path: str) -> bool:
 
 
 def test_distributed_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint that was saved through ipc loads through ipc."""
+    """A checkpoint that was saved with ipc loads with ipc."""
     assert values(run_ranks(checkpoint, 2, str(tmp_path / "checkpoint"), limit_s=120)) == [True, True]
 
 
 def odd_uses(job: Job) -> list[str]:
-    """Things that callers do to tensors and groups; returns what went wrong."""
+    """Use tensors and groups as callers do; return what failed."""
     job.init()
     bad = []
     leaf = torch.nn.Parameter(torch.full((3,), float(job.rank)))
@@ -388,7 +388,7 @@ def test_odd_tensors_and_uses() -> None:
 
 
 def crossed_order(job: Job) -> list[float]:
-    """Two groups whose asynchronous calls each rank starts in another order."""
+    """Each rank starts asynchronous calls on two groups in a different order."""
     job.init()
     first, second = dist.new_group(), dist.new_group()
     a, b = torch.ones(3), torch.ones(3) * 2
@@ -408,7 +408,7 @@ def test_groups_may_be_used_in_different_orders() -> None:
 
 @pytest.mark.full
 def test_torchrun_without_ray(tmp_path: Path) -> None:
-    """The example trains under torchrun where Ray cannot be imported."""
+    """The example trains with torchrun if Ray cannot be imported."""
     import subprocess
     import sys
 

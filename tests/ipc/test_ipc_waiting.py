@@ -1,4 +1,4 @@
-"""How long a rank polls before it sleeps, on a clock and a kernel that the test drives; and real sleep, and its end."""
+"""Polling before sleep, on a clock and a kernel that the test controls; and real sleep and wake-up."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WAKE_US = 60.0
 
 
 class Kernel:
-    """Stands in for `time` and `os`: time passes in yields and sleeps alone, and the peer publishes when it is due."""
+    """Replaces `time` and `os`: time passes only in yields and sleeps, and the peer publishes at a given time."""
 
     def __init__(self) -> None:
         arena, name = create_arena(control_bytes(2))
         os.close(name.fd)
         self.page, self.address = ControlPage(arena, 0, 2), arena.address
         self.now_us, self.due_us, self.step, self.num_sleeps = 0.0, 0.0, 0, 0
-        # What a yield costs, and how many there were.
+        # Cost of a yield, and number of yields.
         self.yield_us, self.num_yields = 1.0, 0
 
     def sched_getaffinity(self, pid: int) -> set[int]:
@@ -72,7 +72,7 @@ def waiter_of(kernel: Kernel) -> waiting.Waiter:
 
 
 def sleeps(kernel: Kernel, waiter: waiting.Waiter, delay_us: float, num_waits: int) -> int:
-    """How many of so many waits for a peer that needs `delay_us` end in a sleep."""
+    """Return how many of a number of waits for a peer that needs `delay_us` end in a sleep."""
     before = kernel.num_sleeps
     for _ in range(num_waits):
         kernel.step += 1
@@ -87,21 +87,21 @@ def test_short_waits_are_polled_through(kernel: Kernel) -> None:
 
 
 def test_long_waits_are_slept_through(kernel: Kernel) -> None:
-    """A rank that has to wait for milliseconds soon polls for next to nothing of them."""
+    """A rank that has to wait for milliseconds soon polls for almost none of them."""
     waiter = waiter_of(kernel)
     assert sleeps(kernel, waiter, 5000, 20) == 20
     assert waiter._spin_us == waiting._MIN_SPIN_US
 
 
 def test_polling_comes_back_after_long_waits(kernel: Kernel) -> None:
-    """Large collectives must not leave the small ones after them with a wake-up each."""
+    """Large collectives must not leave each later small one with a wake-up."""
     waiter = waiter_of(kernel)
     sleeps(kernel, waiter, 5000, 20)
     assert sleeps(kernel, waiter, 100, 20) == 1
 
 
 def test_a_yield_that_costs_a_time_slice_is_not_repeated_soon(kernel: Kernel) -> None:
-    """Beside a process that never sleeps, each yield would cost milliseconds; without one, yields come back."""
+    """Beside a process that never sleeps, each yield would cost milliseconds; without one, yields resume."""
     waiter = waiter_of(kernel)
     kernel.yield_us = 3000.0
     sleeps(kernel, waiter, 100, 1000)
@@ -122,7 +122,7 @@ def test_with_more_ranks_than_cores_a_yield_goes_to_a_rank(kernel: Kernel, monke
 
 
 def test_a_moments_wait_before_a_later_chunk(kernel: Kernel) -> None:
-    """A rank polls for a peer that is nearly there, and ever shorter for one that is not; it never sleeps for it."""
+    """A rank polls for a peer that is nearly there, and for a shorter and shorter time for one that is not; it never sleeps for it."""
     waiter = waiter_of(kernel)
     kernel.step, kernel.due_us = 1, 100.0
     assert waiter.poll(1, WRITTEN, 1)
@@ -147,7 +147,7 @@ def test_a_moments_wait_before_a_later_chunk(kernel: Kernel) -> None:
 def test_a_timeout_names_the_rank_that_the_others_wait_for(
     positions: list[int], stopped: int | None, named: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 waits for rank 1, which may itself wait for rank 2: one that is stopped, else the one with the lowest counts."""
+    """Rank 0 waits for rank 1, which may itself wait for rank 2: a stopped one is named, else the one with the lowest counts."""
     monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, "0")
     arena, name = create_arena(control_bytes(3))
     os.close(name.fd)
@@ -167,7 +167,7 @@ def test_a_timeout_names_the_rank_that_the_others_wait_for(
 
 
 def test_sleepers_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that publishes a step wakes those that sleep for it: they need no look at it of their own."""
+    """A rank that publishes a step wakes the ranks that sleep for it, without a check of their own."""
     monkeypatch.setattr(waiting, "_SLICE_S", 3600.0)
     monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, "0")
     arena, name = create_arena(control_bytes(2))
@@ -188,14 +188,14 @@ def test_sleepers_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
         while not pages[1].has_sleepers():
             assert time.monotonic() < end, "the sleeper was not woken"
             time.sleep(0.001)
-        time.sleep(0.01)  # what comes between its mark and its sleep
+        time.sleep(0.01)  # the part between its mark and its sleep
         publisher.publish(step, step, step)
     thread.join(30)
     assert not thread.is_alive()
 
 
 def test_a_rank_that_polls_lets_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python takes its lock from no thread here: the one that polls has to give it."""
+    """Python takes its lock from no thread here, so the polling thread must release it."""
     monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, str(1_000_000))
     arena, name = create_arena(control_bytes(2))
     os.close(name.fd)
@@ -223,7 +223,7 @@ def test_a_rank_that_polls_lets_other_threads_run(monkeypatch: pytest.MonkeyPatc
 
 
 def test_poison_wakes_everybody(kernel: Kernel) -> None:
-    """Sleepers on every rank's bell are woken, and find the poison there."""
+    """Sleepers on every rank's bell are woken and read the poison."""
     waiter, woken = waiter_of(kernel), []
     waiter._futex.wake = lambda offset: woken.append((offset, waiter.is_poisoned()))  # type: ignore[method-assign]
     waiter.poison("a reason")

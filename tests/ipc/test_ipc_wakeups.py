@@ -1,8 +1,8 @@
-"""No wake-up is lost: the real code of publishing and waiting, under every interleaving with a bounded number of preemptions.
+"""No wake-up is lost: the real code of publishing and waiting, in every interleaving with a limited number of preemptions.
 
-Ranks are threads that take turns: each access to a word, each fence and each call of the kernel is a point at which another one may go
-on. Sleeps have no end of their own here, so a rank that is not woken sleeps for ever, and the test fails. Memory is sequentially
-consistent here; what fences are for is looked at in test_ipc_fences.py.
+Ranks are threads that take turns: at each access to a word, each fence and each call of the kernel another thread may continue. Sleeps do
+not end by themselves here, so a rank that is not woken sleeps forever, and the test fails. Memory is sequentially consistent here;
+test_ipc_fences.py tests the fences.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Ranks = Sequence[Callable[[waiting.Waiter], None]]
 
 
 class Turns:
-    """Lets one thread at a time go on, by a list of choices and then without preemption.
+    """Lets one thread run at a time, by a list of choices and then without preemption.
 
     Args:
-        choices: The thread to go on with at each point, as far as they are given.
+        choices: The thread to continue with at each point; may be shorter than the run.
     """
 
     def __init__(self, choices: Sequence[int]) -> None:
         self.choices = choices
-        # Of each point: who could go on, who did, and who was at it.
+        # For each point: the threads that could continue, the one that did, and the one that was at it.
         self.trace: list[tuple[list[int], int, int]] = []
         self.is_stuck = False
         self._local = threading.local()
@@ -43,7 +43,7 @@ class Turns:
         self._over = threading.Event()
 
     def run(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Run the functions, each in a thread, until all have ended or all that have not are asleep."""
+        """Run the functions, each in a thread, until all have ended or all remaining ones sleep."""
         self._turns = [threading.Semaphore(0) for _ in functions]
         threads = [
             threading.Thread(target=self._thread, args=(number, function), daemon=True)
@@ -62,7 +62,7 @@ class Turns:
         self._go_on(number)
 
     def _go_on(self, current: int) -> bool:
-        """Choose who goes on; return whether that is the current thread."""
+        """Choose the thread to continue; return whether it is the current one."""
         able = [n for n in range(len(self._turns)) if n not in self._ended and n not in self._asleep]
         if not able:
             self.is_stuck = bool(self._asleep)
@@ -80,7 +80,7 @@ class Turns:
         return getattr(self._local, "number", None) is not None
 
     def point(self) -> None:
-        """A place at which another thread may go on."""
+        """A point at which another thread may continue."""
         number = self._local.number
         if not self._go_on(number):
             self._turns[number].acquire()
@@ -93,7 +93,7 @@ class Turns:
         self._turns[number].acquire()
 
     def wake(self, offset: int) -> None:
-        """Wake all that sleep on the word."""
+        """Wake all threads that sleep on the word."""
         self._asleep = {number: at for number, at in self._asleep.items() if at != offset}
 
 
@@ -129,7 +129,7 @@ class Kernel:
 
 
 def play(ranks: Ranks, choices: Sequence[int]) -> Turns:
-    """One interleaving."""
+    """Run one interleaving."""
     turns = Turns(choices)
     arena, name = create_arena(control_bytes(len(ranks)))
     os.close(name.fd)
@@ -148,7 +148,7 @@ def play(ranks: Ranks, choices: Sequence[int]) -> Turns:
 
 
 def interleavings(ranks: Ranks, bound: int) -> Iterator[Turns]:
-    """All interleavings with at most so many preemptions."""
+    """Yield all interleavings with at most this number of preemptions."""
     prefixes: list[tuple[list[int], int]] = [([], 0)]
     while prefixes:
         prefix, spent = prefixes.pop()
@@ -174,7 +174,7 @@ def publishes(*numbers: int) -> Callable[[waiting.Waiter], None]:
 
 
 def waits(*numbers: int, peer: int = 0) -> Callable[[waiting.Waiter], None]:
-    """A rank that waits for these chunks of another."""
+    """A rank that waits for these chunks of another rank."""
 
     def rank(waiter: waiting.Waiter) -> None:
         for number in numbers:
@@ -184,7 +184,7 @@ def waits(*numbers: int, peer: int = 0) -> Callable[[waiting.Waiter], None]:
 
 
 def meets(peer: int) -> Callable[[waiting.Waiter], None]:
-    """A rank that announces, and waits for the other one."""
+    """A rank that announces and waits for the other one."""
 
     def rank(waiter: waiting.Waiter) -> None:
         for number in (1, 2):
@@ -203,7 +203,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", ["one sleeper", "a meeting", pytest.param("two sleepers", marks=pytest.mark.full)])
 def test_no_wake_up_is_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for what has been announced goes on, although it looks at the clock never."""
+    """A rank that waits for announced chunks continues, although it never reads the clock."""
     monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, "0")
     monkeypatch.setattr(waiting, "_BARE_POLLS", 1)
     monkeypatch.setattr(waiting, "_POLLS_PER_YIELD", 1)

@@ -1,4 +1,4 @@
-"""Backend ``staged``, and ipc where device memory cannot be had, over a fake device whose streams lag."""
+"""Backend ``staged``, and ipc without device memory, with a fake device whose streams run late."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from ray_fracbackend.ipc.protocol.gloo import GlooCollectives
 FAKE = {**SMALL_CHUNKS, "RAY_FRACBACKEND_STAGED_CHUNK_BYTES": "65536", "FAKE_CUDA_SEED": "1"}
 STAGED = {**FAKE, "IPC_TEST_BACKEND": "staged", "IPC_TEST_STAGED": "over shared host memory"}
 OVER_GLOO = {**STAGED, "RAY_FRACBACKEND_STAGED_INNER": "gloo", "IPC_TEST_STAGED": "over Gloo: "}
-# ipc whose device memory cannot be had.
+# ipc without device memory.
 IN_IPC = {**FAKE, "FAKE_CUDA_BROKEN": "missing", "IPC_TEST_STAGED": "rank 0: the fake device is missing"}
 WAYS = {"over ipc": STAGED, "over Gloo": OVER_GLOO, "in ipc": IN_IPC}
 _linux = pytest.mark.linux(reason="needs shared host memory")
 ALL_WAYS = [pytest.param("over ipc", marks=_linux), "over Gloo", pytest.param("in ipc", marks=_linux)]
 BOTH_WAYS = ALL_WAYS[:2]
-# Where what is tested lies above the inner backend. Windows has Gloo only.
+# For tests above the inner backend. Windows has only Gloo.
 ONE_WAY = [ALL_WAYS[0], pytest.param("over Gloo", marks=pytest.mark.full(but="win32"))]
-# A device type of its own, whose default stream lags too, through torch's own functions for streams and events.
+# A separate device type, whose default stream also runs late, through torch's own functions for streams and events.
 TYPED = {
     way: {name: value for name, value in env.items() if not name.startswith("FAKE")}
     | {"IPC_TEST_DEVICE": "fake:0", "IPC_TEST_BACKEND": "cpu:gloo,fake:staged"}
     for way, env in (("over ipc", STAGED), ("over Gloo", OVER_GLOO))
 }
-# Callers have a stream as well, so that nothing blocks on a device whose peer is dead.
+# Callers also have a stream, so nothing blocks on a device whose peer is dead.
 ASYNC = {"FAKE_CUDA_ASYNC": "1"}
 DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
 LOST = {"PeerLostError", "GroupPoisonedError"}
@@ -59,7 +59,7 @@ LOST = {"PeerLostError", "GroupPoisonedError"}
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 3, 4))])
 def test_every_collective_matches_the_reference(size: int, way: str, full: bool) -> None:
-    """The table of the host's tests, each chunk by way of pinned memory."""
+    """The table of the host's tests, each chunk through pinned memory."""
     env = dict(WAYS[way])
     if way == "in ipc" and size == 1:  # it needs neither
         del env["IPC_TEST_STAGED"]
@@ -67,11 +67,11 @@ def test_every_collective_matches_the_reference(size: int, way: str, full: bool)
         assert failures == []
 
 
-# One letter a rank: its host.
+# One letter per rank: its host.
 @pytest.mark.parametrize(("way", "hosts"), [pytest.param("in ipc", "aab", marks=pytest.mark.full), ("over ipc", "aba")])
 @_linux
 def test_every_collective_is_right_between_hosts(way: str, hosts: str, full: bool) -> None:
-    """ipc stages over its leaders; staged goes through Gloo, and says so."""
+    """ipc stages through its leaders; staged uses Gloo and reports it."""
     how = {
         "IPC_TEST_STAGED": "the ranks are on several hosts"
         if way == "in ipc"
@@ -84,7 +84,7 @@ def test_every_collective_is_right_between_hosts(way: str, hosts: str, full: boo
 
 @pytest.mark.parametrize("way", ONE_WAY)
 def test_every_collective_of_cpu_tensors_matches_the_reference(way: str, full: bool) -> None:
-    """They take the same way without the copies."""
+    """They take the same path without the copies."""
     env = {name: value for name, value in WAYS[way].items() if not name.startswith("FAKE")}
     dtypes = [*DTYPES, torch.float16, torch.int64, torch.complex64]
     for failures in values(run_ranks(whole_table, 3, dtypes, full, limit_s=200, env=env)):
@@ -95,13 +95,13 @@ def test_every_collective_of_cpu_tensors_matches_the_reference(way: str, full: b
 @pytest.mark.parametrize("way", ONE_WAY)
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_every_collective_on_an_accelerator_of_its_own_type(size: int, way: str, full: bool) -> None:
-    """torch itself refuses what mixes its tensors with those of the host."""
+    """torch itself refuses to mix its tensors with those of the host."""
     for failures in values(run_ranks(whole_table, size, DTYPES, full, limit_s=200, env=TYPED[way])):
         assert failures == []
 
 
 def ddp_on(job: Job, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Some steps of DDP on the rank's device, with parameters of a type."""
+    """Run some steps of DDP on the rank's device, with parameters of a type."""
     from torch.nn.parallel import DistributedDataParallel
 
     job.init()
@@ -121,7 +121,7 @@ def ddp_on(job: Job, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", ONE_WAY)
 def test_ddp_on_an_accelerator_of_its_own_type(way: str, dtype: torch.dtype) -> None:
-    """torch's reducer in C++ ends with the weights that it has over Gloo on the host. With two ranks a sum has one order."""
+    """torch's reducer in C++ has the same weights as with Gloo on the host. With two ranks a sum has only one order."""
     ours = values(run_ranks(ddp_on, 2, dtype, limit_s=120, env=TYPED[way]))
     theirs = values(run_ranks(ddp_on, 2, dtype, limit_s=120, env={"IPC_TEST_BACKEND": "gloo"}))
     for mine, other in zip(ours, theirs, strict=True):
@@ -129,7 +129,7 @@ def test_ddp_on_an_accelerator_of_its_own_type(way: str, dtype: torch.dtype) -> 
 
 
 def messages(job: Job) -> list[Any]:
-    """Tensors of the device from rank to rank, in each form of torch's; and what a receive that nobody answers raises."""
+    """Send device tensors between ranks, in each form of torch's; return the error of a receive without an answer."""
     job.init()
     device, after, before = rank_device(), (job.rank + 1) % job.size, (job.rank - 1) % job.size
     received = [torch.zeros(2, 3, device=device).t() for _ in range(3)]
@@ -156,7 +156,7 @@ def messages(job: Job) -> list[Any]:
 @typed
 @pytest.mark.parametrize("way", BOTH_WAYS)
 def test_point_to_point(way: str) -> None:
-    """By way of the host, where plain Gloo has none for CUDA tensors."""
+    """Through the host; plain Gloo has none for CUDA tensors."""
 
     def data(rank: int) -> list[list[float]]:
         return (torch.arange(6.0).view(2, 3).t() + 10 * rank).tolist()
@@ -169,8 +169,7 @@ def test_point_to_point(way: str) -> None:
     assert [one[2:] for one in found] == [["RuntimeError", False]] * 3
 
 
-# What each leaves out: the host's wait for a copy; the second buffer; the copies; the copy of an input that lies across the
-# outputs' chunks.
+# What each leaves out: the host's wait for a copy; the second buffer; the copies; the copy of an input that crosses the outputs' chunks.
 def _no_wait() -> None:
     staged._wait_for = lambda event, terms: None
 
@@ -183,7 +182,7 @@ def _one_buffer() -> None:
 
 
 def _host_of_device() -> None:
-    """The host's collectives get the tensor of the device."""
+    """Pass the device's tensor to the host's collectives."""
 
     def reduce(self: Any, tensor: torch.Tensor, root: int | None, reduction: Any, terms: Any) -> None:
         self._host.reduce(tensor, root, reduction, terms)
@@ -203,12 +202,12 @@ MUTANTS: dict[str, tuple[Callable[[], None], Callable[[Job], Any]]] = {
 }
 
 
-# They make tensors of the CPU.
+# They create tensors of the CPU.
 FAKE_CUDA_ALONE = ("no clone",)
 
 
 def mutated(job: Job, name: str, changed: bool) -> str:
-    """What is wrong where a step is left out."""
+    """Return the errors if a step is left out."""
     mutate, run = MUTANTS[name]
     if changed:
         mutate()
@@ -221,7 +220,7 @@ def mutated(job: Job, name: str, changed: bool) -> str:
 @pytest.mark.full
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_step_that_is_left_out_is_a_wrong_result(name: str) -> None:
-    """The fake device finds each missing wait, and nothing without it."""
+    """The fake device detects each missing wait, and reports nothing if none is missing."""
     over = "over ipc" if sys.platform == "linux" else "over Gloo"
     envs = [WAYS[over], *([TYPED[over]] if TAKES_TYPES and name not in FAKE_CUDA_ALONE else [])]
     for env in envs:
@@ -232,13 +231,13 @@ def test_a_step_that_is_left_out_is_a_wrong_result(name: str) -> None:
 @pytest.mark.parametrize("numel", [12, 120_000])
 @pytest.mark.parametrize("way", ONE_WAY)
 def test_input_and_output_may_share_memory(way: str, numel: int) -> None:
-    """Whichever part of one the other is, in one chunk and in many."""
+    """Either may be part of the other, in one chunk and in several."""
     assert values(run_ranks(aliased, 3, numel, env=WAYS[way])) == [[]] * 3
 
 
 @pytest.mark.parametrize("way", [*ONE_WAY, pytest.param("in ipc", marks=[_linux, pytest.mark.full])])
 def test_ddp_and_its_hooks_end_with_the_weights_that_gloo_gives(way: str) -> None:
-    """Buckets go through futures that are complete only once the device has come that far; bf16 among them."""
+    """Buckets use futures that complete only after the device has reached them; also with bf16."""
     for different in values(run_ranks(ddp_cases, 2, limit_s=120, env=WAYS[way])):
         assert different == []
 
@@ -246,7 +245,7 @@ def test_ddp_and_its_hooks_end_with_the_weights_that_gloo_gives(way: str) -> Non
 @pytest.mark.parametrize("way", ONE_WAY)
 @pytest.mark.parametrize("function", [zero_optimizer, fsdp, pytest.param(compiled, marks=pytest.mark.full)])
 def test_same_results_as_on_gloo(function: Callable[..., Any], way: str) -> None:
-    """ZeroRedundancyOptimizer, FSDP2, functional collectives and a compiled DDP give exactly what they give on Gloo."""
+    """ZeroRedundancyOptimizer, FSDP2, functional collectives and a compiled DDP have exactly the same results as with Gloo."""
     ours = values(run_ranks(function, 2, "cpu:gloo,cuda:staged", limit_s=120, env=WAYS[way]))
     theirs = values(run_ranks(function, 2, "gloo", limit_s=120))
     for mine, other in zip(ours, theirs, strict=True):
@@ -257,7 +256,7 @@ def test_same_results_as_on_gloo(function: Callable[..., Any], way: str) -> None
 
 @pytest.mark.parametrize("way", [*ONE_WAY, pytest.param("in ipc", marks=[_linux, pytest.mark.full])])
 def test_meshes_objects_and_odd_tensors(way: str) -> None:
-    """Sub-groups, and what is not dense, which goes through Gloo as a copy on the host."""
+    """Sub-groups, and tensors that are not dense, which use Gloo as a copy on the host."""
     for result in values(run_ranks(meshes_and_objects, 4, limit_s=120, env=WAYS[way])):
         assert result["coalesced"] == [[6.0] * 2, [6.0] * 3]
         assert result["objects"] == [0, 1, 2, 3]
@@ -269,12 +268,12 @@ def test_meshes_objects_and_odd_tensors(way: str) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("way", ONE_WAY)
 def test_some_hundred_overlapping_calls_on_two_groups_are_exact(way: str, size: int) -> None:
-    """Asynchronous calls of groups that share pinned buffers, on streams that lag by random times."""
+    """Asynchronous calls of groups that share pinned buffers, on streams that run late by random times."""
     assert values(run_ranks(busy, size, 300, limit_s=120, env=WAYS[way])) == [0] * size
 
 
 def under_inference_mode(job: Job) -> list[float]:
-    """A first call in inference mode, whose buffers serve the next one outside of it."""
+    """Make a first call in inference mode, whose buffers are reused outside of it."""
     job.init()
     with torch.inference_mode():
         first = torch.full((3,), job.rank + 1.0)
@@ -286,7 +285,7 @@ def under_inference_mode(job: Job) -> list[float]:
 
 @pytest.mark.parametrize("way", ONE_WAY)
 def test_buffers_made_in_inference_mode_serve_other_calls(way: str) -> None:
-    """torch lets nobody write to a tensor of inference mode outside of it."""
+    """torch does not allow writes to an inference tensor outside inference mode."""
     assert values(run_ranks(under_inference_mode, 2, limit_s=60, env=WAYS[way])) == [[3.0] * 3 + [5.0] * 3] * 2
 
 
@@ -299,20 +298,20 @@ def test_buffers_made_in_inference_mode_serve_other_calls(way: str) -> None:
     ["all_reduce", *(pytest.param(n, marks=pytest.mark.full) for n in CALLS if n not in ("all_reduce", "barrier"))],
 )
 def test_a_killed_rank_is_reported_at_every_step(name: str, way: str, full: bool) -> None:
-    """Both survivors raise at once."""
+    """Both survivors raise an error at once."""
     where = points(name) if full else points(name)[::3]
     check_signal(name, "kill", 20.0, LOST, {**WAYS[way], **ASYNC}, where, "staged")
 
 
 @pytest.mark.parametrize("way", [BOTH_WAYS[0], pytest.param(BOTH_WAYS[1], marks=pytest.mark.full(but="win32"))])
 def test_a_stopped_rank_is_reported(way: str) -> None:
-    """Both survivors raise when the deadline has passed, or when the other has."""
+    """Both survivors raise an error after the deadline, or when the other has."""
     allowed = {"CollectiveTimeoutError", "GroupPoisonedError"}
     check_signal("all_reduce", "stop", 2.0, allowed, {**WAYS[way], **ASYNC}, points("all_reduce")[1:9:5], "staged")
 
 
 def struck_by_exception(job: Job, name: str) -> list[Any]:
-    """A collective in whose every step the last rank raises, each in a fresh group."""
+    """Run a collective in whose every step the last rank raises an error, each in a new group."""
     torch.set_num_threads(1)
     reports = []
     wait_for = staged._wait_for
@@ -328,7 +327,7 @@ def struck_by_exception(job: Job, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("way", BOTH_WAYS)
 def test_an_exception_at_any_step_reaches_every_rank(way: str) -> None:
-    """The rank that failed raises its own error; the others raise soon, with its text."""
+    """The failed rank raises its own error; the others raise an error with its message soon."""
     env = {**WAYS[way], **ASYNC}
     for rank, reports in enumerate(values(run_ranks(struck_by_exception, 3, "all_reduce", limit_s=120, env=env))):
         for point, error_type, text, seconds in reports:
@@ -342,15 +341,15 @@ def test_an_exception_at_any_step_reaches_every_rank(way: str) -> None:
 @pytest.mark.parametrize("way", BOTH_WAYS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 20))])
 def test_random_faults_in_random_schedules(seed: int, way: str) -> None:
-    """Whatever breaks whenever, every surviving rank raises soon."""
+    """After any fault at any time, every surviving rank raises an error soon."""
     check_random(seed, "staged", {**WAYS[way], **ASYNC})
 
 
 def gone_unnoticed(job: Job, how: str) -> tuple[str, str, float]:
-    """A call that rank 1 does not come to, in a way that keeps its connections open, as on Windows."""
+    """Make a call that rank 1 misses in a way that keeps its connections open, as on Windows."""
     pg = staged_group(job, how, job.rank, job.size, 60.0)
     if job.rank == 1 and how == "killed":
-        # As a DataLoader's worker does, it holds the parent's sockets. On Windows none does.
+        # Like a DataLoader worker, it holds the parent's sockets. On Windows none does.
         if sys.platform != "win32" and os.fork() == 0:
             time.sleep(12)
             os._exit(0)
@@ -367,7 +366,7 @@ def gone_unnoticed(job: Job, how: str) -> tuple[str, str, float]:
     [("killed", "died before"), pytest.param("left", "shut its process group down before", marks=pytest.mark.full)],
 )
 def test_a_rank_whose_end_gloo_does_not_notice_is_reported(how: str, text: str) -> None:
-    """By its process and by the store, with its name and long before the call's limit."""
+    """It is detected by its process and by the store, with its rank and long before the call's limit."""
     outcomes = run_ranks(gone_unnoticed, 2, how, limit_s=60, env={**OVER_GLOO, **ASYNC}, needed=1)
     error_type, found, seconds = values(outcomes[:1])[0]
     assert error_type == "PeerLostError"
@@ -376,7 +375,7 @@ def test_a_rank_whose_end_gloo_does_not_notice_is_reported(how: str, text: str) 
 
 
 def never_through(job: Job) -> tuple[str, str, float]:
-    """A call on a device that never comes to it."""
+    """Make a call on a device that never runs it."""
     import fake_cuda
 
     pg = staged_group(job, "stuck", job.rank, job.size, 20.0)
@@ -389,7 +388,7 @@ def never_through(job: Job) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("way", ONE_WAY)
 def test_a_device_that_hangs_ends_the_call_on_every_rank(way: str) -> None:
-    """Its own rank at its deadline, with what to look for; the others with it and not at theirs."""
+    """Its own rank reports it at its deadline, with the advice; the others report it then, not at their own deadline."""
     first, second = values(run_ranks(never_through, 2, limit_s=60, env={**WAYS[way], **ASYNC}))
     assert first[0] == "CollectiveTimeoutError"
     assert "The device of this rank did not come to all_reduce(float32[66000], SUM) in time" in first[1]
@@ -398,14 +397,14 @@ def test_a_device_that_hangs_ends_the_call_on_every_rank(way: str) -> None:
 
 
 def different_calls(job: Job) -> tuple[str, str, float]:
-    """Rank 0 reduces where rank 1 gathers."""
+    """Rank 0 calls a reduction and rank 1 a gather."""
     pg = staged_group(job, "different", job.rank, job.size, 20.0)
     return error_of(lambda: CALLS["all_reduce" if job.rank == 0 else "all_gather"](pg))
 
 
 @pytest.mark.parametrize("way", BOTH_WAYS)
 def test_ranks_that_call_different_collectives_get_an_error_with_both(way: str) -> None:
-    """And no garbage."""
+    """There are no wrong results."""
     for error_type, text, _ in values(run_ranks(different_calls, 2, limit_s=60, env={**WAYS[way], **ASYNC})):
         assert error_type in ("CollectiveMismatchError", "GroupPoisonedError"), text
         assert "all_reduce(float32[66000], SUM)" in text
@@ -413,7 +412,7 @@ def test_ranks_that_call_different_collectives_get_an_error_with_both(way: str) 
 
 
 def wrong_setting(job: Job) -> tuple[str, str, float]:
-    """A group and its first call where a variable of one rank is wrong."""
+    """Create a group and make its first call with a wrong variable on one rank."""
     return error_of(lambda: CALLS["all_reduce"](bare_group(job, "wrong", job.rank, job.size, 20.0)))
 
 
@@ -426,7 +425,7 @@ def wrong_setting(job: Job) -> tuple[str, str, float]:
 )
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_a_wrong_setting_of_one_rank_is_every_rank_s_error(way: str, name: str, value: str, rule: str) -> None:
-    """With rank, value, rule and fix. ipc has no use for the second."""
+    """The error contains rank, value, rule and fix. ipc does not use the second variable."""
     variable = f"RAY_FRACBACKEND_STAGED_{name}"
     env = lambda rank: {**WAYS[way], **({variable: value} if rank else {})}  # noqa: E731
     for error_type, text, _ in values(run_ranks(wrong_setting, 2, limit_s=60, env=env)):
@@ -437,7 +436,7 @@ def test_a_wrong_setting_of_one_rank_is_every_rank_s_error(way: str, name: str, 
 
 
 def sums_with_chunks(job: Job) -> list[float]:
-    """A sum over several chunks where ranks were given different sizes of a chunk."""
+    """Compute a sum over several chunks with different chunk sizes on the ranks."""
     pg = bare_group(job, "chunks", job.rank, job.size, 20.0)
     tensor = torch.arange(NUMEL * 4, dtype=torch.float64) + job.rank
     pg.allreduce([tensor], options("Allreduce")).wait()
@@ -445,13 +444,13 @@ def sums_with_chunks(job: Job) -> list[float]:
 
 
 def test_ranks_agree_on_the_size_of_a_chunk() -> None:
-    """The smallest."""
+    """They use the smallest."""
     env = lambda rank: {**OVER_GLOO, "RAY_FRACBACKEND_STAGED_CHUNK_BYTES": str(65536 << (3 * rank))}  # noqa: E731
     assert values(run_ranks(sums_with_chunks, 2, limit_s=60, env=env)) == [[1.0, 2.0 * (NUMEL * 4 - 1) + 1]] * 2
 
 
 def kept(job: Job) -> tuple[int, int]:
-    """Pinned bytes that a process keeps after calls of many sizes on several groups, and the largest buffer."""
+    """Return pinned bytes that a process keeps after calls of many sizes on several groups, and the largest buffer."""
     logging.disable(logging.CRITICAL)
     job.init()
     groups = [dist.new_group() for _ in range(3)]
@@ -466,16 +465,16 @@ def kept(job: Job) -> tuple[int, int]:
 
 
 def test_the_pool_of_pinned_buffers_is_shared_and_bounded() -> None:
-    """Three groups keep no more than the buffers that were in use at once."""
+    """Three groups keep no more than the buffers that were in use at the same time."""
     for total, largest in values(run_ranks(kept, 2, limit_s=60, env=OVER_GLOO)):
         assert largest == 65536
         assert total <= 3 * 2 * 65536
 
 
 def test_the_next_user_of_a_buffer_waits_for_the_last() -> None:
-    """Its stream does, whatever stream the copies of the last one are on."""
+    """The next user's stream waits, whatever stream the last copies are on."""
     gpu = FakeGpu(0)
-    gpu.running.clear()  # nothing is done yet
+    gpu.running.clear()  # nothing has run yet
     first, second = FakeStream(gpu), FakeStream(gpu)
     runtime: Any = SimpleNamespace(
         pinned=lambda n: torch.empty(n, dtype=torch.uint8), new_event=lambda: FakeEvent(gpu, [0, 0])
@@ -486,7 +485,7 @@ def test_the_next_user_of_a_buffer_waits_for_the_last() -> None:
             stream.issue(lambda name=name: done.append(name))
             address = buffers[0].data_ptr() if name == "first" else address
             assert buffers[0].data_ptr() == address
-    # Left to itself, the second stream cannot go on.
+    # By itself the second stream cannot continue.
     assert not second.queue[0][0]()
     gpu.running.set()
     first.synchronize()
@@ -496,7 +495,7 @@ def test_the_next_user_of_a_buffer_waits_for_the_last() -> None:
 
 
 def test_a_buffer_above_the_bound_is_not_kept() -> None:
-    """The one that was used longest ago goes."""
+    """The least recently used buffer is freed."""
 
     class Runtime:
         def pinned(self, num_bytes: int) -> torch.Tensor:
@@ -517,12 +516,12 @@ def test_a_buffer_above_the_bound_is_not_kept() -> None:
             pass
     assert [buffer.numel() for buffer, _ in pool._idle] == [262_144]
     with pytest.raises(ZeroDivisionError), pool.borrow(1, 200_000, runtime):
-        raise ZeroDivisionError  # what the stream does with it then is not known
+        raise ZeroDivisionError  # the stream's state after it is undefined
     assert pool._idle == []
 
 
 def test_a_device_without_streams_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Apple's, whose module in torch has none."""
+    """Such as Apple's, whose module in torch has no streams."""
     monkeypatch.setattr(torch, "get_device_module", lambda device: torch.mps)
     with pytest.raises(
         ValueError, match="a tensor on mps:0, and torch has no streams of such a device; pass a copy on the CPU"
