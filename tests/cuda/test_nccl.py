@@ -373,7 +373,7 @@ def test_two_ranks_on_one_device_are_refused(run, version):
 
 
 @pytest.mark.parametrize(("version", "refused"), [("2.28.9", [0, 2]), ("2.30.7", [0, 1, 2])])
-def test_who_is_refused(run, version, refused):
+def test_refused_ranks(run, version, refused):
     """Up to 2.29 the sharing ranks are refused, and the others lose their peers; from 2.30 on all ranks are refused."""
     visible = ["0", "1", "0"]
     texts = values(
@@ -591,7 +591,7 @@ VERIFIED = {
 
 
 @pytest.mark.parametrize("fault", VERIFIED)
-def test_what_a_verification_says_of_it(run, fault):
+def test_the_error_of_a_verification(run, fault):
     """Its step, NCCL's reason or that there was no answer, and the rank that failed by itself, not the peer that waits for it."""
     rank, kind, step, cause, ranks = VERIFIED[fault]
     found, text, named = values(run(verified, 2, CUDA_RIG_FAULT=fault))[rank]
@@ -720,7 +720,7 @@ def leave_alone(job, leave):
 @pytest.mark.parametrize(
     ("leave", "ends"), [(end_process_group, True), (dist.destroy_process_group, False)], ids=["ours", "torch's"]
 )
-def test_a_group_whose_other_rank_has_left_it(run, leave, ends):
+def test_a_group_after_the_other_rank_has_left_it(run, leave, ends):
     """NCCL's destruction waits for the ranks of the node; a start after one that failed elsewhere must not wait."""
     assert values(run(leave_alone, 2, leave)) == [ends, True]
 

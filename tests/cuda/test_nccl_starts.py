@@ -185,7 +185,7 @@ def test_flags_of_the_users_that_nccl_refuses(engine, expected):
         ("nccl_refuse=1", ("rank 1 (node ", "Call to socket failed")),
     ],
 )
-def test_no_fallback_from_what_was_asked_for(engine, fault, parts):
+def test_no_fallback_from_an_explicit_choice(engine, fault, parts):
     """on_shared_device="nccl" ends in an error that states NCCL's requirements."""
     ranks, text = run(engine, HALVES, fault, on_shared_device="nccl")
     assert ranks == []

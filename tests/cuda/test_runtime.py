@@ -215,7 +215,7 @@ print("went on")
     assert "went on" not in done.stdout
 
 
-def test_counters_count_what_was_asked_for():
+def test_counters_count_the_calls():
     """Bytes by direction, kernels, records, waits of streams and of the host."""
     from rig_counters import counters
 
@@ -256,7 +256,7 @@ def test_a_wait_is_for_the_record_at_its_time():
     assert bool((y == 1).all())
 
 
-def test_one_seed_gives_one_order_of_delays():
+def test_one_seed_leads_to_one_order_of_delays():
     """Values do not depend on the seed, and a run can be repeated."""
     program = """
 import torch

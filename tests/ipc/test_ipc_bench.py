@@ -237,7 +237,7 @@ def test_table_of_a_busy_machine():
         ),
     ],
 )
-def test_what_is_checked_before_a_measurement(num_ranks, sizes, device, out, said, tmp_path):
+def test_checks_before_a_measurement(num_ranks, sizes, device, out, said, tmp_path):
     """A wrong path does not lose minutes of work, and a wrong size does not exhaust the machine."""
     assert re.match(said, why_not(num_ranks, sizes, device, tmp_path / out))
     assert why_not([2], [4096], "cpu", tmp_path / "new") is None
@@ -265,7 +265,7 @@ def test_where_the_time_of_a_small_call_goes(tmp_path):
         (8, (2, 30, 0), multi_rank_env(8)),
     ],
 )
-def test_nccl_is_measured_where_it_takes_the_ranks(monkeypatch, num_ranks, version, expected):
+def test_nccl_is_measured_if_it_accepts_the_ranks(monkeypatch, num_ranks, version, expected):
     """With a version that lets ranks share a device, and its flags for this number of ranks."""
     monkeypatch.setattr(measure, "loaded_nccl_version", lambda: version)
     assert measure.nccl_env(num_ranks) == expected

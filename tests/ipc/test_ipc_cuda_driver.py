@@ -78,7 +78,7 @@ def test_blocks_are_whole_granules_in_the_primary_context(driver: Driver) -> Non
     assert driver.names().count("cuDevicePrimaryCtxRetain") == 1
 
 
-def test_handles_are_handed_over_whole(driver: Driver) -> None:
+def test_handles_are_passed_completely(driver: Driver) -> None:
     """Another process opens what one process exports, and releases it by closing it."""
     handle = device(0).export(device(0).allocate(1))
     assert handle == bytes(range(64))

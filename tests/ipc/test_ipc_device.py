@@ -106,7 +106,7 @@ def test_memory_of_a_call_is_not_reused_before_the_device_is_through() -> None:
     assert values(run_ranks(dropped, 2, False, limit_s=60, env=TYPED))[0] > 0
 
 
-def test_ddp_and_its_hooks_end_with_the_weights_that_gloo_gives() -> None:
+def test_ddp_and_its_hooks_end_with_the_same_weights_as_gloo() -> None:
     """Buckets use futures that complete only after the device has reached them."""
     for different in values(run_ranks(ddp_cases, 2, limit_s=120, env=FAKE)):
         assert different == []
@@ -156,12 +156,12 @@ def test_ranks_on_several_devices_are_staged() -> None:
         assert (reports, released) == ([("the ranks are on 2 devices", True, 0)], [])
 
 
-def test_a_group_of_one_rank_takes_no_memory_of_the_device() -> None:
+def test_a_group_of_one_rank_uses_no_device_memory() -> None:
     """There is no other rank to share it with."""
     assert values(run_ranks(carried_by, 1, limit_s=60, env=FAKE)) == [[[(None, True, 0)], []]]
 
 
-def test_staging_can_be_asked_for() -> None:
+def test_staging_can_be_requested() -> None:
     """One rank can request it for all, and the report states this."""
     env = lambda rank: {**FAKE, PATH: "staged"} if rank == 1 else FAKE  # noqa: E731
     for reports, released in values(run_ranks(carried_by, 2, limit_s=60, env=env)):
@@ -218,7 +218,7 @@ def refused_by_gloo(job: Job, number: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_what_gloo_cannot_do_leaves_the_group_whole(number: int) -> None:
+def test_an_operation_that_gloo_lacks_does_not_break_the_group(number: int) -> None:
     """Also if that call shows that device memory is not available."""
     env = {**FAKE, "FAKE_CUDA_BROKEN": "missing"}
     expected = [""] * 4
@@ -239,7 +239,7 @@ def with_a_long_reason(job: Job, text: str) -> str:
 
 
 @pytest.mark.parametrize("letter", ["e", "\u00e9", "\n", "\U0001f600"])
-def test_a_long_reason_is_cut_to_what_a_message_holds(letter: str) -> None:
+def test_a_long_reason_is_shortened(letter: str) -> None:
     """Whatever its characters need as JSON."""
     for reason in values(run_ranks(with_a_long_reason, 2, letter * 5000, limit_s=60, env=FAKE)):
         assert reason == "rank 1: " + letter * (len(reason) - 8)
@@ -441,7 +441,7 @@ def test_a_call_that_fails_keeps_its_tensors_until_the_device_is_through() -> No
     assert len(kept) == 1
 
 
-def test_a_full_device_gives_smaller_slots() -> None:
+def test_a_full_device_leads_to_smaller_slots() -> None:
     """Chunks are halved until the first rank has the block."""
     big = {**FAKE, "RAY_FRACBACKEND_IPC_DEVICE_CHUNK_BYTES": str(1 << 20)}
     env = lambda rank: {**big, "FAKE_CUDA_FREE": str(6 << 18)} if rank == 0 else big  # noqa: E731

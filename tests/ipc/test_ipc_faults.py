@@ -110,7 +110,7 @@ def actions_of(job: Job) -> dict[str, list[Point]]:
     return seen
 
 
-def test_the_table_of_phases_is_what_the_engine_does() -> None:
+def test_the_table_of_phases_matches_the_engine() -> None:
     """A phase missing from the table would never be tested. Some rank has each action, except waits and the number of announcements."""
     ranks = values(run_ranks(actions_of, SIZE, env=SMALL_CHUNKS))
     uncounted = (Action.AWAIT, Action.PUBLISH)

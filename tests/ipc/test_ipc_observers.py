@@ -96,7 +96,7 @@ def under_a_mode(job: Job) -> tuple[list[str], list[float]]:
     return [name for name in mode.seen if "empty_like" not in name], gathered.tolist()
 
 
-def test_a_dispatch_mode_does_not_see_what_a_collective_is_made_of() -> None:
+def test_a_dispatch_mode_does_not_see_the_parts_of_a_collective() -> None:
     """A counter of operations counts the model's, not the backend's copies and additions."""
     assert values(run_ranks(under_a_mode, 2)) == [([], [2.0] * 4)] * 2
 
@@ -154,7 +154,7 @@ def without_data(job: Job) -> tuple[list[tuple[int, ...]], float, str]:
     return shapes, real.item(), text
 
 
-def test_tensors_without_data_are_left_alone() -> None:
+def test_tensors_without_data_are_unchanged() -> None:
     """Meta and fake tensors are returned unchanged without waiting for a peer, and the group continues."""
     (first, *sums), second = values(run_ranks(without_data, 2))
     assert first == [(3,), (3,)]

@@ -38,7 +38,7 @@ def test_a_reduction_stays_on_the_device_of_its_tensors(dtype: torch.dtype, num_
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("dtype", list(reductions._ALLOWED), ids=str)
-def test_all_rows_at_once_are_what_one_after_the_other_is(dtype: torch.dtype, num_ranks: int) -> None:
+def test_all_rows_at_once_equal_one_after_the_other(dtype: torch.dtype, num_ranks: int) -> None:
     """The results are bitwise equal for up to four ranks, whose order is fixed: rounded once, with NaNs, and with unsigned numbers."""
     numbers = torch.Generator().manual_seed(num_ranks)
     raw = torch.randint(0, 256, (num_ranks, 4096 * dtype.itemsize), dtype=torch.uint8, generator=numbers)

@@ -169,7 +169,7 @@ def limited(job: Job, limit_bytes: int) -> tuple[int, float]:
     return pg._local.engine.transport.chunk_bytes, tensor[-1].item()
 
 
-def test_too_little_memory_gives_a_smaller_arena() -> None:
+def test_too_little_memory_leads_to_a_smaller_arena() -> None:
     """If the kernel refuses the requested size, chunks are halved until it accepts, and results stay correct."""
     for chunk_bytes, last in values(run_ranks(limited, 2, 1_000_000, limit_s=120)):
         assert knobs.MIN_CHUNK_BYTES <= chunk_bytes < knobs.DEFAULT_CHUNK_BYTES
@@ -379,7 +379,7 @@ def pairs(job: Job) -> list[str]:
     return [text.partition(",")[0] for text in texts if "asked for" in text]
 
 
-def test_a_pair_with_another_backend_is_said_to_be_ipc() -> None:
+def test_a_pair_with_another_backend_is_logged_as_ipc() -> None:
     """torch passes every device's tensors to ipc there; the log says so once, at the first collective."""
     first, second = values(run_ranks(pairs, 2))
     assert first == ["ray_fracbackend: this process group was asked for as cpu:gloo"]
@@ -396,7 +396,7 @@ def split(job: Job) -> str:
     return "nothing"
 
 
-def test_a_group_that_cannot_be_split_says_so() -> None:
+def test_splitting_a_group_is_an_error() -> None:
     """torch's own method would end the process with a segmentation fault."""
     assert all("make the part with torch.distributed.new_group" in text for text in values(run_ranks(split, 2)))
 

@@ -67,13 +67,13 @@ def check(size: int, num_small: int, num_large: int, large_numel: int, limit_s: 
 
 
 @pytest.mark.full
-def test_some_thousand_collectives_are_exact_and_take_no_memory() -> None:
+def test_some_thousand_collectives_are_exact_and_leak_no_memory() -> None:
     """The short form of the long run below, for every change."""
     check(2, 3000, 30, 1_000_003, 60)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_hundred_thousand_collectives_are_exact_and_take_no_memory(size: int) -> None:
+def test_a_hundred_thousand_collectives_are_exact_and_leak_no_memory(size: int) -> None:
     """100,000 small and 1,000 large collectives on two groups with random pauses."""
     check(size, 100_000, 1000, 4_000_003, 550)

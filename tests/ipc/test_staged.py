@@ -236,7 +236,7 @@ def test_input_and_output_may_share_memory(way: str, numel: int) -> None:
 
 
 @pytest.mark.parametrize("way", [*ONE_WAY, pytest.param("in ipc", marks=[_linux, pytest.mark.full])])
-def test_ddp_and_its_hooks_end_with_the_weights_that_gloo_gives(way: str) -> None:
+def test_ddp_and_its_hooks_end_with_the_same_weights_as_gloo(way: str) -> None:
     """Buckets use futures that complete only after the device has reached them; also with bf16."""
     for different in values(run_ranks(ddp_cases, 2, limit_s=120, env=WAYS[way])):
         assert different == []

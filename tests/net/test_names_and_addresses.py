@@ -265,7 +265,7 @@ def test_an_address_on_no_interface_uses_the_route(two_nodes: Nodes, tmp_path: P
 
 
 @pytest.mark.full
-def test_a_bridge_that_every_node_has_does_no_harm(two_nodes: Nodes, tmp_path: Path) -> None:
+def test_a_bridge_on_every_node_is_ignored(two_nodes: Nodes, tmp_path: Path) -> None:
     """Equal addresses on interfaces other than the nodes' (libvirt's virbr0: nccl#913, ray#40850) are not used."""
     for node in two_nodes:
         own_interface(node, "virbr0", "192.168.122.1/24")

@@ -43,7 +43,7 @@ def test_ten_of_torchs_tests_pass() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(0)  # each of its tests has a limit
 @pytest.mark.parametrize("suite", ALL, ids=[suite.name for suite in ALL])
-def test_what_passes_on_stock_passes_on_ours(suite: Suite) -> None:
+def test_tests_that_pass_on_stock_pass_on_ours(suite: Suite) -> None:
     """Every test of the suite runs on each side; a difference needs a line in differences.py."""
     if suite.missing():
         pytest.skip(suite.missing())
@@ -124,7 +124,7 @@ def test_processes_that_a_suite_leaves_are_ended(tmp_path: Path, monkeypatch: py
         assert left.status() == psutil.STATUS_ZOMBIE or left.wait(10) is None
 
 
-def test_a_suite_that_is_not_here_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_suite_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The message names the variable to set, or the file that the checkout lacks."""
     suite = Suite("it", "torch", "test/gone.py", "TORCH_CHECKOUT", {})
     monkeypatch.delenv("TORCH_CHECKOUT", raising=False)

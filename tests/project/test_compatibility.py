@@ -37,7 +37,7 @@ def test_the_table_is_that_of_the_runs():
     assert compatibility.page(text, matrix.read()) == text
 
 
-def test_what_a_cell_says():
+def test_content_of_a_cell():
     """Passing engines, failures, wheels that do not exist, and cells that did not run."""
     failed = {**PASSED, "ray": "2.40.0", "result": "failed", "v1": "failed: test_gpu_script"}
     del failed["v2"]

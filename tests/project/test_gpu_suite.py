@@ -54,7 +54,7 @@ def steps_of(record):
     return {row["step"]: row["status"] for row in record.rows_since(0) if row.get("event") == "ended"}
 
 
-def test_no_step_stops_the_others_or_takes_their_rows_along(record, tmp_path, monkeypatch):
+def test_no_step_stops_the_others_or_loses_their_rows(record, tmp_path, monkeypatch):
     """One step fails, one is killed in the middle of a row, one hangs, each after a row; rows and logs are complete, no process is left."""
     pid_file = tmp_path / "pid"
     row = f"import sys; sys.path.insert(0, {str(_ROOT / 'benchmarks')!r}); from rows import add_row; add_row('it', {{'n': NUMBER}})\n"
@@ -87,7 +87,7 @@ def test_no_step_stops_the_others_or_takes_their_rows_along(record, tmp_path, mo
     assert sorted(path.name for path in record.folder.iterdir()) == ["logs_X.tar", "rows.jsonl"]
 
 
-def test_what_is_left_of_the_suites_time_bounds_a_step(record, monkeypatch):
+def test_the_suites_remaining_time_limits_a_step(record, monkeypatch):
     """A step gets no more time than the suite has left."""
     monkeypatch.setattr(gpu_steps, "_GRACE_S", 0.5)
     outcome = run_step(python("sleeps", "import time; time.sleep(100)", limit_s=60), record, left_s=1.0)
@@ -206,7 +206,7 @@ def test_a_case_of_a_benchmark_is_bounded(tmp_path, monkeypatch, how, expected):
     assert all(ended(p.pid) for p in psutil.process_iter(["cmdline"]) if str(script) in (p.info["cmdline"] or []))
 
 
-def test_what_was_refused_is_not_tried_with_more_ranks(monkeypatch, tmp_path):
+def test_a_refused_case_is_not_tried_with_more_ranks(monkeypatch, tmp_path):
     """NCCL's refusal and an exhausted budget are rows with the reason, without processes."""
     calls = []
 

@@ -41,7 +41,7 @@ def test_first_commands_of_readme():
     assert commands[:2] == [demo, "python3 ci/test.py"]
 
 
-def test_classifiers_are_what_was_run():
+def test_classifiers_match_the_runs():
     """The classifiers list the Python versions that passed in the matrix, and no system on which nothing ran."""
     rows = [json.loads(line) for line in (_ROOT / "ci" / "matrix_results.jsonl").read_text().splitlines()]
     passed = {row["python"] for row in rows if row["result"] == "passed"}

@@ -101,7 +101,7 @@ def test_patches_that_contradict(check, patches, tmp_path):
         ("test_torch_master_address.py", "test_nothing.py", "no file of upstream/tests has test_nothing.py::"),
     ],
 )
-def test_what_a_patch_has_to_have(check, patches, tmp_path, old, new, told):
+def test_requirements_of_a_patch(check, patches, tmp_path, old, new, told):
     """A patch must be small and have existing tests."""
     with pytest.raises(check.CheckError, match=told):
         check.check_patches(None, [changed(check, patches[4], tmp_path, old, new)])

@@ -69,7 +69,7 @@ def test_the_windows_jobs_run_the_list() -> None:
     assert r"ci\windows.py" in (_ROOT / "ci" / "wine.py").read_text()
 
 
-def test_what_is_installed_under_wine_is_pinned() -> None:
+def test_packages_under_wine_are_pinned() -> None:
     """A run uses the same versions on another day."""
     lines = wine_setup.REQUIREMENTS.read_text().splitlines()
     assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[\w.]+|#.*", line)] == []

@@ -66,7 +66,7 @@ def test_jobs_are_bounded(name: str, job: str) -> None:
 
 
 @_each_workflow
-def test_what_is_run_exists(name: str) -> None:
+def test_files_in_workflows_exist(name: str) -> None:
     """Every file and folder that a step, a cache or another workflow names exists."""
     lines = "\n".join(commands_of(name, job) for job in _WORKFLOWS[name]["jobs"])
     named = re.findall(r"[\w./-]+", lines)
@@ -197,7 +197,7 @@ def test_a_release_is_built_once() -> None:
     assert "cache: pip" not in _TEXTS["release.yml"]
 
 
-def test_dependabot_reads_what_is_pinned() -> None:
+def test_dependabot_updates_the_pins() -> None:
     """Actions and Python packages, including the constraints, get weekly updates."""
     updates = yaml.safe_load((_ROOT / ".github" / "dependabot.yml").read_text())["updates"]
     assert [update["package-ecosystem"] for update in updates] == ["github-actions", "pip"]

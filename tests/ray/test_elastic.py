@@ -67,7 +67,7 @@ def fit(folder):
     trainer.fit()
 
 
-def test_a_smaller_group_starts_anew(cluster, tmp_path):
+def test_a_smaller_group_starts_again(cluster, tmp_path):
     """Three ranks, then two after a node is lost: with a new plan, new workers and a new port, and the report beside the results."""
     cluster, lost = cluster
     run = fit.remote(str(tmp_path))

@@ -55,7 +55,7 @@ def test_two_tune_trials(engine, expected):
     assert any(rank["losses"] == pytest.approx(expected, rel=1e-4) for rank in answer["ranks"])
 
 
-def test_failure_is_told(engine):
+def test_failure_is_reported(engine):
     """An error of a job is returned with its causes, and the engine continues."""
     answer = engine.run("train", timeout_s=_BOUND_S)
     assert any("on_missing_cuda='cpu'" in error["text"] for error in answer["errors"])

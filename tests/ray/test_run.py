@@ -346,7 +346,7 @@ def test_a_script_beside_the_package(tmp_path):
 
 
 @pytest.mark.full
-def test_what_was_replaced_is_said(tmp_path):
+def test_replacements_are_logged(tmp_path):
     """One line for the configuration of the trainers, and one if the script created no trainer."""
     (tmp_path / "train.py").write_text(
         "from ray.train.torch import TorchTrainer\nfor _ in range(2): TorchTrainer(lambda: None)\n"

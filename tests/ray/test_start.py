@@ -50,7 +50,7 @@ class TestGoodPath:
     @pytest.mark.parametrize(
         ("num_naps", "settings"), [(1, {"start_timeout_s": 30, "verify": False}), (0, {"start_timeout_s": 300})]
     )
-    def test_the_workers_have_the_whole_bound(self, pair, monkeypatch, num_naps, settings):
+    def test_the_workers_have_the_whole_time_limit(self, pair, monkeypatch, num_naps, settings):
         """The workers have the whole start_timeout_s: the probe, with slow imports, and a search after a failure have separate time."""
         budgets = []
         original = pair.execute_single_async
@@ -67,7 +67,7 @@ class TestGoodPath:
 
     @pytest.mark.full
     @pytest.mark.linux(reason="needs a start that does not ask whether staged works; on Windows each does")
-    def test_nothing_of_ipc_is_loaded_unasked(self, make_group):
+    def test_ipc_is_loaded_only_on_request(self, make_group):
         """A start without ipc neither registers it nor loads its parts."""
 
         def loaded():

@@ -171,7 +171,7 @@ def breakable(request):
     return request.getfixturevalue("make_group")(2) if _WINDOWS else request.getfixturevalue("pair")
 
 
-def test_out_of_memory_is_told_as_that(breakable):
+def test_out_of_memory_is_reported_as_such(breakable):
     """A full device is named with its rank. The rank that waited for it does not hide it, and there is no search."""
     breakable.execute_single(
         1, replace_in_worker, "ray_fracbackend.worker.process_group", "verify_process_group", "starve", 1
@@ -202,7 +202,7 @@ def test_environment_is_restored(pair):
 
 
 @pytest.mark.full
-def test_what_is_sound_is_told_after_a_failure(make_group):
+def test_working_parts_are_reported_after_a_failure(make_group):
     """If time is left, every rank, link and pair is tested in separate processes, which are ended afterwards."""
     group = make_group(3)
     group.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
@@ -213,7 +213,7 @@ def test_what_is_sound_is_told_after_a_failure(make_group):
 
 
 @pytest.mark.full
-def test_a_rank_that_takes_no_part_in_the_search_is_named(make_group):
+def test_a_rank_missing_in_the_search_is_named(make_group):
     """A worker that is stuck in another call cannot start its helper."""
     group = make_group(3)
     rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=29500)

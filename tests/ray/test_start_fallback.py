@@ -47,7 +47,7 @@ def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port
     assert seconds[0] > 3  # the first one's nap
 
 
-def test_workers_are_asked_once(pair, monkeypatch):
+def test_workers_are_probed_once(pair, monkeypatch):
     """For the fallback rank 0 opens another store. No worker is probed again or receives the other workers' reports."""
     plan = Decision(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
@@ -117,7 +117,7 @@ def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
     )
 
 
-def test_refusal_of_nccl_without_a_way_out(pair, monkeypatch):
+def test_refusal_of_nccl_without_a_fallback(pair, monkeypatch):
     """An explicit NCCL ends in one error that names the ranks and the advice."""
     plan = Decision(backend="nccl", device_type="cpu", reason="nccl", share_groups=shared_devices(job(gpu(), gpu())))
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)

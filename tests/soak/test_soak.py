@@ -35,7 +35,7 @@ def sampled(**figures: list[int]) -> Samples:
     return Samples(list(range(20, 220, 20)), {"driver": {**_FLAT, **figures}}, threads=[["python"]] * 10)
 
 
-def test_belongings_counts_what_a_start_could_leave() -> None:
+def test_belongings_counts_what_a_start_could_leave_behind() -> None:
     """A thread, a listening socket and its descriptor, shared memory, a child process and a variable are each counted."""
     before = belongings()
     memory = os.memfd_create("ray_fracbackend_ipc")

@@ -71,7 +71,7 @@ def starts(workers: list[WorkerInfo], chosen: Settings) -> bool:
     st.sampled_from(["auto", "gloo", "nccl", "staged", "ipc", "error"]),
     st.sampled_from(["error", "cpu"]),
 )
-def test_what_is_advised_starts(workers, backend, policy, on_missing_cuda):
+def test_advised_settings_start(workers, backend, policy, on_missing_cuda):
     """With each setting that a message advises the start succeeds, with all other settings unchanged."""
     chosen = Settings(backend=backend, on_shared_device=policy, on_missing_cuda=on_missing_cuda)
     if left_to_ray(backend, workers[0].resources):
@@ -102,7 +102,7 @@ FAILURES = [
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(lacking(), st.sampled_from(["auto", "nccl", "error"]), st.sampled_from(FAILURES))
-def test_what_is_advised_after_a_failure_of_nccl_starts(workers, policy, failure):
+def test_advised_settings_start_after_a_failure_of_nccl(workers, policy, failure):
     """The same is true for settings that are advised after NCCL has failed."""
     chosen = Settings(backend="nccl", on_shared_device=policy)
     if refusal(workers, chosen):

@@ -58,7 +58,7 @@ def test_a_worker_that_ray_s_memory_monitor_killed_is_dead(failure_of: Any, deat
     assert "rank 1 (node 10.0.0.1, pid 4711) died during start-up (starting gloo)" in str(error)
 
 
-def test_what_is_said_is_that_of_the_rank_that_knows_most(failure_of: Any) -> None:
+def test_the_most_specific_rank_is_reported(failure_of: Any) -> None:
     """Kind, cause and the sentence for a fallback's warning come from NCCL's refusal, even if another class comes first."""
     refused = GroupFormationError(
         "creating failed (Duplicate GPU).", advice="Look.", kind="refused", cause="Duplicate GPU"
@@ -80,7 +80,7 @@ def test_out_of_memory_without_a_text(failure_of: Any) -> None:
     assert "(starting gloo): OutOfMemoryError. Free the device" in str(error)
 
 
-def test_what_torch_says_of_its_allocator_is_left_out(failure_of: Any) -> None:
+def test_torchs_allocator_advice_is_left_out(failure_of: Any) -> None:
     """Fragmentation is not the cause at a start; other users of the memory may be."""
     said = (
         "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 MiB is free. "

@@ -132,7 +132,7 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("run nowhere.py", "SCRIPT 'nowhere.py' is not a file"),
     ],
 )
-def test_what_is_found_before_any_ray_starts(line: str, said: str, capsys, monkeypatch) -> None:
+def test_wrong_usage_is_found_before_ray_starts(line: str, said: str, capsys, monkeypatch) -> None:
     """The exit code is 2, with one line on standard error that starts with the command."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main(line.split()) == 2

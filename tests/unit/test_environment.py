@@ -28,7 +28,7 @@ def test_defaults_leave_the_users_value() -> None:
     assert os.environ[NAME] == "user"
 
 
-def test_a_second_start_does_not_take_the_first_for_the_user() -> None:
+def test_a_second_start_does_not_treat_the_first_ones_variables_as_the_users() -> None:
     """The second start may set the first one's variables again, and they are not reported as the user's."""
     environment.set_default({NAME: "first"})
     assert NAME not in environment.user_environment()
@@ -60,7 +60,7 @@ def test_setting_the_users_own_value_leaves_it_his() -> None:
     assert os.environ[NAME] == "same"
 
 
-def test_a_failed_start_restores_what_is_known_of_the_last() -> None:
+def test_a_failed_start_restores_the_variables_of_the_last() -> None:
     """After a start and a failed start, the first one's variable is still not a setting of the user."""
     environment.set_always({NAME: "first"})
     before = environment.snapshot()
@@ -71,7 +71,7 @@ def test_a_failed_start_restores_what_is_known_of_the_last() -> None:
     assert NAME not in environment.user_environment()
 
 
-def test_restore_touches_changed_variables_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_touches_only_changed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries' threads may read the environment at any time, so an unchanged variable is never missing."""
     os.environ[NAME] = "before"
     before = environment.snapshot()
@@ -91,7 +91,7 @@ def test_restore_touches_changed_variables_alone(monkeypatch: pytest.MonkeyPatch
     assert os.environ[NAME] == "before"
 
 
-def test_what_is_for_the_start_alone_does_not_stay() -> None:
+def test_variables_of_the_start_are_removed() -> None:
     """A variable of the start is removed afterwards; the user's variable stays unchanged."""
     os.environ[f"{NAME}_USER"] = "same"
     seen = {}

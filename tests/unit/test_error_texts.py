@@ -97,7 +97,7 @@ _RESULTS = {
         ("remote error", "socketProgress: Connection closed by remote peer node1<4711>", False, False),
     ],
 )
-def test_whose_failure_it_is(result, last, is_own, is_full):
+def test_rank_at_fault(result, last, is_own, is_full):
     """A rank whose NCCL fails by itself is at fault; a rank that lost a peer is not."""
     text = f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:92, {_RESULTS[result]}{last}\n"
     assert is_own_failure(text) == is_own
@@ -122,7 +122,7 @@ def test_a_wait_that_ended():
         ("CUDA error: unspecified launch failure\nSee also: out of memory, busy or unavailable", False, False),
     ],
 )
-def test_what_stands_below_the_first_line_is_of_no_device(text, untried, full):
+def test_only_the_first_line_is_about_the_device(text, untried, full):
     """torch appends lines with other errors: a failed device is not reported as a full or busy one."""
     assert says_nothing_of_device(RuntimeError(text)) is untried
     assert is_cuda_out_of_memory(RuntimeError(text)) is full

@@ -127,14 +127,14 @@ def test_hang_has_its_usual_cause(kind):
 @pytest.mark.parametrize(
     ("text", "kind"), [("", "wrong_answer"), ("ncclSystemError: x", "own_failure"), ("connection closed", "failed")]
 )
-def test_what_ended_is_no_hang(text, kind):
+def test_a_finished_collective_is_not_a_hang(text, kind):
     """There is no advice on hangs if the collective ended with a wrong sum or NCCL with an error."""
     plan, workers = multi_rank()
     ended = failed(text, kind)
     assert explain_nccl(ended, plan, workers) is ended
 
 
-def test_other_failures_are_left_alone():
+def test_other_failures_are_unchanged():
     """A firewall does not count as a refusal; neither does any error of Gloo."""
     plan, workers = multi_rank()
     error = RendezvousError("no route to host")

@@ -140,7 +140,7 @@ def test_two_that_both_see_wrong_answers_are_named_both() -> None:
     assert fault == Fault("wrong rank", (0, 1), "rank 0 or rank 1 gets wrong answers in collectives")
 
 
-def test_a_firewall_is_told_from_a_cut() -> None:
+def test_a_firewall_is_distinguished_from_a_cut() -> None:
     """Datagrams pass but connections do not, in one or both directions."""
     for other, expected in (
         (False, "passes datagrams and no TCP connection: a firewall"),
@@ -155,7 +155,7 @@ def test_a_firewall_is_told_from_a_cut() -> None:
         assert expected in fault.text
 
 
-def test_the_direction_of_a_one_way_link_is_told() -> None:
+def test_the_direction_of_a_one_way_link_is_reported() -> None:
     """The rank that receives nothing is at the failing end."""
     (fault,) = diagnose(model("one-way link", (3, 1), 5, random.Random(1)), [f"rank {rank}" for rank in range(5)])
     assert "passes packets from rank 3 to rank 1 and none back" in fault.text
@@ -187,7 +187,7 @@ def sound(world_size: int) -> dict[int, Findings]:
     return model("scale", (), world_size, random.Random(0))
 
 
-def test_a_device_that_could_not_be_tried_is_not_accused() -> None:
+def test_an_untested_device_is_not_at_fault() -> None:
     """Out of memory beside the worker is not a fault of the device; it is reported only if nothing else was found."""
     findings = sound(4)
     findings[1] = replace(findings[1], seconds=0.0, untried="CUDA out of memory")
@@ -196,7 +196,7 @@ def test_a_device_that_could_not_be_tried_is_not_accused() -> None:
     assert fault.text.endswith("; the device of rank 1 (node n1) could not be tried (CUDA out of memory)")
 
 
-def test_a_device_that_could_not_be_tried_is_not_told_beside_a_fault() -> None:
+def test_an_untested_device_is_not_reported_beside_a_fault() -> None:
     """If a link is at fault, a full device is not reported, because it explains nothing."""
     findings = model("cut link", (1, 2), 4, random.Random(0))
     findings[0] = replace(findings[0], seconds=0.0, untried="CUDA out of memory")
@@ -204,7 +204,7 @@ def test_a_device_that_could_not_be_tried_is_not_told_beside_a_fault() -> None:
     assert (fault.kind, "could not be tried" in fault.text) == ("cut link", False)
 
 
-def test_many_devices_that_could_not_be_tried() -> None:
+def test_many_untested_devices() -> None:
     """One full GPU with many ranks is quoted only for some of them, so the message stays short."""
     findings = {rank: replace(each, seconds=0.0, untried="full") for rank, each in sound(64).items()}
     (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(64)])
@@ -213,7 +213,7 @@ def test_many_devices_that_could_not_be_tried() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
-def test_what_is_slow_on_all_ranks_is_no_rank_s_fault(world_size: int) -> None:
+def test_slow_on_all_ranks_is_no_ranks_fault(world_size: int) -> None:
     """If a device starts slowly on all ranks, other findings decide."""
     findings = {rank: replace(each, seconds=None) for rank, each in sound(world_size).items()}
     (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(world_size)])

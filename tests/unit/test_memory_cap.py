@@ -49,7 +49,7 @@ def test_no_cap_on_the_cpu():
     assert plan.memory_fraction_of(workers[0]) is None
 
 
-def test_set_and_take_back(fractions):
+def test_set_and_remove(fractions):
     """A later start with another cap or without one removes the earlier cap; without any cap nothing is called."""
     memory_cap.set_cap(None)
     assert fractions == []

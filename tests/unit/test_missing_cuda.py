@@ -300,7 +300,7 @@ CALLED = {
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("name", CALLED)
-def test_what_every_torch_says(name, release):
+def test_the_message_of_every_torch(name, release):
     """Releases append different lines to the first one; the cause is the same and quoted without them."""
     text = cause_text(found(recorded(name, release), num_gpus=0 if name == "no_device" else 1))
     assert CALLED[name] in text

@@ -69,7 +69,7 @@ def test_this_machines_loopback_is_found() -> None:
     assert network.route_interface("127.0.0.1") == name
 
 
-def test_a_missing_interface_is_named_with_those_there_are() -> None:
+def test_a_missing_interface_is_named_with_the_existing_ones() -> None:
     """Gloo's 'Unable to find address' becomes an error with the setting and the existing names."""
     with pytest.raises(
         RendezvousError,
@@ -154,7 +154,7 @@ def test_windows_asks_for_the_host_name_before_gloo_does(monkeypatch: pytest.Mon
     assert asked == []
 
 
-def test_networks_are_told_apart_by_kernel_and_namespace() -> None:
+def test_networks_are_distinguished_by_kernel_and_namespace() -> None:
     """Without a boot id it is empty; with one it is the same for every process of this network."""
     assert network.network_id("") == ""
     assert network.network_id("boot") == network.network_id("boot")

@@ -142,19 +142,19 @@ class TestMissingCuda:
 class TestHalfOfAPair:
     """A backend for only one device type starts as with stock, and the plan warns of the missing one."""
 
-    def test_cpu_alone_for_workers_with_devices(self):
+    def test_a_backend_only_for_cpu_on_workers_with_devices(self):
         """Their gradients are CUDA tensors."""
         found = plan(job(gpu("a"), gpu("b"), resources={"GPU": 1.0}), backend="cpu:gloo")
         assert (found.backend, found.device_type) == ("cpu:gloo", "cuda")
         assert found.warnings == ("backend='cpu:gloo' has no backend for cuda tensors, and the workers train on cuda",)
 
-    def test_cuda_alone_for_workers_on_the_cpu(self):
+    def test_a_backend_only_for_cuda_on_workers_without_devices(self):
         """The other way round."""
         found = plan(job(None, None), backend="cuda:gloo")
         assert (found.backend, found.device_type) == ("cuda:gloo", "cpu")
         assert found.warnings == ("backend='cuda:gloo' has no backend for cpu tensors, and the workers train on cpu",)
 
-    def test_whole_pairs_lack_nothing(self):
+    def test_complete_pairs_have_no_warning(self):
         """There is no warning for a pair, or for a name that covers all devices."""
         for backend in ("cpu:gloo,cuda:gloo", "gloo"):
             assert plan(job(None, None), backend=backend).warnings == ()
@@ -219,7 +219,7 @@ class TestShared:
 
     workers = job(gpu("ab12cd34-56"), gpu("ab12cd34-56"))
 
-    def test_auto_uses_gloo_and_says_why_in_one_line(self):
+    def test_auto_uses_gloo_and_logs_the_reason_in_one_line(self):
         """The exact log line if ipc cannot be used on device memory."""
         found = plan(self.workers)
         assert found.reason == (
@@ -385,14 +385,14 @@ class TestShared:
         )
         assert plan(self.workers, on_shared_device="gloo").warnings == ()
 
-    def test_gloo_for_whole_gpus_is_a_warning_of_its_own(self):
+    def test_gloo_for_whole_gpus_has_its_own_warning(self):
         """Workers with whole GPUs cannot request more: the cluster assigns one GPU twice."""
         (warning,) = plan(job(*[gpu(f"{rank % 63}") for rank in range(64)], resources={"GPU": 1.0})).warnings
         assert warning.startswith("2 of 64 ranks share a GPU (ranks 0,63 share")
         assert "asked for a whole GPU: this is how the cluster hands out GPUs" in warning
         assert "half a GPU" not in warning
 
-    def test_gloo_for_slices_is_a_warning_of_its_own(self):
+    def test_gloo_for_slices_has_its_own_warning(self):
         """NCCL treats slices as one GPU: the advice is a newer NCCL."""
         (warning,) = plan(job(mig("1"), mig("2"))).warnings
         assert "NCCL 2.30.7 or newer takes MIG slices for the different devices that they are" in warning
@@ -531,7 +531,7 @@ class TestHints:
         workers[0] = worker(0, gpu(), nccl_version=(2, 30, 7))
         assert any("=1 has no effect: it is not set on rank 0" in h for h in plan(workers).hints)
 
-    def test_gpus_that_nobody_asked_for(self):
+    def test_gpus_that_were_not_requested(self):
         """Ray 2.60 does not hide them from workers without GPUs, and the train function would use them."""
         (hint,) = plan(job(None, None, num_visible_devices=2)).hints
         assert hint.startswith("ranks 0,1 can use GPUs that Ray did not reserve")

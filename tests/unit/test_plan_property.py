@@ -280,7 +280,7 @@ def test_one_rank_without_nccl_decides_whichever_it_is(without, policy):
     st.sampled_from(["error", "cpu"]),
     st.booleans(),
 )
-def test_gloo_gets_cuda_tensors_on_windows_by_its_name_alone(workers, backend, policy, on_missing_cuda, can_stage):
+def test_gloo_gets_cuda_tensors_on_windows_only_by_name(workers, backend, policy, on_missing_cuda, can_stage):
     """Whatever else was requested, even if staged cannot be used; an explicit Gloo has a warning with the issue number."""
     workers = [replace(w, platform="win32", staged_missing=None if can_stage else "no") for w in workers]
     try:

@@ -133,7 +133,7 @@ def test_mig_slice(cuda):
     assert (facts.uuid, facts.parent_uuid, facts.pci_bus_id) == (f"MIG-{_UUID}", "GPU-parent", "00000000:3b:00.0")
 
 
-def test_a_slice_is_what_the_driver_calls_it(cuda, monkeypatch):
+def test_a_slice_has_the_uuid_of_the_driver(cuda, monkeypatch):
     """The runtime's properties may contain the UUID of the GPU, so its slices would count as one device."""
     own = "ab12cd34-0000-0000-0000-000000000002"
     monkeypatch.setattr(devices_module, "driver_facts", lambda index: DriverFacts(uuid=own))
@@ -276,7 +276,7 @@ def test_devices_by_index_and_by_uuid(cuda, monkeypatch, visible, gpu_ids):
 
 
 @pytest.mark.parametrize("visible", ["0", "MIG-1"])
-def test_more_gpus_told_than_there_are(cuda, monkeypatch, visible):
+def test_num_gpus_above_the_real_gpus(cuda, monkeypatch, visible):
     """If num_gpus is too high, the device index does not exist; this is reported, also for a slice."""
     cuda(device_count=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

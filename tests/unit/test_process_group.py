@@ -82,7 +82,7 @@ def test_a_device_that_cuda_refuses_is_no_fault_of_gloo() -> None:
         ("linux", "gloo", "cuda:0", False),
     ],
 )
-def test_gloo_on_cuda_is_tried_on_windows_alone(
+def test_gloo_on_cuda_is_tried_only_on_windows(
     platform: str, backend: str, device: str, is_tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trial runs before the group's own tensors, which would end the worker."""
@@ -119,7 +119,7 @@ def cpu_plan(rank: int, port: int, budget_s: float) -> WorkerPlan:
 
 
 @pytest.mark.full
-def test_a_rank_whose_last_start_failed_meets_one_that_is_new() -> None:
+def test_a_rank_whose_last_start_failed_can_start_with_a_new_one() -> None:
     """After a group that did not form, torch's count of groups is the same on all ranks again."""
     assert run_processes(start_after_a_failure, 2, free_port(), timeout_s=120) == [2, 2]
 
@@ -236,7 +236,7 @@ def pair_half(rank: int, num_processes: int, port: int, backend: str, started: A
 
 
 @pytest.mark.parametrize(("backend", "verified"), [("cpu:gloo", ("cpu", 2)), ("cuda:gloo", None)])
-def test_a_group_is_verified_on_what_it_has(backend: str, verified: tuple[str, int] | None) -> None:
+def test_a_group_is_verified_on_the_devices_of_its_backend(backend: str, verified: tuple[str, int] | None) -> None:
     """A group without a backend for the CPU starts on a worker without CUDA, as with stock, and is not verified."""
     assert run_processes(pair_half, 2, backend, CONTEXT.Barrier(2), timeout_s=120) == [verified, None]
 
@@ -256,7 +256,7 @@ def start_and_look(rank: int, num_processes: int, port: int) -> tuple[bool, bool
     return seen[0], "GLOO_SOCKET_IFNAME" in os.environ
 
 
-def test_what_is_for_the_start_alone_is_gone_in_training() -> None:
+def test_variables_of_the_start_are_removed_before_training() -> None:
     """Processes that the train function starts do not inherit the loopback interface."""
     assert run_processes(start_and_look, 2, timeout_s=120) == [(True, False)] * 2
 

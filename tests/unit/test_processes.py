@@ -69,7 +69,7 @@ def test_left_files(path: Path, marked: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.linux(reason="what a bound socket keeps from others is Linux's rule")
-def test_a_free_port_is_given_to_nobody_else():
+def test_a_free_port_stays_reserved():
     """It is taken for all processes except those that set SO_REUSEADDR, such as a store, which can listen there."""
     port = free_port()
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):

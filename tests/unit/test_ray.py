@@ -155,7 +155,7 @@ def test_a_package_that_ray_needs_is_not_a_private_name(monkeypatch):
         ("ray.train.v2._internal.execution.worker_group:WorkerGroup", False),
     ],
 )
-def test_engines_are_told_apart_by_get_workers(path, is_v1):
+def test_engines_are_distinguished_by_get_workers(path, is_v1):
     """V1's own class has no get_workers; V2's worker groups have it."""
     module, _, name = path.partition(":")
     try:

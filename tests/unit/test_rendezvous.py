@@ -68,7 +68,7 @@ class TestOneNode:
         facts = {"interfaces": {"lo0": ("127.0.0.1",)}, "store_port": 1}
         assert plan([worker(0, platform="darwin", network=facts)]).interfaces[0].name == "lo0"
 
-    def test_no_interface_with_a_loopback_address_leaves_gloo_alone(self) -> None:
+    def test_no_interface_with_a_loopback_address_leaves_the_choice_to_gloo(self) -> None:
         """If no interface is known, Gloo chooses one, and the IPv4 loopback is used."""
         found = plan([worker(0, network={"interfaces": {}}), worker(1, network={"interfaces": {}})])
         assert found.master_addr == "127.0.0.1"
@@ -83,7 +83,7 @@ class TestOneNode:
         assert found.master_addr == "10.0.0.1"
         assert found.of(1).check_reachable
 
-    def test_the_interface_is_for_the_start_alone(self) -> None:
+    def test_the_interface_is_set_only_for_the_start(self) -> None:
         """On one node the variable is removed before training; between nodes later groups need it too."""
         found = plan([worker(0), worker(1)])
         assert (found.of(1).start_env, IFNAME in found.of(1).env) == ({IFNAME: "lo"}, False)
@@ -153,7 +153,7 @@ class TestWindows:
         [([windows(0)], True), ([worker(0)], False), ([worker(0, platform="darwin")], False)],
         ids=["windows", "linux", "macos"],
     )
-    def test_libuv_is_off_on_windows_alone(self, workers: list[WorkerInfo], off: bool) -> None:
+    def test_libuv_is_off_only_on_windows(self, workers: list[WorkerInfo], off: bool) -> None:
         """The plan disables libuv exactly where no torch has a libuv store."""
         assert plan(workers).libuv_off is off
 
@@ -233,7 +233,7 @@ class TestWindows:
         with pytest.raises(IncompatibleWorkersError, match="Gloo cannot connect Windows"):
             decide_start([windows(0), worker(1)], Settings())
 
-    def test_gpus_without_nccl_are_staged_whatever_was_asked(self) -> None:
+    def test_gpus_without_nccl_are_staged_for_every_setting(self) -> None:
         """If torch has no NCCL, as on Windows, requesting NCCL leads to staged and a warning instead of a crash."""
         from ray_fracbackend.decide.worker_info import DeviceInfo
 
@@ -366,7 +366,7 @@ class TestSeveralNodes:
         """There is no warning if the user chose what the rule chooses."""
         assert plan(two_nodes(env={IFNAME: "eth0"})).warnings == ()
 
-    def test_a_stale_interface_of_the_user_is_a_warning_with_the_names_there_are(self) -> None:
+    def test_a_stale_interface_of_the_user_is_a_warning_with_the_existing_names(self) -> None:
         """A name that does not exist is kept, and the log lists the existing names."""
         assert (
             "'eth9' is none of this node's interfaces (lo, eth0)" in plan(two_nodes(env={IFNAME: "eth9"})).warnings[0]

@@ -86,7 +86,7 @@ def test_json(start_report):
     assert data["verification"]["world_size"] == 2
 
 
-def test_json_says_what_it_is(start_report):
+def test_json_has_schema_versions_and_settings(start_report):
     """Schema version, date, versions and settings."""
     data = json.loads(start_report.to_json())
     assert (data["schema_version"], data["ok"]) == (2, True)

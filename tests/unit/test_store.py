@@ -55,7 +55,7 @@ def free_range(length: int) -> int:
     raise AssertionError("no free ports")
 
 
-def test_a_held_store_takes_clients_and_is_shared_with_torchs_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_store_accepts_clients_and_is_shared_with_torchs_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own rendezvous of the same process finds the open store by its port, so no other process can take the port."""
     port = store.hold_store(None)
     client_of(port).set("key", "value")
@@ -87,7 +87,7 @@ def test_the_store_outlives_its_release_while_a_group_uses_it() -> None:
 
 
 @pytest.mark.linux(reason="needs a torch that takes an open socket")
-def test_the_store_of_one_node_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_one_node_listens_only_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other machines cannot reach it; torch's rendezvous of this and other processes on the node can."""
     port = store.hold_store(None, one_node=True)
     listening = [entry.laddr for entry in psutil.Process().net_connections("tcp") if entry.status == "LISTEN"]
@@ -238,7 +238,7 @@ def test_a_refused_connection_is_named_within_its_bound() -> None:
     assert "master_addr" in str(info.value)
 
 
-def test_a_slow_refusal_is_told_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_refusal_is_reported_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows, which tries a closed port for two seconds: the limit interrupts the last attempt, and earlier ones have the cause."""
 
     def refuse(address: tuple[str, int], timeout: float) -> None:
@@ -272,7 +272,7 @@ def test_a_store_without_libuv_works_as_well(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.linux(reason="needs a torch with libuv")
-def test_a_torch_whose_libuv_takes_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_whose_libuv_accepts_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch 2.8 the store on loopback does not use libuv; torch's rendezvous and clients with libuv can use it."""
     monkeypatch.setenv("USE_LIBUV", "1")
     monkeypatch.setattr(store.torch, "__version__", "2.7.1+cu126")

@@ -185,7 +185,7 @@ def test_a_refused_connection() -> None:
     assert caught.value.errno == caught.value.winerror == 10061
 
 
-def test_a_refused_store_is_told_as_refused() -> None:
+def test_a_refused_store_is_reported_as_refused() -> None:
     """On Windows the time limit interrupts the last of several attempts, which has no answer; earlier ones were refused."""
     with pytest.raises(UnreachableMasterError, match=r"within 5 s \(refused: "):
         check_reachable(ONE, free_port())

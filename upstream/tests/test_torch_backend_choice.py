@@ -124,7 +124,7 @@ def test_explicit_nccl_on_a_shared_device(ray_start_4_cpus_2_gpus, tmp_path, bac
 
 
 @needs_torch_without_nccl
-def test_nccl_that_is_told_to_share(ray_start_4_cpus_2_gpus, tmp_path):
+def test_nccl_that_may_share(ray_start_4_cpus_2_gpus, tmp_path):
     """NCCL is used if the user allows it to share devices."""
     config = OneGpuConfig("nccl", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
     with pytest.raises(TrainingFailedError, match="doesn't have NCCL built in"):
