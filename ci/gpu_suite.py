@@ -123,7 +123,7 @@ class Call:
     def _first(self) -> Iterator[Step]:
         """Return the steps that decide whether and where ipc is useful."""
         yield self._benchmark("gpu_probe", 60)
-        right = "random_numbers or events_alone or without_events or ddp_trains"
+        right = "random_numbers or streams_order or without_waits or ddp_trains"
         yield self._pytest("right", ["tests/gpu/test_gpu_ipc.py", "-k", right], 90)
         backends = ["copy", "ipc", "gloo", "staged", "ipc_split", "ipc_one_pass", "ipc_4_mib"]
         yield self._benchmark("gpu_all_reduce", 130, "--backends", *backends)
