@@ -44,9 +44,7 @@ def test_a_direct_store_asks_for_libuv_by_default(options: dict[str, bool], monk
     ("use_libuv", "url"),
     [("1", "env://"), ("1", "tcp://127.0.0.1:{port}"), (None, "env://?use_libuv=1"), ("0", "env://?use_libuv=1")],
 )
-def test_stock_start_fails_with_libuv(
-    use_libuv: str | None, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stock_start_fails_with_libuv(use_libuv: str | None, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """USE_LIBUV=1 and ?use_libuv=1 make init_process_group fail, and the URL takes precedence over the variable."""
     if use_libuv is not None:
         monkeypatch.setenv("USE_LIBUV", use_libuv)
