@@ -1,4 +1,4 @@
-"""The two levels of the test suite: by default what a change breaks most likely, in minutes, and with --full all there is."""
+"""Two levels of the test suite: by default the tests that a change most likely breaks, in minutes; with --full all tests."""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ Each question runs in two separate processes, so one that fails or hangs loses o
 
 ``identity``   the device's UUID from the driver and from the runtime (they may differ on a MIG slice), and its properties
 ``memory``     is memory that the other process exported correct, and how long do export and opening take?
-``event``      microseconds of a hop: a stream waits for the other process's interprocess event, runs a small kernel, records its own;
-               and of the hosts' part alone, a message by pipe
+``event``      microseconds per hop: a stream waits for the other process's interprocess event, runs a small kernel and records its own
+               event; and microseconds of the hosts' part, a message by pipe
 ``semaphore``  the same with words (cuStreamWriteValue64, cuStreamWaitValue64) and no host in between: in mapped device memory, and in
-               registered host memory, where ipc has them
-``copy``       a copy and an addition of 64 MiB, with the GPU idle and with another process's kernels on it: does a copy need their turn?
-``killed``     a process is killed with an event recorded and not reached: does a stream that waits for it come free? And one that
-               waits for a word of the host, once the host writes it?
+               registered host memory, as in ipc
+``copy``       a copy and an addition of 64 MiB, with an idle GPU and with another process's kernels on it: does a copy wait for their turn?
+``killed``     a process is killed after recording an event that is not reached: does a stream that waits for it become free? Does a stream
+               that waits for a word of the host become free when the host writes the word?
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run the tests with the newest Ray or the newest torch; all other packages stay as in the tests.
 
     python3 ci/canary.py ray|torch [--pre] [PYTEST ARGUMENT ...]     in a temporary virtual environment, which is removed
-    python3 ci/canary.py --record                                    after a check by hand: take this Ray's names as the known ones
+    python3 ci/canary.py --record                                    after a manual check: record the names of this Ray as known
 
 For Ray it also checks the private names that ray_fracbackend/_ray.py imports or uses against ci/ray_names.json, and the
 patches of upstream/. Exit code: 0 if nothing changed and all tests pass; 1 if a name changed or is gone, a test failed,

@@ -1,7 +1,7 @@
-"""Unpacks a bundle of ci/gpu_bundle.sh. usage: python3 ci/gpu_unpack.py BUNDLE TARGET
+"""Unpack a bundle of ci/gpu_bundle.sh. usage: python3 ci/gpu_unpack.py BUNDLE TARGET
 
-TARGET/site is for PYTHONPATH, TARGET/libnccl.so.2 for LD_PRELOAD. What is there already is left, and what the bundle lacks is reported
-and left out. The parts of NCCL may come one bundle at a time: TARGET keeps them until they are complete.
+Add TARGET/site to PYTHONPATH and TARGET/libnccl.so.2 to LD_PRELOAD. Existing files stay. Files that the bundle lacks are reported and
+left out. The parts of NCCL may come in several bundles: TARGET keeps them until they are complete.
 """
 
 from __future__ import annotations

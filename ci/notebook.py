@@ -1,4 +1,4 @@
-"""Run examples/fractional_gpu.ipynb from top to bottom in a folder of its own. usage: python ci/notebook.py [--write]
+"""Run examples/fractional_gpu.ipynb from top to bottom in a separate folder. usage: python ci/notebook.py [--write]
 
 Needs nbclient and ipykernel from the extra `test`. If a cell raises an error, the exit code is 1. --write saves the
 outputs in the notebook, without warnings, and without addresses and paths of this machine.

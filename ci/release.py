@@ -1,7 +1,7 @@
 """All steps of a release except the upload, for .github/workflows/release.yml and for people.
 
-usage: python ci/release.py check-tag TAG     the tag is v and the version, and the changelog has its dated section
-       python ci/release.py build FOLDER      build the source archive, and the wheel from it, into a folder that is empty or not there
+usage: python ci/release.py check-tag TAG     check that the tag is v plus the version, and that the changelog has its dated section
+       python ci/release.py build FOLDER      build the source archive, and the wheel from it, into an empty or new folder
        python ci/release.py test FOLDER       test that wheel: twine, then a new virtual environment, where every command runs
 
 Needs build and twine from the extra `test`. The tested files are uploaded: nothing is built a second time.

@@ -1,8 +1,8 @@
-"""Starts, trains and checkpoints with two CPU workers, on every system; what the Windows jobs of CI run.
+"""Start, train and checkpoint with two CPU workers, on every system; the Windows jobs of CI run this.
 
 python ci/start_smoke.py                     plain, then with USE_LIBUV=1 inherited
-python ci/start_smoke.py --hosts-alias       also with a foreign alias of 127.0.0.1 in the hosts file, where it may be written
-python ci/start_smoke.py --expect-no-gloo    torch without a Gloo transport: the start must fail and say what to install
+python ci/start_smoke.py --hosts-alias       also with a foreign alias of 127.0.0.1 in the hosts file, if it is writable
+python ci/start_smoke.py --expect-no-gloo    torch without a Gloo transport: the start must fail and state what to install
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Install the project into a virtual environment of its own and run its tests.
+"""Install the project into a separate virtual environment and run its tests.
 
 usage: python3 ci/test.py [--full]                    all tests
        python3 ci/test.py [--full] PYTEST ARGUMENT ...  one run of pytest, with its exit code; RAY_TRAIN_V2_ENABLED chooses the engine
 
-The default suite takes minutes: a start whole, other ways to it (run, callback, RLlib, torchrun) in part. --full runs all that can run
-here without changing the system: all parameters, long runs, both engines of Ray Train, the lowest supported Ray, the patches for Ray,
-and everything on CUDA tensors (ci/cuda.py --steps). ci/wine.py, which installs packages as root, is a command of its own. Tests that
-lack a GPU, root or a package skip themselves and say so.
+The default suite takes minutes. It tests a start completely and other ways to it (run, callback, RLlib, torchrun) in part. --full runs
+everything that can run here without changing the system: all parameters, long runs, both engines of Ray Train, the lowest supported
+Ray, the patches for Ray, and all steps on CUDA tensors (ci/cuda.py --steps). ci/wine.py, which installs packages as root, is a separate
+command. Tests that need a missing GPU, root or a package are skipped with the reason.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 usage: python ci/windows.py [--results FILE] [STEP ...]     in an environment with the project and its extra `test`
 
-Steps run one after the other, each bounded in time; one that fails does not stop the next, and FILE is written after each. With a torch without a Gloo transport (2.8.0
-to 2.10.0) only those run that need no process group, and the start must fail with the error that says what to install. Ends with a
-table of the tests by folder, and with 1 if a step failed.
+Steps run one after the other, each with a time limit. If one fails, the next still runs. FILE is written after each step. If torch has
+no Gloo transport (2.8.0 to 2.10.0), only steps without a process group run, and the start must fail with the error that states what to
+install. The script prints a table of the tests by folder, and exits with 1 if a step failed.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ usage: python3 ci/wine.py [--record] [--versions TORCH RAY] [STEP ...]     set u
 Uses the package sources that apt and pip are set up with. What it sets up is kept in --folder, 5 GB outside of the project, and used
 again. --record writes what each step came to into the line of its versions in ci/wine_results.jsonl, and the table of docs/development/windows-runs.md.
 
-Wine is not Windows: what fails under it may be Wine's, and what passes is evidence for the Windows builds of Python, torch, Ray and
-this package, not for Windows' own network stack, resolver and files.
+Wine is not Windows. A failure may be Wine's fault. A success is evidence for the Windows builds of Python, torch, Ray and this package,
+not for Windows' own network stack, resolver and files.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class DeviceCheck:
         backend: Backend that the group can use for CUDA tensors, as ``FracTorchConfig()`` would choose it: ``nccl`` if
             NCCL accepts these ranks, else ``gloo``, on Windows ``cpu:gloo,cuda:staged``.
         reason: The decision in one line, as in the log of a start.
-        share_groups: Ranks that share a device, or that NCCL considers to share one; empty if every rank has a device of its own.
+        share_groups: Ranks that share a device, or that NCCL considers to share one; empty if every rank has its own device.
         devices: The device of each rank, in rank order.
         env: Variables to set on every rank before the group is created, unless they are set: NCCL's variables for
             several ranks per GPU.
