@@ -23,8 +23,12 @@ def no_effect(names: Collection[str], why: str) -> str:
         names: Settings of FracTorchConfig that the command line has.
         why: The reason, as a clause.
     """
-    options = setting_options()
-    return f"{', '.join(options[name] for name in options if name in names)}: no effect, because {why}"
+    return f"{option_names(names)}: no effect, because {why}"
+
+
+def option_names(names: Collection[str]) -> str:
+    """Return the options of settings, in the order of the settings."""
+    return ", ".join(option for name, option in setting_options().items() if name in names)
 
 
 def without_effect(

@@ -24,7 +24,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import _ray
 from ray_fracbackend.cli.declared import declaring
-from ray_fracbackend.cli.no_effect import no_effect, without_effect
+from ray_fracbackend.cli.no_effect import no_effect, option_names, without_effect
 from ray_fracbackend.cli.options import advised_options, options_text
 from ray_fracbackend.cli.output import say
 from ray_fracbackend.cli.program import PROGRAM
@@ -76,9 +76,8 @@ def run_script(
     with declaring(declared or {}, announce.say) as reached_ray, watching(waits):
         code = run_as_main(_WHO, script, arguments, is_module=is_module, after_error=_advise)
     if code == 0 and not announce.has_trainer:
-        announce.say(f"{script} made no TorchTrainer in its own process: no configuration was replaced there")
-        if settings:
-            announce.say(no_effect(settings, f"{script} made no TorchTrainer") + " in its own process")
+        what = f"{option_names(settings)} had no effect" if settings else "no configuration was replaced"
+        announce.say(f"{script} made no TorchTrainer in its own process: {what} there")
     if code == 0 and declared and not reached_ray():
         announce.say(f"{options_text(declared)}: no effect, because {script} started no Ray in its own process")
     return code

@@ -120,10 +120,31 @@ def test_no_workers(cluster):
 @pytest.mark.full(but="win32")
 def test_command(cluster):
     """The command on a running cluster prints the plan as JSON."""
-    done = plan("--num-workers", "1", "--address", ray.get_runtime_context().gcs_address, "--json")
+    address = ray.get_runtime_context().gcs_address
+    done = plan("--num-workers", "1", "--address", address, "--json", "--num-gpus", "1", "--no-verify")
     assert done.returncode == 0, done.stderr
+    assert "plan: --no-verify: no effect, because a plan starts no process group\n" in done.stderr
+    assert f"--num-gpus 1: no effect, because {address} runs already\n" in done.stderr
     found = json.loads(done.stdout)
     assert (found["ok"], found["backend"], len(found["workers"])) == (True, "gloo", 1)
+
+
+@pytest.mark.full
+def test_command_on_a_machine_without_a_gpu(tmp_path):
+    """Its own Ray has too few places: the options that declare more are named; with them, the option to train on the CPU is."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: nothing is missing")
+    wish = ("--num-workers", "4", "--gpus-per-worker", "0.5", "--address", "local")
+    done = plan(*wish, "--num-cpus", "3")
+    assert done.returncode == 1
+    assert "Declare logical GPUs with --num-gpus 2 --num-cpus 4, with --on-missing-cuda cpu if" in done.stderr
+    done = plan(*wish, "--num-gpus", "2", "--num-cpus", "4")
+    assert done.returncode == 1
+    assert done.stderr.endswith("As an option, here and of ray-fracbackend run: --on-missing-cuda cpu.\n")
+    done = plan(*wish, "--num-gpus", "2", "--num-cpus", "4", "--on-missing-cuda", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "this Ray has 2 logical GPUs and 4 logical CPUs (--num-gpus 2, --num-cpus 4)" in done.stderr
+    assert "training on the CPU with gloo [4 workers" in done.stdout
 
 
 @pytest.mark.full

@@ -102,7 +102,7 @@ def test_settings_reach_the_start(tmp_path):
     done = run("--start-timeout-s", "60", SCRIPT, "none", tmp_path)
     assert done.returncode == 1
     assert "on_missing_cuda='cpu'" in done.stderr
-    assert "ray-fracbackend run: to follow the advice put --on-missing-cuda before SCRIPT; " in done.stderr
+    assert "ray-fracbackend run: you can set this with --on-missing-cuda cpu before the script name, " in done.stderr
     assert not answers(tmp_path, "none")
 
 
@@ -356,11 +356,58 @@ def test_replacements_are_logged(tmp_path):
     (line,) = [line for line in made.stderr.splitlines() if line.startswith("ray-fracbackend run:")]
     assert line.startswith("ray-fracbackend run: TorchTrainer starts with FracTorchConfig(backend='gloo'")
     late = run("other.py", "--on-missing-cuda=cpu", "--epochs", "3", cwd=tmp_path)
-    assert "--on-missing-cuda after SCRIPT goes to the script; put options of `run` before SCRIPT" in late.stderr
+    assert "--on-missing-cuda went to your script; put it before the script name to set it here" in late.stderr
     none = run("other.py", cwd=tmp_path)
     assert (none.returncode, none.stdout) == (0, "nothing to train\n")
     assert none.stderr == (
         "ray-fracbackend run: other.py made no TorchTrainer in its own process: no configuration was replaced there\n"
+    )
+
+
+# Options, the trainer of the script, and the lines after the one about its configuration.
+_WITHOUT_EFFECT = {
+    "its own FracTorchConfig": (
+        "--backend ipc --no-verify",
+        "torch_config=FracTorchConfig(backend='gloo')",
+        ["--backend, --no-verify: no effect, because the script makes its own FracTorchConfig"],
+    ),
+    "whole GPUs": (
+        "--limit-gpu-memory --on-missing-cuda cpu",
+        "scaling_config=ScalingConfig(num_workers=1, use_gpu=True)",
+        ["--limit-gpu-memory: no effect, because workers with whole GPUs have no limit"],
+    ),
+    "no Ray": (
+        "--num-gpus 1 --backend gloo",
+        "",
+        ["--num-gpus 1: no effect, because train.py started no Ray in its own process"],
+    ),
+}
+_TRAINER = """
+from ray.train import ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray_fracbackend import FracTorchConfig
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("options", "trainer", "lines"), _WITHOUT_EFFECT.values(), ids=_WITHOUT_EFFECT)
+def test_options_without_effect_are_said(tmp_path, options, trainer, lines):
+    """One line for each reason, and none for an option that has an effect."""
+    (tmp_path / "train.py").write_text(f"{_TRAINER}for _ in range(2): TorchTrainer(lambda: None, {trainer})\n")
+    done = run(*options.split(), "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("ray-fracbackend run: ")]
+    assert said[0].startswith("ray-fracbackend run: TorchTrainer starts with ")
+    assert [line.removeprefix("ray-fracbackend run: ") for line in said[1:]] == lines
+
+
+@pytest.mark.full(but="V2")
+def test_settings_of_a_script_without_a_trainer(tmp_path):
+    """They have no effect in its process."""
+    (tmp_path / "other.py").write_text("print('nothing to train')\n")
+    done = run("--backend", "ipc", "other.py", cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == (
+        "ray-fracbackend run: other.py made no TorchTrainer in its own process: --backend had no effect there"
     )
 
 

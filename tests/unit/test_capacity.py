@@ -101,3 +101,30 @@ def test_texts(nodes, worker, num_workers, strategy, said) -> None:
     """The text states which packing is possible, and what to request instead."""
     text = why_no_place(nodes, worker, num_workers, strategy)
     assert text is None if said is None else re.search(said, text)
+
+
+_HALF = {"CPU": 1.0, "GPU": 0.5}
+_LAPTOP = {"CPU": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "worker", "num_workers", "strategy", "trainer", "said"),
+    [
+        ([_LAPTOP], _HALF, 2, "PACK", {}, "this Ray has no GPU. Declare logical GPUs with --num-gpus 1, with"),
+        ([_LAPTOP], _HALF, 3, "PACK", {}, "Declare logical GPUs with --num-gpus 2 --num-cpus 3, with"),
+        ([_LAPTOP], _HALF, 2, "PACK", {"CPU": 1.0}, "Declare logical GPUs with --num-gpus 1 --num-cpus 3, with"),
+        ([_LAPTOP], {"CPU": 1.0, "GPU": 2.0}, 2, "PACK", {}, "Declare logical GPUs with --num-gpus 4, with"),
+        ([_LAPTOP], {"CPU": 1.0}, 3, "PACK", {}, "Ask for 2 workers, or declare more with --num-cpus 3"),
+        ([NODE], {"CPU": 1.0, "GPU": 0.6}, 3, "PACK", {}, "ask for 2 workers, or declare more with --num-gpus 3"),
+        ([_LAPTOP], {"CPU": 1.0}, 2, "STRICT_SPREAD", {}, "or add nodes with CPU"),
+        ([_LAPTOP], {"CPU": 1.0, "TPU": 1.0}, 1, "PACK", {}, "Add nodes with TPU"),
+        ([NODE] * 2, {"GPU": 1.0}, 5, "PACK", {}, "or add nodes with GPU"),
+    ],
+)
+def test_a_ray_of_ones_own(nodes, worker, num_workers, strategy, trainer, said) -> None:
+    """The options with which its one node has the places; nodes where an option does not help."""
+    text = why_no_place(nodes, worker, num_workers, strategy, trainer, is_own=True)
+    assert said in text
+    declared = {name.upper()[:-1]: float(number) for name, number in re.findall(r"--num-(\w+) (\d+)", text)}
+    if declared:
+        assert why_no_place([{**nodes[0], **declared}], worker, num_workers, strategy, trainer) is None

@@ -1,0 +1,77 @@
+"""Options that change nothing, and the reasons. Pure."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_fracbackend.cli.no_effect import without_effect
+from ray_fracbackend.cli.options import advised_options
+
+_GPU_OPTIONS = {"on_shared_device": "ipc", "on_missing_cuda": "cpu", "limit_gpu_memory": True}
+# Settings of the command line, backend, GPUs per worker, lines.
+_CASES = {
+    "CPU workers": (
+        {**_GPU_OPTIONS, "verify": False},
+        "auto",
+        0,
+        ["--on-shared-device, --on-missing-cuda, --limit-gpu-memory: no effect, because the workers ask for no GPU"],
+    ),
+    "parts of a GPU": (_GPU_OPTIONS, "auto", 0.5, []),
+    "whole GPUs": (
+        _GPU_OPTIONS,
+        "auto",
+        2,
+        ["--limit-gpu-memory: no effect, because workers with whole GPUs have no limit"],
+    ),
+    "a backend by name": (
+        _GPU_OPTIONS,
+        "gloo",
+        0.5,
+        ["--on-shared-device: no effect, because backend 'gloo' is asked for by name"],
+    ),
+    "it may be refused": ({"on_shared_device": "error"}, "gloo", 0.5, []),
+    "NCCL by name": (_GPU_OPTIONS, "cpu:gloo,cuda:nccl", 0.5, []),
+    "a backend of Ray's": (
+        {"backend": "ucc", "timeout_s": 9.0, "start_timeout_s": 9.0, **_GPU_OPTIONS},
+        "ucc",
+        0,
+        [
+            "--on-shared-device, --on-missing-cuda, --start-timeout-s, --limit-gpu-memory: no effect, because backend 'ucc' is left to "
+            "Ray Train"
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "backend", "gpus", "lines"), _CASES.values(), ids=_CASES)
+def test_a_line_for_each_reason(settings, backend, gpus, lines) -> None:
+    """Options with one reason are one line, and those with an effect are on none."""
+    assert without_effect(settings, backend, gpus) == lines
+
+
+def test_a_plan_starts_no_group() -> None:
+    """What applies to a group has no effect there, and what decides has one."""
+    settings = {
+        "timeout_s": 9.0,
+        "verify": False,
+        "limit_gpu_memory": True,
+        "master_port": 29500,
+        "start_timeout_s": 9.0,
+    }
+    assert without_effect(settings, "auto", 0.5, only_plans=True) == [
+        "--collective-timeout-s, --no-verify, --limit-gpu-memory: no effect, because a plan starts no process group"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU", "--on-missing-cuda cpu"),
+        ("FracTorchConfig(master_port=...) or FracTorchConfig(master_addr=...)", "--master-port, --master-addr"),
+        ("FracTorchConfig(verify=False), FracTorchConfig(verify=False)", "--no-verify"),
+        ("FracTorchConfig(colour='red'), on_missing_cuda='cpu'", ""),
+    ],
+)
+def test_options_of_an_advice(text: str, options: str) -> None:
+    """Each setting that a text advises as FracTorchConfig(NAME=VALUE) has its option once, with a value that is a word."""
+    assert advised_options(text) == options
