@@ -2,7 +2,7 @@
 
 usage: python tune_fractional_gpus.py [RESULTS_FOLDER]
 
-The GPU is a logical resource here, so that this runs on any machine; on a node with a real one leave ``num_gpus`` and
+The GPU is only a logical resource in Ray here, so this runs on any machine; on a node with a real one leave ``num_gpus`` and
 ``on_missing_cuda`` out. This is the way of Ray Train V2, the default of Ray 2.60: a Tune function that fits a trainer.
 ``Tuner(TorchTrainer(...))`` is a TuneError there, unless RAY_TRAIN_V2_ENABLED=0 is set.
 """
@@ -51,7 +51,7 @@ def make_trainer(config, results_folder, name, **run_settings):
 
 
 def fit_trial(config):
-    """One trial: it takes one CPU itself, and its trainer asks Ray for the workers."""
+    """One trial: it reserves one CPU itself, and its trainer asks Ray for the workers."""
     name = tune.get_context().get_trial_id()
     # What rank 0 reports goes on to Tune.
     make_trainer({"lr": config["lr"]}, config["results_folder"], name, callbacks=[TuneReportCallback()]).fit()

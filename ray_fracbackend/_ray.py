@@ -16,7 +16,6 @@ only), 2.48 and 2.60 (V1 and V2 engines):
 ``ray.train.v2._internal.execution.callback``   ``WorkerGroupCallback``, 2.48 to 2.60
 ``ray.train.v2._internal.callbacks``            ``BackendSetupCallback``, 2.48 to 2.60
 ``ray.rllib.core.learner.learner_group``        ``_get_backend_config``, 2.40 to 2.60
-``ray._private.worker``                         ``_global_node``, 2.40 to 2.60
 ==============================================  ====================================================================
 
 Attributes of objects that Ray passes in need no import:
@@ -235,12 +234,6 @@ def keep_torch_config(trainer: Any, config: Any) -> None:
     arguments = getattr(trainer, "_param_dict", None)
     if arguments is not None:
         arguments["torch_config"] = config
-
-
-def started_ray() -> bool:
-    """Return True where ``ray.init`` of this process started the Ray that it uses: no node joins that one by itself."""
-    node = _private("ray._private.worker", "_global_node", by="started_ray")._global_node
-    return node is not None and bool(node.is_head())
 
 
 def replace_sigint_handler(trainer_class: type, register: Callable[[Any], None]) -> None:

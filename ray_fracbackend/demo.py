@@ -77,7 +77,7 @@ def train_digits(config: dict[str, Any]) -> None:
 
 
 def _report(metrics: dict[str, Any], model: nn.Module, rank: int) -> None:
-    """Report metrics from every rank, a checkpoint from rank 0 alone: two ranks must not write one file."""
+    """Report metrics from every rank, a checkpoint only from rank 0: two ranks must not write one file."""
     if rank != 0:
         ray.train.report(metrics)
         return

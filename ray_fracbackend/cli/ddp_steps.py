@@ -77,12 +77,12 @@ class GroupTest:
             return None
         return (
             f"{ranks_text(self.wrong_ranks)} trained to other weights than one process does, by more than {_TOLERANCE:.1g}: a "
-            "collective or a device gives wrong values. Report it with the output of `ray-fracbackend doctor`"
+            "collective or a device returns wrong values. Report it with the output of `ray-fracbackend doctor`"
             f"{'.' if self.report.backend == 'gloo' else ', and compare with `--backend gloo`.'}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values that ``json.dumps`` takes; None stands for a number that is not finite."""
+        """Return everything as plain values for ``json.dumps``; None stands for a number that is not finite."""
         steps = [
             {name: value if math.isfinite(value) else None for name, value in asdict(step).items()}
             for step in self.steps
@@ -143,7 +143,7 @@ def run_group_test(
 
 
 def train(device: str) -> Steps:
-    """Train this rank's part of each batch under DDP, and the whole batches in this process alone. On every worker."""
+    """Train this rank's part of each batch under DDP, and the whole batches in this process without the others. On every worker."""
     rank, size = dist.get_rank(), dist.get_world_size()
     batches = _batches(size)
     model = nn.parallel.DistributedDataParallel(_model().to(device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -15,8 +16,19 @@ from ray_fracbackend.cli.options import declared_text, options_text
 _Say = Callable[[str], None]
 
 
+@dataclass
+class UsedRay:
+    """The Ray that this process uses.
+
+    Attributes:
+        is_own: ``ray.init`` started it here, False if it was running; None as long as ``ray.init`` was not called.
+    """
+
+    is_own: bool | None = None
+
+
 @contextmanager
-def declaring(resources: Mapping[str, int], say: _Say) -> Iterator[Callable[[], bool]]:
+def declaring(resources: Mapping[str, int], say: _Say) -> Iterator[UsedRay]:
     """Declare resources for each local Ray that ``ray.init`` starts in the block, also when Ray calls it by itself.
 
     Args:
@@ -24,9 +36,9 @@ def declaring(resources: Mapping[str, int], say: _Say) -> Iterator[Callable[[], 
         say: Called with a line about what is declared, and with one about what has no effect.
 
     Yields:
-        Returns whether ``ray.init`` started or found a Ray.
+        What is known of the Ray that is used.
     """
-    reached: list[bool] = []
+    used = UsedRay()
     original = ray.init
 
     @functools.wraps(original)
@@ -37,7 +49,7 @@ def declaring(resources: Mapping[str, int], say: _Say) -> Iterator[Callable[[], 
         passed = {name: options[name] for name in resources if options.get(name) is not None}
         added = {name: number for name, number in resources.items() if is_local and name not in passed}
         context = original(address, **{**options, **added})
-        reached.append(True)
+        used.is_own = is_local
         if not is_local and resources:
             say(f"{options_text(resources)}: no effect, because the script uses the running Ray cluster at {where}")
         elif ignored := {name: resources[name] for name in passed}:
@@ -49,7 +61,7 @@ def declaring(resources: Mapping[str, int], say: _Say) -> Iterator[Callable[[], 
 
     ray.init = init
     try:
-        yield lambda: bool(reached)
+        yield used
     finally:
         ray.init = original
 

@@ -36,7 +36,7 @@ class _Option:
 # By the name of the setting.
 _OPTIONS: Mapping[str, _Option] = {
     "backend": _Option("auto, nccl, gloo, ipc, staged, or a pair such as cpu:gloo,cuda:nccl"),
-    "init_method": _Option("as in TorchConfig"),
+    "init_method": _Option("env or tcp, as for TorchConfig"),
     # --timeout-s is how long plan and test wait for cluster and resources.
     "timeout_s": _Option("timeout of collectives once training runs", name="collective_timeout_s"),
     "on_shared_device": _Option("what to do when ranks share a device"),
@@ -58,7 +58,7 @@ def add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> No
         required=num_workers is None,
         default=num_workers,
         metavar="NUMBER",
-        help=f"as in ScalingConfig{default}",
+        help=f"number of workers, as for ScalingConfig{default}",
     )
     command.add_argument(
         "--gpus-per-worker",
@@ -74,9 +74,9 @@ def add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> No
         "--placement-strategy",
         choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
         default="PACK",
-        help="as in ScalingConfig (default PACK)",
+        help="as for ScalingConfig (default PACK)",
     )
-    add_wait(command, _WAIT_S, "wait for cluster and resources")
+    add_wait(command, _WAIT_S, "how long to wait for cluster and resources")
     add_cluster(
         command, "default: the running cluster that ray.init() finds, else a new local one, announced on stderr"
     )

@@ -1,6 +1,6 @@
 """What a command writes: results on standard output, everything else on standard error. Standard library only.
 
-An output that takes no more text ends the command: exit code 141 where the reader of a pipe is gone, as of a program that SIGPIPE ends.
+If the output cannot be written the command ends; with exit code 141 if the reader closed the pipe, as for a program that SIGPIPE ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CLOSED_PIPE = 141
 
 
 class OutputError(BaseException):
-    """Standard output takes no more text; the exit code, and what to say. Not an Exception: no failure of the command."""
+    """Standard output cannot be written; the exit code, and what to say. Not an Exception: no failure of the command."""
 
     def __init__(self, code: int, text: str = "") -> None:
         super().__init__(text)

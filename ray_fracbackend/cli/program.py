@@ -35,7 +35,7 @@ class Outcome:
 
     Attributes:
         text: For people.
-        values: For programs: plain values that ``json.dumps`` takes.
+        values: For programs: plain values for ``json.dumps``.
         error: The problem that was found, None where there is none.
     """
 

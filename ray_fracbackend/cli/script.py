@@ -23,7 +23,7 @@ import ray
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import _ray
-from ray_fracbackend.cli.declared import declaring
+from ray_fracbackend.cli.declared import UsedRay, declaring
 from ray_fracbackend.cli.no_effect import no_effect, option_names, without_effect
 from ray_fracbackend.cli.options import advised_options, options_text
 from ray_fracbackend.cli.output import say
@@ -64,22 +64,23 @@ def run_script(
         ValueError: A setting breaks its rule.
         SystemExit: Of the script.
     """
-    announce = _Announce(settings)
-    waits = Waits(functools.partial(say, _WHO))
-    replace_torch_config(settings, announce, functools.partial(_around_fit, waits))
+    announce, waits = _Announce(settings), Waits(functools.partial(say, _WHO))
     _ray.replace_sigint_handler(TorchTrainer, _end_at_ctrl_c)
     if _ray.v2_enabled():
         # Trainers that the script makes in other processes, such as in a Tune function.
         from ray_fracbackend.integrations.callback import use_everywhere
 
         use_everywhere(settings)
-    with declaring(declared or {}, announce.say) as reached_ray, watching(waits):
-        code = run_as_main(_WHO, script, arguments, is_module=is_module, after_error=_advise)
-    if code == 0 and not announce.has_trainer:
-        what = f"{option_names(settings)} had no effect" if settings else "no configuration was replaced"
-        announce.say(f"{script} made no TorchTrainer in its own process: {what} there")
-    if code == 0 and declared and not reached_ray():
-        announce.say(f"{options_text(declared)}: no effect, because {script} started no Ray in its own process")
+    with declaring(declared or {}, announce.say) as used, watching(waits):
+        replace_torch_config(settings, announce, functools.partial(_around_fit, waits, used))
+        try:
+            code = run_as_main(_WHO, script, arguments, is_module=is_module, after_error=_advise)
+        except SystemExit as ended:
+            if not ended.code:
+                announce.end(script, declared or {}, used)
+            raise
+    if code == 0:
+        announce.end(script, declared or {}, used)
     return code
 
 
@@ -93,11 +94,11 @@ class _Announce:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
         self._said: set[str] = set()
-        self.has_trainer = False
+        self._has_trainer = False
 
     def __call__(self, config: TorchConfig, trainer: TorchTrainer, is_own: bool) -> None:
         """Say with which configuration a trainer starts, and which settings change nothing there; ``is_own``: the script's."""
-        self.has_trainer = True
+        self._has_trainer = True
         text = repr(config) if isinstance(config, FracTorchConfig) else type(config).__name__
         self.say(f"TorchTrainer starts with {text}")
         if is_own and self._settings:
@@ -108,6 +109,16 @@ class _Announce:
             for line in without_effect(self._settings, config.backend, gpus):
                 self.say(line)
 
+    def end(self, script: str, declared: Mapping[str, int], used: UsedRay) -> None:
+        """Say what had no effect on a script that ended well."""
+        if not self._has_trainer:
+            what = (
+                f"{option_names(self._settings)} had no effect" if self._settings else "no configuration was replaced"
+            )
+            self.say(f"{script} made no TorchTrainer in its own process: {what} there")
+        if declared and used.is_own is None:
+            self.say(f"{options_text(declared)}: no effect, because {script} started no Ray in its own process")
+
     def say(self, line: str) -> None:
         """Say a line that was not said yet."""
         if line not in self._said:
@@ -116,9 +127,9 @@ class _Announce:
 
 
 @contextmanager
-def _around_fit(waits: Waits, trainer: TorchTrainer) -> Iterator[None]:
+def _around_fit(waits: Waits, used: UsedRay, trainer: TorchTrainer) -> Iterator[None]:
     """Check that there are places for the workers; V2 leaves a handler of SIGINT that ends a run, which is over afterwards."""
-    waits.check(trainer)
+    waits.check(trainer, used)
     handler = signal.getsignal(signal.SIGINT)
     yield
     if handler is not None and threading.current_thread() is threading.main_thread():

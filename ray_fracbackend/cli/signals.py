@@ -21,7 +21,7 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 
 
 class Stopped(BaseException):
-    """A signal asked this process to end. Not an Exception, so that no loop over failures swallows it.
+    """A signal asked this process to end. Not an Exception: no loop over failures swallows it.
 
     Attributes:
         number: Of the signal.

@@ -17,7 +17,7 @@ import ray
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import placement_group_table
 
-from ray_fracbackend import _ray
+from ray_fracbackend.cli.declared import UsedRay
 from ray_fracbackend.cli.workers.shortage import bundles_of, cluster_too_small, request_text, resources_in_use
 from ray_fracbackend.errors import InsufficientResourcesError
 
@@ -63,13 +63,14 @@ class Waits:
         self._waits: dict[str, _Wait] = {}
         self._lock = threading.Lock()
 
-    def check(self, trainer: TorchTrainer) -> None:
+    def check(self, trainer: TorchTrainer, used: UsedRay) -> None:
         """Check that there are places for a trainer's workers; start Ray as the trainer would.
 
         On a cluster that was running, where nodes may join, this says what is missing, and goes on.
 
         Args:
             trainer: That is about to fit.
+            used: The Ray of this process.
 
         Raises:
             InsufficientResourcesError: This process started Ray, which has too few places.
@@ -79,7 +80,7 @@ class Waits:
             return
         if not ray.is_initialized():
             ray.init()
-        if not _ray.started_ray():
+        if not used.is_own:
             self.look(time.monotonic(), [request], at_once=True)
         elif reason := cluster_too_small(*request, is_own=True):
             raise InsufficientResourcesError(f"Ray cannot place {request_text(*request)}: {reason}.")

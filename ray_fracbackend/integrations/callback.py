@@ -1,4 +1,4 @@
-"""Callback of Ray Train V2 that starts stock trainers with FracTorchConfig. Controller side.
+"""Callback of Ray Train V2 that starts stock trainers with FracTorchConfig, set by environment variables. Controller side.
 
 ::
 

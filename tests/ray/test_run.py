@@ -404,7 +404,7 @@ def test_options_without_effect_are_said(tmp_path, options, trainer, lines):
 @pytest.mark.full(but="V2")
 def test_settings_of_a_script_without_a_trainer(tmp_path):
     """They have no effect in its process."""
-    (tmp_path / "other.py").write_text("print('nothing to train')\n")
+    (tmp_path / "other.py").write_text("import sys; sys.exit(0)\n")
     done = run("--backend", "ipc", "other.py", cwd=tmp_path)
     assert done.stderr.splitlines()[-1] == (
         "ray-fracbackend run: other.py made no TorchTrainer in its own process: --backend had no effect there"

@@ -39,7 +39,7 @@ class Target:
     """A cluster to connect to.
 
     Attributes:
-        address: As ``ray.init`` takes it.
+        address: As for ``ray.init``.
         text: The address in messages, with where it comes from.
         host_port: Host and port of it, None where Ray looks for the cluster itself.
         automatic: Nobody named it: it is the cluster of this machine. Ray then sends a token by default.
@@ -60,7 +60,7 @@ def target_of(address: str | None) -> Target:
     """Resolve an address as ``ray.init`` does.
 
     Args:
-        address: As ``ray.init`` takes it; None for the running cluster that ``ray.init()`` would find, else a local one.
+        address: As for ``ray.init``; None for the running cluster that ``ray.init()`` would find, else a local one.
 
     Raises:
         ClusterError: It is not an address, or it comes from a file of another user, to whose cluster Ray would send a token.

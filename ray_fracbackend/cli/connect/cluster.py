@@ -27,7 +27,7 @@ def connected(
     A local Ray that starts is announced on standard error, and not bounded by ``timeout_s``.
 
     Args:
-        address: As ``ray.init`` takes it; None for the running cluster that ``ray.init()`` would find, else a local one.
+        address: As for ``ray.init``; None for the running cluster that ``ray.init()`` would find, else a local one.
         timeout_s: Bound on the first connection in seconds.
         declared: ``num_gpus`` and ``num_cpus`` for a Ray that is started; no effect on one that runs. Both are announced too.
 

@@ -299,7 +299,7 @@ def _device(device: DeviceInfo, worker: WorkerInfo) -> Check:
         return Check(
             name,
             "warning",
-            f"{text}: NCCL {version} takes slices of one GPU for one device and refuses them",
+            f"{text}: NCCL {version} counts slices of one GPU as one device and refuses them",
             "NCCL 2.30.7 or newer; until then such ranks use gloo",
         )
     return Check(name, "ok", f"{text}: several workers may share it")
@@ -339,7 +339,7 @@ def _nccl(worker: WorkerInfo) -> Check:
             return Check("NCCL", "ok", f"{text}, and it is not needed without CUDA devices")
         return Check("NCCL", "warning", text, "set LD_PRELOAD to the library, or reinstall torch")
     can = worker.nccl_version >= NCCL_MULTI_RANK
-    shared = "takes shared devices with on_shared_device='nccl'" if can else "refuses shared devices"
+    shared = "accepts shared devices with on_shared_device='nccl'" if can else "refuses shared devices"
     return Check("NCCL", "ok", f"{version_text(worker.nccl_version)} is loaded; it {shared}")
 
 

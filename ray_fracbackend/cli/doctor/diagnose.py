@@ -41,7 +41,7 @@ def diagnose_cluster(address: str, timeout_s: float) -> Diagnosis:
     """Check every node of a running cluster; a node that does not answer is a problem.
 
     Args:
-        address: Of the cluster, as ``ray.init`` takes it; ``auto`` for the one that runs on this machine.
+        address: Of the cluster, as for ``ray.init``; ``auto`` for the one that runs on this machine.
         timeout_s: Bound in seconds, on the connection and on the answers together.
 
     Raises:

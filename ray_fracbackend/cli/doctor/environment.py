@@ -20,7 +20,7 @@ def environment_of(machine: MachineInfo, nodes: Sequence[MachineInfo] = ()) -> d
         nodes: Nodes of the cluster, empty without one.
 
     Returns:
-        Plain values that ``json.dumps`` takes.
+        Plain values for ``json.dumps``.
     """
     found: dict[str, Any] = {
         "OS": machine.os_text,

@@ -130,7 +130,7 @@ class Diagnosis:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values that ``json.dumps`` takes."""
+        """Return everything as plain values for ``json.dumps``."""
         nodes = [{"node": node, "checks": [asdict(check) for check in checks]} for node, checks in self.nodes.items()]
         cluster = [asdict(check) for check in self.cluster]
         return {"nodes": nodes, "cluster": cluster, "environment": self.environment}

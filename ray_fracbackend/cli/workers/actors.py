@@ -111,7 +111,7 @@ def probe_workers(
     """Place workers with the bundles and strategy of a training run, and end them when the block does.
 
     Args:
-        scaling_config: As `check_plannable` takes it.
+        scaling_config: As for `check_plannable`.
         settings: ``start_timeout_s`` bounds the start of the workers' processes.
         timeout_s: How long to wait for the resources, in seconds.
         fixed: No autoscaler adds nodes: what does not fit is an error at once.
