@@ -78,6 +78,7 @@ def test_logical_gpus(tmp_path):
     assert ours(output) == ["this Ray has 1 logical GPU and 4 logical CPUs (--num-gpus 1, --num-cpus 4)"]
 
 
+@pytest.mark.full
 def test_the_scripts_own_number_holds(tmp_path):
     """A line says that the option has no effect; the other one has."""
     script = tmp_path / "init.py"

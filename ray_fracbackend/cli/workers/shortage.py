@@ -48,6 +48,6 @@ def resources_in_use(bundles: Sequence[Mapping[str, float]]) -> str:
             needed[name] += amount
     free = ray.available_resources()
     listed = ", ".join(
-        f"{amount:g} {name} needed and {free.get(name, 0):g} free" for name, amount in needed.items() if amount
+        f"{amount:g} {name} needed and {free.get(name, 0):g} free" for name, amount in sorted(needed.items()) if amount
     )
     return f"other jobs hold the resources ({listed}). Wait for them to end, request fewer resources, or add nodes"
