@@ -263,6 +263,12 @@ def worker_group_callback_class() -> type:
     return base
 
 
+def run_name(worker_group: Any) -> str:
+    """Return the name of the run of a V2 worker group, as in RunConfig; empty for a group without a run."""
+    folder = results_folder(worker_group)
+    return os.path.basename(folder[1]) if folder is not None else ""
+
+
 def replace_backend_config(worker_group: Any, replace: Callable[[Any], Any]) -> None:
     """Replace the backend configuration of a V2 worker group.
 

@@ -20,6 +20,7 @@ from ray.train.torch import TorchConfig
 
 from ray_fracbackend import _ray
 from ray_fracbackend.collect import gather
+from ray_fracbackend.decide.addresses import bracketed
 from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.plan import Decision, StartPlan, WorkerPlan
 from ray_fracbackend.decide.rendezvous import NOTE_10049, Rendezvous, plan_rendezvous
@@ -30,7 +31,7 @@ from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.log import logger
 from ray_fracbackend.report import StartReport, failed_start
 from ray_fracbackend.report_file import save_report
-from ray_fracbackend.timeouts import Deadline
+from ray_fracbackend.timeouts import Deadline, seconds_text
 from ray_fracbackend.worker.group_end import ABORT_S
 from ray_fracbackend.worker.probe import probe_worker
 from ray_fracbackend.worker.process_group import start_worker
@@ -59,11 +60,12 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
                 report = start.run()
             except BaseException as error:
                 _ray.release_workers(worker_group)
-                if isinstance(error, Exception):
-                    start.warn()
-                    save_report(worker_group, start.failed_report(error))
+                path = save_report(worker_group, start.failed_report(error)) if isinstance(error, Exception) else None
                 from ray_fracbackend.failure.merge import as_engine_error
 
+                # Neither is kept in a variable here: their frames would be kept by the error.
+                if isinstance(error, FracBackendError) and path is not None:
+                    raise as_engine_error(error.with_report(path), worker_group)  # noqa: B904  which has its cause
                 raise as_engine_error(error, worker_group)  # noqa: B904  which has its cause
             start.log(report)
             save_report(worker_group, report.to_dict())
@@ -119,8 +121,14 @@ class Start:
         """Probe, decide, start; after a failed verification start the fallback.
 
         Raises:
-            FracBackendError: The start failed; the message names rank, node and step.
+            FracBackendError: The start failed; the message names rank, node and step, and has the warnings of the plan.
         """
+        try:
+            return self._run()
+        except FracBackendError as error:
+            raise error.with_warnings(self._warnings) from error.__cause__
+
+    def _run(self) -> StartReport:
         # Imports on a cold file system take minutes: they have a bound of their own.
         workers = self._probe(Deadline(self._settings.start_timeout_s))
         deadline = Deadline(self._settings.start_timeout_s)
@@ -133,9 +141,7 @@ class Start:
                     raise
                 logger.debug("%s", error)
                 decision = self._decision = decision.after_failure(error)
-                # Now, and not with the report: the second start may fail too.
-                logger.warning("%s", decision.warnings[-1])
-                self._logged.append(decision.warnings[-1])
+                self._log_warnings()
                 store_port = self._reopen_store(deadline)
 
     def plan(self) -> StartReport:
@@ -145,30 +151,36 @@ class Start:
             FracBackendError: The start would fail; the message says why and what to do.
         """
         workers = self._probe(Deadline(self._settings.start_timeout_s))
-        plan = self._plan(self._decide(workers), workers, workers[0].network.store_port)
+        try:
+            plan = self._plan(self._decide(workers), workers, workers[0].network.store_port)
+        except FracBackendError as error:
+            raise error.with_warnings(self._warnings) from error.__cause__
         return StartReport(plan=plan, workers=workers, settings=self._settings.to_plain())
 
     def failed_report(self, error: Exception) -> dict[str, Any]:
         """Return the report of a start that failed, with what was known by then, as plain values."""
         return failed_start(error, self._settings, self._workers, self._decision, self._rendezvous, self._seconds)
 
-    def warn(self) -> None:
-        """Log the warnings of the plan, of a start that fails too: one of them may be the cause."""
-        for source in (self._decision, self._rendezvous):
-            for warning in source.warnings if source else ():
-                if warning not in self._logged:
-                    self._logged.append(warning)
-                    logger.warning("%s", warning)
-
     def log(self, report: StartReport) -> None:
-        """Log the report in one line, then its warnings and hints."""
+        """Log the report in one line, then its hints; the warnings were logged before the wait."""
         # Training on the CPU is what was allowed, and seldom what is wanted.
         logger.log(logging.WARNING if report.plan.train_on_cpu else logging.INFO, "%s", report.log_line())
-        self.warn()
         if report.rendezvous.libuv_off:
             logger.info("%s", NOTE_10049)
         for hint in report.plan.hints:
             logger.info("hint: %s", hint)
+
+    @property
+    def _warnings(self) -> list[str]:
+        """What is known against this start by now."""
+        return [warning for source in (self._decision, self._rendezvous) if source for warning in source.warnings]
+
+    def _log_warnings(self) -> None:
+        """Log each warning once, before the wait in which it may turn out to be the cause of a failure."""
+        for warning in self._warnings:
+            if warning not in self._logged:
+                self._logged.append(warning)
+                logger.warning("%s", warning)
 
     def _probe(self, deadline: Deadline) -> tuple[WorkerInfo, ...]:
         started, settings = time.perf_counter(), self._settings
@@ -201,8 +213,10 @@ class Start:
             set_distributed_env=_ray.sets_env_before_init(self._group),
             report=ray.put(report),
         )
+        step = f"starting {plan.backend} at {bracketed(report.master_addr)}:{report.master_port}"
+        self._log_warnings()
+        self._log_step(step, plan, attempt)
         refs = self._execute(start_worker, ((each,) for each in plans))
-        step = f"starting {plan.backend} at {report.master_addr}:{report.master_port}"
         slack_s = _ANSWER_S + (0 if set(plan.backends.by_device.values()) == {"gloo"} else ABORT_S)
         try:
             results = gather(refs, self._addresses, attempt, step, slack_s=slack_s)
@@ -212,6 +226,13 @@ class Start:
         finally:
             self._add_seconds("start", started)
         return report.with_figures(results[0], self._seconds)
+
+    def _log_step(self, step: str, plan: StartPlan, attempt: Deadline) -> None:
+        """Log what begins now, and how long it may take."""
+        num_workers = len(self._addresses)
+        workers = f"{num_workers} worker{'s' if num_workers != 1 else ''}"
+        then = f", then {plan.fallback}" if plan.is_trial else ""
+        logger.info("%s with %s, up to %s s%s", step, workers, seconds_text(attempt.left_s), then)
 
     def _reopen_store(self, deadline: Deadline) -> int:
         """Open a store on rank 0 for the fallback: the first one went with the first attempt."""

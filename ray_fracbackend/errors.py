@@ -67,7 +67,7 @@ class FracBackendError(RuntimeError):
         self.cause = cause
 
     def restated(self: _Self, message: str, *, found: str | None = None, ranks: Iterable[int] | None = None) -> _Self:
-        """Return the same failure with another message; class, kind, step and cause stay the same.
+        """Return the same failure with another message; class, kind, step, cause and ``__cause__`` stay the same.
 
         Args:
             message: The whole new message.
@@ -76,9 +76,30 @@ class FracBackendError(RuntimeError):
         """
         other = copy.copy(self)
         other.args = (message,)
+        other.__cause__ = self.__cause__
         other.found = self.found if found is None else found
         other.ranks = self.ranks if ranks is None else tuple(sorted(ranks))
         return other
+
+    def with_warnings(self: _Self, warnings: Iterable[str]) -> _Self:
+        """Return the same failure with the warnings that came before it, each on its own line below the message.
+
+        Args:
+            warnings: One line each. A warning that is already in the message is not added again.
+        """
+        text = str(self)
+        for warning in warnings:
+            if warning not in text:
+                text += f"\nwarning before this error: {warning}"
+        return self.restated(text)
+
+    def with_report(self: _Self, path: str) -> _Self:
+        """Return the same failure with the path of its report on a line below the message.
+
+        Args:
+            path: Path of the report's file.
+        """
+        return self.restated(f"{self}\nreport of this start: {path}")
 
     def to_probe_result(self) -> dict[str, object]:
         """Return plain values with the fields of a health probe's result, as in Ray's enhancement proposal 71.

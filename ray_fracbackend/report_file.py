@@ -19,7 +19,7 @@ _NEWEST: dict[str, int] = {}
 _NUMBERS = itertools.count()
 
 
-def save_report(worker_group: Any, report: dict[str, Any]) -> None:
+def save_report(worker_group: Any, report: dict[str, Any]) -> str | None:
     """Write a report beside the results of the group's run.
 
     Slow storage delays the start by a few seconds; an error of the storage does not fail the start.
@@ -27,25 +27,32 @@ def save_report(worker_group: Any, report: dict[str, Any]) -> None:
     Args:
         worker_group: A worker group of Ray Train. Without a run nothing is written.
         report: The report as plain values.
+
+    Returns:
+        Path of the file, followed by the kind of storage unless it is local; None if no file was written.
     """
     number = next(_NUMBERS)
 
-    def write() -> None:
+    def write() -> str | None:
         folder = _ray.results_folder(worker_group)
-        if folder is not None:
-            file_system, path = folder
-            _NEWEST[path] = max(number, _NEWEST.get(path, 0))
-            file_system.create_dir(path, recursive=True)
-            if _NEWEST[path] > number:
-                return  # the storage was so slow that a later start has written its report
-            with file_system.open_output_stream(posixpath.join(path, REPORT_FILE)) as stream:
-                stream.write(json.dumps(report, indent=2).encode())
+        if folder is None:
+            return None
+        file_system, path = folder
+        _NEWEST[path] = max(number, _NEWEST.get(path, 0))
+        file_system.create_dir(path, recursive=True)
+        if _NEWEST[path] > number:
+            return None  # the storage was so slow that a later start has written its report
+        file = posixpath.join(path, REPORT_FILE)
+        with file_system.open_output_stream(file) as stream:
+            stream.write(json.dumps(report, indent=2).encode())
+        return file if file_system.type_name == "local" else f"{file} ({file_system.type_name})"
 
     try:
-        bounded(write, _SAVE_S)
+        return bounded(write, _SAVE_S)
     except TimeoutError:
         logger.warning(
             "%s is not written beside the results yet, after %g s: the storage is slow", REPORT_FILE, _SAVE_S
         )
     except Exception as error:  # storage of any kind, with its own errors
         logger.warning("%s was not written beside the results: %s", REPORT_FILE, error)
+    return None

@@ -33,6 +33,11 @@ class Deadline:
         return shared
 
 
+def seconds_text(seconds: float) -> str:
+    """Format seconds for a log line: whole ones from 10 s on."""
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+
+
 def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
     """Run a call that has no timeout in a thread.
 

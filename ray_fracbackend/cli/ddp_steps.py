@@ -109,7 +109,6 @@ def _start(group: ProbeGroup, settings: FracTorchConfig) -> StartReport:
         return start.run()
     except BaseException:
         release_workers(group)
-        start.warn()
         raise
 
 

@@ -170,7 +170,7 @@ def auto(job: Job) -> Decision:
     """Choose the backend that replaces NCCL for ranks that share devices, with a warning about its cost."""
     why, backend = why_not_nccl(job), _fallback_name(job)
     some_have_nccl = len(job.without_nccl) < len(job.workers)
-    warnings = (without_nccl_warning(job, why, backend),) if some_have_nccl else ()
+    warnings = (without_nccl_warning(job, backend),) if some_have_nccl else ()
     return _in_place_of_nccl(job, why, job.conflicts, warnings)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ray_fracbackend.decide.device_sharing import share_text, sharing_ranks
+from ray_fracbackend.decide.device_sharing import sharing_ranks
 from ray_fracbackend.decide.job import Job
 from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK, versions_text
 from ray_fracbackend.decide.plan import GLOO_COST
@@ -25,19 +25,17 @@ def why_not_nccl(job: Job) -> str:
     return f"NCCL {version} refuses shared devices{' by default' if can else ''}"
 
 
-def without_nccl_warning(job: Job, why: str, backend: str) -> str:
+def without_nccl_warning(job: Job, backend: str) -> str:
     """Return the warning about the cost of another backend instead of NCCL.
+
+    The reason of the decision names the ranks that share and says why NCCL does not accept them.
 
     Args:
         job: Workers that share devices.
-        why: Why NCCL does not accept them.
         backend: The backend that is used instead.
     """
     groups, ranks = job.conflicts, sharing_ranks(job.conflicts)
-    found = (
-        f"{len(ranks)} of {len(job.workers)} ranks share a GPU ({share_text(groups)}), so all ranks use {backend} instead of "
-        f"nccl ({why}): {GLOO_COST}."
-    )
+    found = f"{len(ranks)} of {len(job.workers)} ranks share a GPU, so all ranks use {backend} instead of nccl: {GLOO_COST}."
     accept = "on_shared_device='gloo' accepts this without a warning, 'error' refuses such a start"
     if not any(group.same_device for group in groups):
         return f"{found} NCCL 2.30.7 or newer takes MIG slices for the different devices that they are; {accept}."
@@ -50,7 +48,10 @@ def without_nccl_warning(job: Job, why: str, backend: str) -> str:
             "containers or Ray nodes with one GPU in common, --num-gpus above what is there). Give every Ray node GPUs of its "
             f"own, or leave those nodes out; {accept}."
         )
-    return f"{found} Ask for more than half a GPU per worker where Ray has as many GPUs as workers (`ray status`); {accept}."
+    if job.has_gpu_for_each:
+        num_gpus = sum(job.node_gpus.values())
+        return f"{found} Ray has {num_gpus:g} GPUs: ask for more than half a GPU per worker and NCCL can be used; {accept}."
+    return f"{found} {accept}."
 
 
 def _chosen_early(job: Job) -> str | None:

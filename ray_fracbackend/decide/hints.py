@@ -31,7 +31,7 @@ def device_hints(job: Job, backend: str, groups: tuple[ShareGroup, ...], warning
     workers = job.workers
     # A warning about the cost of sharing already contains this advice.
     is_told = any(GLOO_COST in warning for warning in warnings)
-    spread = None if is_told else _spread(workers, groups, job.node_gpus)
+    spread = _spread(workers, groups, job.node_gpus) if job.has_gpu_for_each and not is_told else None
     found = [
         spread,
         _fraction(workers),

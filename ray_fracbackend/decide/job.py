@@ -19,7 +19,7 @@ class Job:
     Attributes:
         workers: Every rank, in rank order, at least one.
         settings: The user's settings.
-        node_gpus: Number of GPUs that Ray has on each node, by Ray's node id; for hints.
+        node_gpus: Number of GPUs that Ray has on each node, by Ray's node id; for advice.
         is_asked: Whether this is a user's job; False for a job that tests whether an advice would help.
     """
 
@@ -58,6 +58,11 @@ class Job:
     def without_cuda(self) -> list[WorkerInfo]:
         """Workers without a CUDA device although Ray reserved one, and workers that report why they have none."""
         return [w for w in self.workers if w.cuda_missing is not None or (w.gpu_fraction > 0 and not w.devices)]
+
+    @property
+    def has_gpu_for_each(self) -> bool:
+        """Whether Ray has at least as many GPUs as workers, over all nodes."""
+        return sum(self.node_gpus.values()) >= len(self.workers)
 
     @cached_property
     def found_without_cuda(self) -> str:

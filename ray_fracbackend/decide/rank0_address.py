@@ -58,11 +58,12 @@ def _configured(workers: Sequence[WorkerInfo], value: str, one_node: bool) -> _A
     warnings: tuple[str, ...] = ()
     if away and not one_node:
         warnings = (
-            f"master_addr={value!r} is a loopback address for {ranks_text(away)} on other nodes; it is used as configured",
+            f"master_addr={value!r} is a loopback address for {ranks_text(away)} on other nodes, and is used as configured",
         )
     elif workers[0].network.interfaces and owner_of(workers[0].network.interfaces, addresses[0]) is None:
         warnings = (
-            f"master_addr={value!r} is on no interface of rank 0's node {workers[0].node_ip}; it is used as configured",
+            f"master_addr={value!r} is on no interface of rank 0's node {workers[0].node_ip} ({_listed(workers[0])}), and is used as "
+            "configured",
         )
     return addresses, "master_addr as configured", warnings
 

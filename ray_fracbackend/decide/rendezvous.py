@@ -21,7 +21,7 @@ from ray_fracbackend.decide.interfaces import IFNAME
 from ray_fracbackend.decide.rank0_address import rank0_addresses
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
-from ray_fracbackend.errors import RendezvousError
+from ray_fracbackend.errors import FracBackendError, RendezvousError
 
 # Set by torchrun, and inherited by the processes that its script starts.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -43,7 +43,8 @@ class WorkerRendezvous:
         start_env: Variables to set for the start and to remove after the verification.
         interface_by_route: Whether the worker finds ``GLOO_SOCKET_IFNAME``: the interface of its route to rank 0.
         check_device: Whether to create Gloo's device once before any rank waits, because it may not work.
-        check_reachable: Whether to check the connection first, because rank 0 may be on another machine.
+        check_reachable: Whether to check the connection to rank 0's store first.
+        address_doubt: As in `Rendezvous`.
     """
 
     master_addr: str
@@ -53,6 +54,7 @@ class WorkerRendezvous:
     interface_by_route: bool = False
     check_device: bool = False
     check_reachable: bool = False
+    address_doubt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ class Rendezvous:
         interfaces: Gloo's interface of every rank, by rank; empty if Gloo is not used.
         libuv_off: Whether the store must not use libuv.
         on_linux: Whether the workers run on Linux.
+        check_reachable: Whether ranks may be unable to reach rank 0's store: it is on another machine, or the user set its address.
+        address_doubt: The warning about the configured address of rank 0's store, empty without one.
         reason: The choice in one line, as logged.
         warnings: Conflicting settings and risks, one line each.
     """
@@ -80,6 +84,8 @@ class Rendezvous:
     interfaces: tuple[InterfaceChoice, ...] = ()
     libuv_off: bool = False
     on_linux: bool = True
+    check_reachable: bool = False
+    address_doubt: str = ""
     reason: str = ""
     warnings: tuple[str, ...] = ()
 
@@ -108,7 +114,8 @@ class Rendezvous:
             # Except on Linux, Gloo may use other names and addresses of interfaces than psutil.
             check_device=self.uses_gloo and (not self.on_linux or choice.name is None or choice.by_user),
             # Rank 0 has the store itself, and may not be able to reach its own address from inside.
-            check_reachable=not self.one_node and rank > 0,
+            check_reachable=self.check_reachable and rank > 0,
+            address_doubt=self.address_doubt,
         )
 
 
@@ -133,17 +140,19 @@ def plan_rendezvous(
     if store_port is None:
         raise RendezvousError("rank 0 holds no store open: none was created when the workers were probed.")
     addresses, origin, warnings = rank0_addresses(workers, settings, one_node)
+    is_configured = settings.master_addr is not None
+    doubt = warnings[0] if is_configured and warnings else ""
+    warnings += _foreign_settings(workers)
     uses_gloo = parse_backend(backend).connects_with_gloo
     interfaces: tuple[InterfaceChoice, ...] = ()
     gloo = ""
     if uses_gloo:
-        interfaces, doubts = choose_interfaces(workers, one_node)
+        try:
+            interfaces, doubts = choose_interfaces(workers, one_node)
+        except FracBackendError as error:
+            raise error.with_warnings(warnings) from None
         warnings += doubts
         gloo = f", Gloo {interfaces_text(interfaces)}"
-    warnings += _foreign_settings(workers)
-    libuv = [worker.rank for worker in workers if worker.env.get("USE_LIBUV") == "1"]
-    if windows and libuv:
-        warnings += (f"USE_LIBUV=1 on {ranks_text(libuv)} is not kept: no torch for Windows has a libuv store",)
     host = bracketed(addresses[0])
     return Rendezvous(
         master_addrs=addresses,
@@ -154,14 +163,19 @@ def plan_rendezvous(
         interfaces=interfaces,
         libuv_off=windows,
         on_linux=workers[0].platform == "linux",
+        check_reachable=is_configured or not one_node,
+        address_doubt=doubt,
         reason=f"rank 0 at {host}:{store_port} ({origin}){gloo}{', libuv off' if windows else ''}",
         warnings=warnings,
     )
 
 
 def _foreign_settings(workers: Sequence[WorkerInfo]) -> tuple[str, ...]:
-    """Return warnings about a variable of torchrun, and about systems that Gloo does not connect with each other."""
+    """Return warnings about variables that the start does not keep, and about systems that Gloo does not connect with each other."""
     warnings = []
+    libuv = [worker.rank for worker in workers if worker.env.get("USE_LIBUV") == "1"]
+    if libuv and workers[0].platform == "win32":
+        warnings.append(f"USE_LIBUV=1 on {ranks_text(libuv)} is not kept: no torch for Windows has a libuv store")
     agents = [worker.rank for worker in workers if worker.env.get(AGENT_STORE) == "True"]
     if agents:
         warnings.append(

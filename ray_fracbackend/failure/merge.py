@@ -71,7 +71,7 @@ def merged(
     if dead := [rank for rank, error in failures.items() if isinstance(error, _DEATHS)]:
         cause = cause_of(failures[dead[0]])
         return WorkerDiedError(
-            f"{_where(dead, addresses)} died during start-up ({step}): {cause}",
+            f"{where(dead, addresses)} died during start-up ({step}): {cause}",
             advice=advise("worker died"),
             ranks=dead,
             step=step,
@@ -80,13 +80,13 @@ def merged(
     if starved := [rank for rank, error in failures.items() if _is_out_of_memory(error)]:
         cause = without_allocator(cause_of(failures[starved[0]]))  # its advice on the allocator is not about a start
         return OutOfMemoryError(
-            f"{_where(starved, addresses)} ran out of device memory during start-up ({step}): {cause}.",
+            f"{where(starved, addresses)} ran out of device memory during start-up ({step}): {cause}.",
             advice=advise("device full"),
             ranks=starved,
             step=step,
             cause=cause,
         )
-    late = f"{_where(silent, addresses)} did not answer ({step}, start_timeout_s={budget_s:g})" if silent else ""
+    late = f"{where(silent, addresses)} did not answer ({step}, start_timeout_s={budget_s:g})" if silent else ""
     if not failures:
         return StartTimeoutError(f"{late}.", advice=advise("no answer"), ranks=silent, step=step)
     # A worker without a device ends, and its peers then fail in whatever they do.
@@ -106,13 +106,14 @@ def _combined(
     ranks_of: dict[str, list[int]] = {}
     for rank, error in failures.items():
         ranks_of.setdefault(_text(error), []).append(rank)
-    said = [f"{_where(ranks, addresses)}: {text}" for text, ranks in list(ranks_of.items())[:_NUM_NAMED]]
-    message = "; ".join([late, *said] if late else said)
+    said = [f"{where(ranks, addresses)}: {text}" for text, ranks in list(ranks_of.items())[:_NUM_NAMED]]
+    texts = [late, *said] if late else said
+    message = "; ".join([*(text.rstrip(".") for text in texts[:-1]), texts[-1]])
     ours = [(rank, error) for rank, error in failures.items() if isinstance(error, FracBackendError)]
     if not ours:
         return RendezvousError(f"{step} failed: {message}", ranks=silent or failures, step=step)
     rank, first = min(ours, key=lambda each: _precedence(each[1]))
-    found = late or f"{_where([rank], addresses)}: {first.found}"
+    found = late or f"{where([rank], addresses)}: {first.found}"
     blamed = {rank for _, error in ours for rank in error.ranks}
     return first.restated(message, found=found, ranks=silent or blamed or failures)
 
@@ -123,7 +124,13 @@ def _precedence(error: FracBackendError) -> tuple[bool, int, int]:
     return error.kind not in _CAUSES, by_class, by_kind
 
 
-def _where(ranks: Sequence[int], addresses: Mapping[int, WorkerAddress]) -> str:
+def where(ranks: Sequence[int], addresses: Mapping[int, WorkerAddress]) -> str:
+    """Format ranks with their nodes and processes; of many ranks the nodes only.
+
+    Args:
+        ranks: Ranks to name, at least one.
+        addresses: Node and process of each of them, by rank.
+    """
     if len(ranks) > _NUM_NAMED:
         nodes = sorted({addresses[rank].node_ip for rank in ranks})
         return f"{ranks_text(list(ranks))} (nodes {', '.join(nodes[:_NUM_NAMED])})"
@@ -154,5 +161,6 @@ def as_engine_error(error: BaseException, worker_group: object) -> BaseException
     if not isinstance(error, WorkerDiedError) or not restarts_lost_workers(worker_group):
         return error
     lost = LostWorkerError(str(error), ranks=error.ranks)
+    lost.__dict__.update(vars(error))
     lost.__cause__ = error
     return lost

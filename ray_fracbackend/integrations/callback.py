@@ -16,10 +16,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from ray_fracbackend import _ray
 from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.log import logger
 
 CALLBACKS_ENV = "RAY_TRAIN_CALLBACKS"
 SETTINGS_ENV = "RAY_FRACBACKEND_SETTINGS"
@@ -29,15 +32,27 @@ class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[mis
     """Replace a run's TorchConfig by FracTorchConfig before the backend starts.
 
     Raises:
-        ValueError: ``RAY_FRACBACKEND_SETTINGS`` is not a JSON object, or a setting in it breaks its rule.
+        ValueError: ``RAY_FRACBACKEND_SETTINGS`` is not a JSON object, or a setting in it breaks its rule. Ray raises
+            another ValueError from it that names only this class, so the message is logged too.
     """
 
     def __init__(self) -> None:
-        self._settings = _settings()
+        try:
+            self._settings = _settings()
+        except ValueError as error:
+            logger.error("%s", error)
+            raise
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Replace the configuration. Ray runs this callback before its own, which starts the backend."""
-        _ray.replace_backend_config(worker_group, self._replaced)
+        _ray.replace_backend_config(worker_group, partial(self._logged, worker_group))
+
+    def _logged(self, worker_group: Any, config: Any) -> Any:
+        """Replace one configuration and log it."""
+        replaced = self._replaced(config)
+        if replaced is not config:
+            logger.info("run %s: %s starts in place of %r", _ray.run_name(worker_group), _short(replaced), config)
+        return replaced
 
     def _replaced(self, config: Any) -> Any:
         # No torch import here: the variable may be set for a cluster where some images have no torch.
@@ -63,6 +78,13 @@ def use_everywhere(settings: Mapping[str, Any]) -> None:
     os.environ[SETTINGS_ENV] = json.dumps(dict(settings))
 
 
+def _short(config: Settings) -> str:
+    """Format a configuration without the settings that have their defaults."""
+    values = {each.name: (getattr(config, each.name), each.default) for each in fields(Settings)}
+    changed = [f"{name}={value!r}" for name, (value, default) in values.items() if value != default]
+    return f"FracTorchConfig({', '.join(changed)})"
+
+
 def _settings() -> dict[str, Any]:
     text = os.environ.get(SETTINGS_ENV, "{}")
     try:
@@ -72,5 +94,5 @@ def _settings() -> dict[str, Any]:
         raise ValueError(
             f"{SETTINGS_ENV}={text!r}: must be a JSON object of FracTorchConfig's settings, such as "
             f'{{"on_missing_cuda": "cpu"}}: {error}'
-        ) from error
+        ) from None
     return dict(settings)

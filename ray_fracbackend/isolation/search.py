@@ -22,7 +22,8 @@ from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.errors import FracBackendError, GroupFormationError, VerificationError
 from ray_fracbackend.isolation.faults import Fault, Findings, diagnose, num_rounds, partner, peers_of
 from ray_fracbackend.isolation.helper import HelperAddress, HelperTask
-from ray_fracbackend.timeouts import Deadline, bounded
+from ray_fracbackend.log import logger
+from ray_fracbackend.timeouts import Deadline, bounded, seconds_text
 from ray_fracbackend.worker.network import route_address, route_interface
 from ray_fracbackend.worker.state import STATE
 
@@ -61,6 +62,8 @@ def with_faults(
     if not isinstance(error, (GroupFormationError, VerificationError)):
         return error
     search_s = min(_MAX_S, max(deadline.left_s, start_timeout_s * _PART))
+    if search_s >= MIN_S:
+        logger.info("the start failed: searching for the rank or link at fault, up to %s s", seconds_text(search_s))
     faults = find_faults(worker_group, plans, addresses, Deadline(search_s))
     if not faults:
         return error

@@ -173,7 +173,8 @@ def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
     if rendezvous.check_device:
         check_gloo_device(os.environ.get(IFNAME))
     if rendezvous.check_reachable:
-        check_reachable(rendezvous.master_addr, rendezvous.master_port, min(REACH_S, deadline.left_s))
+        limit_s = min(REACH_S, deadline.left_s)
+        check_reachable(rendezvous.master_addr, rendezvous.master_port, limit_s, rendezvous.address_doubt)
 
 
 def _connect(plan: WorkerPlan, deadline: Deadline) -> PrefixStore:

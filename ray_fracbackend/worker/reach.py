@@ -1,4 +1,4 @@
-"""Check within seconds whether this worker reaches rank 0's store. Runs on the workers of other nodes."""
+"""Check within seconds whether this worker reaches rank 0's store. Runs on the workers of other nodes; with ``master_addr`` on all."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from ray_fracbackend.errors import UnreachableMasterError
 # Time limit for one worker's attempts.
 REACH_S = 5.0
 _PAUSE_S = 0.3
+_ADVICE = (
+    "The store is open: let the firewalls of both nodes pass that port (FracTorchConfig(master_port=...) takes a fixed one or a "
+    "range), or name an address of rank 0's node that this node reaches (master_addr=...)."
+)
 
 
-def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None:
+def check_reachable(address: str, port: int, timeout_s: float = REACH_S, doubt: str = "") -> None:
     """Open and close one connection to rank 0's store, which is known to be open.
 
     Args:
         address: Rank 0's address, a literal IP.
         port: Port of rank 0's store.
         timeout_s: Time limit for all attempts together, in seconds.
+        doubt: Why ``master_addr`` may be wrong, empty if no reason is known.
 
     Raises:
         UnreachableMasterError: No attempt succeeded.
@@ -40,9 +45,10 @@ def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None
         time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
     where = f"{bracketed(address)}:{port}"
     raise UnreachableMasterError(
-        f"cannot reach rank 0's store at {where} within {timeout_s:g} s ({_outcome(cause)}). The store is open: let the "
-        "firewalls of both nodes pass that port (FracTorchConfig(master_port=...) takes a fixed one or a range), or name an "
-        "address of rank 0's node that this node reaches (master_addr=...)."
+        f"cannot reach rank 0's store at {where} within {timeout_s:.3g} s ({_outcome(cause)}).",
+        advice=f"{doubt}: set it to an address of rank 0's node that this rank reaches, or leave it out."
+        if doubt
+        else _ADVICE,
     )
 
 

@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray.train.torch
 import torch
+from pyarrow.fs import LocalFileSystem
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -156,6 +159,10 @@ def test_callback_alone(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert [answer["started_by_us"] for answer in answers(tmp_path, "nccl")] == [True, True]
+    assert re.search(
+        r"ray_fracbackend: run .*: FracTorchConfig\(on_missing_cuda='cpu'\) starts in place of TorchConfig\(",
+        done.stderr,
+    )
 
 
 @needs_v2
@@ -167,6 +174,45 @@ def test_callback_with_wrong_settings(monkeypatch, settings):
     monkeypatch.setenv("RAY_FRACBACKEND_SETTINGS", settings)
     with pytest.raises(ValueError, match="RAY_FRACBACKEND_SETTINGS="):
         FracTorchCallback()
+
+
+@needs_v2
+def test_callback_with_wrong_settings_in_a_run(cluster, monkeypatch, caplog):
+    """Ray's error has only the name of the class; ours is its cause, and in the log."""
+    monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "ray_fracbackend.integrations.callback.FracTorchCallback")
+    monkeypatch.setenv("RAY_FRACBACKEND_SETTINGS", '{"on_missing_cuda": "gpu"}')
+    with pytest.raises(ValueError, match="Failed to import callback") as caught:
+        TorchTrainer(tell_backend).fit()
+    text = (
+        'RAY_FRACBACKEND_SETTINGS=\'{"on_missing_cuda": "gpu"}\': must be a JSON object of FracTorchConfig\'s settings'
+    )
+    assert str(caught.value.__cause__).startswith(text)
+    assert "on_missing_cuda must be one of 'error', 'cpu'" in str(caught.value.__cause__)
+    (line,) = [record for record in caplog.records if text in record.getMessage()]
+    assert (line.levelname, line.getMessage()) == ("ERROR", f"ray_fracbackend: {caught.value.__cause__}")
+
+
+@needs_v2
+def test_callback_tells_what_it_replaces(monkeypatch, caplog, tmp_path):
+    """One line for each configuration that is replaced, with the run; none where nothing is."""
+    from ray.train.v2._internal.callbacks import BackendSetupCallback
+
+    from ray_fracbackend.integrations.callback import FracTorchCallback
+
+    monkeypatch.setenv("RAY_FRACBACKEND_SETTINGS", '{"on_missing_cuda": "cpu"}')
+    callbacks = [BackendSetupCallback(TorchConfig("nccl")), BackendSetupCallback(FracTorchConfig())]
+    storage = SimpleNamespace(
+        storage_filesystem=LocalFileSystem(), experiment_fs_path=f"{tmp_path.as_posix()}/half_gpus"
+    )
+    with caplog.at_level("INFO", logger="ray.train"):
+        for _ in range(2):  # a restart of the workers
+            FracTorchCallback().after_worker_group_start(
+                SimpleNamespace(_callbacks=callbacks, _storage_context=storage)
+            )
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(
+        "ray_fracbackend: run half_gpus: FracTorchConfig(on_missing_cuda='cpu') starts in place of TorchConfig(backend='nccl', "
+    )
 
 
 @pytest.mark.full

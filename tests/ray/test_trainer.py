@@ -14,7 +14,7 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from ray_fracbackend import FracTorchConfig, MissingDeviceError
+from ray_fracbackend import FracTorchConfig, MissingDeviceError, UnreachableMasterError
 from tests.processes import train_worker_processes, wait_until
 from tests.ray.conftest import HALF_GPU, run_example
 from tests.ray.starts import TRAINING_FAILED, causes
@@ -157,7 +157,24 @@ def test_missing_cuda_is_an_error_by_default(tmp_path):
     saved = json.loads(path.read_text())
     assert (saved["ok"], saved["error"]["reason"], saved["error"]["ranks"]) == (False, "missing_device", [0, 1])
     assert len(saved["workers"]) == 2
+    assert str(found) == f"{saved['error']['message']}\nreport of this start: {path.as_posix()}"
     assert wait_until(lambda: not train_worker_processes())
+
+
+@pytest.mark.full
+def test_a_wrong_address_on_one_node(tmp_path):
+    """The error has the address, what is wrong with it and the fix, and the path of the report."""
+    with pytest.raises(TRAINING_FAILED) as caught:
+        fit(look_around, tmp_path, FracTorchConfig(master_addr="10.99.0.1"))
+    found = documented("start_error")(caught.value)
+    assert isinstance(found, UnreachableMasterError)
+    (path,) = tmp_path.rglob("start_report.json")
+    text = (
+        r"rank 1 \(node .*\): cannot reach rank 0's store at 10\.99\.0\.1:\d+ within 5 s \(.*\)\. master_addr='10\.99\.0\.1' is on no "
+        r"interface of rank 0's node .*: set it to an address of rank 0's node that this rank reaches, or leave it out\.\n"
+        rf"report of this start: {re.escape(path.as_posix())}"
+    )
+    assert re.fullmatch(text, str(found)), found
 
 
 @pytest.mark.full

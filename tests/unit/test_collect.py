@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -19,6 +20,7 @@ from ray_fracbackend.errors import (
     GroupFormationError,
     MissingDeviceError,
     OutOfMemoryError,
+    RendezvousError,
     VerificationError,
     WorkerDiedError,
 )
@@ -71,6 +73,22 @@ def test_the_most_specific_rank_is_reported(failure_of: Any) -> None:
         assert "closed" in str(error)
     stalled = VerificationError("barrier failed (no answer).", kind="stalled")
     assert failure_of(lost, stalled).kind == "stalled"
+
+
+def test_the_texts_of_several_ranks_are_joined(failure_of: Any) -> None:
+    """Each text is a sentence; a full stop before the semicolon goes."""
+    error = failure_of(
+        RendezvousError("rank 1 did not connect. Look at the nodes."), RendezvousError("no answer. Look.")
+    )
+    assert str(error) == (
+        "rank 0 (node 10.0.0.0, pid 4711): rank 1 did not connect. Look at the nodes; "
+        "rank 1 (node 10.0.0.1, pid 4711): no answer. Look."
+    )
+
+
+def test_when_a_long_wait_is_logged() -> None:
+    """Soon after its begin, and then once a minute."""
+    assert list(itertools.islice(collect._log_times(), 6)) == [10, 30, 90, 150, 210, 270]
 
 
 def test_out_of_memory_without_a_text(failure_of: Any) -> None:

@@ -44,6 +44,28 @@ def test_attributes_cross_processes():
     assert (error.ranks, VerificationError("x").kind) == ((1,), "verification")
 
 
+def test_what_was_known_before_a_failure():
+    """Warnings and the report's path stand below the message, each warning once; all fields are those of the failure."""
+    cause = OSError("refused")
+    error = VerificationError("barrier failed.", ranks=[1], kind="stalled", step="barrier", cause="no answer")
+    error.__cause__ = cause
+    other = (
+        error.with_warnings(["doubt one", "doubt two"])
+        .with_warnings(["doubt one"])
+        .with_report("/runs/a/start_report.json")
+    )
+    assert other.__cause__ is cause
+    other = pickle.loads(pickle.dumps(other))
+    assert str(other).splitlines() == [
+        "barrier failed.",
+        "warning before this error: doubt one",
+        "warning before this error: doubt two",
+        "report of this start: /runs/a/start_report.json",
+    ]
+    assert vars(other) == vars(error)
+    assert str(error) == "barrier failed."
+
+
 def test_pickle_as_an_error_of_a_task():
     """Ray's version of an error that a task raised can be pickled too; up to Ray 2.40 by the error's own rule."""
 
@@ -73,11 +95,14 @@ def test_reasons_are_distinct():
     ids=["V2", "V1"],
 )
 def test_a_dead_worker(worker_group, restarts):
-    """V2 restarts the workers only on a RayActorError of a start. V1 would lose that error, so there it is not one."""
+    """V2 restarts the workers of a start on a RayActorError only; V1 would lose that one, so there it is none."""
+    died = errors.WorkerDiedError("gone.", ranks=[1], step="starting gloo", cause="killed").with_report("/runs/a.json")
     with pytest.raises(errors.WorkerDiedError, match="gone") as caught:
-        fail(errors.WorkerDiedError("gone", ranks=[1]), worker_group)
+        fail(died, worker_group)
     assert isinstance(caught.value, RayActorError) == restarts
-    assert caught.value.ranks == (1,)
+    found = pickle.loads(pickle.dumps(caught.value))
+    assert str(found) == "gone.\nreport of this start: /runs/a.json"
+    assert (found.ranks, found.step, found.cause, found.found) == ((1,), "starting gloo", "killed", "gone")
 
 
 def fail(found, worker_group):

@@ -67,7 +67,9 @@ class TestWithoutGpus:
 class TestLeftToRay:
     """Backends and accelerators that are left to Ray."""
 
-    @pytest.mark.parametrize("backend", ["tpu_dist", "hccl", "xla", "ucc", "mine", "cpu:gloo,xpu:ccl"])
+    @pytest.mark.parametrize(
+        "backend", ["tpu_dist", "hccl", "xla", "ucc", "mine", "cpu:gloo,xpu:ccl", "cpu:gloo,mine:mine", "npu:gloo"]
+    )
     def test_other_backends(self, backend):
         """A backend that is neither NCCL, Gloo nor ipc goes to stock Ray Train."""
         assert left_to_ray(backend, {})
@@ -376,19 +378,38 @@ class TestShared:
         assert found.reason.endswith("using gloo (NCCL 2.30.7 refuses shared devices by default)")
 
     def test_gloo_for_fractions_is_a_warning(self):
-        """The cost of sharing, the number of ranks and the advice, in one line."""
-        (warning,) = plan([*self.workers, worker(2, gpu("b"))]).warnings
-        assert re.search(
-            r"2 of 3 ranks share a GPU \(ranks 0,1 share .*\), so all ranks use gloo instead of nccl .*host memory and TCP\. "
-            r"Ask for more than half a GPU per worker .*'gloo' accepts",
-            warning,
+        """What sharing costs and how many ranks share, in one line; which ranks share is in the reason only."""
+        found = plan([*self.workers, worker(2, gpu("b"))])
+        assert found.warnings == (
+            "2 of 3 ranks share a GPU, so all ranks use gloo instead of nccl: gradients go through host memory and TCP. "
+            "on_shared_device='gloo' accepts this without a warning, 'error' refuses such a start.",
         )
+        assert found.reason.startswith("ranks 0,1 share GPU-a")
         assert plan(self.workers, on_shared_device="gloo").warnings == ()
 
-    def test_gloo_for_whole_gpus_has_its_own_warning(self):
-        """Workers with whole GPUs cannot request more: the cluster assigns one GPU twice."""
+    @pytest.mark.parametrize(
+        ("node_gpus", "advised"),
+        [({}, False), ({"node1": 1}, False), ({"node1": 2}, True), ({"node1": 1, "node2": 1}, True)],
+    )
+    def test_more_than_half_a_gpu_is_advised_where_ray_has_the_gpus(self, node_gpus, advised):
+        """Each worker would need a GPU of its own, on whatever node."""
+        (warning,) = plan(self.workers, node_gpus).warnings
+        assert ("Ray has 2 GPUs: ask for more than half a GPU per worker and NCCL can be used" in warning) is advised
+        assert ("half a GPU" in warning) is advised
+        hints = plan(self.workers, {**node_gpus, "node1": 2}, on_shared_device="gloo").hints
+        assert len([hint for hint in hints if "half a GPU" in hint]) == 1
+
+    def test_a_node_with_gpus_for_its_own_workers_only(self):
+        """Two GPUs on the first node and one on the second do not suffice for four workers: no advice to ask for more."""
+        workers = [*self.workers, worker(2, gpu("b"), "2"), worker(3, gpu("b"), "2")]
+        for policy in ("auto", "gloo"):
+            found = plan(workers, {"node1": 2, "node2": 1}, on_shared_device=policy)
+            assert not [text for text in (*found.warnings, *found.hints) if "half a GPU" in text]
+
+    def test_gloo_for_whole_gpus_is_a_warning_of_its_own(self):
+        """Workers with whole GPUs cannot ask for more: the cluster allocates one twice."""
         (warning,) = plan(job(*[gpu(f"{rank % 63}") for rank in range(64)], resources={"GPU": 1.0})).warnings
-        assert warning.startswith("2 of 64 ranks share a GPU (ranks 0,63 share")
+        assert warning.startswith("2 of 64 ranks share a GPU, so all ranks use gloo")
         assert "asked for a whole GPU: this is how the cluster hands out GPUs" in warning
         assert "half a GPU" not in warning
 

@@ -376,7 +376,26 @@ class TestSeveralNodes:
         """master_addr is used unchanged; if no interface of rank 0's node has it, there is a warning."""
         found = plan(two_nodes(), master_addr="192.0.2.5")
         assert found.master_addrs == ("192.0.2.5", "192.0.2.5")
-        assert "on no interface of rank 0's node" in found.warnings[0]
+        assert found.warnings == (
+            "master_addr='192.0.2.5' is on no interface of rank 0's node 10.0.0.1 (lo 127.0.0.1,::1; eth0 10.0.0.1), and is used as "
+            "configured",
+        )
+        assert found.of(1).address_doubt == found.warnings[0]
+
+    def test_the_configured_address_is_checked_on_one_node_too(self) -> None:
+        """It may be wrong there as well, and rank 0 would wait for the others until its deadline."""
+        workers = [worker(0), worker(1)]
+        assert plan(workers, master_addr="192.0.2.5").of(1).check_reachable
+        assert not plan(workers, master_addr="192.0.2.5").of(0).check_reachable
+        found = plan(workers, master_addr="10.0.0.1")
+        assert (found.of(1).check_reachable, found.of(1).address_doubt) == (True, "")
+
+    def test_an_error_has_the_warnings_before_it(self) -> None:
+        """A plan that fails at Gloo's interfaces tells what is wrong with the configured address too."""
+        workers = [worker(0, "10.0.0.1"), worker(1, "fd00::2", network={"interfaces": {"eth0": ("fd00::2",)}})]
+        with pytest.raises(RendezvousError, match="famil") as info:
+            plan(workers, master_addr="192.0.2.5")
+        assert "\nwarning before this error: master_addr='192.0.2.5' is on no interface" in str(info.value)
 
     def test_a_configured_name_becomes_each_ranks_own_literal(self) -> None:
         """c10d always receives an IP address, because it would look up a name repeatedly."""

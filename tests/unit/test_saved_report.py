@@ -5,7 +5,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from pyarrow.fs import LocalFileSystem
+from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 from ray_fracbackend import report_file
 from ray_fracbackend.report_file import REPORT_FILE, save_report
@@ -32,7 +32,7 @@ def test_it_is_written_and_replaced(tmp_path, warnings):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / REPORT_FILE).write_text("old " * 100)
     for name in ("run", "new/run"):
-        save_report(group(tmp_path / name), REPORT)
+        assert save_report(group(tmp_path / name), REPORT) == (tmp_path / name / REPORT_FILE).as_posix()
         assert json.loads((tmp_path / name / REPORT_FILE).read_text()) == {"backend": "gloo"}
     assert not warnings
 
@@ -40,7 +40,7 @@ def test_it_is_written_and_replaced(tmp_path, warnings):
 def test_storage_that_refuses(tmp_path, warnings):
     """The reason is logged as a warning, and the start continues."""
     (tmp_path / "run").write_text("a file where the folder should be")
-    save_report(group(tmp_path / "run"), REPORT)
+    assert save_report(group(tmp_path / "run"), REPORT) is None
     assert "start_report.json was not written beside the results: " in warnings[0]
 
 
@@ -76,6 +76,13 @@ def test_a_slow_write_of_an_earlier_start(tmp_path, warnings, monkeypatch):
 
 
 def test_group_of_no_run(warnings):
-    """A worker group without a run has no folder for it."""
-    save_report(SimpleNamespace(), REPORT)
+    """A worker group without a run has no place for it."""
+    assert save_report(SimpleNamespace(), REPORT) is None
     assert not warnings
+
+
+def test_storage_that_is_not_local(tmp_path, warnings):
+    """The path of the file has the kind of the storage with it."""
+    remote = SubTreeFileSystem(str(tmp_path), LocalFileSystem())
+    assert save_report(group("bucket/run", remote), REPORT) == "bucket/run/start_report.json (subtree)"
+    assert (tmp_path / "bucket" / "run" / REPORT_FILE).exists()
