@@ -24,7 +24,8 @@ import torch
 from ray_fracbackend import __version__
 from ray_fracbackend.cli.connect.address import ClusterError
 from ray_fracbackend.timeouts import Deadline
-from tests.processes import NAPS, free_port, python_path, wait_for_port, with_signals
+from tests.processes import NAPS, free_port, python_path, wait_for_port, wait_until, with_signals
+from tests.ray.nodes import head_node, ray_start
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "doctor", "--json"]
 
@@ -271,6 +272,26 @@ def test_head_node_with_a_token(own_head):
             each.resume()
     assert (code, len((out + err).splitlines())) == (1, 1), out + err
     assert "the port accepts connections, but ray.init() did not end within" in out + err
+
+
+@pytest.mark.full
+@pytest.mark.linux(reason="two Ray nodes on one machine")
+def test_equal_nodes():
+    """Two nodes of one cluster are one block with both names, and the last line is the verdict; JSON has each node's lines."""
+    with head_node() as (address, settings), ray_start(settings, "--address", address, "--num-cpus", "4"):
+        assert wait_until(
+            lambda: len(json.loads(ended("--address", address, "--json", **settings)[1])["nodes"]) == 2, 100
+        )
+        code, out, _ = ended("--address", address, **settings)
+        found = json.loads(ended("--address", address, "--json", **settings)[1])
+    lines = out.splitlines()
+    assert lines[0] == "2 equal nodes; names and addresses in the lines are those of the first"
+    assert all(node["node"] in " ".join(lines[1:3]) for node in found["nodes"])
+    assert sum(line.startswith(("  ok       versions ", "  problem  versions ")) for line in lines) == 1
+    levels = [check["level"] for check in found["nodes"][0]["checks"]]
+    assert f"{levels.count('problem')} problem" in lines[-1]
+    assert f"{levels.count('warning')} warning" in lines[-1]
+    assert code == (1 if "problem" in levels else 0)
 
 
 _STARTS_LOCAL = f"""

@@ -6,19 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
-import psutil
 import pytest
 import ray
 from ray.util import placement_group, remove_placement_group
 
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli.waiting import Waits, _pending
-from tests.processes import free_port, processes_with, python_path, wait_for_port, wait_until, with_signals
+from tests.processes import processes_with, python_path, wait_until, with_signals
+from tests.ray.nodes import head_node, ray_start
 
 _MARK = "RAY_FRACBACKEND_TEST_RUN"
 _SCRIPT = """
@@ -161,35 +158,11 @@ def test_ctrl_c_ends_a_script_that_waits(tmp_path, presses):
     assert nothing_is_left(tmp_path)
 
 
-@contextmanager
-def ray_start(folder, *options):
-    """A node that `ray start` has started, with a folder of its own for its files."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "4", *options]
-    ports = ["--min-worker-port", "0", "--max-worker-port", "0"]
-    settings = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
-    process = subprocess.Popen(
-        [*command, *ports], env={**os.environ, **settings}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        yield settings
-    finally:
-        below = psutil.Process(process.pid).children(recursive=True)
-        process.terminate()
-        process.wait(60)
-        for each in below:
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
-
-
 @pytest.mark.full
 @pytest.mark.linux(reason="two Ray nodes on one machine")
 def test_a_cluster_that_grows(tmp_path):
     """On a running cluster the script is told what is missing and goes on waiting; it trains when a node with it joins."""
-    head, port = tempfile.mkdtemp(prefix="rf"), free_port()  # sockets have short paths
-    address = f"127.0.0.1:{port}"
-    with ray_start(head, "--head", "--port", str(port), "--include-dashboard", "false") as settings:
-        wait_for_port(port)
-        assert wait_until(Path(head, "ray", "ray_current_cluster").exists, 60)
+    with head_node() as (address, settings):
         options = ("--num-gpus", "1", "--on-missing-cuda", "cpu")
         process, output = start(tmp_path, *options, **settings, RAY_ADDRESS=address)
         assert wait_until(lambda: len(ours(output)) == 2, 100), output.read_text()
@@ -198,7 +171,7 @@ def test_a_cluster_that_grows(tmp_path):
             "Ray waits to place 2 workers of 1 CPU and 0.5 GPU each (PACK): no node of this cluster has a GPU in Ray. Start Ray with "
             "--num-gpus on the nodes that have some, or ask for none. It goes on when nodes with the resources join; Ctrl-C ends it",
         ]
-        with ray_start(head, "--address", address, "--num-gpus", "1"):
+        with ray_start(settings, "--address", address, "--num-cpus", "4", "--num-gpus", "1"):
             assert process.wait(200) == 0, output.read_text()
         assert trained(tmp_path) == ["trained-0-2", "trained-1-2"]
 
