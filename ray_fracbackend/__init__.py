@@ -4,12 +4,9 @@ from ray_fracbackend import FracTorchConfig
 TorchTrainer(train_func, scaling_config=..., torch_config=FracTorchConfig())
 """
 
-from __future__ import annotations
+import typing as _typing
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from ray_fracbackend.checkpoint import report_rank0
     from ray_fracbackend.config import FracTorchConfig
     from ray_fracbackend.device_check import DeviceCheck, check_devices
@@ -30,7 +27,8 @@ if TYPE_CHECKING:
         WorkerDiedError,
     )
     from ray_fracbackend.report import StartReport
-    from ray_fracbackend.verify import VerificationResult, verify_process_group
+    from ray_fracbackend.verify import verify_process_group
+    from ray_fracbackend.verify_result import VerificationResult
     from ray_fracbackend.worker.state import get_start_report
 
 __version__ = "0.1.0"
@@ -64,7 +62,7 @@ _MODULE_OF = {
     "DeviceCheck": "device_check",
     "FracTorchConfig": "config",
     "StartReport": "report",
-    "VerificationResult": "verify",
+    "VerificationResult": "verify_result",
     "check_devices": "device_check",
     "get_start_report": "worker.state",
     "report_rank0": "checkpoint",
@@ -72,13 +70,24 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # On first use only, so that verification and the ipc backend work in processes without Ray.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}")
-    return getattr(module, name)
+# To be imported by their own name.
+_SUBMODULES = ("integrations", "ipc", "staged")
+
+if not _typing.TYPE_CHECKING:  # a type checker would accept every name
+
+    def __getattr__(name: str) -> object:
+        # On first use only, so that verification and the ipc backend work in processes without Ray.
+        if name in __all__:
+            from importlib import import_module
+
+            return getattr(import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}"), name)
+        from ray_fracbackend.decide.suggestions import nearest
+
+        hint = f"; import {__name__}.{name} first" if name in _SUBMODULES else ""
+        if not hint and not name.startswith("_") and (meant := nearest(name, __all__)):
+            hint = f"; did you mean {meant}?"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(name for name in {*globals(), *__all__} if name in (*__all__, *_SUBMODULES) or name.startswith("__"))

@@ -29,7 +29,7 @@ from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import WorkerAddress, WorkerInfo
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.log import logger
-from ray_fracbackend.report import StartReport, failed_start
+from ray_fracbackend.report import StartReport
 from ray_fracbackend.report_file import save_report
 from ray_fracbackend.timeouts import Deadline, seconds_text
 from ray_fracbackend.worker.group_end import ABORT_S
@@ -159,6 +159,8 @@ class Start:
 
     def failed_report(self, error: Exception) -> dict[str, Any]:
         """Return the report of a start that failed, with what was known by then, as plain values."""
+        from ray_fracbackend.failure.failed_report import failed_start  # not on the good path
+
         return failed_start(error, self._settings, self._workers, self._decision, self._rendezvous, self._seconds)
 
     def log(self, report: StartReport) -> None:

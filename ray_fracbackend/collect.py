@@ -6,23 +6,19 @@ A wait that takes long logs the ranks without an answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
 
 from ray_fracbackend.decide.worker_info import WorkerAddress
-from ray_fracbackend.log import logger
-from ray_fracbackend.timeouts import Deadline, seconds_text
+from ray_fracbackend.timeouts import Deadline
+from ray_fracbackend.wait_log import WaitLog
 
 # How often a running wait looks for failures, and how long it waits after the first one for others.
 _POLL_S = 1.0
 _GRACE_S = 3.0
-# When a running wait is logged, in seconds from its begin, and how often after that.
-_LOG_AT_S = (10.0, 30.0, 90.0)
-_LOG_EVERY_S = 60.0
 
 
 def gather(
@@ -55,10 +51,8 @@ def gather(
     failures: dict[int, BaseException] = {}
     pending = list(refs)
     left_s = deadline.left_s + slack_s
-    started = time.monotonic()
-    end = started + left_s
-    log_times = _log_times()
-    log_at_s = next(log_times)
+    end = time.monotonic() + left_s
+    wait_log = WaitLog(step)
     # A failure at the deadline ends the wait after the grace, which may be before the end of the slack.
     due = end - max(0.0, slack_s - _GRACE_S)
     while pending and left_s > 0:
@@ -71,11 +65,9 @@ def gather(
                 failures[address_of[ref].rank] = error
         if failures and not had_failures:
             end = min(end, time.monotonic() + _GRACE_S)
-        now = time.monotonic()
-        left_s = end - now
-        if pending and not failures and now - started >= log_at_s:
-            log_at_s = next(log_times)
-            _log_wait(step, [address_of[ref] for ref in pending], now - started, left_s)
+        left_s = end - time.monotonic()
+        if pending and not failures:
+            wait_log.update([address_of[ref] for ref in pending], left_s)
     if failures or pending:
         from ray_fracbackend.failure.merge import merged  # not on the good path
 
@@ -84,23 +76,6 @@ def gather(
         known = {address.rank: address for address in addresses}
         raise merged(failures, silent, known, step, deadline.budget_s) from next(iter(failures.values()), None)
     return [results[ref] for ref in refs]
-
-
-def _log_times() -> Iterator[float]:
-    yield from _LOG_AT_S
-    yield from count(_LOG_AT_S[-1] + _LOG_EVERY_S, _LOG_EVERY_S)
-
-
-def _log_wait(step: str, silent: Sequence[WorkerAddress], waited_s: float, left_s: float) -> None:
-    from ray_fracbackend.failure.merge import where  # not on the good path
-
-    logger.info(
-        "%s: no answer from %s after %s s, waiting up to %s s more",
-        step,
-        where([address.rank for address in silent], {address.rank: address for address in silent}),
-        seconds_text(waited_s),
-        seconds_text(max(0.0, left_s)),
-    )
 
 
 def collect(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float) -> dict[int, Any]:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ray.train.backend import BackendConfig
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend.backend import FracTorchBackend
-from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.settings import Settings, names_checked
 from ray_fracbackend.log import logger
 from ray_fracbackend.worker.memory_cap import explain_out_of_memory
+from ray_fracbackend.wrong_config import not_a_config, property_of_an_object
 
 
-@dataclass
+@names_checked
+@dataclass(repr=False)
 class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
     """Start torch process groups for Ray Train workers that may share CUDA devices.
 
@@ -41,6 +44,7 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
             torch's OutOfMemoryError, and its neighbours keep theirs; workers with whole devices have no cap.
 
     Raises:
+        TypeError: There is no setting of this name, or it cannot be given by position; the message suggests the right one.
         ValueError: A setting breaks its rule; the message has value, rule and fix.
 
     Example::
@@ -48,12 +52,12 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
         TorchTrainer(train_func, scaling_config=..., torch_config=FracTorchConfig())
     """
 
-    @property
+    @property_of_an_object
     def backend_cls(self) -> type[FracTorchBackend]:
         """Ray Train backend class of this configuration."""
         return FracTorchBackend
 
-    @property
+    @property_of_an_object
     def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
         """Context around the train function: stock's; with limit_gpu_memory it also annotates OutOfMemoryError."""
         context: Callable[[], AbstractContextManager[None]] = super().train_func_context
@@ -68,12 +72,18 @@ def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> Torc
     """Return the configuration to use instead of a script's own.
 
     Args:
-        config: The script's own, None where it gave none. A FracTorchConfig stays as it is, and so does any other subclass of
-            TorchConfig, which starts something else.
+        config: The script's own, None where it has none. A FracTorchConfig stays as it is, and so does any other configuration
+            of a backend, which starts something else.
         settings: Settings of FracTorchConfig that override the script's.
+
+    Raises:
+        TypeError: ``config`` is a class, or no configuration at all; the message has the fix.
+        ValueError: A setting breaks its rule.
     """
-    if config is None:
+    if not config:  # as TorchTrainer reads it
         return FracTorchConfig(**settings)
+    if not isinstance(config, BackendConfig):
+        raise TypeError(not_a_config(config))
     if type(config) is not TorchConfig:
         if not isinstance(config, FracTorchConfig):
             logger.warning("keeping %s: FracTorchConfig replaces only plain TorchConfig objects", type(config).__name__)

@@ -54,6 +54,24 @@ class DeviceCheck:
     devices: tuple[DeviceInfo, ...]
     env: Mapping[str, str] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        from ray_fracbackend.decide.texts import aligned
+
+        others = {
+            rank: [other for other in group.ranks if other != rank]
+            for group in self.share_groups
+            for rank in group.ranks
+        }
+        shared = {rank: f", shared with {ranks_text(ranks)}" for rank, ranks in others.items()}
+        return aligned(
+            [
+                ("backend", self.backend),
+                ("reason", self.reason),
+                *((f"rank {rank}", f"{device}{shared.get(rank, '')}") for rank, device in enumerate(self.devices)),
+                ("environment", " ".join(f"{name}={value}" for name, value in self.env.items())),
+            ]
+        )
+
 
 def check_devices(
     group: dist.ProcessGroup | None = None,

@@ -12,9 +12,8 @@ from typing import Any
 from ray_fracbackend import __version__
 from ray_fracbackend.decide.plan import Decision, StartPlan
 from ray_fracbackend.decide.rendezvous import Rendezvous
-from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo
-from ray_fracbackend.verify import VerificationResult
+from ray_fracbackend.verify_result import VerificationResult
 
 # Schema version of the JSON document. Increase it if a key is removed or changes its meaning, not if one is added.
 SCHEMA_VERSION = 2
@@ -25,28 +24,7 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def failed_start(
-    error: Exception,
-    settings: Settings,
-    workers: Sequence[WorkerInfo],
-    decision: Decision | None,
-    rendezvous: Rendezvous | None,
-    seconds: Mapping[str, float],
-) -> dict[str, Any]:
-    """Return the report of a failed start, with the keys of `StartReport.to_dict` and ``error``.
-
-    Args:
-        error: Error of the start.
-        settings: Settings of the start.
-        workers: Workers that were probed, by rank; empty if the probe failed.
-        decision: The decision, None if the start failed before it.
-        rendezvous: The rendezvous, None if the start failed before it.
-        seconds: Seconds of each phase.
-    """
-    return _document(now(), settings.to_plain(), workers, decision, rendezvous, None, seconds, error)
-
-
-def _document(
+def document(
     date: str,
     settings: Mapping[str, Any],
     workers: Sequence[WorkerInfo],
@@ -54,7 +32,7 @@ def _document(
     rendezvous: Rendezvous | None,
     verification: VerificationResult | None,
     seconds: Mapping[str, float],
-    error: Exception | None = None,
+    error: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the report of any start as plain values."""
     versions = {"ray_fracbackend": __version__, "python": platform.python_version()}
@@ -66,7 +44,7 @@ def _document(
         "date": date,
         "versions": versions,
         "settings": dict(settings),
-        **({"error": _error(error)} if error is not None else {}),
+        **({"error": error} if error is not None else {}),
         "backend": decision.backend if decision else None,
         "plan": _decision(decision) if decision else None,
         "rendezvous": asdict(rendezvous) if rendezvous else None,
@@ -76,17 +54,6 @@ def _document(
         "workers": [asdict(worker) for worker in workers],
         "verification": asdict(verification) if verification else None,
         "seconds": dict(seconds),
-    }
-
-
-def _error(error: Exception) -> dict[str, Any]:
-    name = type(error).__name__
-    return {
-        "reason": getattr(error, "reason", name),
-        "kind": getattr(error, "kind", name),
-        "step": getattr(error, "step", ""),
-        "message": str(error),
-        "ranks": list(getattr(error, "ranks", ())),
     }
 
 
@@ -177,16 +144,13 @@ class StartReport:
         size = f"{len(self.workers)} worker{'s' if len(self.workers) != 1 else ''}"
         checked = "not verified"
         if (figures := self.verification) is not None:
-            checked = (
-                f"verified in {figures.total_s * 1e3:.0f} ms: all_reduce {figures.latency_s * 1e3:.2f} ms at 1 KiB, "
-                f"{figures.bandwidth_bytes_per_s / 1e6:.0f} MB/s at 1 MiB"
-            )
+            checked = f"verified in {figures.total_s * 1e3:.0f} ms: {figures.speed}"
             checked += f", {figures.path}" if figures.path else ""
         return f"{self.reason} [{size}, {self.rendezvous.reason}, {checked}]"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values for ``json.dumps``; ``schema_version`` is `SCHEMA_VERSION`."""
-        return _document(
+        return document(
             self.date, self.settings, self.workers, self.plan, self.rendezvous, self.verification, self.seconds
         )
 

@@ -10,9 +10,7 @@ import contextlib
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +20,7 @@ from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.settings import is_seconds
 from ray_fracbackend.errors import VerificationError
 from ray_fracbackend.timeouts import bounded
+from ray_fracbackend.verify_result import VerificationResult
 
 SMALL_BYTES = 1024
 LARGE_BYTES = 1024 * 1024
@@ -34,51 +33,6 @@ _STALL_S = 0.2
 _NUM_TIMED, _NUM_UNTIMED = 2, 1
 # Pause between two polls of an NCCL call.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 20e-6, 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerificationResult:
-    """Measurements of a verified group; every result was exact.
-
-    Attributes:
-        backend: The group's backend as torch names it.
-        device: Device that the collectives ran on, such as ``cuda:0``.
-        world_size: Number of ranks in the group.
-        latency_s: Seconds of an all_reduce of 1 KiB from the call to its completion, the median of all ranks. Each rank
-            uses the faster of two calls after a warm-up call; for Gloo on the CPU its only call.
-        bandwidth_bytes_per_s: Bandwidth of a 1 MiB all_reduce, measured in the same way.
-        rank_seconds: Sum of the two times of each rank, by rank in the group.
-        total_s: Seconds of the whole verification on this rank.
-        path: How the group moves tensors of the device, and why, if its backend has several ways; else None.
-    """
-
-    backend: str
-    device: str
-    world_size: int
-    latency_s: float
-    bandwidth_bytes_per_s: float
-    rank_seconds: tuple[float, ...]
-    total_s: float
-    path: str | None = None
-
-    def to_probe_result(self) -> dict[str, Any]:
-        """Return plain values with the fields of a health probe's result, as in Ray's enhancement proposal 71.
-
-        Returns:
-            ``metrics`` in seconds and bytes per second, ``devices`` with the seconds of each rank, empty ``events``,
-            ``passed`` True, and ``detail`` in one line.
-        """
-        return {
-            "metrics": {
-                "all_reduce_latency_s": self.latency_s,
-                "all_reduce_bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
-                "verification_s": self.total_s,
-            },
-            "devices": {f"rank {rank}": {"all_reduce_s": seconds} for rank, seconds in enumerate(self.rank_seconds)},
-            "events": [],
-            "passed": True,
-            "detail": f"collectives of {self.world_size} ranks over {self.backend} on {self.device} gave exact results",
-        }
 
 
 def verify_process_group(

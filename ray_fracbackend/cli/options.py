@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from ray_fracbackend.cli.program import wrong_usage
-from ray_fracbackend.decide.settings import MAX_S, Settings, setting_names
+from ray_fracbackend.decide.settings import CHOICES, MAX_S, Settings, setting_names
 
 # As many actors as Ray itself tests a cluster with; each probe worker is one.
 MAX_WORKERS = 10_000
@@ -134,7 +134,7 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     """Add the settings of FracTorchConfig, each left out unless given; ``--no-NAME`` for those that are on by default."""
     group = command.add_argument_group("settings of FracTorchConfig")
     for setting in fields(Settings):
-        text, choices = _OPTIONS[setting.name].help, setting.metadata["choices"]
+        text, choices = _OPTIONS[setting.name].help, CHOICES.get(setting.name)
         kind: dict[str, Any] = {"choices": choices} if choices else {"metavar": setting.name.split("_")[-1].upper()}
         if isinstance(setting.default, bool):
             kind = {"action": "store_false" if setting.default else "store_true"}

@@ -35,6 +35,9 @@ class ShareGroup:
         parent = short_uuid(self.device.parent_uuid or self.device.pci_bus_id or "one GPU")
         return f"{ranks_text(self.ranks)} use MIG slices of {parent} ({self.device.name}) on {node}"
 
+    def __str__(self) -> str:
+        return self.text
+
 
 def short_uuid(uuid: str) -> str:
     """Shorten a UUID to its first block, unique enough within a job: ``GPU-ab12cd34``."""

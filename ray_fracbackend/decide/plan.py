@@ -145,6 +145,11 @@ class StartPlan(Decision):
         """Create the plan from a decision."""
         return cls(**{each.name: getattr(decision, each.name) for each in fields(Decision)}, rendezvous=rendezvous)
 
+    def __str__(self) -> str:
+        from ray_fracbackend.decide.texts import plan_text
+
+        return plan_text(self)
+
     def worker_plans(
         self,
         workers: Sequence[WorkerInfo],

@@ -94,6 +94,11 @@ class Rendezvous:
         """Address of rank 0's store on rank 0 itself."""
         return self.master_addrs[0]
 
+    def __str__(self) -> str:
+        from ray_fracbackend.decide.texts import rendezvous_text
+
+        return rendezvous_text(self)
+
     def of(self, rank: int) -> WorkerRendezvous:
         """Return the part of one rank."""
         address, choice = self.master_addrs[rank], self.interfaces[rank] if self.interfaces else InterfaceChoice()

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ray_fracbackend.decide.backends import Backends, parse_backend
+from ray_fracbackend.decide.suggestions import nearest
 
 # Over thirty years. torch takes some greater ones for no time at all.
 MAX_S = 1e9
 _Self = TypeVar("_Self", bound="Settings")
-
-
-def _choice_rule(*choices: str) -> dict[str, Any]:
-    rule = f"must be one of {', '.join(repr(choice) for choice in choices)}"
-    return {"ok": lambda value: isinstance(value, str) and value in choices, "rule": rule, "choices": choices}
+_Class = TypeVar("_Class")
 
 
 def is_seconds(value: object) -> bool:
     """Return whether a value is a number of seconds that torch's timeouts and Python's waits take."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MAX_S
-
-
-_SECONDS = {"ok": is_seconds, "rule": "must be a finite number of seconds above 0, up to 1e9, such as 300"}
-_SWITCH = {"ok": lambda value: isinstance(value, bool), "rule": "must be True or False"}
 
 
 def _is_address(value: object) -> bool:
@@ -54,45 +48,82 @@ def _is_ports(value: object) -> bool:
     return value is None or _is_port(value)
 
 
-def _setting(default: Any, rule: dict[str, Any], *, kw_only: bool = True) -> Any:
-    """Declare a setting with its rule; its help on the command line is in cli/options.py."""
-    return field(default=default, kw_only=kw_only, metadata={"choices": (), **rule})
+def _is_switch(value: object) -> bool:
+    return isinstance(value, bool)
 
 
-@dataclass
+_SECONDS = (is_seconds, "must be a finite number of seconds above 0, up to 1e9, such as 300")
+_SWITCH = (_is_switch, "must be True or False")
+# Check and rule by the name of the setting. The rule of backend is in backends.py, that of a choice in its type.
+_RULES: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "timeout_s": _SECONDS,
+    "verify": _SWITCH,
+    "start_timeout_s": _SECONDS,
+    "master_addr": (
+        _is_address,
+        "must be an IP address or a host name of rank 0's node, such as '10.0.0.3' or 'fd00::3', without scheme, port, "
+        "brackets or spaces, and no number such as 10.1 or 6841231; leave it out to use the address that Ray knows for that node",
+    ),
+    "master_port": (
+        _is_ports,
+        "must be a port from 1 to 65535 or an inclusive range (low, high) of such ports, such as 29500 or "
+        "(29500, 29600); leave it out to use any free port",
+    ),
+    "limit_gpu_memory": _SWITCH,
+}
+
+
+def names_checked(cls: type[_Class]) -> type[_Class]:
+    """Decorate a dataclass of settings: a wrong name in its constructor is a TypeError that suggests the right one."""
+    dataclass_init: Any = cls.__init__
+
+    @functools.wraps(dataclass_init)
+    def __init__(self: Any, *args: Any, **settings: Any) -> None:
+        _check_names(cls, args, settings)
+        dataclass_init(self, *args, **settings)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+def _check_names(cls: Any, args: tuple[object, ...], settings: Mapping[str, object]) -> None:
+    names = [each.name for each in fields(cls) if each.init]
+    positional = [each.name for each in fields(cls) if each.init and not each.kw_only]
+    if len(args) > len(positional):
+        raise TypeError(
+            f"FracTorchConfig({', '.join(map(repr, args))}): only {', '.join(positional)} can be given by position. Name the "
+            f"others, such as on_shared_device={args[len(positional)]!r}."
+        )
+    for name, value in settings.items():
+        if name not in names:
+            meant = nearest(name, names)
+            hint = f"did you mean {meant}?" if meant else f"the settings are {', '.join(names)}."
+            raise TypeError(f"FracTorchConfig({name}={value!r}): there is no setting {name}; {hint}")
+
+
+@names_checked
+@dataclass(repr=False)
 class Settings:
     """Settings of :class:`ray_fracbackend.FracTorchConfig`, which documents them.
 
     The first three are TorchConfig's and stay positional.
 
     Raises:
+        TypeError: There is no setting of this name. The message has the value and the most similar setting.
         ValueError: A setting breaks its rule. The message has the value, the rule and the fix.
     """
 
-    backend: str | None = _setting("auto", {}, kw_only=False)
-    init_method: str = _setting("env", _choice_rule("env", "tcp"), kw_only=False)
-    timeout_s: float = _setting(1800, _SECONDS, kw_only=False)
-    on_shared_device: str = _setting("auto", _choice_rule("auto", "ipc", "staged", "gloo", "nccl", "error"))
-    on_missing_cuda: str = _setting("error", _choice_rule("error", "cpu"))
-    verify: bool = _setting(True, _SWITCH)
-    start_timeout_s: float = _setting(300.0, _SECONDS)
-    master_addr: str | None = _setting(
-        None,
-        {
-            "ok": _is_address,
-            "rule": "must be an IP address or a host name of rank 0's node, such as '10.0.0.3' or 'fd00::3', without scheme, port, "
-            "brackets or spaces, and no number such as 10.1 or 6841231; leave it out to use the address that Ray knows for that node",
-        },
-    )
-    master_port: int | tuple[int, int] | None = _setting(
-        None,
-        {
-            "ok": _is_ports,
-            "rule": "must be a port from 1 to 65535 or an inclusive range (low, high) of such ports, such as 29500 or "
-            "(29500, 29600); leave it out to use any free port",
-        },
-    )
-    limit_gpu_memory: bool = _setting(False, _SWITCH)
+    backend: str | None = "auto"
+    init_method: Literal["env", "tcp"] = "env"
+    timeout_s: float = 1800
+    _: KW_ONLY
+    on_shared_device: Literal["auto", "ipc", "staged", "gloo", "nccl", "error"] = "auto"
+    on_missing_cuda: Literal["error", "cpu"] = "error"
+    verify: bool = True
+    start_timeout_s: float = 300.0
+    master_addr: str | None = None
+    master_port: int | tuple[int, int] | None = None
+    limit_gpu_memory: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -102,13 +133,32 @@ class Settings:
             raise ValueError(f"FracTorchConfig(backend={self.backend!r}): backend {error}.") from None
         if isinstance(self.master_port, list):
             self.master_port = tuple(self.master_port)
-        for setting in fields(Settings):
-            ok: Callable[[object], bool] | None = setting.metadata.get("ok")
-            value = getattr(self, setting.name)
-            if ok is not None and not ok(value):
-                raise ValueError(
-                    f"FracTorchConfig({setting.name}={value!r}): {setting.name} {setting.metadata['rule']}."
+        for name in setting_names():
+            value = getattr(self, name)
+            if broken := _broken_rule(name, value):
+                raise ValueError(f"FracTorchConfig({name}={value!r}): {name} {broken}.")
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an attribute.
+
+            Raises:
+                AttributeError: There is no such setting, but a similar one. Other names can be set, as on TorchConfig.
+            """
+            # A subclass that is no dataclass has attributes of its own.
+            own = vars(type(self)).get("__dataclass_fields__")
+            is_known = name.startswith("_") or hasattr(type(self), name) or name in vars(self)
+            if own is not None and name not in own and not is_known and (meant := nearest(name, setting_names())):
+                raise AttributeError(
+                    f"{type(self).__name__}.{name} = {value!r}: there is no setting {name}; did you mean {meant}?"
                 )
+            super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        """Return the call that makes these settings: those that are not the defaults."""
+        given = [each for each in fields(self) if each.repr and getattr(self, each.name) != each.default]
+        return f"{type(self).__name__}({', '.join(f'{each.name}={getattr(self, each.name)!r}' for each in given)})"
 
     @property
     def backends(self) -> Backends:
@@ -139,6 +189,27 @@ class Settings:
         return settings
 
 
+# Values of each setting that is a choice, from its type.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    name: get_args(kind) for name, kind in get_type_hints(Settings).items() if get_origin(kind) is Literal
+}
+
+
 def setting_names() -> tuple[str, ...]:
     """Return the names of all settings, in the order of the fields."""
     return tuple(setting.name for setting in fields(Settings))
+
+
+def _broken_rule(name: str, value: object) -> str | None:
+    """Return the rule that a value of a setting breaks, None if it breaks none."""
+    choices = CHOICES.get(name)
+    if choices is not None:
+        if isinstance(value, str) and value in choices:
+            return None
+        meant = nearest(value, choices)
+        hint = f" (did you mean {meant!r}?)" if meant else ""
+        return f"must be one of {', '.join(map(repr, choices))}{hint}"
+    if name not in _RULES:  # backend, which has been read by now
+        return None
+    is_ok, rule = _RULES[name]
+    return None if is_ok(value) else rule

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 NcclVersion = tuple[int, int, int]
+# In place of the reason why a backend cannot be used, where no start may choose it.
+NOT_PROBED = "not probed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,9 @@ class WorkerAddress:
     def text(self) -> str:
         """``rank 3 (node 10.0.0.3, pid 4711)``."""
         return f"rank {self.rank} (node {self.node_ip}, pid {self.pid})"
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +63,12 @@ class DeviceInfo:
     def is_mig(self) -> bool:
         """True for a slice of a GPU in MIG mode."""
         return self.parent_uuid is not None or self.uuid.startswith("MIG-")
+
+    def __str__(self) -> str:
+        memory = f"{self.total_memory_bytes / 2**30:.1f} GiB" if self.total_memory_bytes else ""
+        slice_of = f"slice of {self.parent_uuid}" if self.parent_uuid else ""
+        mode = "" if self.compute_mode in ("default", "unknown") else f"compute mode {self.compute_mode}"
+        return ", ".join(filter(None, (f"cuda:{self.index} {self.name}", self.uuid, memory, slice_of, mode)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,9 +147,9 @@ class WorkerInfo:
     nccl_version: NcclVersion | None = None
     gloo_available: bool = True
     mps_reachable: bool = False
-    ipc_host_memory_missing: str | None = "not probed"
-    ipc_device_memory_missing: str | None = "not probed"
-    staged_missing: str | None = "not probed"
+    ipc_host_memory_missing: str | None = NOT_PROBED
+    ipc_device_memory_missing: str | None = NOT_PROBED
+    staged_missing: str | None = NOT_PROBED
     env: Mapping[str, str] = field(default_factory=dict)
     network: NetworkInfo = field(default_factory=NetworkInfo)
 
@@ -161,6 +172,11 @@ class WorkerInfo:
     def where(self) -> str:
         """Rank, node and process for messages."""
         return WorkerAddress(self.rank, self.node_ip, self.pid, self.node_id).text
+
+    def __str__(self) -> str:
+        from ray_fracbackend.decide.texts import worker_text
+
+        return worker_text(self)
 
 
 def version_text(version: NcclVersion | None) -> str:

@@ -25,7 +25,8 @@ from ray_fracbackend.decide.rendezvous import AGENT_STORE
 from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import GroupFormationError, RendezvousError, VerificationError
 from ray_fracbackend.timeouts import Deadline, bounded
-from ray_fracbackend.verify import VerificationResult, verify_process_group
+from ray_fracbackend.verify import verify_process_group
+from ray_fracbackend.verify_result import VerificationResult
 from ray_fracbackend.worker import environment, memory_cap, store
 from ray_fracbackend.worker.group_end import ABORT_S, destroy_process_groups, end_process_group
 from ray_fracbackend.worker.network import check_gloo_device, route_interface

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ray_fracbackend.report import StartReport
-from ray_fracbackend.verify import VerificationResult
+from ray_fracbackend.verify_result import VerificationResult
 
 if TYPE_CHECKING:
     import torch

@@ -21,6 +21,7 @@ _PARTS = (
     "decide",
     "_ray",
     "verify_failure",
+    "verify_result",
     "verify",
     "report_table",
     "report",
@@ -28,10 +29,12 @@ _PARTS = (
     "worker",
     "device_check",
     "failure",
+    "wait_log",
     "collect",
     "isolation",
     "checkpoint_turns",
     "backend",
+    "wrong_config",
     "config",
     "checkpoint",
     "integrations",
@@ -42,7 +45,17 @@ _PARTS = (
 _IPC_PARTS = ("errors", "knobs", "_torch", "host", "protocol", "device", "group")
 # Parts that need only the standard library, and parts that need torch but never Ray.
 _PURE = ("errors", "timeouts", "log", "decide")
-_WITHOUT_RAY = ("log", "verify", "verify_failure", "report_table", "report", "device_check", "ipc", "staged")
+_WITHOUT_RAY = (
+    "log",
+    "verify",
+    "verify_failure",
+    "verify_result",
+    "report_table",
+    "report",
+    "device_check",
+    "ipc",
+    "staged",
+)
 _MODULES = sorted(
     path for path in _PACKAGE.rglob("*.py") if path.parent != _PACKAGE or path.stem not in ("__init__", "__main__")
 )

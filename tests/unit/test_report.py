@@ -13,8 +13,9 @@ from ray_fracbackend.decide.rendezvous import Rendezvous
 from ray_fracbackend.decide.settings import Settings, setting_names
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.errors import VerificationError
-from ray_fracbackend.report import StartReport, failed_start
-from ray_fracbackend.verify import VerificationResult
+from ray_fracbackend.failure.failed_report import failed_start
+from ray_fracbackend.report import StartReport
+from ray_fracbackend.verify_result import VerificationResult
 from ray_fracbackend.worker.state import STATE, get_start_report
 from tests.unit.builders import gpu, job
 

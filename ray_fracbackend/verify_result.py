@@ -1,0 +1,77 @@
+"""Result of the verification of a process group. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerificationResult:
+    """Measurements of a verified group; every result was exact.
+
+    Attributes:
+        backend: The group's backend as torch names it.
+        device: Device that the collectives ran on, such as ``cuda:0``.
+        world_size: Number of ranks in the group.
+        latency_s: Seconds of an all_reduce of 1 KiB from the call to its completion, the median of all ranks. Each rank
+            uses the faster of two calls after a warm-up call; for Gloo on the CPU its only call.
+        bandwidth_bytes_per_s: Bandwidth of a 1 MiB all_reduce, measured in the same way.
+        rank_seconds: Sum of the two times of each rank, by rank in the group.
+        total_s: Seconds of the whole verification on this rank.
+        path: How the group moves tensors of the device, and why, if its backend has several ways; else None.
+    """
+
+    backend: str
+    device: str
+    world_size: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    rank_seconds: tuple[float, ...]
+    total_s: float
+    path: str | None = None
+
+    def to_probe_result(self) -> dict[str, Any]:
+        """Return plain values with the fields of a health probe's result, as in Ray's enhancement proposal 71.
+
+        Returns:
+            ``metrics`` in seconds and bytes per second, ``devices`` with the seconds of each rank, empty ``events``,
+            ``passed`` True, and ``detail`` in one line.
+        """
+        return {
+            "metrics": {
+                "all_reduce_latency_s": self.latency_s,
+                "all_reduce_bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+                "verification_s": self.total_s,
+            },
+            "devices": {f"rank {rank}": {"all_reduce_s": seconds} for rank, seconds in enumerate(self.rank_seconds)},
+            "events": [],
+            "passed": True,
+            "detail": f"collectives of {self.world_size} ranks over {self.backend} on {self.device} gave exact results",
+        }
+
+    @property
+    def speed(self) -> str:
+        """Latency and bandwidth with their units."""
+        return (
+            f"all_reduce {self.latency_s * 1e3:.2f} ms at 1 KiB, {self.bandwidth_bytes_per_s / 1e6:.0f} MB/s at 1 MiB"
+        )
+
+    def __str__(self) -> str:
+        from ray_fracbackend.decide.texts import aligned
+
+        seconds = dict(enumerate(self.rank_seconds))
+        spread = ""
+        if len(seconds) > 1:
+            slow, fast = max(seconds, key=seconds.__getitem__), min(seconds, key=seconds.__getitem__)
+            spread = f"rank {slow}, {seconds[slow] * 1e3:.2f} ms for both sizes (fastest: rank {fast}, {seconds[fast] * 1e3:.2f} ms)"
+        ranks = f"{self.world_size} rank{'s' if self.world_size != 1 else ''}"
+        return aligned(
+            [
+                ("verified", f"{ranks} over {self.backend} on {self.device}: every result is exact"),
+                ("speed", self.speed),
+                ("slowest", spread),
+                ("path", self.path or ""),
+                ("time", f"{self.total_s * 1e3:.0f} ms for the whole verification"),
+            ]
+        )
