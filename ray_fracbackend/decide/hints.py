@@ -15,6 +15,8 @@ from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
 
 # Remainder caused by rounding 1/k.
 _NO_UNUSED_GPU = 0.01
+# Part of a GPU that a worker's CUDA context may need, which limit_gpu_memory does not count: 0.5 GB of 8 GB.
+_CONTEXT_FRACTION = 0.0625
 
 
 def device_hints(job: Job, backend: str, groups: tuple[ShareGroup, ...], warnings: tuple[str, ...]) -> tuple[str, ...]:
@@ -34,7 +36,7 @@ def device_hints(job: Job, backend: str, groups: tuple[ShareGroup, ...], warning
     spread = _spread(workers, groups, job.node_gpus) if job.has_gpu_for_each and not is_told else None
     found = [
         spread,
-        _fraction(workers),
+        _fraction(workers, job.settings.limit_gpu_memory),
         _local_rank(workers),
         _one_host(workers),
         _multi_rank(workers, backend, groups),
@@ -71,13 +73,15 @@ def _spread(workers: Sequence[WorkerInfo], groups: Sequence[ShareGroup], node_gp
     return None
 
 
-def _fraction(workers: Sequence[WorkerInfo]) -> str | None:
+def _fraction(workers: Sequence[WorkerInfo], limit_gpu_memory: bool) -> str | None:
     fraction = workers[0].gpu_fraction
     if not 0 < fraction < 1:
         return None
     count = workers_per_gpu(fraction)
     unused = 1 - count * fraction
-    if unused < _NO_UNUSED_GPU:
+    # Under a cap on memory the rest is of use: it is room for the contexts.
+    contexts = count * _CONTEXT_FRACTION if limit_gpu_memory else 0.0
+    if unused < _NO_UNUSED_GPU + contexts:
         return None
     return (
         f"{count} of {fraction:g} GPU fit{'s' if count == 1 else ''} on one GPU, and {unused:.2g} of it stays unused, as Ray does not "

@@ -543,6 +543,15 @@ class TestHints:
         assert any(said in h and h.endswith("; with 0.25 GPU per worker, 4 would fit") for h in plan(workers).hints)
         assert not any("unused" in h for h in plan(job(gpu(), gpu(), resources={"GPU": 1 / 3})).hints)
 
+    @pytest.mark.parametrize(
+        ("fraction", "is_advised"), [(0.22, False), (0.23, False), (0.45, False), (0.4, True), (0.6, True)]
+    )
+    def test_room_for_contexts(self, fraction, is_advised):
+        """Under a cap on memory, the part of a GPU that a few contexts need is not unused; docs/recipes/one-gpu.md advises 0.22."""
+        workers = job(gpu(), resources={"GPU": fraction})
+        assert any("unused" in hint for hint in plan(workers).hints)
+        assert any("unused" in hint for hint in plan(workers, limit_gpu_memory=True).hints) is is_advised
+
     def test_multi_rank_variable(self):
         """If the user's multi-rank variable has no effect on the chosen backend, this is reported with the reason."""
         workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
