@@ -12,8 +12,8 @@ from ray_fracbackend.decide.left_to_ray import left_to_ray
 _FOR_GPUS = ("on_shared_device", "on_missing_cuda", "limit_gpu_memory")
 # What Ray's own start has too.
 _OF_RAY = ("backend", "init_method", "timeout_s")
-# A plan shows what is decided before a group is there.
-_OF_A_GROUP = ("timeout_s", "verify", "limit_gpu_memory")
+# A plan shows what is decided before a group is there. limit_gpu_memory is in its hints.
+_OF_A_GROUP = ("timeout_s", "verify")
 
 
 def no_effect(names: Collection[str], why: str) -> str:

@@ -89,10 +89,10 @@ def test_no_process_is_left(small_page: Path) -> None:
     small_page.write_text(
         "<!-- run: -->\n\n    sleep 600 & echo $!\n\n```text\n```\n<!-- run: limit=1 -->\n\n    sleep 600\n"
     )
-    pid, ended = recipes.problems("small")
-    assert "no end within its limit" in ended
-    left = int(pid.rpartition("+")[2])
-    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    left, ended = recipes.run_page(recipes.read("small"))
+    assert "no end within its limit" in ended.ended
+    pid = int(left.text)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_manifest_of_kuberay() -> None:
