@@ -32,7 +32,7 @@ def declaring(resources: Mapping[str, int], say: _Say) -> Iterator[UsedRay]:
     """Declare resources for each local Ray that ``ray.init`` starts in the block, also when Ray calls it by itself.
 
     Args:
-        resources: ``num_gpus`` and ``num_cpus``, each optional. An argument that the script passes itself is left alone.
+        resources: ``num_gpus`` and ``num_cpus``, each optional. An argument that the script passes itself holds.
         say: Called with a line about what is declared, and with one about what has no effect.
 
     Yields:

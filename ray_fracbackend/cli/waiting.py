@@ -1,6 +1,6 @@
 """What a script waits for: workers that the cluster cannot place. Runs on the driver.
 
-Ray Train waits for resources without a limit, and rightly: an autoscaler may add nodes. It does not say what would help.
+Ray Train waits for resources without a limit, because an autoscaler may add nodes. It does not say what to request instead.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Waits:
         if not ray.is_initialized():
             ray.init()
         if not used.is_own:
-            self.look(time.monotonic(), [request], at_once=True)
+            with suppress(Exception):  # it is a line, and the run goes on without it
+                self.look(time.monotonic(), [request], at_once=True)
         elif reason := cluster_too_small(*request, is_own=True):
             raise InsufficientResourcesError(f"Ray cannot place {request_text(*request)}: {reason}.")
 
@@ -121,7 +122,7 @@ def _request_of(trainer: TorchTrainer) -> _Request | None:
 
 
 def _text(wanted: str, too_small: str | None, bundles: Sequence[Mapping[str, float]]) -> str:
-    goes_on = "It goes on when nodes with the resources join" if too_small else "It goes on then"
+    goes_on = "It goes on when such nodes join, which an autoscaler may add" if too_small else "It goes on then"
     return f"Ray waits to place {wanted}: {too_small or resources_in_use(bundles)}. {goes_on}; Ctrl-C ends it"
 
 
