@@ -157,7 +157,8 @@ def test_missing_cuda_is_an_error_by_default(tmp_path):
     saved = json.loads(path.read_text())
     assert (saved["ok"], saved["error"]["reason"], saved["error"]["ranks"]) == (False, "missing_device", [0, 1])
     assert len(saved["workers"]) == 2
-    assert str(found) == f"{saved['error']['message']}\nreport of this start: {path.as_posix()}"
+    # V1 puts a traceback before it.
+    assert str(found).endswith(f"{saved['error']['message']}\nreport of this start: {path.as_posix()}")
     assert wait_until(lambda: not train_worker_processes())
 
 
@@ -174,7 +175,7 @@ def test_a_wrong_address_on_one_node(tmp_path):
         r"interface of rank 0's node .*: set it to an address of rank 0's node that this rank reaches, or leave it out\.\n"
         rf"report of this start: {re.escape(path.as_posix())}"
     )
-    assert re.fullmatch(text, str(found)), found
+    assert re.search(rf"{text}$", str(found)), found
 
 
 @pytest.mark.full
