@@ -1,10 +1,10 @@
-"""The script of Ray's "Get Started with Distributed Training using PyTorch" with FracTorchConfig, two workers to one GPU.
+"""The script of Ray's "Get Started with Distributed Training using PyTorch" with FracTorchConfig: two workers share one GPU.
 
 usage: python fashion_mnist_like.py [RESULTS_FOLDER]
 
-In place of what torchvision would download: random images of FashionMNIST's shape, and ResNet-18 with an eighth of its
-channels, so that a CPU trains it in seconds. The GPU is a number in Ray's books here, so that this runs on any machine;
-with a real one leave ``num_gpus`` and ``on_missing_cuda`` out.
+The images are random and have FashionMNIST's shape, so nothing is downloaded. The model is ResNet-18 with an eighth of its
+channels, which a CPU trains in seconds. The GPU is only a logical resource of Ray here, so the script runs on any machine. On a
+machine with a GPU, leave ``num_gpus`` and ``on_missing_cuda`` out.
 """
 
 import os
@@ -24,7 +24,7 @@ from ray_fracbackend import FracTorchConfig
 
 
 class BasicBlock(torch.nn.Module):
-    """ResNet's block of two 3x3 convolutions beside a shortcut."""
+    """ResNet's basic block: two 3x3 convolutions and a shortcut."""
 
     def __init__(self, num_inputs, num_outputs, stride):
         super().__init__()
@@ -46,7 +46,7 @@ class BasicBlock(torch.nn.Module):
 
 
 def resnet18_like(num_classes, width=8):
-    """ResNet-18 for images of one channel: four stages of two blocks. Its own width is 64."""
+    """Return a ResNet-18 for images with one channel: four stages of two blocks. The original has width 64."""
     layers = [
         torch.nn.Conv2d(1, width, kernel_size=(7, 7), stride=(2, 2), padding=(3, 3), bias=False),
         torch.nn.BatchNorm2d(width),
@@ -118,7 +118,7 @@ def main(results_folder):
     trainer = TorchTrainer(
         train_func,
         scaling_config=scaling_config,
-        torch_config=FracTorchConfig(on_missing_cuda="cpu"),  # the one change
+        torch_config=FracTorchConfig(on_missing_cuda="cpu"),  # the only change for FracTorchConfig
         run_config=RunConfig(storage_path=results_folder),
     )
     result = trainer.fit()

@@ -1,9 +1,9 @@
-"""PyTorch Lightning with FracTorchConfig, two workers to one GPU.
+"""PyTorch Lightning with FracTorchConfig: two workers share one GPU.
 
 usage: python lightning_mnist_like.py [RESULTS_FOLDER]
 
-In place of what torchvision would download: noisy pictures of MNIST's shape. The GPU is a number in Ray's books here, so
-that this runs on any machine; with a real one leave ``num_gpus`` and ``on_missing_cuda`` out.
+The images are random patterns with noise and have MNIST's shape, so nothing is downloaded. The GPU is only a logical resource of
+Ray here, so the script runs on any machine. On a machine with a GPU, leave ``num_gpus`` and ``on_missing_cuda`` out.
 """
 
 import sys
@@ -22,7 +22,7 @@ from ray_fracbackend import FracTorchConfig
 
 
 def images_like_mnist(count=512):
-    """Ten random pictures of MNIST's size, each with noise of its own, and which picture it is."""
+    """Return images with labels: each image is one of ten random patterns plus noise, and the label is the pattern's number."""
     generator = torch.Generator().manual_seed(0)
     pictures = torch.rand(10, 1, 28, 28, generator=generator)
     labels = torch.randint(10, (count,), generator=generator)
@@ -68,7 +68,7 @@ def main(results_folder):
         train_func,
         train_loop_config={"batch_size": 32, "epochs": 3},
         scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5}),
-        torch_config=FracTorchConfig(on_missing_cuda="cpu"),  # in place of TorchConfig()
+        torch_config=FracTorchConfig(on_missing_cuda="cpu"),  # instead of TorchConfig()
         run_config=RunConfig(storage_path=results_folder),
     )
     result = trainer.fit()

@@ -1,4 +1,4 @@
-"""Plain torchrun, no Ray: DDP whose gradients pass through shared memory of the machine instead of TCP. Linux.
+"""DDP with torchrun, without Ray: the gradients go through shared memory of the machine instead of TCP. Linux only.
 
 usage: torchrun --standalone --nproc-per-node 2 torchrun_ipc.py
 """
@@ -17,7 +17,7 @@ def main():
     dist.init_process_group("ipc")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     if torch.cuda.is_available():
-        # Ranks may share a device: LOCAL_RANK is not its index where there are fewer devices than ranks.
+        # With fewer devices than ranks, ranks share a device, and LOCAL_RANK is not the index of the device.
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:

@@ -1,9 +1,9 @@
-"""Hugging Face transformers.Trainer with FracTorchConfig, two workers to one GPU.
+"""Hugging Face transformers.Trainer with FracTorchConfig: two workers share one GPU.
 
 usage: python transformers_trainer.py [RESULTS_FOLDER]
 
-A language model of 12,000 weights learns to count; nothing is downloaded. The GPU is a number in Ray's books here, so that
-this runs on any machine; with a real one leave ``num_gpus`` and ``on_missing_cuda`` out.
+A language model with 12,000 weights learns to count; nothing is downloaded. The GPU is only a logical resource of Ray here, so
+the script runs on any machine. On a machine with a GPU, leave ``num_gpus`` and ``on_missing_cuda`` out.
 """
 
 import os
@@ -24,7 +24,7 @@ VOCABULARY = 32
 
 
 def sentences(count=256, length=16):
-    """Numbers that go up by the same step, modulo the vocabulary: the first two determine the rest."""
+    """Return sequences of numbers with a constant step, modulo the vocabulary: the first two numbers determine the rest."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randint(VOCABULARY, (count, 1), generator=generator)
     step = torch.randint(1, 4, (count, 1), generator=generator)
@@ -60,7 +60,7 @@ def make_trainer(config, output_dir):
 
 
 def train_func(config):
-    # A folder for each rank: the callback copies it, and must not copy a file that rank 0 is still writing.
+    # Each rank has its own folder: the callback copies it, and it must not copy a file that rank 0 is still writing.
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(config, os.path.join(folder, f"rank{ray.train.get_context().get_world_rank()}"))
         trainer.add_callback(RayTrainReportCallback())
@@ -74,7 +74,7 @@ def main(results_folder):
         train_func,
         train_loop_config={"batch_size": 8, "epochs": 5, "learning_rate": 5e-3, "optimizer": "adamw_torch"},
         scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5}),
-        torch_config=FracTorchConfig(on_missing_cuda="cpu"),  # in place of TorchConfig()
+        torch_config=FracTorchConfig(on_missing_cuda="cpu"),  # instead of TorchConfig()
         run_config=RunConfig(storage_path=results_folder),
     )
     result = trainer.fit()

@@ -1,10 +1,10 @@
-"""Ray Tune with fractional GPUs: two trials at once on one GPU, each a trainer of two workers at a quarter of a GPU.
+"""Ray Tune with fractional GPUs: two trials run at once on one GPU, and each trains with two workers on a quarter of a GPU.
 
 usage: python tune_fractional_gpus.py [RESULTS_FOLDER]
 
-The GPU is only a logical resource in Ray here, so this runs on any machine; on a node with a real one leave ``num_gpus`` and
-``on_missing_cuda`` out. This is the way of Ray Train V2, the default of Ray 2.60: a Tune function that fits a trainer.
-``Tuner(TorchTrainer(...))`` is a TuneError there, unless RAY_TRAIN_V2_ENABLED=0 is set.
+The GPU is only a logical resource of Ray here, so the script runs on any machine. On a machine with a GPU, leave ``num_gpus`` and
+``on_missing_cuda`` out. With Ray Train V2, the default of Ray 2.60, a Tune function creates and fits the trainer.
+``Tuner(TorchTrainer(...))`` raises a TuneError there, unless RAY_TRAIN_V2_ENABLED=0 is set.
 """
 
 import sys
@@ -30,12 +30,12 @@ def train_func(config):
     targets = inputs.sum(dim=1, keepdim=True)
     for _ in range(50):
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
-        if not loss.isfinite():  # the trial fails, the others go on
+        if not loss.isfinite():  # this trial fails, the others continue
             raise ValueError(f"diverged at lr={config['lr']}")
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    # Every trial has a start of its own: another port, other workers.
+    # Every trial has its own start, with another port and other workers.
     start = get_start_report()
     train.report({"loss": loss.item(), "backend": start.backend, "port": start.master_port})
 
@@ -58,12 +58,12 @@ def fit_trial(config):
 
 
 def main(results_folder):
-    # The reason for the backend of each trial is in its start_report.json; without log_to_driver=False it is printed too.
+    # start_report.json of each trial contains the reason for its backend; without log_to_driver=False it is also printed.
     ray.init("local", num_cpus=6, num_gpus=1, log_to_driver=False)
     results = tune.Tuner(
         fit_trial,
         param_space={"lr": tune.grid_search([0.1, 0.03, 0.01]), "results_folder": results_folder},
-        # Tune counts the CPU of the trial, not its workers: allow as many trials as have room with their workers.
+        # Tune counts only the trial's own CPU, not its workers: allow as many trials as the cluster can run with their workers.
         tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=2),
         run_config=tune.RunConfig(name="tune", storage_path=results_folder),
     ).fit()

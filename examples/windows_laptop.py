@@ -1,9 +1,10 @@
-"""Train on one Windows laptop: two workers on half a GPU each, and a checkpoint of one file name from every worker.
+"""Train on one Windows laptop: two workers use half a GPU each, and every worker reports a checkpoint with the same file name.
 
 usage: python windows_laptop.py [--stock] [--epochs N] [--results FOLDER]
 
-It runs on Linux and macOS as well, and without a GPU: the GPU is then a logical resource of Ray and the workers train on the CPU.
-``--stock`` is the same with Ray's own ``TorchConfig("gloo")``; without a GPU it asks for none, as stock cannot train on the CPU then.
+The script also runs on Linux and macOS, and without a GPU. Then the GPU is only a logical resource of Ray, and the workers train on
+the CPU. ``--stock`` uses Ray's own ``TorchConfig("gloo")`` instead. Without a GPU it requests none, because stock cannot train GPU
+workers on the CPU.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from ray_fracbackend import FracTorchConfig
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut; halves height and width. The statistics of few steps need a momentum above 0.1."""
+    """Two 3x3 convolutions and a shortcut; halves height and width. With so few steps the statistics need a momentum above 0.1."""
 
     def __init__(self, num_inputs, num_outputs):
         super().__init__()
@@ -47,7 +48,7 @@ def resnet_like():
 
 
 def images_like_mnist(count=512):
-    """Return images (count, 1, 28, 28) of float32 and their digits (count,) of int64: ten patterns with noise."""
+    """Return float32 images (count, 1, 28, 28), which are ten patterns with noise, and their int64 digits (count,)."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.rand(10, 1, 28, 28, generator=generator)
     digits = torch.randint(10, (count,), generator=generator)
@@ -73,7 +74,7 @@ def train_func(config):
             state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
             torch.save(state, os.path.join(folder, "checkpoint.pt"))
             accuracy = right / len(loader.sampler)
-            # From every worker, under one name: with stock Ray on Windows that ends in PermissionError [WinError 32].
+            # Every worker reports the same file name: with stock Ray on Windows this raises PermissionError [WinError 32].
             ray.train.report({"epoch": epoch, "accuracy": accuracy}, checkpoint=Checkpoint.from_directory(folder))
 
 
