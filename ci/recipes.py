@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import ROOT, install
+from common import ROOT, call, install
 
 PAGES = ROOT / "docs" / "recipes"
 _NET = ROOT / "tests" / "net"
@@ -259,7 +259,10 @@ class Place:
         from ray.util import get_node_ip_address
 
         folders = {self.folder / "home": "~", self.folder / "work": ".", ROOT: ".", sys.prefix: ".venv"}
-        return {**{str(folder): name for folder, name in folders.items()}, get_node_ip_address(): "10.0.0.3"}
+        names = {str(folder): name for folder, name in folders.items()}
+        address, shown_address = get_node_ip_address(), "10.0.0.3"
+        # Before two spaces: in a column of a table, whose width stays.
+        return {**names, f"{address}  ": f"{shown_address:{len(address)}}  ", address: shown_address}
 
 
 def _marked(mark: str) -> list[psutil.Process]:
@@ -363,6 +366,8 @@ def environment_over(folder: Path, below: list[str]) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
+        # Older Pythons put an old setuptools there, which would go before that of the other folders.
+        call(python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools")
         (packages,) = folder.glob("lib/python*/site-packages")
         (packages / "below.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in below))
         for name, module in (("ray", "ray.scripts.scripts"), ("ray-fracbackend", "ray_fracbackend.cli")):
