@@ -28,9 +28,19 @@ def lines(caplog):
     return found
 
 
-def leave_a_flag():
-    """Sets the flag of torchrun in a worker, which is a warning of the plan."""
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+@pytest.fixture
+def flagged(pair):
+    """Workers with the flag of torchrun, which is a warning of the plan. They are shared by tests, so it is removed again."""
+    pair.execute(set_flag, "True")
+    yield pair
+    pair.execute(set_flag, None)
+
+
+def set_flag(value):
+    """Set or remove the flag in a worker."""
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    if value is not None:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = value
 
 
 def test_a_quick_start(pair, lines):
@@ -42,20 +52,18 @@ def test_a_quick_start(pair, lines):
     assert outcome.startswith("using gloo (no GPUs were asked for) [2 workers, ")
 
 
-def test_warnings_come_before_the_wait(pair, lines):
+def test_warnings_come_before_the_wait(flagged, lines):
     """Each once; an error has it too."""
-    pair.execute(leave_a_flag)
-    start(pair)
+    start(flagged)
     (level, warning), (_, begin), _ = lines()
     assert (level, warning.startswith(NOT_KEPT), begin.startswith("starting gloo")) == ("WARNING", True, True)
 
 
-def test_an_error_has_the_warnings_of_its_start(pair, lines):
+def test_an_error_has_the_warnings_of_its_start(flagged, lines):
     """On lines of their own below the message; the log does not have them a second time."""
-    pair.execute(leave_a_flag)
-    pair.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
+    flagged.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     with pytest.raises(VerificationError) as caught:
-        start(pair, start_timeout_s=START_S)  # too short for a search for the fault
+        start(flagged, start_timeout_s=START_S)  # too short for a search for the fault
     message, *below = str(caught.value).splitlines()
     assert "wrong answer on rank 1" in message
     assert [line.startswith(f"warning before this error: {NOT_KEPT}") for line in below] == [True]
