@@ -13,20 +13,7 @@ _CODE = re.compile(r"::\n\n((?: {4,}.*(?:\n|$)|\n)+)")
 
 
 class PublicApi(griffe.Extension):
-    """Show the settings with their defaults, and code in docstrings as Python."""
-
-    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Treat ``_setting(default, rule, help)`` of Settings as the dataclass field that it creates."""
-        call = attr.value
-        if not isinstance(call, griffe.ExprCall) or str(call.function) != "_setting":
-            return
-        default, *rest = call.arguments
-        given = {each.name: each.value for each in rest if isinstance(each, griffe.ExprKeyword)}
-        arguments = {"default": default, "kw_only": given.get("kw_only", "True")}
-        attr.value = griffe.ExprCall(
-            griffe.ExprName("field", parent=attr.module),
-            [griffe.ExprKeyword(name, value) for name, value in arguments.items()],
-        )
+    """Show code in docstrings as Python."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Convert code in a docstring to a fenced block."""

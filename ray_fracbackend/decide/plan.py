@@ -132,7 +132,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class StartPlan(Decision):
-    """A decision with the rendezvous of its ranks.
+    """A `Decision` with all its attributes, and the rendezvous of its ranks.
 
     Attributes:
         rendezvous: Rendezvous of the ranks.

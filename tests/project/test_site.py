@@ -11,6 +11,9 @@ import pytest
 
 import ray_fracbackend
 from ray_fracbackend import ipc
+from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.errors import VerificationError
+from ray_fracbackend.failure.failed_report import failed_start
 
 _ROOT = Path(__file__).parents[2]
 _DOCS = _ROOT / "docs"
@@ -83,6 +86,18 @@ def test_api_page_has_every_public_name():
     public |= {f"ray_fracbackend.ipc.{name}" for name in ipc.__all__ if name != "BACKEND_NAME"}
     assert public - set(named) == set()
     assert len(named) == len(set(named))
+
+
+def test_api_page_has_every_key_of_the_report():
+    """The table of the JSON names each key of a report once, and each key of its error."""
+    section = (
+        (_DOCS / "api.md").read_text(encoding="utf-8").partition("### The report as JSON\n")[2].partition("\n## ")[0]
+    )
+    rows = dict(re.findall(r"^\| (`[^|]+`) \| (.+) \|$", section, flags=re.MULTILINE))
+    named = [key for cell in rows for key in re.findall(r"`(\w+)`", cell)]
+    report = failed_start(VerificationError("x"), Settings(), (), None, None, {})
+    assert sorted(named) == sorted(report)
+    assert set(report["error"]) <= set(re.findall(r"`(\w+)`", rows["`error`"]))
 
 
 # Constants of the package that look like environment variables but are not.
