@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,17 @@ if TYPE_CHECKING:
     from ray_fracbackend.decide.rendezvous import Rendezvous
     from ray_fracbackend.decide.worker_info import WorkerInfo
 
+_COLUMNS = 100
+
 
 def aligned(rows: Iterable[tuple[str, str]]) -> str:
-    """Return one line for each label and text. The texts begin in one column, and rows without a text are left out."""
+    """Return the labels and texts in two columns. A long text continues on the next line; rows without a text are left out."""
     kept = [(label, text) for label, text in rows if text]
-    width = max((len(label) for label, _ in kept), default=0)
-    return "\n".join(f"{label:<{width}}  {text}" for label, text in kept)
+    width = max((len(label) for label, _ in kept), default=0) + 2
+    wrapper = textwrap.TextWrapper(
+        _COLUMNS, subsequent_indent=" " * width, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.fill(f"{label:<{width}}{text}") for label, text in kept)
 
 
 def plan_text(plan: StartPlan) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
+import subprocess
+import sys
 
 import pytest
 from ray.train.torch import TorchConfig
@@ -12,6 +15,7 @@ from ray.train.torch import TorchConfig
 import ray_fracbackend
 from ray_fracbackend import FracTorchConfig, VerificationResult
 from ray_fracbackend.config import frac_config
+from ray_fracbackend.decide.settings import CHOICES, setting_names
 from tests.unit.builders import worker
 
 
@@ -53,21 +57,94 @@ def test_an_attribute_that_is_misspelled():
         assert other.backend == "gloo"
 
 
+def test_attributes_of_subclasses():
+    """A dataclass has its own fields, and a plain subclass any attributes, also with names that resemble settings."""
+
+    @dataclasses.dataclass
+    class WithField(FracTorchConfig):
+        _: dataclasses.KW_ONLY
+        timeouts_s: float
+
+    class WithAttribute(FracTorchConfig):
+        def __init__(self, start_timeout):
+            super().__init__(start_timeout_s=start_timeout)
+            self.start_timeout = start_timeout
+
+    config = WithField("gloo", timeouts_s=1.0)
+    config.timeouts_s = 2.0
+    assert (config.backend, config.timeouts_s) == ("gloo", 2.0)
+    with pytest.raises(AttributeError, match="did you mean on_missing_cuda"):
+        config.on_mising_cuda = "cpu"
+    assert (WithAttribute(30).start_timeout, WithAttribute(30).start_timeout_s) == (30, 30)
+
+
+def test_a_copy_with_a_misspelled_setting():
+    """dataclasses.replace() raises the same error."""
+    with pytest.raises(TypeError, match=r"there is no setting verfy; did you mean verify\?"):
+        dataclasses.replace(FracTorchConfig(), verfy=False)
+
+
+def test_signature():
+    """help() and editors show names, types and defaults; all settings after TorchConfig's three are keyword-only."""
+    parameters = inspect.signature(FracTorchConfig).parameters
+    assert tuple(parameters) == setting_names()
+    assert {name: each.default for name, each in parameters.items()} == FracTorchConfig().to_dict()
+    assert [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY] == list(setting_names()[3:])
+    assert parameters["on_missing_cuda"].annotation == "Literal['error', 'cpu']"
+
+
+def test_choices_are_those_of_the_types():
+    """The command line and the checks of values read them from the types."""
+    assert CHOICES == {
+        "init_method": ("env", "tcp"),
+        "on_shared_device": ("auto", "ipc", "staged", "gloo", "nccl", "error"),
+        "on_missing_cuda": ("error", "cpu"),
+    }
+
+
 @pytest.mark.parametrize("name", ["backend_cls", "train_func_context"])
 def test_the_class_in_place_of_an_object(name):
-    """What Ray reads of it raises with the fix."""
+    """What Ray reads of it raises with the fix. inspect.getmembers(), which completion uses, does not fail."""
+    assert name in dict(inspect.getmembers(FracTorchConfig))
     with pytest.raises(TypeError, match=r"torch_config=FracTorchConfig: it must be an object .*FracTorchConfig\(\)"):
         getattr(FracTorchConfig, name)
 
 
 @pytest.mark.parametrize(
     ("given", "fix"),
-    [({"backend": "gloo"}, r"FracTorchConfig\(backend='gloo'\)"), (TorchConfig, r"torch_config=TorchConfig\(\)")],
+    [
+        ({"backend": "gloo"}, r"FracTorchConfig\(backend='gloo'\)"),
+        (TorchConfig, r"torch_config=TorchConfig\(\)"),
+        ("gloo", r"torch_config='gloo': it must be a TorchConfig"),
+    ],
 )
 def test_run_and_the_callback_refuse_what_is_no_config(given, fix):
     """A dict and a class are errors with the fix."""
     with pytest.raises(TypeError, match=fix):
         frac_config(given, {})
+
+
+def test_values_that_ray_replaces_by_a_default():
+    """TorchTrainer creates a TorchConfig in place of None and of any other false value; ours is a FracTorchConfig."""
+    assert frac_config({}, {"verify": False}) == frac_config(None, {"verify": False}) == FracTorchConfig(verify=False)
+
+
+def test_completion_after_all_names_are_used():
+    """In a new process: the modules that the names import are not offered, only those that a script imports itself."""
+    script = (
+        "import ray_fracbackend, ray_fracbackend.ipc\n"
+        "for name in ray_fracbackend.__all__: getattr(ray_fracbackend, name)\n"
+        "print(*(name for name in dir(ray_fracbackend) if not name.startswith('__')))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {*ray_fracbackend.__all__, "ipc"}
+
+
+def test_a_module_that_is_not_imported(monkeypatch):
+    """The error names the import."""
+    monkeypatch.delitem(vars(ray_fracbackend), "integrations", raising=False)
+    with pytest.raises(AttributeError, match=r"import ray_fracbackend\.integrations first"):
+        ray_fracbackend.integrations  # noqa: B018
 
 
 def test_names_of_the_module():
