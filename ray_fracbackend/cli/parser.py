@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from ray_fracbackend import __version__
 from ray_fracbackend.cli.commands import demo, doctor, plan, run, test
 from ray_fracbackend.cli.program import PROGRAM
+from ray_fracbackend.decide.suggestions import nearest
 
 
 class UsageError(Exception):
@@ -77,8 +77,8 @@ class _Program(_Parser):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return what follows a word that is none of the known ones: the one that is most like it, where there is one."""
-    close = get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    meant = nearest(word, known)
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def parser() -> argparse.ArgumentParser:

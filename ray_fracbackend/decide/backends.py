@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from ray_fracbackend.decide.suggestions import nearest
+
 # Names that this package decides about; any other is left to Ray Train.
 OUR_BACKENDS = ("auto", "nccl", "gloo", "ipc", "staged")
 # Names of other backends that look like a typo of ours.
@@ -99,10 +101,8 @@ def similar_backend(name: str) -> str | None:
     """Return our backend that an unknown name is probably a typo of, such as ``gloo`` for ``glo``; else None."""
     for part in name.split(","):
         backend = part.rpartition(":")[2]
-        if backend not in OUR_BACKENDS and backend not in _OTHERS:
-            close = get_close_matches(backend, OUR_BACKENDS, n=1)
-            if close:
-                return close[0]
+        if backend not in OUR_BACKENDS and backend not in _OTHERS and (meant := nearest(backend, OUR_BACKENDS)):
+            return meant
     return None
 
 

@@ -16,7 +16,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -51,7 +50,7 @@ class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[mis
         """Replace one configuration and log it."""
         replaced = self._replaced(config)
         if replaced is not config:
-            logger.info("run %s: %s starts in place of %r", _ray.run_name(worker_group), _short(replaced), config)
+            logger.info("run %s: %r starts in place of %r", _ray.run_name(worker_group), replaced, config)
         return replaced
 
     def _replaced(self, config: Any) -> Any:
@@ -76,13 +75,6 @@ def use_everywhere(settings: Mapping[str, Any]) -> None:
     others = [name for name in os.environ.get(CALLBACKS_ENV, "").split(",") if name and name != path]
     os.environ[CALLBACKS_ENV] = ",".join([*others, path])
     os.environ[SETTINGS_ENV] = json.dumps(dict(settings))
-
-
-def _short(config: Settings) -> str:
-    """Format a configuration without the settings that have their defaults."""
-    values = {each.name: (getattr(config, each.name), each.default) for each in fields(Settings)}
-    changed = [f"{name}={value!r}" for name, (value, default) in values.items() if value != default]
-    return f"FracTorchConfig({', '.join(changed)})"
 
 
 def _settings() -> dict[str, Any]:

@@ -161,7 +161,7 @@ def test_ctrl_c_ends_a_script_that_waits(tmp_path, presses):
 @pytest.mark.full
 @pytest.mark.linux(reason="two Ray nodes on one machine")
 def test_a_cluster_that_grows(tmp_path):
-    """On a running cluster the script is told what is missing and goes on waiting; it trains when a node with it joins."""
+    """On a running cluster a line names what is missing and the script goes on waiting; it trains when such a node joins."""
     with head_node() as (address, settings):
         options = ("--num-gpus", "1", "--on-missing-cuda", "cpu")
         process, output = start(tmp_path, *options, **settings, RAY_ADDRESS=address)
