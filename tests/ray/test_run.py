@@ -447,7 +447,7 @@ def test_options_without_effect_are_said(tmp_path, options, trainer, lines):
     assert [line.removeprefix("ray-fracbackend run: ") for line in said[1:]] == lines
 
 
-@pytest.mark.full(but="V2")
+@pytest.mark.full
 def test_settings_of_a_script_without_a_trainer(tmp_path):
     """They have no effect in its process."""
     (tmp_path / "other.py").write_text("import sys; sys.exit(0)\n")

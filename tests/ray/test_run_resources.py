@@ -101,7 +101,7 @@ def test_the_scripts_own_number_holds(tmp_path):
     ]
 
 
-@pytest.mark.full(but="V2")
+@pytest.mark.full
 def test_more_than_a_local_ray_has(tmp_path):
     """An error at once with what is asked for, what there is, and what to ask instead; nothing is left."""
     before = 'ray.init("local", num_cpus=1, num_gpus=0, include_dashboard=False)'
