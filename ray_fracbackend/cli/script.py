@@ -131,9 +131,11 @@ def _around_fit(waits: Waits, used: UsedRay, trainer: TorchTrainer) -> Iterator[
     """Check that there are places for the workers; V2 leaves a handler of SIGINT that ends a run, which is over afterwards."""
     waits.check(trainer, used)
     handler = signal.getsignal(signal.SIGINT)
-    yield
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, handler)
 
 
 def _end_at_ctrl_c(controller: Any) -> None:

@@ -115,7 +115,9 @@ def _combined(
     rank, first = min(ours, key=lambda each: _precedence(each[1]))
     found = late or f"{where([rank], addresses)}: {first.found}"
     blamed = {rank for _, error in ours for rank in error.ranks}
-    return first.restated(message, found=found, ranks=silent or blamed or failures)
+    error = first.restated(message, found=found, ranks=silent or blamed or failures)
+    error.step = error.step or step  # a worker's check may not know for which step it runs
+    return error
 
 
 def _precedence(error: FracBackendError) -> tuple[bool, int, int]:

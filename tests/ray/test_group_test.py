@@ -90,3 +90,4 @@ def test_command(cluster):
     found = json.loads(done.stdout)
     assert (found["ok"], found["report"]["settings"]["on_missing_cuda"], len(found["steps"])) == (True, "cpu", 2)
     assert max(step["difference"] for step in found["steps"]) < 1e-9
+    assert "ray_fracbackend: starting gloo at 127.0.0.1:" in done.stderr, "the lines of a start, as in a training run"

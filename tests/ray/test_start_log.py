@@ -116,3 +116,4 @@ def test_a_wrong_address_on_one_node(pair, lines):
     assert text.count(warning) == 1
     assert text.endswith(f"{warning}: set it to an address of rank 0's node that this rank reaches, or leave it out.")
     assert caught.value.ranks == (1,)
+    assert caught.value.step == begin.split(" with ")[0]

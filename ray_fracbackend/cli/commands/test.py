@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ray_fracbackend.cli.options import add_workers
+from ray_fracbackend.cli.output import log_lines
 from ray_fracbackend.cli.program import CommandError, Outcome
 
 
@@ -26,8 +27,11 @@ def execute(options: argparse.Namespace) -> Outcome:
 
 def _test(*workers: Any, **how: Any) -> Outcome:
     from ray_fracbackend.cli.ddp_steps import run_group_test
+    from ray_fracbackend.log import logger
 
-    found = run_group_test(*workers, **how)
+    # Ray is quiet in a command.
+    with log_lines(logger.logger):
+        found = run_group_test(*workers, **how)
     problem = found.problem()
     error = CommandError("wrong_weights", problem, ranks=found.wrong_ranks) if problem else None
     return Outcome(found.to_text(), found.to_dict(), error)
