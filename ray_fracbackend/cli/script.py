@@ -74,7 +74,7 @@ def run_script(
     with declaring(declared or {}, announce.say) as used, watching(waits):
         replace_torch_config(settings, announce, functools.partial(_around_fit, waits, used))
         try:
-            code = run_as_main(_WHO, script, arguments, is_module=is_module, after_error=_advise)
+            code = run_as_main(_WHO, script, arguments, is_module=is_module, after_error=announce.advise)
         except SystemExit as ended:
             if not ended.code:
                 announce.end(script, declared or {}, used)
@@ -95,19 +95,31 @@ class _Announce:
         self._settings = settings
         self._said: set[str] = set()
         self._has_trainer = False
+        self._has_own_config = False
 
     def __call__(self, config: TorchConfig, trainer: TorchTrainer, is_own: bool) -> None:
         """Say with which configuration a trainer starts, and which settings change nothing there; ``is_own``: the script's."""
         self._has_trainer = True
+        self._has_own_config |= is_own
         text = repr(config) if isinstance(config, FracTorchConfig) else type(config).__name__
         self.say(f"TorchTrainer starts with {text}")
         if is_own and self._settings:
-            self.say(no_effect(self._settings, f"the script makes its own {type(config).__name__}"))
+            fix = ": set them there" if isinstance(config, FracTorchConfig) else ""
+            self.say(no_effect(self._settings, f"the script makes its own {type(config).__name__}{fix}"))
             return
         gpus = trainer.scaling_config.num_gpus_per_worker
         if isinstance(gpus, (int, float)):  # V1 allows search spaces
             for line in without_effect(self._settings, config.backend, gpus):
                 self.say(line)
+
+    def advise(self, error: Exception) -> None:
+        """Name the options of the settings that an error advises as ``FracTorchConfig(...)``, if the script does not set them itself."""
+        cause = root_cause(error)
+        if self._has_own_config or not isinstance(cause, FracBackendError):
+            return
+        if options := advised_options(str(cause)):
+            where = "" if self._has_trainer else ", if the script makes no FracTorchConfig"
+            self.say(f"you can set this with {options} before the script name{where}")
 
     def end(self, script: str, declared: Mapping[str, int], used: UsedRay) -> None:
         """Say what had no effect on a script that ended well."""
@@ -213,13 +225,6 @@ def _place(frames: TracebackType | None) -> str:
         return ""
     first = traceback.extract_tb(frames)[0]
     return f" at {first.filename}:{first.lineno}"
-
-
-def _advise(error: Exception) -> None:
-    """Name the options of the settings of FracTorchConfig that an error of ours advises: the script may have no such object."""
-    cause = root_cause(error)
-    if isinstance(cause, FracBackendError) and (options := advised_options(str(cause))):
-        say(_WHO, f"you can set this with {options} before the script name, if the script makes no FracTorchConfig")
 
 
 @contextmanager

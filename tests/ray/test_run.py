@@ -16,7 +16,7 @@ from pyarrow.fs import LocalFileSystem
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from ray_fracbackend import FracTorchConfig
+from ray_fracbackend import FracTorchConfig, MissingDeviceError
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli import script as run_module
 from ray_fracbackend.integrations.trainers import replace_torch_config
@@ -97,6 +97,26 @@ def test_configs_that_are_no_torch_config_stay(replaced):
         assert (trainer.backend_config if v2_enabled() else trainer._backend_config) is config
 
 
+@pytest.mark.parametrize(
+    ("own_configs", "line"),
+    [
+        ([], "set this with --on-missing-cuda cpu before the script name, if the script makes no FracTorchConfig"),
+        ([False], "set this with --on-missing-cuda cpu before the script name"),
+        ([True], None),
+    ],
+    ids=["trainer elsewhere", "replaced", "the script's own"],
+)
+def test_advice_on_a_setting(capsys, own_configs, line):
+    """An option is named only where it can have an effect; a script with a FracTorchConfig of its own sets it there."""
+    announce = run_module._Announce({})
+    config = FracTorchConfig()
+    for is_own in own_configs:
+        announce(config, TorchTrainer(train_func, torch_config=config), is_own)
+    capsys.readouterr()
+    announce.advise(MissingDeviceError("no GPU", advice="Use FracTorchConfig(on_missing_cuda='cpu')."))
+    assert capsys.readouterr().err == (f"ray-fracbackend run: you can {line}\n" if line else "")
+
+
 @pytest.mark.full
 def test_settings_reach_the_start(tmp_path):
     """Without --on-missing-cuda the same script ends with our error, with the cause, the option and exit code 1."""
@@ -105,7 +125,7 @@ def test_settings_reach_the_start(tmp_path):
     done = run("--start-timeout-s", "60", SCRIPT, "none", tmp_path)
     assert done.returncode == 1
     assert "on_missing_cuda='cpu'" in done.stderr
-    assert "ray-fracbackend run: you can set this with --on-missing-cuda cpu before the script name, " in done.stderr
+    assert "ray-fracbackend run: you can set this with --on-missing-cuda cpu before the script name\n" in done.stderr
     assert not answers(tmp_path, "none")
 
 
@@ -415,7 +435,7 @@ _WITHOUT_EFFECT = {
     "its own FracTorchConfig": (
         "--backend ipc --no-verify",
         "torch_config=FracTorchConfig(backend='gloo')",
-        ["--backend, --no-verify: no effect, because the script makes its own FracTorchConfig"],
+        ["--backend, --no-verify: no effect, because the script makes its own FracTorchConfig: set them there"],
     ),
     "whole GPUs": (
         "--limit-gpu-memory --on-missing-cuda cpu",
@@ -431,7 +451,7 @@ _WITHOUT_EFFECT = {
 _TRAINER = """
 from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray_fracbackend import FracTorchConfig
+from ray_fracbackend import FracTorchConfig, MissingDeviceError
 """
 
 

@@ -40,7 +40,10 @@ def execute(options: argparse.Namespace) -> int:
 
 def _compare(error: Exception) -> None:
     """Say that a start with FracTorchConfig does not end so: stock's own errors name NCCL or CUDA."""
-    if any(name in str(error) for name in ("NCCL", "CUDA")):
+    from ray_fracbackend.cli.progress import root_cause
+
+    # The text of a V1 error is about its logs.
+    if any(name in f"{error} {root_cause(error)}" for name in ("NCCL", "CUDA")):
         say(
             _WHO,
             f"this error comes from Ray's own TorchConfig; FracTorchConfig avoids it: run {_WHO} without --stock",

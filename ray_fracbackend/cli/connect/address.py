@@ -147,7 +147,8 @@ def check_listening(target: Target, timeout_s: float) -> None:
     else:
         return
     # The file may be that of a cluster which is gone, beside one that runs.
-    fix += "; `ray stop` removes a file that is out of date" if target.automatic else ""
+    if target.automatic:
+        fix += "; if that file is out of date, delete it, or run `ray stop`, which ends all of Ray on this machine"
     raise ClusterError(f"no Ray cluster at {what}: {cause}; {fix}", "no_cluster")
 
 
