@@ -125,7 +125,7 @@ def release_workers(worker_group: Any) -> None:
         if left is not None:
             left.shutdown()
     except Exception as error:  # the start's own error is the one to report
-        logger.warning("the workers of the failed start may still be there: %s", error)
+        logger.warning("the workers of the failed start may still be running: %s", error)
 
 
 def _end_busy_workers(worker_group: Any) -> None:
@@ -140,7 +140,7 @@ def _end_busy_workers(worker_group: Any) -> None:
 def restarts_lost_workers(worker_group: Any) -> bool:
     """Return True if the engine restarts the workers after a RayActorError in a start (V2).
 
-    V1 loses such an error: its trial has no restarts of its own and raises None instead (BackendExecutor.start and
+    V1 loses such an error: its trial does not restart by itself and raises None instead (BackendExecutor.start and
     _increment_failures, 2.40 to 2.60). Any other error reaches the user, and Tune restarts the trial according to
     FailureConfig.
     """
@@ -239,7 +239,7 @@ def keep_torch_config(trainer: Any, config: Any) -> None:
 def replace_sigint_handler(trainer_class: type, register: Callable[[Any], None]) -> None:
     """Let ``register(controller)`` set the handler of SIGINT for each run of V2, where V2 sets its own.
 
-    That one waits without a limit for an answer of the controller, which answers nothing while it waits for resources
+    V2's handler waits without a limit for the controller, which does not answer while it waits for resources
     (DataParallelTrainer._register_sigint_handler, WorkerGroup._start_impl, 2.60). V1 leaves SIGINT to Tune.
     """
     if hasattr(trainer_class, "_register_sigint_handler"):
@@ -304,8 +304,8 @@ def learner_backend_config(config: Any) -> Iterator[None]:
 def results_folder(worker_group: Any) -> tuple[Any, str] | None:
     """Return file system and folder of the run's results, as in ``Result.path``; None for a group without a run.
 
-    V2 calls ``on_start`` in its controller, and the worker group has the storage. V1 calls it in the trial, and the
-    session has it.
+    V2 calls ``on_start`` in its controller, and the worker group has the storage. V1 calls it in the trial, and
+    there the session has the storage.
     """
     storage = getattr(worker_group, "_storage_context", None)
     if storage is not None:

@@ -2,7 +2,7 @@
 
 Ray Train merges the checkpoints of all ranks into one directory. On Windows a rank cannot open a file that another rank
 is copying there; its copy raises ``PermissionError [WinError 32]``. On other systems the last copy wins. With this
-module it also does on Windows. ``RAY_FRACBACKEND_CHECKPOINT_TURNS=0`` leaves Ray's copies unchanged.
+module the last copy also wins on Windows. ``RAY_FRACBACKEND_CHECKPOINT_TURNS=0`` leaves Ray's copies unchanged.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def copy_checkpoints_in_turn() -> None:
         _ray.wrap_checkpoint_copies(in_turn)
     except ImportError as error:
         logger.warning(
-            "checkpoints with one file name from several ranks may end with PermissionError [WinError 32]: give each rank's file "
-            "a name of its own, or use ray_fracbackend.report_rank0 (%s)",
+            "checkpoints of several ranks with the same file name may raise PermissionError [WinError 32]: use a different file "
+            "name on each rank, or use ray_fracbackend.report_rank0 (%s)",
             error,
         )
 

@@ -1,7 +1,7 @@
 """Train a small network on scikit-learn's digits with two workers at half a GPU each: ``ray-fracbackend demo``.
 
-A Ray Train script like any other, which also runs as ``python -m ray_fracbackend.demo``. What this package changes in it is one argument,
-``torch_config``. Without a GPU one logical GPU is declared to Ray, and the workers train on the CPU.
+An ordinary Ray Train script, which also runs as ``python -m ray_fracbackend.demo``. It uses this package only for the argument
+``torch_config``. Without a GPU the script declares one logical GPU to Ray, and the workers train on the CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ray_fracbackend import FracTorchConfig, get_start_report
 
 _FILE = "model.pt"
-# After as many epochs a lower accuracy is an error.
+# After this number of epochs a lower accuracy is an error.
 _NUM_EPOCHS, _ACCURACY = 10, 0.9
 
 
@@ -33,7 +33,7 @@ def build_model() -> nn.Module:
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Load scikit-learn's 1,797 handwritten digits, as float32 in 0 to 1: four fifths to train on, one fifth to test on."""
+    """Load scikit-learn's 1,797 handwritten digits, as float32 in 0 to 1: four fifths for training, one fifth for testing."""
     from sklearn.datasets import load_digits as load
 
     data = load()
@@ -46,7 +46,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """Return the share of right predictions, in 0 to 1."""
+    """Return the share of correct predictions, in 0 to 1."""
     images, labels = data.tensors
     device = next(model.parameters()).device
     with torch.no_grad():
@@ -59,7 +59,7 @@ def train_digits(config: dict[str, Any]) -> None:
     """Train one worker's share: the train function."""
     torch.manual_seed(0)
     rank = ray.train.get_context().get_world_rank()
-    # What was decided and why; stock's start has no report.
+    # The decision and its reason; a start with Ray's TorchConfig has no report.
     start = None if config["stock"] else str(get_start_report())
     train_set, test_set = load_digits()
     loader = prepare_data_loader(DataLoader(train_set, batch_size=32, shuffle=True))
@@ -99,7 +99,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device here: declaring one logical GPU to Ray; training runs on the CPU", flush=True)
-    # V2's report() waits for the controller, which by default looks at its workers every 2 s: once an epoch here.
+    # V2's report() waits for the controller, which by default polls its workers every 2 s; this script reports every epoch.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     ray.init(
         "local",

@@ -120,7 +120,7 @@ def check_devices(
         causes = "; ".join(f"{worker.where}: {worker.cuda_missing}" for worker in without[:4])
         raise MissingDeviceError(
             f"{ranks_text([worker.rank for worker in without])} cannot use a CUDA device ({causes}). Every process of the group needs "
-            "one; give it one, or make the group with gloo for CPU tensors.",
+            "one: assign one to it, or create the group with gloo for CPU tensors.",
             ranks=[worker.rank for worker in without],
         )
     plan = decide_start(workers, Settings())
@@ -186,7 +186,7 @@ def _place(
 ) -> tuple[Store, int, int]:
     """Return the store, this process's rank and the number of processes."""
     if store is not None and group is not None:
-        raise ValueError("check_devices() takes a group or a store, not both.")
+        raise ValueError("check_devices() accepts a group or a store, not both.")
     if store is not None:
         is_rank = _is_int(rank) and _is_int(world_size) and 0 <= rank < world_size  # type: ignore[operator]
         if not is_rank:
@@ -195,7 +195,7 @@ def _place(
             )
         return store, rank, world_size  # type: ignore[return-value]  # checked
     if rank is not None or world_size is not None:
-        raise ValueError("check_devices() takes rank and world_size with a store alone: add store=, or leave both out.")
+        raise ValueError("check_devices() accepts rank and world_size only with a store: pass store=, or leave both out.")
     if not dist.is_initialized():
         raise ValueError(
             "check_devices() needs a store or a process group: pass store=, rank= and world_size=, or call "
@@ -204,7 +204,7 @@ def _place(
     group = group or distributed_c10d._get_default_group()
     own_rank = dist.get_rank(group)
     if own_rank < 0:
-        raise ValueError("check_devices() must be called by the ranks of the group alone, and this rank is not in it.")
+        raise ValueError("only the ranks of the group may call check_devices(), and this rank is not in it.")
     return distributed_c10d._get_process_group_store(group), own_rank, dist.get_world_size(group)
 
 
@@ -221,7 +221,7 @@ class _Meeting:
         try:
             self._store = PrefixStore(str(self._store.add(f"calls/{self._rank}", 1)), self._store)
             self._put(f"rank/{self._rank}", (__version__, self._world_size, pickle.dumps(info)))
-            # Rank 0 reads for all: with many ranks the store could not answer each rank for every other rank.
+            # Rank 0 reads all reports: with many ranks the store could not serve reads of every rank by every other rank.
             told = self._collect() if self._rank == 0 else self._answer()
             self._part(len(told))
         except RendezvousError:
@@ -230,7 +230,7 @@ class _Meeting:
             first = cause_of(error)
             raise RendezvousError(
                 f"check_devices: the store failed on rank {self._rank} ({first}). The process that hosts it must run until all have "
-                "returned; look at its log and at the network."
+                "returned; check its log and the network."
             ) from error
         return self._checked(told)
 
@@ -264,7 +264,7 @@ class _Meeting:
     def _part(self, num_came: int) -> None:
         """Wait until all ranks have read the answer: after an error the process that hosts the store may end."""
         self._store.add("read", 1)
-        with suppress(RuntimeError, OSError):  # the host has ended, so all ranks have read
+        with suppress(RuntimeError, OSError):  # the host has ended, so all ranks have read the answer
             self._wait(lambda: self._store.add("read", 0) >= num_came, time.monotonic() + _ANSWER_S)
 
     def _checked(self, told: dict[int, bytes]) -> list[WorkerInfo]:
@@ -284,8 +284,8 @@ class _Meeting:
 
     def _late(self, absent: list[int]) -> RendezvousError:
         return RendezvousError(
-            f"check_devices: {ranks_text(absent)} did not come within {self._timeout_s:g} s. All {self._world_size} processes must call "
-            "it, with the same store and world_size; look at the logs of these.",
+            f"check_devices: {ranks_text(absent)} did not call within {self._timeout_s:g} s. All {self._world_size} processes must call "
+            "it, with the same store and world_size; check the logs of the missing ranks.",
             ranks=absent,
         )
 

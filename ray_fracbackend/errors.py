@@ -1,4 +1,4 @@
-"""Errors of this package; failure/merge.py adds the one that is also an error of Ray. Standard library only.
+"""Errors of this package; failure/merge.py adds LostWorkerError, also an error of Ray. Standard library only.
 
 Each message states the problem, the rule that it breaks, and what to do next. Code that handles an error reads its
 attributes and never parses its message. Each error can be pickled, because it usually crosses a process boundary.
@@ -7,7 +7,7 @@ attributes and never parses its message. Each error can be pickled, because it u
 ``kind``           of a failed start
 =================  ==============================================================================================
 ``refused``        NCCL refused ranks as if they shared a GPU; ``cause`` is NCCL's message
-``invalid_usage``  NCCL refused a call without a reason
+``invalid_usage``  NCCL refused a call and did not name a reason
 ``wrong_answer``   a collective computed a wrong result
 ``stalled``        a call did not return in time
 ``own_failure``    NCCL or CUDA failed on the rank itself

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
-else:  # it takes no type parameter in Python 3.10
+else:  # it accepts no type parameter in Python 3.10
     _Adapter = logging.LoggerAdapter
 
 

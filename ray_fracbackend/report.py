@@ -125,7 +125,7 @@ class StartReport:
 
     @property
     def path(self) -> str | None:
-        """Path of device tensors, as found by the verification, if the backend has several paths; else None."""
+        """Path of device tensors, as reported by the verification, if the backend has several paths; else None."""
         return self.verification.path if self.verification else None
 
     @property

@@ -51,8 +51,8 @@ def save_report(worker_group: Any, report: dict[str, Any]) -> str | None:
         return bounded(write, _SAVE_S)
     except TimeoutError:
         logger.warning(
-            "%s is not written beside the results yet, after %g s: the storage is slow", REPORT_FILE, _SAVE_S
+            "%s is not yet written beside the results after %g s: the storage is slow", REPORT_FILE, _SAVE_S
         )
-    except Exception as error:  # storage of any kind, with its own errors
+    except Exception as error:  # each kind of storage raises its own errors
         logger.warning("%s was not written beside the results: %s", REPORT_FILE, error)
     return None

@@ -50,9 +50,9 @@ def staged_support() -> str | None:
         None if it can, else the reason in one sentence.
     """
     if not dist.is_available() or not dist.is_gloo_available():
-        return "this torch was built without torch.distributed or without Gloo, which the staged backend stands on"
+        return "this torch was built without torch.distributed or without Gloo, which the staged backend needs"
     if not HAS_PYTHON_GROUPS:
-        return f"torch {torch.__version__} cannot hold process groups that are made in Python; the staged backend needs torch 2.7"
+        return f"torch {torch.__version__} does not support process groups written in Python; the staged backend needs torch 2.7"
     return None
 
 

@@ -74,7 +74,7 @@ def verify_process_group(
     group = group or distributed_c10d._get_default_group()
     if dist.get_rank(group) < 0:
         raise ValueError(
-            "verify_process_group() must be called by the ranks of the group alone, and this rank is not in it."
+            "only the ranks of the group may call verify_process_group(), and this rank is not in it."
         )
     devices = [torch.device(device)] if device is not None else _default_devices(group)
     end = time.perf_counter() + timeout_s
@@ -120,7 +120,7 @@ def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
     try:
         # NCCL has waits without a timeout: in the call, on the device and in its store.
         return bounded(verification.run, timeout_s + _STALL_S)
-    except (RuntimeError, TimeoutError) as error:  # c10d's errors for lost peers and timeouts; of bounded()
+    except (RuntimeError, TimeoutError) as error:  # from c10d for lost peers and timeouts; from bounded()
         from ray_fracbackend.verify_failure import raise_failure  # not imported on the good path
 
         raise_failure(verification, error)
@@ -266,7 +266,7 @@ class Verification:
             ranks, contributed = [self.global_ranks[rank] for rank in wrong], rows[wrong[0]][0] - 1
             held = self.global_ranks[int(contributed)] if contributed in range(self.world_size) else "none"
             raise VerificationError(
-                f"all_gather computed a wrong answer on rank {self.own_rank}: the slot of rank {ranks[0]} holds the data "
+                f"all_gather computed a wrong result on rank {self.own_rank}: the slot of rank {ranks[0]} holds the data "
                 f"of rank {held}.",
                 advice=advise("wrong answer", has_gloo=self.has_gloo),
                 ranks=ranks,
@@ -285,7 +285,7 @@ class Verification:
             return
         index = int((found != expected).nonzero()[0])
         raise VerificationError(
-            f"{what} computed a wrong answer on rank {self.own_rank}: element {index} is {found[index].item():g} and must be "
+            f"{what} computed a wrong result on rank {self.own_rank}: element {index} is {found[index].item():g} and must be "
             f"{expected[index].item():g}.",
             advice=advise("wrong answer", has_gloo=self.has_gloo),
             ranks=ranks,

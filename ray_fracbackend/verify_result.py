@@ -47,7 +47,7 @@ class VerificationResult:
             "devices": {f"rank {rank}": {"all_reduce_s": seconds} for rank, seconds in enumerate(self.rank_seconds)},
             "events": [],
             "passed": True,
-            "detail": f"collectives of {self.world_size} ranks over {self.backend} on {self.device} gave exact results",
+            "detail": f"collectives of {self.world_size} ranks over {self.backend} on {self.device} returned exact results",
         }
 
     @property

@@ -19,7 +19,7 @@ class WaitLog:
     """The log lines of one wait that begins now.
 
     Args:
-        step: What the workers do, as in error messages.
+        step: Current step of the workers, as in error messages.
     """
 
     def __init__(self, step: str) -> None:

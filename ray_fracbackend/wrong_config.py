@@ -11,7 +11,7 @@ class _ClassGivenError(TypeError, AttributeError):
 
 
 class property_of_an_object(property):
-    """A property that raises an error with the fix on the class, where Ray would report that a property is not callable."""
+    """A property that raises an error with the fix if read on the class. Ray would report that a property is not callable."""
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:

@@ -64,7 +64,7 @@ def explain_unreachable(
         return error
     interfaces = first.network.interfaces
     own = owner_of(interfaces, master_addr)
-    found = f" Ray knows rank 0's node by {master_addr}{f' (interface {own})' if own else ''}"
+    found = f" Ray's address of rank 0's node is {master_addr}{f' (interface {own})' if own else ''}"
     twins = [w.rank for w in workers if w.node_ip == first.node_ip and w.network.network_id != first.network.network_id]
     others = {
         name: [address for address in addresses if not is_loopback(address) and not is_link_local(address)]
@@ -75,11 +75,11 @@ def explain_unreachable(
     if not twins and not listed:
         return error
     if twins:
-        found += f", and the other machine of {ranks_text(twins)} by the same, as of a bridge that each of them has"
+        found += f", and the other machine of {ranks_text(twins)} has the same address, such as that of a bridge on each machine"
     if listed:
         found += f"; the node also has {listed}"
     return error.restated(
-        f"{error}{found}. If the nodes reach each other by another address, start Ray on each with --node-ip-address."
+        f"{error}{found}. If the nodes reach each other at another address, start Ray on each with --node-ip-address."
     )
 
 

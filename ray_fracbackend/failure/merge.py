@@ -89,7 +89,7 @@ def merged(
     late = f"{where(silent, addresses)} did not answer ({step}, start_timeout_s={budget_s:g})" if silent else ""
     if not failures:
         return StartTimeoutError(f"{late}.", advice=advise("no answer"), ranks=silent, step=step)
-    # A worker without a device ends, and its peers then fail in whatever they do.
+    # A worker without a device ends, and then its peers fail too.
     refused = {rank: error for rank, error in failures.items() if isinstance(error, _REFUSALS)}
     if refused:
         late, silent, failures = "", (), refused
@@ -149,7 +149,7 @@ def _text(error: BaseException) -> str:
         return str(error)
     text = f"{type(error).__name__}: {error}".strip()
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "ray_fracbackend":
-        text += ". Install ray_fracbackend on every node, or send its folder along: runtime_env={'py_modules': [PATH]}"
+        text += ". Install ray_fracbackend on every node, or ship its folder with runtime_env={'py_modules': [PATH]}"
     return text
 
 

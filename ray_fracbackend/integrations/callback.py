@@ -50,7 +50,7 @@ class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[mis
         """Replace one configuration and log it."""
         replaced = self._replaced(config)
         if replaced is not config:
-            logger.info("run %s: %r starts in place of %r", _ray.run_name(worker_group), replaced, config)
+            logger.info("run %s: %r replaces %r", _ray.run_name(worker_group), replaced, config)
         return replaced
 
     def _replaced(self, config: Any) -> Any:

@@ -17,7 +17,7 @@ def learners_use(torch_config: TorchConfig) -> Iterator[None]:
 
     RLlib creates the learners in the process that builds the algorithm, so use the context there: in the driver for
     ``AlgorithmConfig.build_algo()``, in the trial for an algorithm that Tune runs. Restarts of the learners within the
-    context also use the configuration. So do other threads that build algorithms meanwhile.
+    context also use the configuration. So do other threads that build algorithms at that time.
 
     Args:
         torch_config: A ``TorchConfig`` or a subclass such as ``FracTorchConfig``.

@@ -24,7 +24,7 @@ def replace_torch_config(
     Args:
         settings: As for :func:`ray_fracbackend.config.frac_config`.
         announce: Called with the configuration of each trainer, the trainer, and whether the configuration is the script's own.
-        around_fit: Makes the context in which each trainer fits.
+        around_fit: Creates the context in which each trainer fits.
 
     Raises:
         ValueError: A setting breaks its rule.

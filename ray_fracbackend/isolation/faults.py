@@ -18,7 +18,7 @@ from ray_fracbackend.decide.worker_info import ranks_text
 MAX_MESH = 64
 # Slow means above this multiple of the job's usual time and this much above it. Real faults are far above the noise.
 _SLOW_FACTOR, _SLOW_MARGIN_S = 5.0, 0.25
-# Limit for slow if there are no other ranks to compare with.
+# Limit of a normal time if there are no other ranks to compare with.
 _SLOW_ALONE_S = 1.0
 _NUM_NAMED = 4
 
@@ -80,7 +80,7 @@ class Findings:
     """Results of one rank's helper.
 
     Attributes:
-        right: Whether the finished sums that the rank computed by itself are correct.
+        right: Whether the finished sums that the rank computed without other ranks are correct.
         seconds: Seconds for these sums, None if they did not finish, 0 with ``untried`` or ``failure``.
         links: Findings by peer.
         pairs: Findings by round, without rounds in which the rank had no partner.
@@ -97,7 +97,7 @@ class Findings:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Findings:
-        """Build findings from the JSON of ``asdict``."""
+        """Create findings from the JSON of ``asdict``."""
         return cls(
             right=value["right"],
             seconds=value["seconds"],
@@ -149,7 +149,7 @@ class _Diagnosis:
             seconds = {}  # if all ranks are slow, as with a slow start of CUDA, none of them is at fault
         limit_s = _slow_limit(seconds.values())
         self._slow_alone = {rank: value for rank, value in seconds.items() if value > limit_s}
-        # The links and groups of a slow rank are slow because of the rank.
+        # If a rank is slow, its links and groups are slow too.
         self._sound = [rank for rank in self._live if rank not in self._slow_alone]
         sound = set(self._sound)
         self._tried = {
@@ -171,30 +171,30 @@ class _Diagnosis:
             yield Fault(
                 "silent rank",
                 tuple(silent),
-                f"{self._named(silent)}: no answer at all: stopped, dead, or still in the failed start",
+                f"{self._named(silent)}: no answer: the process is stopped, dead or still in the failed start",
             )
 
     def _failing(self) -> Iterator[Fault]:
         for rank in self._live:
             if failure := self._findings[rank].failure:
-                text = f"the device of {self._where[rank]} fails by itself ({failure})"
+                text = f"the device of {self._where[rank]} failed in a test without other ranks ({failure})"
                 yield Fault("failing device", (rank,), text)
 
     def _wrong(self) -> Iterator[Fault]:
         for rank in self._live:
             if not self._findings[rank].right:
-                yield Fault("wrong rank", (rank,), f"{self._where[rank]} computes wrong sums by itself")
+                yield Fault("wrong rank", (rank,), f"{self._where[rank]} computed wrong sums without other ranks")
         ended = {(i, j): (self._outcome(i, j), self._outcome(j, i)) for i, j in self._pairs_tried()}
         wrong = {pair for pair, outcomes in ended.items() if "wrong" in outcomes}
         wrong -= {pair for pair in wrong if not all(self._findings[rank].right for rank in pair)}
         while wrong:
-            # Select the rank that explains most: only it has a wrong result, or it is in most wrong pairs and fewest
-            # correct ones.
+            # Select the rank that explains most pairs: only it has a wrong result, or it is in the most wrong pairs and the
+            # fewest correct ones.
             blame = {rank: self._blame(rank, wrong, ended) for pair in wrong for rank in pair}
             worst = max(blame.values())
             ranks = tuple(sorted(rank for rank, score in blame.items() if score == worst))
             peers = sorted({rank for pair in wrong if set(ranks) & set(pair) for rank in pair} - set(ranks[:1]))
-            text = f"{' or '.join(self._where[rank] for rank in ranks)} gets wrong answers in collectives"
+            text = f"{' or '.join(self._where[rank] for rank in ranks)} gets wrong results in collectives"
             yield Fault("wrong rank", ranks, f"{text} with {ranks_text(peers)}" if len(ranks) == 1 else text)
             wrong -= {pair for pair in wrong if set(ranks) & set(pair)}
 
@@ -215,8 +215,8 @@ class _Diagnosis:
 
     def _starved(self) -> Iterator[Fault]:
         for rank, seconds in self._slow_alone.items():
-            took = f"{seconds:.2f} s" if seconds < float("inf") else "no end"
-            yield Fault("slow rank", (rank,), f"{self._where[rank]} is slow by itself: {took} for sums of its own")
+            took = f"took {seconds:.2f} s" if seconds < float("inf") else "did not finish"
+            yield Fault("slow rank", (rank,), f"{self._where[rank]} is slow: its sums without other ranks {took}")
 
     def _cut(self) -> Iterator[Fault]:
         groups = self._groups()
@@ -250,11 +250,11 @@ class _Diagnosis:
         if heard == (True, True):
             if connected == (False, False):
                 return Fault(
-                    "cut link", (i, j), f"the link {between} passes datagrams and no TCP connection: a firewall"
+                    "cut link", (i, j), f"the link {between} passes UDP datagrams but no TCP connections: a firewall"
                 )
             end = j if connected[1] else i
             return Fault(
-                "one-way link", (i, j), f"the link {between}: only {self._where[end]} can open connections, a firewall"
+                "one-way link", (i, j), f"on the link {between} only {self._where[end]} can open connections: a firewall"
             )
         if heard == (False, False):
             return Fault("cut link", (i, j), f"the link {between} is cut in both directions")
@@ -262,7 +262,7 @@ class _Diagnosis:
         return Fault(
             "one-way link",
             (i, j),
-            f"the link {between} passes packets from rank {source} to rank {target} and none back",
+            f"the link {between} passes packets from rank {source} to rank {target} but none back",
         )
 
     def _slow(self) -> Iterator[Fault]:
@@ -278,8 +278,8 @@ class _Diagnosis:
                 yield Fault("slow rank", (rank,), f"{self._where[rank]} is slow towards all other ranks")
                 slow_links -= set(own)
         for i, j in sorted(slow_links):
-            took = f"{times[i, j]:.2f} s" if times[i, j] < float("inf") else "no end"
-            text = f"the link between {self._where[i]} and {self._where[j]} is slow: {took} for a block's round trip"
+            took = f"took {times[i, j]:.2f} s" if times[i, j] < float("inf") else "did not finish"
+            text = f"the link between {self._where[i]} and {self._where[j]} is slow: the round trip of a block {took}"
             yield Fault("slow link", (i, j), text)
 
     def _link_seconds(self, i: int, j: int) -> float:
@@ -297,22 +297,22 @@ class _Diagnosis:
             Fault(
                 "pair",
                 pair,
-                f"a group of {self._where[pair[0]]} and {self._where[pair[1]]} alone fails too, although their link works "
-                f"({error or 'wrong answer'})",
+                f"a group of only {self._where[pair[0]]} and {self._where[pair[1]]} fails too, although their link works "
+                f"({error or 'wrong result'})",
             )
             for pair, error in sorted(failed.items())
         ]
 
     def _scale(self) -> list[Fault]:
         text = (
-            f"all {len(self._where)} ranks, their links and their groups of two work in fresh processes: the fault shows "
+            f"all {len(self._where)} ranks, their links and their groups of two work in new processes: the fault occurs "
             "only in the whole group or in the workers' own processes"
         )
         untried = [rank for rank in self._live if self._findings[rank].untried]
         for rank in untried[:_NUM_NAMED]:
-            text += f"; the device of {self._where[rank]} could not be tried ({self._findings[rank].untried})"
+            text += f"; the device of {self._where[rank]} could not be tested ({self._findings[rank].untried})"
         if len(untried) > _NUM_NAMED:
-            text += f"; nor could those of {ranks_text(untried[_NUM_NAMED:])}"
+            text += f"; nor could the devices of {ranks_text(untried[_NUM_NAMED:])}"
         return [Fault("scale", (), text)]
 
     def _named(self, ranks: Sequence[int]) -> str:

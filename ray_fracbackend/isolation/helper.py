@@ -63,7 +63,7 @@ class HelperTask:
         token: Secret of this search, the same on all ranks.
         peers: Addresses of the peers whose link it tests, by rank.
         partners: Partner in every round, None for a round without one.
-        device: torch device for the sums that the helper computes by itself.
+        device: torch device for the sums that the helper computes without other ranks.
         link_s: Seconds for all links together.
         round_s: Seconds for each round. Rounds start at fixed times, so a failed round delays no other rank.
     """
@@ -78,7 +78,7 @@ class HelperTask:
 
     @classmethod
     def from_json(cls, text: str) -> HelperTask:
-        """Build a task from the JSON of ``asdict``."""
+        """Create a task from the JSON of ``asdict``."""
         value = json.loads(text)
         peers = {int(rank): HelperAddress(**address) for rank, address in value.pop("peers").items()}
         return cls(peers=peers, partners=tuple(value.pop("partners")), **value)
@@ -125,7 +125,7 @@ class Helper:
             right = bounded(lambda: sums_are_right(torch.device(task.device)), task.link_s / 3)
         except TimeoutError:
             return Findings(right=True, seconds=None)
-        except (RuntimeError, AssertionError) as error:  # RuntimeError of CUDA, AssertionError of a torch without CUDA
+        except (RuntimeError, AssertionError) as error:  # RuntimeError of CUDA, AssertionError of a CPU-only build
             cause = cause_of(error)[:_CAUSE_CHARS]
             if says_nothing_of_device(error):
                 return Findings(right=True, seconds=0.0, untried=cause)

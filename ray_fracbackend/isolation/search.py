@@ -50,7 +50,7 @@ def with_faults(
     """Add the ranks, nodes and links at fault to the error of a group that did not form or failed its verification.
 
     Args:
-        error: The error of the start. An error of another class is returned unchanged; so is one whose fault is not
+        error: The error of the start. An error of another class is returned unchanged, and so is this one if no fault is
             found.
         worker_group: Workers whose start has failed.
         plans: Plan of each rank, by rank.

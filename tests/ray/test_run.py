@@ -180,7 +180,7 @@ def test_callback_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [answer["started_by_us"] for answer in answers(tmp_path, "nccl")] == [True, True]
     assert re.search(
-        r"ray_fracbackend: run .*: FracTorchConfig\(on_missing_cuda='cpu'\) starts in place of TorchConfig\(",
+        r"ray_fracbackend: run .*: FracTorchConfig\(on_missing_cuda='cpu'\) replaces TorchConfig\(",
         done.stderr,
     )
 
@@ -231,7 +231,7 @@ def test_callback_tells_what_it_replaces(monkeypatch, caplog, tmp_path):
             )
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
-        "ray_fracbackend: run half_gpus: FracTorchConfig(on_missing_cuda='cpu') starts in place of TorchConfig(backend='nccl', "
+        "ray_fracbackend: run half_gpus: FracTorchConfig(on_missing_cuda='cpu') replaces TorchConfig(backend='nccl', "
     )
 
 

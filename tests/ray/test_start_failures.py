@@ -188,7 +188,7 @@ def test_out_of_memory_is_reported_as_such(breakable):
 def test_wrong_answer(breakable):
     """A collective that computes a wrong sum stops the start, with both numbers."""
     breakable.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
-    failed_start(breakable, VerificationError, r"all_reduce .* wrong answer on rank 1: element 3 is 13 and must be 12")
+    failed_start(breakable, VerificationError, r"all_reduce .* wrong result on rank 1: element 3 is 13 and must be 12")
     for rank in (1,) if _WINDOWS else (0, 1):
         assert breakable.execute_single(rank, initialized) is False
 
@@ -206,7 +206,7 @@ def test_working_parts_are_reported_after_a_failure(make_group):
     """If time is left, every rank, link and pair is tested in separate processes, which are ended afterwards."""
     group = make_group(3)
     group.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
-    text = "wrong answer on rank 1.*all 3 ranks, their links and their groups of two work in fresh processes"
+    text = "wrong result on rank 1.*all 3 ranks, their links and their groups of two work in new processes"
     failed_start(group, VerificationError, text, start_timeout_s=60)
     assert wait_until(lambda: not helper_processes())
     assert group.execute(initialized) == [False] * 3

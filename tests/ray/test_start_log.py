@@ -65,7 +65,7 @@ def test_an_error_has_the_warnings_of_its_start(flagged, lines):
     with pytest.raises(VerificationError) as caught:
         start(flagged, start_timeout_s=START_S)  # too short for a search for the fault
     message, *below = str(caught.value).splitlines()
-    assert "wrong answer on rank 1" in message
+    assert "wrong result on rank 1" in message
     assert [line.startswith(f"warning before this error: {NOT_KEPT}") for line in below] == [True]
     assert [text for _, text in lines() if NOT_KEPT in text] == [below[0].removeprefix("warning before this error: ")]
     assert NOT_KEPT not in caught.value.found

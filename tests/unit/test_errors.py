@@ -148,4 +148,4 @@ def test_the_form_of_a_health_probe_that_passed():
     assert (found["passed"], found["events"]) == (True, [])
     assert found["metrics"]["all_reduce_latency_s"] == FIGURES.latency_s
     assert found["devices"] == {"rank 0": {"all_reduce_s": 0.002}, "rank 1": {"all_reduce_s": 0.003}}
-    assert found["detail"] == "collectives of 2 ranks over gloo on cuda:0 gave exact results"
+    assert found["detail"] == "collectives of 2 ranks over gloo on cuda:0 returned exact results"

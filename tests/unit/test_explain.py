@@ -160,8 +160,8 @@ class TestExplainUnreachable:
         networks = {**network.LO, "tun0": ("10.8.0.2",), "eth0": ("10.0.0.1", "fe80::1"), "docker0": ("fe80::2",)}
         workers = [network.worker(0, "10.8.0.2", network={"interfaces": networks}), network.worker(1, "10.8.0.3")]
         assert self.told(workers) == (
-            "cannot reach 10.8.0.2. Ray knows rank 0's node by 10.8.0.2 (interface tun0); the node also has eth0 10.0.0.1. If the nodes "
-            "reach each other by another address, start Ray on each with --node-ip-address."
+            "cannot reach 10.8.0.2. Ray's address of rank 0's node is 10.8.0.2 (interface tun0); the node also has eth0 10.0.0.1. If the nodes "
+            "reach each other at another address, start Ray on each with --node-ip-address."
         )
 
     def test_a_bridge_that_two_machines_have(self):
@@ -170,8 +170,8 @@ class TestExplainUnreachable:
             network.worker(rank, "10.8.0.2", node_id=str(rank), network={"network_id": str(rank)}) for rank in range(2)
         ]
         assert self.told(workers) == (
-            "cannot reach 10.8.0.2. Ray knows rank 0's node by 10.8.0.2 (interface eth0), and the other machine of rank 1 by the same, as "
-            "of a bridge that each of them has. If the nodes reach each other by another address, start Ray on each with --node-ip-address."
+            "cannot reach 10.8.0.2. Ray's address of rank 0's node is 10.8.0.2 (interface eth0), and the other machine of rank 1 has the same address, such as that "
+            "of a bridge on each machine. If the nodes reach each other at another address, start Ray on each with --node-ip-address."
         )
 
     def test_nothing_to_add(self):

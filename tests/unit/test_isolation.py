@@ -131,19 +131,19 @@ def test_a_rank_that_alone_sees_wrong_answers_is_named_among_two() -> None:
     found[1] = Findings(right=True, seconds=found[1].seconds, links=found[1].links, pairs=[wrong])
     (fault,) = diagnose(found, ["rank 0", "rank 1"])
     assert (fault.kind, fault.ranks) == ("wrong rank", (1,))
-    assert fault.text == "rank 1 gets wrong answers in collectives with rank 0"
+    assert fault.text == "rank 1 gets wrong results in collectives with rank 0"
 
 
 def test_two_that_both_see_wrong_answers_are_named_both() -> None:
     """With two ranks there is no third rank to compare with."""
     (fault,) = diagnose(model("wrong rank", (0,), 2, random.Random(1)), ["rank 0", "rank 1"])
-    assert fault == Fault("wrong rank", (0, 1), "rank 0 or rank 1 gets wrong answers in collectives")
+    assert fault == Fault("wrong rank", (0, 1), "rank 0 or rank 1 gets wrong results in collectives")
 
 
 def test_a_firewall_is_distinguished_from_a_cut() -> None:
     """Datagrams pass but connections do not, in one or both directions."""
     for other, expected in (
-        (False, "passes datagrams and no TCP connection: a firewall"),
+        (False, "passes UDP datagrams but no TCP connections: a firewall"),
         (True, "only rank 1 can open"),
     ):
         found = model("scale", (), 4, random.Random(1))
@@ -158,7 +158,7 @@ def test_a_firewall_is_distinguished_from_a_cut() -> None:
 def test_the_direction_of_a_one_way_link_is_reported() -> None:
     """The rank that receives nothing is at the failing end."""
     (fault,) = diagnose(model("one-way link", (3, 1), 5, random.Random(1)), [f"rank {rank}" for rank in range(5)])
-    assert "passes packets from rank 3 to rank 1 and none back" in fault.text
+    assert "passes packets from rank 3 to rank 1 but none back" in fault.text
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 6, 7, 8, 100, 1000])
@@ -193,7 +193,7 @@ def test_an_untested_device_is_not_at_fault() -> None:
     findings[1] = replace(findings[1], seconds=0.0, untried="CUDA out of memory")
     (fault,) = diagnose(findings, [f"rank {rank} (node n{rank})" for rank in range(4)])
     assert (fault.kind, fault.ranks) == ("scale", ())
-    assert fault.text.endswith("; the device of rank 1 (node n1) could not be tried (CUDA out of memory)")
+    assert fault.text.endswith("; the device of rank 1 (node n1) could not be tested (CUDA out of memory)")
 
 
 def test_an_untested_device_is_not_reported_beside_a_fault() -> None:
@@ -201,7 +201,7 @@ def test_an_untested_device_is_not_reported_beside_a_fault() -> None:
     findings = model("cut link", (1, 2), 4, random.Random(0))
     findings[0] = replace(findings[0], seconds=0.0, untried="CUDA out of memory")
     (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(4)])
-    assert (fault.kind, "could not be tried" in fault.text) == ("cut link", False)
+    assert (fault.kind, "could not be tested" in fault.text) == ("cut link", False)
 
 
 def test_many_untested_devices() -> None:
@@ -209,7 +209,7 @@ def test_many_untested_devices() -> None:
     findings = {rank: replace(each, seconds=0.0, untried="full") for rank, each in sound(64).items()}
     (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(64)])
     assert fault.text.count("(full)") == 4
-    assert fault.text.endswith("(full); nor could those of ranks 4,5,6,7,8,9,10,11,... (60 in all)")
+    assert fault.text.endswith("(full); nor could the devices of ranks 4,5,6,7,8,9,10,11,... (60 in all)")
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
@@ -226,7 +226,7 @@ def test_a_device_that_fails_by_itself_is_named() -> None:
     findings[2] = replace(findings[2], seconds=0.0, failure="CUDA error: uncorrectable ECC error encountered")
     (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(3)])
     assert (fault.kind, fault.ranks) == ("failing device", (2,))
-    assert fault.text == "the device of rank 2 fails by itself (CUDA error: uncorrectable ECC error encountered)"
+    assert fault.text == "the device of rank 2 failed in a test without other ranks (CUDA error: uncorrectable ECC error encountered)"
     assert Findings.from_json(json.loads(json.dumps(asdict(findings[2])))) == findings[2]
 
 

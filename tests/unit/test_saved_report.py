@@ -49,7 +49,7 @@ def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
     monkeypatch.setattr(report_file, "_SAVE_S", 0.2)
     release = threading.Event()
     save_report(group(tmp_path, SimpleNamespace(create_dir=lambda *_, **__: release.wait())), REPORT)
-    assert "is not written beside the results yet, after 0.2 s" in warnings[0]
+    assert "is not yet written beside the results after 0.2 s" in warnings[0]
     release.set()
 
 

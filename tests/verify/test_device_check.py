@@ -150,7 +150,7 @@ def test_a_process_that_does_not_come(missing):
     found = run_processes(absent, 3, missing)
     for rank, error in enumerate(found):
         if rank != missing:
-            assert str(error).startswith(f"check_devices: rank {missing} did not come within 1 s. All 3 processes must")
+            assert str(error).startswith(f"check_devices: rank {missing} did not call within 1 s. All 3 processes must")
             assert error.ranks == (missing,)
 
 
@@ -222,13 +222,13 @@ def test_groups():
     ("arguments", "text"),
     [
         ({}, "needs a store or a process group: pass store="),
-        ({"rank": 0}, "takes rank and world_size with a store alone"),
-        ({"store": None, "world_size": 2}, "takes rank and world_size with a store alone"),
+        ({"rank": 0}, "accepts rank and world_size only with a store"),
+        ({"store": None, "world_size": 2}, "accepts rank and world_size only with a store"),
         ({"store": dist.Store()}, r"rank=None, world_size=None\): with a store, rank must be an integer from 0 to"),
         ({"store": dist.Store(), "rank": 2, "world_size": 2}, r"\(rank=2, world_size=2\)"),
         ({"store": dist.Store(), "rank": True, "world_size": 2}, r"\(rank=True, world_size=2\)"),
         ({"store": dist.Store(), "rank": -1, "world_size": 2}, r"\(rank=-1, world_size=2\)"),
-        ({"store": dist.Store(), "group": object()}, "takes a group or a store, not both"),
+        ({"store": dist.Store(), "group": object()}, "accepts a group or a store, not both"),
         ({"timeout_s": 0}, r"timeout_s=0\): timeout_s must be a number of seconds above 0"),
         ({"timeout_s": float("nan")}, "timeout_s=nan"),
         ({"device": "cpu"}, r"device='cpu'\): device must be a CUDA device, such as 'cuda:1' or 1\.$"),

@@ -130,9 +130,9 @@ def corrupt(rank, world_size, port, name, bad_rank):
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("all_reduce", r"all_reduce of 1024 bytes computed a wrong answer on rank 1: element 0 is 4 and must be 3"),
-        ("broadcast", r"broadcast from rank 1 computed a wrong answer on rank 0: element 0 is 3 and must be 2"),
-        ("all_gather", r"all_gather computed a wrong answer on rank 1: the slot of rank 0 holds the data of rank 1"),
+        ("all_reduce", r"all_reduce of 1024 bytes computed a wrong result on rank 1: element 0 is 4 and must be 3"),
+        ("broadcast", r"broadcast from rank 1 computed a wrong result on rank 0: element 0 is 3 and must be 2"),
+        ("all_gather", r"all_gather computed a wrong result on rank 1: the slot of rank 0 holds the data of rank 1"),
     ],
 )
 def test_wrong_answers(name, match):
