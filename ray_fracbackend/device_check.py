@@ -195,7 +195,7 @@ def _place(
             )
         return store, rank, world_size  # type: ignore[return-value]  # checked
     if rank is not None or world_size is not None:
-        raise ValueError("check_devices() accepts rank and world_size only with a store: pass store=, or leave both out.")
+        raise ValueError("check_devices() accepts rank and world_size only with a store: add store=, or omit both.")
     if not dist.is_initialized():
         raise ValueError(
             "check_devices() needs a store or a process group: pass store=, rank= and world_size=, or call "

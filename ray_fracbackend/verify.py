@@ -73,9 +73,7 @@ def verify_process_group(
         )
     group = group or distributed_c10d._get_default_group()
     if dist.get_rank(group) < 0:
-        raise ValueError(
-            "only the ranks of the group may call verify_process_group(), and this rank is not in it."
-        )
+        raise ValueError("only the ranks of the group may call verify_process_group(), and this rank is not in it.")
     devices = [torch.device(device)] if device is not None else _default_devices(group)
     end = time.perf_counter() + timeout_s
     try:

@@ -253,9 +253,7 @@ class _Diagnosis:
                     "cut link", (i, j), f"the link {between} passes UDP datagrams but no TCP connections: a firewall"
                 )
             end = j if connected[1] else i
-            return Fault(
-                "one-way link", (i, j), f"on the link {between} only {self._where[end]} can open connections: a firewall"
-            )
+            return Fault("one-way link", (i, j), f"only {self._where[end]} can open connections {between}: a firewall")
         if heard == (False, False):
             return Fault("cut link", (i, j), f"the link {between} is cut in both directions")
         source, target = (j, i) if heard[0] else (i, j)

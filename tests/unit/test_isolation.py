@@ -226,7 +226,10 @@ def test_a_device_that_fails_by_itself_is_named() -> None:
     findings[2] = replace(findings[2], seconds=0.0, failure="CUDA error: uncorrectable ECC error encountered")
     (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(3)])
     assert (fault.kind, fault.ranks) == ("failing device", (2,))
-    assert fault.text == "the device of rank 2 failed in a test without other ranks (CUDA error: uncorrectable ECC error encountered)"
+    assert (
+        fault.text
+        == "the device of rank 2 failed in a test without other ranks (CUDA error: uncorrectable ECC error encountered)"
+    )
     assert Findings.from_json(json.loads(json.dumps(asdict(findings[2])))) == findings[2]
 
 
