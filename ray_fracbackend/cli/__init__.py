@@ -1,7 +1,7 @@
 """Command line ``ray-fracbackend``.
 
-Exit code 0: good, 1: a problem was found, 2: wrong usage; 128 plus the signal's number where a signal ended it. Results are on
-standard output, errors on standard error, with ``--json`` both as one document on standard output.
+Exit code 0: good, 1: a problem was found, 2: wrong usage; 128 plus the signal's number if a signal ended it. Results go to
+standard output and errors to standard error; with ``--json`` both are one document on standard output.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def _main(words: Sequence[str]) -> int:
     try:
         options = parser().parse_args(words)
     except UsageError as error:
-        if "--json" in words and "run" not in words:  # a script's own options come after run
+        if "--json" in words and "run" not in words:  # after run, --json may be an option of the script
             return _show(Outcome(error=wrong_usage(error)), as_json=True)
         sys.stderr.write(f"{error.usage}{error.program}: error: {error}\n")
         return 2
     try:
-        if not hasattr(options, "json"):  # a script is run, with handlers of signals of its own
+        if not hasattr(options, "json"):  # the command runs a script, which has its own signal handlers
             code: int = options.execute(options)
             return code
         with stopping():
@@ -49,7 +49,7 @@ def _main(words: Sequence[str]) -> int:
             return _show(Outcome(error=error), as_json=True)
         say(f"{PROGRAM} {options.command}", str(error))
         return error.code
-    except Exception as error:  # of ours: a document all the same, and the traceback for an issue
+    except Exception as error:  # a bug of this package: print the document and the traceback
         if not getattr(options, "json", False):
             raise
         traceback.print_exc()

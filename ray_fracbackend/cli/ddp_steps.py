@@ -1,7 +1,7 @@
-"""Command ``test``: start a real group of workers, verify it, and run DDP steps of a small model. Driver, and its workers.
+"""Command ``test``: start a real group of workers, verify it, and run DDP steps of a small model. Driver and workers.
 
-The steps prove more than that nothing fails: every rank trains on a part of each batch, and the result must be that of one process
-that trains on the whole.
+The steps also check the result: every rank trains on a part of each batch, and the weights must equal those of one process that
+trains on whole batches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ray_fracbackend.timeouts import Deadline
 
 NUM_STEPS = 10
 _ROWS_PER_RANK, _WIDTH = 8, 64
-# float64 everywhere: what is left is the order of the sums.
+# In float64 the only difference comes from the order of the sums.
 _TOLERANCE = 1e-9
 
 
@@ -63,26 +63,26 @@ class GroupTest:
 
     @property
     def difference(self) -> float:
-        """Largest difference of any rank; NaN where one has NaN."""
+        """Largest difference of any rank; NaN if one rank has NaN."""
         return torch.tensor([step.difference for step in self.steps], dtype=torch.float64).max().item()
 
     @property
     def wrong_ranks(self) -> list[int]:
-        """Ranks that trained to other weights than one process, or to NaN."""
+        """Ranks whose weights differ from those of one process, or are NaN."""
         return [rank for rank, step in enumerate(self.steps) if not step.difference <= _TOLERANCE]
 
     def problem(self) -> str | None:
-        """Return what is wrong, None where all ranks trained to the weights of one process."""
+        """Return the problem, None if all ranks have the weights of one process."""
         if not self.wrong_ranks:
             return None
         return (
-            f"{ranks_text(self.wrong_ranks)} trained to other weights than one process does, by more than {_TOLERANCE:.1g}: a "
+            f"the weights of {ranks_text(self.wrong_ranks)} differ from those of one process by more than {_TOLERANCE:.1g}: a "
             "collective or a device returns wrong values. Report it with the output of `ray-fracbackend doctor`"
             f"{'.' if self.report.backend == 'gloo' else ', and compare with `--backend gloo`.'}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values for ``json.dumps``; None stands for a number that is not finite."""
+        """Return everything as plain values for ``json.dumps``; None replaces a number that is not finite."""
         steps = [
             {name: value if math.isfinite(value) else None for name, value in asdict(step).items()}
             for step in self.steps
@@ -103,7 +103,7 @@ class GroupTest:
 
 
 def _start(group: ProbeGroup, settings: FracTorchConfig) -> StartReport:
-    """Start the workers; where that fails, kill those that are busy with it."""
+    """Start the workers; on failure, kill those that are still busy with the start."""
     start = Start(group, settings)
     try:
         return start.run()
@@ -121,14 +121,14 @@ def run_group_test(
 
     Args:
         scaling_config: As for a TorchTrainer, with a fixed number of workers of at least 1.
-        torch_config: The settings. The steps have ``start_timeout_s`` as their bound too.
+        torch_config: The settings. ``start_timeout_s`` is also the time limit of the steps.
         timeout_s: How long to wait for the resources, in seconds.
         fixed: As for `plan_workers`.
 
     Raises:
         InsufficientResourcesError: The cluster has not placed the workers in time.
         FracBackendError: The start or the steps failed; the message names rank, node and step.
-        ValueError: There is nothing to test: no fixed number of workers, or a start that is left to Ray.
+        ValueError: There is nothing to test: the number of workers is not fixed, or the start is left to Ray.
     """
     settings = torch_config.checked_copy()
     check_plannable(scaling_config, settings)
@@ -142,7 +142,7 @@ def run_group_test(
 
 
 def train(device: str) -> Steps:
-    """Train this rank's part of each batch under DDP, and the whole batches in this process without the others. On every worker."""
+    """Train this rank's part of each batch under DDP, and whole batches in this process without the other ranks. On every worker."""
     rank, size = dist.get_rank(), dist.get_world_size()
     batches = _batches(size)
     model = nn.parallel.DistributedDataParallel(_model().to(device))
@@ -157,9 +157,9 @@ def train(device: str) -> Steps:
 
 
 def largest_difference(model: nn.Module, other: nn.Module) -> float:
-    """Return the largest difference of a weight of two models of one shape; NaN where a weight is NaN."""
+    """Return the largest difference between the weights of two models of the same shape; NaN if a weight is NaN."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
-    # torch's maximum keeps NaN, Python's drops it.
+    # torch's max() keeps NaN, Python's does not.
     return (
         torch.stack([(ours.detach().cpu() - theirs.detach().cpu()).abs().max() for ours, theirs in pairs]).max().item()
     )

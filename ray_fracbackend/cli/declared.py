@@ -21,7 +21,7 @@ class UsedRay:
     """The Ray that this process uses.
 
     Attributes:
-        is_own: ``ray.init`` started it here, False if it was running; None as long as ``ray.init`` was not called.
+        is_own: ``ray.init`` started it here, False if it was running; None before ``ray.init`` was called.
     """
 
     is_own: bool | None = None
@@ -32,11 +32,11 @@ def declaring(resources: Mapping[str, int], say: _Say) -> Iterator[UsedRay]:
     """Declare resources for each local Ray that ``ray.init`` starts in the block, also when Ray calls it by itself.
 
     Args:
-        resources: ``num_gpus`` and ``num_cpus``, each optional. An argument that the script passes itself holds.
-        say: Called with a line about what is declared, and with one about what has no effect.
+        resources: ``num_gpus`` and ``num_cpus``, each optional. Arguments that the script passes take precedence.
+        say: Called with a line about the declared resources, and with a line about options without an effect.
 
     Yields:
-        What is known of the Ray that is used.
+        Information about the Ray that is used.
     """
     used = UsedRay()
     original = ray.init
@@ -67,9 +67,9 @@ def declaring(resources: Mapping[str, int], say: _Say) -> Iterator[UsedRay]:
 
 
 def _is_local(address: str | None) -> tuple[bool, str]:
-    """Return whether ``ray.init`` starts a Ray for this address, and the address of the one that runs."""
+    """Return whether ``ray.init`` starts a Ray for this address, and the address of the running one."""
     try:
         target = target_of(address)
-    except ClusterError:  # it is no address: for Ray to say
+    except ClusterError:  # not an address: Ray raises the error
         return False, str(address)
     return target.is_local, target.text

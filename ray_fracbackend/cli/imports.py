@@ -1,4 +1,4 @@
-"""Import what a command needs, which may be there and broken, such as a torch for another driver. Standard library only."""
+"""Import packages that a command needs and that may be broken, such as torch built for another driver. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def import_or_fail(*names: str) -> None:
     """Import packages.
 
     Raises:
-        CommandError: One cannot be imported.
-        Stopped: A signal asked for an end meanwhile.
+        CommandError: A package cannot be imported.
+        Stopped: A signal ended the command during the import.
     """
     with stopping():
         for name in names:
@@ -21,7 +21,5 @@ def import_or_fail(*names: str) -> None:
                 importlib.import_module(name)
             except Exception as error:
                 cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-                text = (
-                    f"{name} cannot be imported ({cause}); {PROGRAM} doctor names what is missing and what to install"
-                )
+                text = f"{name} cannot be imported ({cause}); run {PROGRAM} doctor to see what is missing and how to install it"
                 raise CommandError("missing_package", text) from None

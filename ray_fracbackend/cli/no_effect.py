@@ -1,4 +1,4 @@
-"""Options of `run`, `plan` and `test` that change nothing, and why. Standard library only."""
+"""Options of `run`, `plan` and `test` that have no effect, and the reason. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ray_fracbackend.decide.backends import parse_backend
 from ray_fracbackend.decide.left_to_ray import left_to_ray
 
 _FOR_GPUS = ("on_shared_device", "on_missing_cuda", "limit_gpu_memory")
-# What Ray's own start has too.
+# Settings that Ray's own start has too.
 _OF_RAY = ("backend", "init_method", "timeout_s")
-# A plan shows what is decided before a group is there. limit_gpu_memory is in its hints.
+# A plan shows the decision before a group exists. Its hints include limit_gpu_memory.
 _OF_A_GROUP = ("timeout_s", "verify")
 
 
 def no_effect(names: Collection[str], why: str) -> str:
-    """Return a line about options that change nothing.
+    """Return a line about options that have no effect.
 
     Args:
-        names: Settings of FracTorchConfig that the command line has.
+        names: Settings of FracTorchConfig on the command line.
         why: The reason, as a clause.
     """
     return f"{option_names(names)}: no effect, because {why}"
@@ -34,12 +34,12 @@ def option_names(names: Collection[str]) -> str:
 def without_effect(
     settings: Mapping[str, Any], backend: str | None, gpus_per_worker: float, *, only_plans: bool = False
 ) -> list[str]:
-    """Return a line for each reason why settings change nothing.
+    """Return a line for each reason why settings have no effect.
 
     Args:
-        settings: What the command line has.
-        backend: The backend that is asked for.
-        gpus_per_worker: What each worker asks for.
+        settings: Settings on the command line.
+        backend: The requested backend.
+        gpus_per_worker: GPUs that each worker requests.
         only_plans: No process group is started.
     """
     reasons: dict[str, str] = {}
@@ -49,11 +49,11 @@ def without_effect(
     if only_plans:
         _add(reasons, _OF_A_GROUP, "a plan starts no process group")
     if gpus_per_worker == 0:
-        _add(reasons, _FOR_GPUS, "the workers ask for no GPU")
+        _add(reasons, _FOR_GPUS, "the workers request no GPU")
     elif gpus_per_worker >= 1:
         _add(reasons, ("limit_gpu_memory",), "workers with whole GPUs have no limit")
     if not backends.is_auto and not backends.has_nccl and settings.get("on_shared_device") != "error":
-        _add(reasons, ("on_shared_device",), f"backend {backends.name!r} is asked for by name")
+        _add(reasons, ("on_shared_device",), f"backend {backends.name!r} is set explicitly")
     found: dict[str, list[str]] = {}
     for name, why in reasons.items():
         if name in settings:

@@ -12,7 +12,7 @@ from typing import Any
 from ray_fracbackend.cli.program import wrong_usage
 from ray_fracbackend.decide.settings import CHOICES, MAX_S, Settings, setting_names
 
-# As many actors as Ray itself tests a cluster with; each probe worker is one.
+# Ray itself tests clusters with this number of actors; each probe worker is an actor.
 MAX_WORKERS = 10_000
 # More than any machine has.
 MAX_DECLARED = 10_000
@@ -25,8 +25,8 @@ class _Option:
     """Option of a setting of FracTorchConfig.
 
     Attributes:
-        help: What ``--help`` says of it; for a switch that is on by default, of ``--no-NAME``.
-        name: Its name where it is not the setting's.
+        help: Text for ``--help``; for a switch that is on by default, the text for ``--no-NAME``.
+        name: Name of the option if it differs from that of the setting.
     """
 
     help: str
@@ -37,20 +37,20 @@ class _Option:
 _OPTIONS: Mapping[str, _Option] = {
     "backend": _Option("auto, nccl, gloo, ipc, staged, or a pair such as cpu:gloo,cuda:nccl"),
     "init_method": _Option("env or tcp, as for TorchConfig"),
-    # --timeout-s is how long plan and test wait for cluster and resources.
+    # --timeout-s limits how long plan and test wait for cluster and resources.
     "timeout_s": _Option("timeout of collectives once training runs", name="collective_timeout_s"),
     "on_shared_device": _Option("what to do when ranks share a device"),
     "on_missing_cuda": _Option("what to do when Ray assigned GPUs that torch cannot use"),
     "verify": _Option("do not check the group before training"),
     "start_timeout_s": _Option("time limit for connecting and checking, and for the probe before them"),
-    "master_addr": _Option("address of rank 0's node that all others reach"),
+    "master_addr": _Option("address of rank 0's node that all other nodes reach"),
     "master_port": _Option("port on rank 0's node, or a range LOW-HIGH of ports"),
     "limit_gpu_memory": _Option("cap each worker's CUDA memory at its GPU fraction"),
 }
 
 
 def add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> None:
-    """Add what `plan` and `test` have in common: workers, cluster, settings."""
+    """Add the options that `plan` and `test` share: workers, cluster, settings."""
     default = f" (default {num_workers})" if num_workers else ""
     command.add_argument(
         "--num-workers",
@@ -103,7 +103,7 @@ def add_cluster(command: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_local_ray(command: argparse.ArgumentParser, starter: str) -> None:
-    """Add ``--num-gpus`` and ``--num-cpus``: what a Ray that is started here declares."""
+    """Add ``--num-gpus`` and ``--num-cpus``: resources that a Ray started here declares."""
     text = f"number of logical {{}}s to declare, if {starter} starts Ray; Ray does not check that they exist"
     for name in ("GPU", "CPU"):
         kind = count(MAX_DECLARED, least=0)
@@ -111,13 +111,13 @@ def add_local_ray(command: argparse.ArgumentParser, starter: str) -> None:
 
 
 def local_ray(options: argparse.Namespace) -> dict[str, int]:
-    """Return the arguments of ``ray.init`` that the command line has: ``num_gpus`` and ``num_cpus``."""
+    """Return the arguments of ``ray.init`` on the command line: ``num_gpus`` and ``num_cpus``."""
     given = {name: getattr(options, name) for name in ("num_gpus", "num_cpus")}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def declared_text(declared: Mapping[str, int]) -> str:
-    """Return what a Ray that was started with these arguments of ``ray.init`` has, as a sentence."""
+    """Return the resources of a Ray that was started with these arguments of ``ray.init``, as a sentence."""
     parts = [
         f"{number} logical {name.removeprefix('num_')[:-1].upper()}{'' if number == 1 else 's'}"
         for name, number in declared.items()
@@ -126,12 +126,12 @@ def declared_text(declared: Mapping[str, int]) -> str:
 
 
 def options_text(declared: Mapping[str, int]) -> str:
-    """Return these arguments of ``ray.init`` as options of the command line."""
+    """Return these arguments of ``ray.init`` as command-line options."""
     return ", ".join(f"--{name.replace('_', '-')} {number}" for name, number in declared.items())
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:
-    """Add the settings of FracTorchConfig, each left out unless given; ``--no-NAME`` for those that are on by default."""
+    """Add the settings of FracTorchConfig, each absent unless set; ``--no-NAME`` for those that are on by default."""
     group = command.add_argument_group("settings of FracTorchConfig")
     for setting in fields(Settings):
         text, choices = _OPTIONS[setting.name].help, CHOICES.get(setting.name)
@@ -158,7 +158,7 @@ def setting_options() -> dict[str, str]:
 def advised_options(text: str) -> str:
     """Return the options of the settings that a text advises as ``FracTorchConfig(NAME=VALUE)``: ``--on-missing-cuda cpu``.
 
-    Empty where it advises none.
+    Empty if it advises none.
     """
     options = setting_options()
     found: dict[str, str] = {}
@@ -169,12 +169,12 @@ def advised_options(text: str) -> str:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of FracTorchConfig that the command line has."""
+    """Return the settings of FracTorchConfig on the command line."""
     return {name: getattr(options, name) for name in setting_names() if hasattr(options, name)}
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check the settings of FracTorchConfig, with neither torch nor Ray.
+    """Check the settings of FracTorchConfig without torch and Ray.
 
     Raises:
         CommandError: A setting breaks its rule.
@@ -186,7 +186,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def count(most: int, least: int = 1) -> Callable[[str], int]:
-    """Return the type of a whole number between two others, which are included."""
+    """Return the argument type of a whole number from ``least`` to ``most``, both included."""
 
     def number(text: str) -> int:
         if not (text.strip().lstrip("+-").isdecimal() and len(text) < 30 and least <= int(text) <= most):

@@ -1,6 +1,6 @@
-"""What a command writes: results on standard output, everything else on standard error. Standard library only.
+"""Output of a command: results on standard output, everything else on standard error. Standard library only.
 
-If the output cannot be written the command ends; with exit code 141 if the reader closed the pipe, as for a program that SIGPIPE ends.
+If the output cannot be written the command ends; with exit code 141 if the reader closed the pipe, like a program that SIGPIPE ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CLOSED_PIPE = 141
 
 
 class OutputError(BaseException):
-    """Standard output cannot be written; the exit code, and what to say. Not an Exception: no failure of the command."""
+    """Standard output cannot be written; has the exit code and a message. Not an Exception: the command itself did not fail."""
 
     def __init__(self, code: int, text: str = "") -> None:
         super().__init__(text)
@@ -24,13 +24,13 @@ class OutputError(BaseException):
 
 
 def emit(text: str) -> None:
-    """Print a line or a document on standard output at once. In a command that `to_its_end` runs."""
+    """Print a line or a document on standard output at once. Only in a command that `to_its_end` runs."""
     with _output():
         print(text, flush=True)
 
 
 def say(who: str, text: str) -> None:
-    """Print a line on standard error: what went wrong, or what is going on."""
+    """Print a line on standard error: an error, or a message about the progress."""
     if sys.stderr is None:  # closed at the start
         return
     with suppress(OSError):
@@ -59,7 +59,7 @@ def log_lines(logger: logging.Logger) -> Iterator[None]:
 
 
 def flush() -> None:
-    """Write what is left of standard output."""
+    """Write the buffered rest of standard output."""
     if sys.stdout is not None:
         with _output():
             sys.stdout.flush()
@@ -71,14 +71,14 @@ def _output() -> Iterator[None]:
         yield
     except OSError as error:
         _drop_output()
-        # Windows has its own number for a pipe that nobody reads.
+        # On Windows a write to a closed pipe has another error number.
         if isinstance(error, BrokenPipeError) or (sys.platform == "win32" and error.errno == errno.EINVAL):
             raise OutputError(_CLOSED_PIPE) from None
         raise OutputError(1, f"cannot write to standard output: {error.strerror or error}") from None
 
 
 def _drop_output() -> None:
-    """Send what is left in the buffer nowhere, as the interpreter would try again at its end and complain."""
+    """Discard the rest of the buffer, because the interpreter would write it again at exit and print an error."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""A child process of a command ends with its parent, however that ends. Standard library only."""
+"""End a child process of a command when its parent ends, for any reason. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import signal
 import sys
 import threading
 
-# Of the Windows API: the right to wait for a process, and no time limit.
+# Constants of the Windows API: the right to wait for a process, and no time limit.
 _SYNCHRONIZE, _INFINITE = 0x00100000, 0xFFFFFFFF
 
 
 def end_with_parent() -> None:
-    """Watch the parent in a thread, and end this process with it; on Unix its whole process group, which must be its own.
+    """Watch the parent in a thread, and end this process when the parent ends; on Unix its whole process group, which it must lead.
 
-    On Unix the parent's end is seen on standard input: a pipe whose other end the parent keeps open.
+    On Unix standard input shows the parent's end: it is a pipe whose other end the parent keeps open.
     """
     threading.Thread(target=_watch, daemon=True).start()
 
 
 def _watch() -> None:
     if sys.platform == "win32":
-        # A thread that reads standard input would hold up every library that looks at it while it loads, torch among them.
+        # A thread that reads standard input would block every library that accesses it while it loads, such as torch.
         kernel = ctypes.WinDLL("kernel32")
         kernel.OpenProcess.restype = ctypes.c_void_p
         if parent := kernel.OpenProcess(_SYNCHRONIZE, False, os.getppid()):

@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **arguments)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse an unknown option before a missing one, and here: argparse leaves it to the program, whose usage lists no option."""
+        """Report an unknown option before a missing one, with the usage of this command; argparse would print that of the program."""
         self._check_options(args)
         parsed, others = super().parse_known_args(args, namespace)
         if others:
@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
             if takes_value:
                 takes_value = False
                 continue
-            if not word.startswith("-") or word == "--":  # a command or a script, and what is its own
+            if not word.startswith("-") or word == "--":  # a command or a script; its own arguments follow
                 return
             name, is_joined, _ = word.partition("=")
             action = self._option_string_actions.get(name)
@@ -64,7 +64,7 @@ class _Program(_Parser):
     commands: Mapping[str, argparse.ArgumentParser]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Name the commands where there is none, or one that is misspelled."""
+        """List the commands if the command is missing or misspelled."""
         if not args:
             raise UsageError("name a command, such as ray-fracbackend doctor", self.prog, f"{self.format_help()}\n")
         self._check_options(args)
@@ -76,7 +76,7 @@ class _Program(_Parser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return what follows a word that is none of the known ones: the one that is most like it, where there is one."""
+    """Return the end of a message about an unknown word: the most similar known word, or nothing."""
     meant = nearest(word, known)
     return f"; did you mean {meant}?" if meant else ""
 

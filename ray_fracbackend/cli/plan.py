@@ -24,8 +24,8 @@ def plan_workers(
     Args:
         scaling_config: As for a TorchTrainer, with a fixed number of workers of at least 1.
         torch_config: The settings, by default those of ``FracTorchConfig()``.
-        timeout_s: How long to wait for the resources, in seconds. Once they are there, ``start_timeout_s`` of the settings is
-            the bound.
+        timeout_s: How long to wait for the resources, in seconds. Then ``start_timeout_s`` of the settings is the time
+            limit.
         fixed: No autoscaler adds nodes to this cluster: workers that cannot fit are an error at once.
 
     Returns:
@@ -33,8 +33,8 @@ def plan_workers(
 
     Raises:
         InsufficientResourcesError: The cluster has not placed the workers in time.
-        FracBackendError: The start would fail; the message says why and what to do.
-        ValueError: There is nothing to plan: no fixed number of workers, or a start that is left to Ray.
+        FracBackendError: The start would fail; the message contains the reason and the next step.
+        ValueError: There is nothing to plan: the number of workers is not fixed, or the start is left to Ray.
     """
     settings = (torch_config or FracTorchConfig()).checked_copy()
     check_plannable(scaling_config, settings)

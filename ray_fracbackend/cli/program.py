@@ -1,4 +1,4 @@
-"""The name of the program, what its commands return and how they fail. Standard library only."""
+"""Name of the program, and result and error of its commands. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ PROGRAM = "ray-fracbackend"
 
 
 class CommandError(Exception):
-    """A command fails, with one line or one document about it.
+    """Error of a command, shown as one line or one document.
 
     Args:
-        reason: Stable word for programs.
+        reason: Stable, machine-readable name.
         message: One line with value, rule and fix.
-        ranks: Ranks at fault, where there are.
+        ranks: Ranks at fault, if any.
         code: The exit code.
     """
 
@@ -25,18 +25,18 @@ class CommandError(Exception):
 
 
 def wrong_usage(error: object) -> CommandError:
-    """Return the failure of a command line that is wrong."""
+    """Return the error for a wrong command line."""
     return CommandError("wrong_usage", str(error), code=2)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command has found.
+    """Result of a command.
 
     Attributes:
-        text: For people.
-        values: For programs: plain values for ``json.dumps``.
-        error: The problem that was found, None where there is none.
+        text: Text for people.
+        values: Plain values for ``json.dumps``.
+        error: The problem, None if there is none.
     """
 
     text: str = ""

@@ -1,4 +1,4 @@
-"""Waits with a progress bar on standard error, and what an error of Ray comes from. Runs on the driver."""
+"""Waits with a progress bar on standard error, and the cause of an error of Ray. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import ray
 
 _POLL_S = 0.5
-# Until a bar is drawn.
+# Time before a bar is drawn.
 _DELAY_S = 2.0
 
 

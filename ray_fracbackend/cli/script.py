@@ -1,7 +1,7 @@
 """Run a script in this process as python would, for `run` and `demo`. Runs on the driver.
 
-The configuration is replaced when a trainer is made, not the name TorchConfig: a script may have imported that from
-anywhere, or pass none at all.
+The configuration is replaced when a trainer is created. Replacing the name TorchConfig would not be enough: a script may
+have imported it already, or may pass no configuration.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.integrations.trainers import replace_torch_config
 
 _WHO = f"{PROGRAM} run"
-# For a controller of V2 that aborts a run in order; one that waits for resources does not answer.
+# Time for V2's controller to abort a run in order. While it waits for resources, it does not answer.
 _ABORT_S = 3.0
 
 
@@ -62,12 +62,12 @@ def run_script(
 
     Raises:
         ValueError: A setting breaks its rule.
-        SystemExit: Of the script.
+        SystemExit: The script raised it.
     """
     announce, waits = _Announce(settings), Waits(functools.partial(say, _WHO))
     _ray.replace_sigint_handler(TorchTrainer, _end_at_ctrl_c)
     if _ray.v2_enabled():
-        # Trainers that the script makes in other processes, such as in a Tune function.
+        # For trainers that the script creates in other processes, such as in a Tune function.
         from ray_fracbackend.integrations.callback import use_everywhere
 
         use_everywhere(settings)
@@ -88,7 +88,7 @@ class _Announce:
     """Lines about the configuration of trainers, each once.
 
     Args:
-        settings: What the command line has.
+        settings: Settings on the command line.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ class _Announce:
         self._has_own_config = False
 
     def __call__(self, config: TorchConfig, trainer: TorchTrainer, is_own: bool) -> None:
-        """Say with which configuration a trainer starts, and which settings change nothing there; ``is_own``: the script's."""
+        """Print the configuration of a trainer, and the settings without an effect on it; ``is_own``: it is the script's."""
         self._has_trainer = True
         self._has_own_config |= is_own
         text = repr(config) if isinstance(config, FracTorchConfig) else type(config).__name__
@@ -122,7 +122,7 @@ class _Announce:
             self.say(f"you can set this with {options} before the script name{where}")
 
     def end(self, script: str, declared: Mapping[str, int], used: UsedRay) -> None:
-        """Say what had no effect on a script that ended well."""
+        """Print what had no effect, after a script that succeeded."""
         if not self._has_trainer:
             what = (
                 f"{option_names(self._settings)} had no effect" if self._settings else "no configuration was replaced"
@@ -132,7 +132,7 @@ class _Announce:
             self.say(f"{options_text(declared)}: no effect, because {script} started no Ray in its own process")
 
     def say(self, line: str) -> None:
-        """Say a line that was not said yet."""
+        """Print a line if it was not printed yet."""
         if line not in self._said:
             self._said.add(line)
             say(_WHO, line)
@@ -140,7 +140,7 @@ class _Announce:
 
 @contextmanager
 def _around_fit(waits: Waits, used: UsedRay, trainer: TorchTrainer) -> Iterator[None]:
-    """Check that there are places for the workers; V2 leaves a handler of SIGINT that ends a run, which is over afterwards."""
+    """Check that Ray can place the workers; restore the handler of SIGINT, because V2 leaves its own after the run."""
     waits.check(trainer, used)
     handler = signal.getsignal(signal.SIGINT)
     try:
@@ -176,18 +176,18 @@ def run_as_main(
 
     Args:
         who: The command, for its lines on standard error.
-        script: Path of the script, or name of the module; it becomes ``__main__``. What python puts first in ``sys.path`` must be
-            there already: importing Ray puts a folder of its own before it, as it does in the script.
+        script: Path of the script, or name of the module; it becomes ``__main__``. The first entry of python's ``sys.path`` must be
+            set already, because importing Ray adds its own folder before it, as in the script.
         arguments: Its command line.
         is_module: As ``python -m``.
         after_error: Called with an error of the script, once its traceback is printed.
 
     Returns:
         The exit code: 1 after an error of the script, whose traceback is printed without frames of this command, and 128 plus
-        the signal's number after a signal that the script did not handle, with the line of the script at which it was.
+        the signal's number after a signal that the script did not handle, with the current line of the script.
 
     Raises:
-        SystemExit: Of the script.
+        SystemExit: The script raised it.
     """
     sys.argv = [script, *arguments]
     with _watching_signals() as stopped_by:
@@ -211,11 +211,11 @@ def run_as_main(
 
 
 def _comes_from_signal(error: BaseException) -> bool:
-    """Tell Ctrl-C, and what Ray or this command makes of a signal, from what a script that handled the signal does afterwards."""
+    """Return True for Ctrl-C and errors that Ray or this command raises for a signal; False for errors of a script that handled it."""
     if isinstance(error, KeyboardInterrupt):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    # Frames of Cython have the path in Ray's own source.
+    # Cython frames have paths of Ray's source tree.
     ours_or_rays = (__file__, os.path.dirname(ray.__file__) + os.sep, "python/ray/")
     return bool(frames) and frames[-1].filename.startswith(ours_or_rays)
 
@@ -229,10 +229,10 @@ def _place(frames: TracebackType | None) -> str:
 
 @contextmanager
 def _watching_signals() -> Iterator[Callable[[], int | None]]:
-    """Watch for signals that end a script, beside the handlers of Python and Ray; those of the script itself are left alone.
+    """Watch for signals that end a script, in addition to the handlers of Python and Ray; handlers of the script stay unchanged.
 
     Yields:
-        A function that returns the signal that came, None where none did or where the script has a handler of its own for it.
+        A function that returns the received signal; None if there was none, or if the script has its own handler for it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
@@ -240,17 +240,17 @@ def _watching_signals() -> Iterator[Callable[[], int | None]]:
     reader, writer = socket.socketpair()
     for end in (reader, writer):
         end.setblocking(False)
-    # The number of each signal that Python handles: Ray Train V2 turns Ctrl-C into exit code 0, and Ray SIGTERM into 1.
+    # Receives the number of each signal that Python handles: Ray Train V2 ends with code 0 at Ctrl-C, Ray with 1 at SIGTERM.
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     original_init = ray.init
     ray.init = _with_sigterm(original_init)
     numbers = bytearray()
 
     def stopped_by() -> int | None:
-        with suppress(OSError):  # nothing came
+        with suppress(OSError):  # no signal
             numbers.extend(reader.recv(4096))
         handlers = {number: signal.getsignal(number) for number in numbers}
-        # SIG_DFL: after a signal that Python handled, this is what `_exit` leaves.
+        # SIG_DFL for a signal that Python handled: `_exit` has set it.
         return next(
             (n for n, handler in handlers.items() if handler is signal.SIG_DFL or _is_not_the_scripts(handler)), None
         )
@@ -270,7 +270,7 @@ def _is_not_the_scripts(handler: Any) -> bool:
 
 
 def _with_sigterm(init: Callable[..., Any]) -> Callable[..., Any]:
-    """End the script in order at SIGTERM and SIGHUP: Ray's C++ part replaces the handler that ray.init sets by one that aborts."""
+    """End the script in order at SIGTERM and SIGHUP: Ray's C++ code replaces the handler of ray.init by one that aborts."""
 
     @functools.wraps(init)
     def init_ray(*arguments: Any, **options: Any) -> Any:
@@ -278,7 +278,7 @@ def _with_sigterm(init: Callable[..., Any]) -> Callable[..., Any]:
         with suppress(ValueError):  # in another thread
             if _is_not_the_scripts(signal.getsignal(signal.SIGTERM)):
                 signal.signal(signal.SIGTERM, _exit)
-            # By default it would end the process at once, and leave agents of a local Ray.
+            # By default SIGHUP ends the process at once, and agents of a local Ray keep running.
             if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
                 signal.signal(signal.SIGHUP, _exit)
         return context
@@ -287,12 +287,12 @@ def _with_sigterm(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)  # a second one does not interrupt the shutdown of Ray: it ends the process
+    signal.signal(number, signal.SIG_DFL)  # a second signal ends the process and does not interrupt Ray's shutdown
     sys.exit(128 + number)
 
 
 def _frames_of_script(frames: TracebackType | None) -> TracebackType | None:
-    """Leave out the frames before the script's own; None where it has none, as after a syntax error."""
+    """Remove the frames before those of the script; None if it has none, as after a syntax error."""
     ours = (os.path.dirname(os.path.abspath(__file__)) + os.sep, runpy.__file__, "<frozen runpy>")
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(ours):
         frames = frames.tb_next

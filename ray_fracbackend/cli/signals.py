@@ -1,4 +1,4 @@
-"""How a command ends before its work is done: Ctrl-C, SIGTERM, SIGHUP. Standard library only.
+"""End a command before its work is done: Ctrl-C, SIGTERM, SIGHUP. Standard library only.
 
 Exit codes are those of a shell: 128 plus the signal's number, so 130 after Ctrl-C and 143 after SIGTERM. None of them means that a
 problem was found.
@@ -16,15 +16,15 @@ from typing import Any
 
 from ray_fracbackend.cli.output import OutputError, flush, say
 
-# Windows has the first two and the last, others the first three.
+# Windows has the first two and the last, other systems the first three.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name))
 
 
 class Stopped(BaseException):
-    """A signal asked this process to end. Not an Exception: no loop over failures swallows it.
+    """A signal asked this process to end. Not an Exception, so code that handles failures does not catch it.
 
     Attributes:
-        number: Of the signal.
+        number: Number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -33,14 +33,14 @@ class Stopped(BaseException):
 
 
 def to_its_end(who: str, command: Callable[[], int]) -> int:
-    """Run a command, and end it quietly where it is stopped or its output cannot be written.
+    """Run a command, and end it without a traceback if it is stopped or its output cannot be written.
 
     Args:
-        who: Program, for the line on standard error.
+        who: Name of the program, for the line on standard error.
         command: Returns the exit code. Its own ``finally`` blocks run before this returns.
 
     Returns:
-        The command's exit code, or that of what stopped it.
+        The exit code of the command, or of the signal or error that stopped it.
     """
     try:
         try:
@@ -53,7 +53,7 @@ def to_its_end(who: str, command: Callable[[], int]) -> int:
         return error.code
     except Stopped as stopped:
         say(who, ended_by(stopped.number))
-        # Without the clean-up of libraries that were stopped anywhere, which may crash; the command's own is done.
+        # Skip the clean-up of libraries, which were stopped at any point and may crash; that of the command is done.
         os._exit(128 + stopped.number)
     except KeyboardInterrupt:
         say(who, ended_by(signal.SIGINT))
@@ -61,15 +61,15 @@ def to_its_end(who: str, command: Callable[[], int]) -> int:
 
 
 def ended_by(number: int) -> str:
-    """Return what ended a command, for a line about it."""
+    """Return how a command ended, for a line about it."""
     return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
 
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Raise `Stopped` in the main thread at the first signal that asks for an end; a second one ends the process at once.
+    """Raise `Stopped` in the main thread at the first signal; a second signal ends the process at once.
 
-    Whatever the block makes of the exception: an import that is interrupted may end in an error of its own.
+    This holds even if the block raises another exception: an interrupted import may raise an error of its own.
     """
     received: list[int] = []
 
@@ -79,7 +79,7 @@ def stopping() -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
         raise Stopped(number)
 
-    # One that is ignored stays so: nohup, and jobs in the background of a shell script.
+    # Ignored signals stay ignored: nohup, and background jobs of a shell script.
     caught = {} if threading.current_thread() is not threading.main_thread() else _handlers()
     for number in caught:
         signal.signal(number, stop)

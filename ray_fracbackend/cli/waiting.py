@@ -1,4 +1,4 @@
-"""What a script waits for: workers that the cluster cannot place. Runs on the driver.
+"""Report workers that a script waits for because the cluster cannot place them. Runs on the driver.
 
 Ray Train waits for resources without a limit, because an autoscaler may add nodes. It does not say what to request instead.
 """
@@ -22,13 +22,13 @@ from ray_fracbackend.cli.workers.shortage import bundles_of, cluster_too_small, 
 from ray_fracbackend.errors import InsufficientResourcesError
 
 _POLL_S = 2.0
-# A table of many placement groups may be slow: the waits between two looks at it are so many times as long as a look.
+# Reading the table of many placement groups may be slow: the pause between two reads is this many times the time of a read.
 _IDLE = 20
 # Other jobs often end within this time.
 _IN_USE_S = 30.0
-# Between the first line and the second; then twice as long each time.
+# Time between the first line and the second; it doubles after each line.
 _REPEAT_S = 120.0
-# V2 makes a new placement group each minute.
+# V2 creates a new placement group each minute.
 _GONE_S = 60.0
 # Bundles and placement strategy.
 _Request = tuple[Sequence[Mapping[str, float]], str]
@@ -52,7 +52,7 @@ class _Wait:
 
 
 class Waits:
-    """Requests that Ray has not placed, and when a line about one is due.
+    """Requests that Ray has not placed, and the times of the log lines about them.
 
     Args:
         say: Called with a line.
@@ -64,16 +64,16 @@ class Waits:
         self._lock = threading.Lock()
 
     def check(self, trainer: TorchTrainer, used: UsedRay) -> None:
-        """Check that there are places for a trainer's workers; start Ray as the trainer would.
+        """Check that Ray can place a trainer's workers; start Ray as the trainer would.
 
-        On a cluster that was running, where nodes may join, this says what is missing, and goes on.
+        Nodes may join a cluster that was already running, so in this case it only prints what is missing.
 
         Args:
-            trainer: That is about to fit.
+            trainer: The trainer whose ``fit()`` begins.
             used: The Ray of this process.
 
         Raises:
-            InsufficientResourcesError: This process started Ray, which has too few places.
+            InsufficientResourcesError: This process started Ray, which cannot place all workers.
         """
         request = _request_of(trainer)
         if request is None:
@@ -81,18 +81,18 @@ class Waits:
         if not ray.is_initialized():
             ray.init()
         if not used.is_own:
-            with suppress(Exception):  # it is a line, and the run goes on without it
+            with suppress(Exception):  # only a log line; the run continues without it
                 self.look(time.monotonic(), [request], at_once=True)
         elif reason := cluster_too_small(*request, is_own=True):
             raise InsufficientResourcesError(f"Ray cannot place {request_text(*request)}: {reason}.")
 
     def look(self, now: float, pending: Iterable[_Request], *, at_once: bool = False) -> None:
-        """Say what is due.
+        """Print the lines that are due.
 
         Args:
             now: Seconds of a monotonic clock.
             pending: Requests that are not placed.
-            at_once: Say it of a new one too, which Ray seldom has placed yet.
+            at_once: Also print a line about a new request, although Ray may place it soon.
         """
         with self._lock:
             for bundles, strategy in pending:
@@ -110,11 +110,11 @@ class Waits:
 
 
 def _request_of(trainer: TorchTrainer) -> _Request | None:
-    """Return what a trainer's run requests; None where there is nothing to place."""
+    """Return the request of a trainer's run; None if there is nothing to place."""
     scaling_config = copy.copy(trainer.scaling_config)
-    if isinstance(scaling_config.num_workers, tuple):  # elastic: it starts with the fewest
+    if isinstance(scaling_config.num_workers, tuple):  # elastic: it starts with the smallest number
         scaling_config.num_workers = scaling_config.num_workers[0]
-    # V2 with 0 workers trains in this process. V1 has errors and search spaces of its own.
+    # V2 with 0 workers trains in this process. V1 raises its own errors and allows search spaces.
     if not isinstance(scaling_config.num_workers, int) or scaling_config.num_workers < 1:
         return None
     bundles, strategy = bundles_of(scaling_config), scaling_config.placement_strategy
@@ -122,13 +122,17 @@ def _request_of(trainer: TorchTrainer) -> _Request | None:
 
 
 def _text(wanted: str, too_small: str | None, bundles: Sequence[Mapping[str, float]]) -> str:
-    goes_on = "It goes on when such nodes join, which an autoscaler may add" if too_small else "It goes on then"
+    goes_on = (
+        "The run continues when such nodes join, for example from an autoscaler"
+        if too_small
+        else "The run continues then"
+    )
     return f"Ray waits to place {wanted}: {too_small or resources_in_use(bundles)}. {goes_on}; Ctrl-C ends it"
 
 
 @contextmanager
 def watching(waits: Waits) -> Iterator[None]:
-    """Look in a thread, while the block runs, at what this process's job waits for, such as the trials of a Tune function."""
+    """Check in a thread, while the block runs, for requests of this process's job, such as the trials of a Tune function."""
     ended = threading.Event()
     threading.Thread(target=_watch, args=(waits, ended), daemon=True, name="ray_fracbackend waits").start()
     try:

@@ -82,7 +82,7 @@ def test_doctor(tmp_path):
     assert found["cuda:0"] == [("ok", f"{_GPU}, 8.0 GiB, compute mode default: several workers may share it")]
     nccl = "2.30.7 is loaded; it takes shared devices with on_shared_device='nccl'"
     assert found["NCCL"] == [("ok", nccl)]
-    assert ("ok", "ranks on one device can share its memory, as far as one process can find out") in found["ipc"]
+    assert ("ok", "ranks on one device can share its memory, as far as one process can check") in found["ipc"]
     assert {level for lines in found.values() for level, _ in lines} == {"ok"}
 
 
@@ -105,7 +105,7 @@ def test_doctor_on_gpus_in_mig_mode(tmp_path):
     ("fault", "name", "level", "text", "code"),
     [
         ("exclusive", "cuda:0", "warning", "compute mode exclusive_process: workers with a fraction of it fail", 0),
-        ("no_ipc", "ipc", "ok", "as far as one process can find out", 0),
+        ("no_ipc", "ipc", "ok", "as far as one process can check", 0),
         ("no_device", "CUDA devices", "ok", "none (", 0),
         ("old_driver", "CUDA devices", "problem", "the NVIDIA driver of the node is too old", 1),
     ],

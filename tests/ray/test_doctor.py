@@ -83,7 +83,7 @@ def test_wrong_hosts_file(faulty_machine):
     code, found = faulty_machine
     check = lines(found)["host name"]
     assert (code, check["level"]) == (1, "problem")
-    assert "203.0.113.5, which is no address of this machine" in check["text"]
+    assert "203.0.113.5, which is not an address of this machine" in check["text"]
     assert "hosts file" in check["fix"]
 
 
@@ -125,7 +125,7 @@ def test_node_without_the_package(cluster, monkeypatch, tmp_path):
     nodes = [node for node in ray.nodes() if node["Alive"]]
     (check,) = diagnose._ask(nodes, 100)
     assert (check.level, check.text) == ("problem", "No module named 'only_on_the_driver'")
-    assert check.fix == "install only_on_the_driver on that node, as on all others"
+    assert check.fix == "install only_on_the_driver on that node, as on the other nodes"
 
 
 def test_silent_node(cluster, monkeypatch):
@@ -150,7 +150,7 @@ def test_node_with_another_version(cluster, monkeypatch, tmp_path):
     monkeypatch.setattr(diagnose, "collect_packed", newer)
     nodes = [node for node in ray.nodes() if node["Alive"]]
     (check,) = diagnose._ask(nodes, 100)
-    assert (check.level, "another version of ray_fracbackend is there" in check.text) == ("problem", True), check
+    assert (check.level, "another version of ray_fracbackend is installed" in check.text) == ("problem", True), check
     assert check.fix.startswith("install ray_fracbackend ")
 
 
@@ -165,7 +165,7 @@ def test_a_report_of_another_version(cluster, monkeypatch):
 
     monkeypatch.setattr(diagnose, "collect_packed", packed_by_an_older_one)
     (check,) = diagnose._ask([node for node in ray.nodes() if node["Alive"]], 100)
-    assert (check.level, check.text) == ("problem", "another version of ray_fracbackend is there: 0.0.1")
+    assert (check.level, check.text) == ("problem", "another version of ray_fracbackend is installed: 0.0.1")
     assert check.fix == f"install ray_fracbackend {__version__} on that node, as on this machine"
 
 
@@ -174,7 +174,7 @@ def test_a_cluster_that_does_not_list_its_nodes(monkeypatch):
     from ray_fracbackend.cli.doctor import diagnose
 
     monkeypatch.setattr(ray, "nodes", never)
-    with pytest.raises(ClusterError, match=r"did not list its nodes within 0\.2 s; look at the head node") as caught:
+    with pytest.raises(ClusterError, match=r"did not list its nodes within 0\.2 s; check the head node") as caught:
         diagnose._ask_all(Deadline(0.2))
     assert caught.value.reason == "no_answer"
 
@@ -285,7 +285,7 @@ def test_equal_nodes():
         code, out, _ = ended("--address", address, **settings)
         found = json.loads(ended("--address", address, "--json", **settings)[1])
     lines = out.splitlines()
-    assert lines[0] == "2 equal nodes; names and addresses in the lines are those of the first"
+    assert lines[0] == "2 equal nodes; the lines show names and addresses of the first one"
     assert all(node["node"] in " ".join(lines[1:3]) for node in found["nodes"])
     assert sum(line.startswith(("  ok       versions ", "  problem  versions ")) for line in lines) == 1
     levels = [check["level"] for check in found["nodes"][0]["checks"]]

@@ -55,7 +55,7 @@ def test_the_group_trains_as_one_process(cluster, backend, num_workers):
         wrong = GroupTest(result.report, (*result.steps[1:], replace(result.steps[0], difference=difference)))
         assert wrong.wrong_ranks == [num_workers - 1]
         assert wrong.to_dict()["steps"][-1]["difference"] == told
-        assert f"problem: rank {num_workers - 1} trained to other weights" in wrong.to_text()
+        assert f"problem: the weights of rank {num_workers - 1} differ from those of one process" in wrong.to_text()
         assert ("--backend gloo" in wrong.to_text()) == (backend == "ipc"), "no advice to use what is used"
 
 

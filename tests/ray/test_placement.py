@@ -124,7 +124,7 @@ def test_command(cluster):
     done = plan("--num-workers", "1", "--address", address, "--json", "--num-gpus", "1", "--no-verify")
     assert done.returncode == 0, done.stderr
     assert "plan: --no-verify: no effect, because a plan starts no process group\n" in done.stderr
-    assert f"--num-gpus 1: no effect, because {address} runs already\n" in done.stderr
+    assert f"--num-gpus 1: no effect, because {address} is already running\n" in done.stderr
     found = json.loads(done.stdout)
     assert (found["ok"], found["backend"], len(found["workers"])) == (True, "gloo", 1)
 

@@ -110,7 +110,7 @@ def test_more_than_a_local_ray_has(tmp_path):
     num_cpus = 2 if v2_enabled() else 3  # one for V1's trainer
     assert (
         "InsufficientResourcesError: Ray cannot place 2 workers of 1 CPU and 0.5 GPU each (PACK): this Ray has no GPU. Declare "
-        f"logical GPUs with --num-gpus 1 --num-cpus {num_cpus}, with --on-missing-cuda cpu if the machine has no GPU, or ask for none."
+        f"logical GPUs with --num-gpus 1 --num-cpus {num_cpus}, with --on-missing-cuda cpu if the machine has no GPU, or request no GPU."
     ) in output.read_text()
     assert nothing_is_left(tmp_path)
 
@@ -169,7 +169,7 @@ def test_a_cluster_that_grows(tmp_path):
         assert ours(output) == [
             f"--num-gpus 1: no effect, because the script uses the running Ray cluster at RAY_ADDRESS={address}",
             "Ray waits to place 2 workers of 1 CPU and 0.5 GPU each (PACK): no node of this cluster has a GPU in Ray. Start Ray with "
-            "--num-gpus on the nodes that have some, or ask for none. It goes on when such nodes join, which an autoscaler may add; Ctrl-C ends it",
+            "--num-gpus on the nodes that have GPUs, or request no GPU. The run continues when such nodes join, for example from an autoscaler; Ctrl-C ends it",
         ]
         with ray_start(settings, "--address", address, "--num-cpus", "4", "--num-gpus", "1"):
             assert process.wait(200) == 0, output.read_text()

@@ -63,7 +63,7 @@ def test_the_advice_fits(gpus: int, num_nodes: int, num_workers: int, parts: int
             {"CPU": 1},
             2,
             "STRICT_SPREAD",
-            "each worker on a node of its own, and one node has one place for such workers. Use SPREAD or PACK, ask for 1 worker, or",
+            "each worker on a separate node, and one node has one place for such workers. Use SPREAD or PACK, ask for 1 worker, or",
         ),
         (
             [NODE, NODE],

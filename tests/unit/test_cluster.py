@@ -257,7 +257,7 @@ def test_a_port_that_is_not_rays(connect):
     line = "rpc_client.h:153: Failed to connect to GCS at address 10.0.0.3:8265 within 5 seconds."
     done = connect(f"say({line!r}); time.sleep(600)", timeout_s=2)
     assert done.stdout.startswith(
-        "no_answer 127.0.0.1:6379: the port accepts connections, and Ray's client gets no answer there within 5 s; "
+        "no_answer 127.0.0.1:6379: the port accepts connections, but Ray's client got no answer within 5 s; "
     )
     assert "6379 by default" in done.stdout
     assert "INSIDE" in connect(f"say({line!r}); time.sleep(0.5)").stdout
@@ -266,7 +266,7 @@ def test_a_port_that_is_not_rays(connect):
 TOKENS = {
     "mode not set": ({"RAY_AUTH_TOKEN": "secret1"}, "while RAY_AUTH_MODE is not set; set RAY_AUTH_MODE=token, "),
     "mode disabled": ({"RAY_AUTH_MODE": "disabled"}, "with RAY_AUTH_MODE=disabled; set RAY_AUTH_MODE=token, "),
-    "no token": ({"RAY_AUTH_MODE": "token"}, "requires a token, and there is none here; "),
+    "no token": ({"RAY_AUTH_MODE": "token"}, "requires a token, and this process has none; "),
     "wrong token": ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "secret1"}, "refuses the token of RAY_AUTH_TOKEN; "),
     "wrong file": (
         {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "secret.txt"},

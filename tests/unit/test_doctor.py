@@ -146,7 +146,7 @@ CASES = {
         machine(host_addresses=("203.0.113.5",)),
         "host name",
         "problem",
-        "'host1' resolves to 203.0.113.5, which is no address of this machine",
+        "'host1' resolves to 203.0.113.5, which is not an address of this machine",
         "10.0.0.1 host1",
     ),
     "foreign name, Ray not asked": (
@@ -238,7 +238,7 @@ FAILURES = {
         failed("ray.train", text="ModuleNotFoundError: No module named 'pyarrow'", missing="pyarrow"),
         "versions",
         "ray.train cannot be imported: ModuleNotFoundError: No module named 'pyarrow'",
-        "pip install 'ray[train]>=2.40', which brings pyarrow",
+        "pip install 'ray[train]>=2.40', which installs pyarrow",
     ),
     "torch without a library": (
         failed("torch", text="OSError: libcudart.so.12: cannot open shared object file"),
@@ -520,7 +520,12 @@ def test_no_shm_no_line():
 NODES = {
     "loopback name": (machine(host_addresses=("127.0.1.1",)), "host name", "warning", "127.0.1.1"),
     "loopback node": (machine(node_ip="127.0.0.1"), "interfaces", "problem", "knows this node as 127.0.0.1"),
-    "translated address": (machine(node_ip="192.0.2.7"), "interfaces", "warning", "none has the node's address"),
+    "translated address": (
+        machine(node_ip="192.0.2.7"),
+        "interfaces",
+        "warning",
+        "no interface has the node's address",
+    ),
 }
 
 
@@ -608,7 +613,7 @@ def test_equal_nodes_are_one_block():
     found = cluster_of(*shm)
     text = found.to_text()
     assert text.startswith(
-        "3 equal nodes; names and addresses in the lines are those of the first\n"
+        "3 equal nodes; the lines show names and addresses of the first one\n"
         "  node 10.0.0.1 (a), node 10.0.0.2 (b), node 10.0.0.3 (c)\n"
     )
     for name in ("versions", "cuda:0", "Gloo", "host name", "interfaces", "/dev/shm"):
@@ -622,7 +627,7 @@ def test_a_warning_of_nodes_that_differ_is_one_line():
     """With the names of its nodes; what one kind of nodes has stays in its block."""
     little, old = {"shm_total_bytes": 512 << 20, "shm_free_bytes": 500 << 20}, {"ray_version": "2.39.0"}
     text = cluster_of(dict(little), {**little, **old}, {}, dict(old)).to_text()
-    block = text.partition("several nodes; names and addresses in a line are those of its first node\n")[2]
+    block = text.partition("several nodes; each line shows names and addresses of its first node\n")[2]
     assert "  problem  versions      ray_fracbackend 0.1.0, ray 2.39.0" in block
     assert f"{'':25}on:  node 10.0.0.2 (b), node 10.0.0.4 (d)\n" in block
     assert f"{'':25}on:  node 10.0.0.1 (a), node 10.0.0.2 (b)\n" in block

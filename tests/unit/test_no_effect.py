@@ -14,7 +14,7 @@ _CASES = {
         {**_GPU_OPTIONS, "verify": False},
         "auto",
         0,
-        ["--on-shared-device, --on-missing-cuda, --limit-gpu-memory: no effect, because the workers ask for no GPU"],
+        ["--on-shared-device, --on-missing-cuda, --limit-gpu-memory: no effect, because the workers request no GPU"],
     ),
     "parts of a GPU": (_GPU_OPTIONS, "auto", 0.5, []),
     "whole GPUs": (
@@ -27,7 +27,7 @@ _CASES = {
         _GPU_OPTIONS,
         "gloo",
         0.5,
-        ["--on-shared-device: no effect, because backend 'gloo' is asked for by name"],
+        ["--on-shared-device: no effect, because backend 'gloo' is set explicitly"],
     ),
     "it may be refused": ({"on_shared_device": "error"}, "gloo", 0.5, []),
     "NCCL by name": (_GPU_OPTIONS, "cpu:gloo,cuda:nccl", 0.5, []),

@@ -1,1 +1,1 @@
-"""One module per command: its options, and what runs it. Standard library only; a command imports what it needs when it runs."""
+"""One module per command: its options and its execution. Standard library only; other imports happen when a command runs."""

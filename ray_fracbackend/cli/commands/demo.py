@@ -26,7 +26,7 @@ def register(commands: Any) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Run the command, as ``python -m ray_fracbackend.demo``."""
     if importlib.util.find_spec("sklearn") is None:
-        text = "it needs a package of the extra 'demo': pip install scikit-learn"
+        text = "the demo needs a package of the extra 'demo': pip install scikit-learn"
         raise CommandError("missing_package", text)
     from ray_fracbackend.cli.imports import import_or_fail
 
@@ -39,10 +39,10 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _compare(error: Exception) -> None:
-    """Say that a start with FracTorchConfig does not end so: stock's own errors name NCCL or CUDA."""
+    """Print that FracTorchConfig avoids the error, if it is an error of Ray's start: these name NCCL or CUDA."""
     from ray_fracbackend.cli.progress import root_cause
 
-    # The text of a V1 error is about its logs.
+    # The message of a V1 error only refers to its logs.
     if any(name in f"{error} {root_cause(error)}" for name in ("NCCL", "CUDA")):
         say(
             _WHO,

@@ -1,4 +1,4 @@
-"""Command ``doctor``: check this machine, or every node of a cluster. It imports neither torch nor Ray: they may be what is broken."""
+"""Command ``doctor``: check this machine, or every node of a cluster. It imports neither torch nor Ray, because they may be broken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def register(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="check this machine, or every node of a cluster")
     parser.set_defaults(execute=execute)
     add_wait(parser, _WAIT_S, "time limit for the whole command")
-    add_cluster(parser, "auto for the one that runs here; default: only this machine, without Ray")
+    add_cluster(parser, "auto for the cluster of this machine; default: check only this machine, without Ray")
 
 
 def execute(options: argparse.Namespace) -> Outcome:

@@ -1,4 +1,4 @@
-"""Command ``plan``: what a start would do on a cluster."""
+"""Command ``plan``: print what a start would do on a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command ``run``: an unedited script with FracTorchConfig in its trainers."""
+"""Command ``run``: run an unedited script with FracTorchConfig in its trainers."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def register(commands: Any) -> None:
     rest = parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own command line"
     )
-    rest.required = False  # argparse names it as missing where SCRIPT is
+    rest.required = False  # else argparse reports it as missing together with SCRIPT
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Run the command; a script has Python's own handlers of signals, or sets others."""
+    """Run the command. The script keeps Python's signal handlers, or sets its own."""
     settings = settings_of(options)
     check_settings(settings)
     find_script(options.script, options.module)
@@ -59,7 +59,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def find_script(script: str, is_module: bool) -> None:
-    """Put the script's folder first in sys.path, as python does, and before Ray is imported, which puts one of its own there.
+    """Put the script's folder first in sys.path, as python does. Call it before Ray is imported, which adds its own folder.
 
     Args:
         script: Path of the script, or name of the module.
@@ -70,7 +70,7 @@ def find_script(script: str, is_module: bool) -> None:
     """
     if not is_module and not os.path.isfile(script):
         raise wrong_usage(f"SCRIPT {script!r} is not a file")
-    # Under PYTHONSAFEPATH or -P python puts nothing there, and the first entry is another one.
+    # With PYTHONSAFEPATH or -P python does not add the folder, and the first entry is another one.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(script))
     if is_module:
@@ -78,11 +78,11 @@ def find_script(script: str, is_module: bool) -> None:
 
 
 def _find_module(name: str) -> None:
-    """Look a module up, which imports the packages that it is in."""
+    """Find a module; this imports its parent packages."""
     try:
         found = None if not name or name.startswith(".") else importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # a package of it needs another one
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # a parent package needs another module
             raise _broken(name, error) from None
         found = None
     except Exception as error:

@@ -29,7 +29,7 @@ def _test(*workers: Any, **how: Any) -> Outcome:
     from ray_fracbackend.cli.ddp_steps import run_group_test
     from ray_fracbackend.log import logger
 
-    # Ray is quiet in a command.
+    # The commands start Ray with its log lines turned off.
     with log_lines(logger.logger):
         found = run_group_test(*workers, **how)
     problem = found.problem()

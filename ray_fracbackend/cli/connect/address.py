@@ -1,4 +1,4 @@
-"""Which cluster a command means, and whether anything listens there. Standard library only."""
+"""Resolve the address of a cluster, and check that a server listens there. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray_fracbackend.cli.connect.token import token
 from ray_fracbackend.timeouts import Deadline, bounded
 
 _FORMAT = "an address is HOST:PORT, ray://HOST:PORT or auto"
-# A head node that is slower than this does not serve a driver either.
+# A head node that is slower than this cannot serve a driver either.
 _ANSWER_S = 10.0
 
 
@@ -26,7 +26,7 @@ class ClusterError(ConnectionError):
         reason: ``no_cluster``, ``authentication``, ``not_ray``, ``no_answer`` or ``version_mismatch``.
 
     Attributes:
-        reason: As given.
+        reason: The argument.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -40,9 +40,9 @@ class Target:
 
     Attributes:
         address: As for ``ray.init``.
-        text: The address in messages, with where it comes from.
-        host_port: Host and port of it, None where Ray looks for the cluster itself.
-        automatic: Nobody named it: it is the cluster of this machine. Ray then sends a token by default.
+        text: The address and its source, for messages.
+        host_port: Its host and port, None if Ray finds the cluster itself.
+        automatic: The user named no address: it is the cluster of this machine. Ray then sends a token by default.
     """
 
     address: str
@@ -52,7 +52,7 @@ class Target:
 
     @property
     def is_local(self) -> bool:
-        """True where Ray is started for this command."""
+        """True if Ray is started for this command."""
         return self.address == "local"
 
 
@@ -91,13 +91,13 @@ def _parsed(address: str, text: str) -> Target:
     wrong = ClusterError(f"{text or repr(text)} is not the address of a Ray cluster: {_FORMAT}", "no_cluster")
     if address.startswith(("http://", "https://")):
         raise ClusterError(
-            f"{text} is an HTTP address, as of Ray's dashboard or jobs API: {_FORMAT}; the cluster's own port is 6379 by default",
+            f"{text} is an HTTP address, such as that of Ray's dashboard or jobs API: {_FORMAT}; the cluster's own port is 6379 by default",
             "no_cluster",
         )
     found = re.fullmatch(r"(ray://)?(\[[^\[\]]+\]|[^\s/:\[\]]+):(\d{1,5})(/.*)?", address)
     if not found or not 0 < int(found[3]) < 65536 or (found[4] and not found[1]):
         if "://" in address and not address.startswith("ray://"):
-            return Target(address, text)  # a connector of the user's own: Ray imports it by its scheme
+            return Target(address, text)  # a connector of the user, which Ray imports by its scheme
         raise wrong
     return Target(address, text, (found[2].strip("[]"), int(found[3])))
 
@@ -109,23 +109,23 @@ def _address_file() -> Path:
 
 
 def _check_owner(file: Path, address: str, owner: int) -> None:
-    """Refuse a file of another user where Ray would send this user's token to the cluster that it names."""
+    """Refuse a file of another user if Ray would send this user's token to the cluster in the file."""
     if sys.platform == "win32" or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or token() is None:
         return
     if owner not in (0, os.getuid()):
         raise ClusterError(
-            f"{file} belongs to another user (uid {owner}), and Ray would send your token to {address}, which it names; name the "
-            f"cluster yourself (--address {address}), or set RAY_AUTH_MODE=disabled",
+            f"{file} belongs to another user (uid {owner}), and Ray would send your token to {address}, its cluster; name the "
+            f"cluster with --address {address}, or set RAY_AUTH_MODE=disabled",
             "authentication",
         )
 
 
 def check_listening(target: Target, timeout_s: float) -> None:
-    """Check that something accepts connections at the target's address, where it has one.
+    """Check that a server accepts connections at the target's address, if it has one.
 
     Args:
         target: The cluster.
-        timeout_s: Bound in seconds.
+        timeout_s: Time limit in seconds.
 
     Raises:
         ClusterError: Nothing listens there, the name does not resolve, or there is no answer in time.
@@ -134,7 +134,7 @@ def check_listening(target: Target, timeout_s: float) -> None:
         return
     deadline, what = Deadline(min(timeout_s, _ANSWER_S)), target.text
     try:
-        # The look-up of a name has no timeout of its own.
+        # The lookup of a host name has no timeout.
         bounded(lambda: _connect(target.host_port, deadline), deadline.left_s)
     except TimeoutError:
         fix = "check the address, the firewall and the head node"
@@ -146,7 +146,7 @@ def check_listening(target: Target, timeout_s: float) -> None:
         fix = "start one there with `ray start --head`, or correct the address"
     else:
         return
-    # The file may be that of a cluster which is gone, beside one that runs.
+    # The file may name a cluster that has ended, while another one runs.
     if target.automatic:
         fix += "; if that file is out of date, delete it, or run `ray stop`, which ends all of Ray on this machine"
     raise ClusterError(f"no Ray cluster at {what}: {cause}; {fix}", "no_cluster")

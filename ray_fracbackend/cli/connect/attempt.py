@@ -1,7 +1,7 @@
 """A first connection to a cluster, in a child process that can be ended. Standard library only; the child imports Ray.
 
-Ray's client retries for a minute where a port is not Ray's or a token is refused, cannot be interrupted meanwhile, and says why only
-on standard error. The child is ended at the first line after which no retry helps.
+If a port is not Ray's or a token is refused, Ray's client retries for a minute, cannot be interrupted, and prints the cause only
+on standard error. The child is killed at the first line after which no retry can succeed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ray_fracbackend.cli.connect.address import ClusterError, Target
 from ray_fracbackend.cli.connect.token import refusal
 from ray_fracbackend.timeouts import Deadline
 
-# As the parent imports.
+# With the import path of the parent.
 _CHILD = """
 import os, sys
 sys.path[:] = {path!r}
@@ -34,21 +34,21 @@ except Exception as error:
 ray.shutdown()
 """
 _IMPORTED = "ray_fracbackend: imported"
-# From a file system that is slow, beside other work.
+# Enough for a slow file system on a busy machine.
 _IMPORT_S = 60.0
 # Lines of Ray's C++ code.
 _LOG = re.compile(r"\.(cc|h):\d+: ")
 _TOKEN = re.compile(r"Unauthenticated|InvalidAuthToken|authentication token")
 _HTTP = re.compile(r"http2 header with status|http1\.x server|HTTP/1\.")
-# After these no retry helps.
+# After these no retry can succeed.
 _FINAL = re.compile(r"Unauthenticated|InvalidAuthToken|http2 header with status")
-# It writes this after its first try, and goes on for half a minute.
+# Ray's client writes this after its first try, and retries for half a minute.
 _SILENT = re.compile(r"Failed to connect to GCS at address \S+ within (\S+) seconds")
 _VERSIONS = re.compile(r"[Vv]ersion mismatch")
-# From that line on, for a head node that is slow.
+# Time after that line, for a slow head node.
 _PATIENCE_S = 10.0
 _PORTS = "name the port that `ray start --head` prints (6379 by default), not the dashboard's (8265)"
-# For a child that was killed.
+# Time for a killed child to end.
 _KILLED_S = 5.0
 
 
@@ -57,7 +57,7 @@ def attempt(target: Target, deadline: Deadline) -> None:
 
     Args:
         target: The cluster; not a local Ray.
-        deadline: Bound on the connection, from when the child has imported Ray: that took the parent, or its doctor, seconds too.
+        deadline: Time limit of the connection. It begins when the child has imported Ray, which takes seconds.
 
     Raises:
         ClusterError: There is no connection; ``reason`` says why.
@@ -94,7 +94,7 @@ def _child(address: str) -> Iterator[tuple[subprocess.Popen[str], queue.SimpleQu
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        # Ctrl-C in a terminal is for this process, which ends the child.
+        # Ctrl-C in a terminal then reaches only this process, which ends the child.
         start_new_session=True,
     )
 
@@ -119,7 +119,7 @@ def cluster_error(target: Target, text: str) -> ClusterError:
 
     Args:
         target: The cluster.
-        text: What Ray wrote and raised.
+        text: Output and error of Ray.
     """
     if _TOKEN.search(text):
         return ClusterError(f"the Ray cluster at {target.text} {refusal(target.automatic)}", "authentication")
@@ -133,13 +133,13 @@ def cluster_error(target: Target, text: str) -> ClusterError:
     if "any running Ray instance" in text:
         fix = "start one with `ray start --head`, or name its address"
         return ClusterError(f"no Ray cluster runs on this machine; {fix}", "no_cluster")
-    said = lines[0].rstrip(".") if lines else "it says nothing"
-    return ClusterError(f"no connection to Ray at {target.text}: {said}; look at the head node", "no_answer")
+    said = lines[0].rstrip(".") if lines else "no error message"
+    return ClusterError(f"no connection to Ray at {target.text}: {said}; check the head node", "no_answer")
 
 
 def _silent(target: Target, seconds: str) -> ClusterError:
     return ClusterError(
-        f"{target.text}: the port accepts connections, and Ray's client gets no answer there within {seconds} s; {_PORTS}, and check "
+        f"{target.text}: the port accepts connections, but Ray's client got no answer within {seconds} s; {_PORTS}, and check "
         "that the head node is not overloaded or stopped",
         "no_answer",
     )

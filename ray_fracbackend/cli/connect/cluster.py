@@ -24,15 +24,15 @@ def connected(
 ) -> Iterator[bool]:
     """Connect to a cluster, or start Ray on this machine as ``ray.init()`` does, and disconnect at the end.
 
-    A local Ray that starts is announced on standard error, and not bounded by ``timeout_s``.
+    The start of a local Ray is announced on standard error, and ``timeout_s`` does not limit it.
 
     Args:
         address: As for ``ray.init``; None for the running cluster that ``ray.init()`` would find, else a local one.
-        timeout_s: Bound on the first connection in seconds.
-        declared: ``num_gpus`` and ``num_cpus`` for a Ray that is started; no effect on one that runs. Both are announced too.
+        timeout_s: Time limit of the first connection in seconds.
+        declared: ``num_gpus`` and ``num_cpus`` for a Ray that is started; no effect on a running one. Both cases are announced too.
 
     Yields:
-        True where Ray was started for the block, False where it was running.
+        True if Ray was started for the block, False if it was running.
 
     Raises:
         ClusterError: There is no connection; ``reason`` says why.
@@ -45,7 +45,7 @@ def connected(
         say(PROGRAM, "no running Ray cluster found: starting a local one for this command (--address names a cluster)")
     declared = dict(declared or {})
     if declared:
-        text = f"{options_text(declared)}: no effect, because {target.text} runs already"
+        text = f"{options_text(declared)}: no effect, because {target.text} is already running"
         say(PROGRAM, declared_text(declared) if target.is_local else text)
     import ray
 
@@ -63,20 +63,20 @@ def connected(
 
 
 def check_address(address: str | None, timeout_s: float = 30.0) -> None:
-    """Check that something listens at an address, without connecting to it and without importing Ray.
+    """Check that a server listens at an address, without connecting to it and without importing Ray.
 
     Args:
         address: As in `connected`.
-        timeout_s: Bound in seconds.
+        timeout_s: Time limit in seconds.
 
     Raises:
-        ClusterError: It is not an address, or nothing listens there.
+        ClusterError: It is not an address, or no server listens there.
     """
     check_listening(target_of(address), timeout_s)
 
 
 def _init(target: Target, declared: Mapping[str, int]) -> None:
-    """Run ``ray.init`` without its output, in this thread: Linux ends a local Ray's processes with the thread that started them.
+    """Run ``ray.init`` without its output, in this thread: on Linux a local Ray's processes end with the thread that started them.
 
     Raises:
         ClusterError: It failed.
@@ -91,7 +91,7 @@ def _init(target: Target, declared: Mapping[str, int]) -> None:
                 logging_level="ERROR",
                 **(declared if target.is_local else {}),
             )
-        except Exception as error:  # a local Ray that does not start in time raises no class of its own
+        except Exception as error:  # Ray has no error class for a local Ray that does not start in time
             ray.shutdown()
             raise _error(target, str(error) or type(error).__name__, captured()) from error
         except BaseException:
@@ -109,15 +109,15 @@ def _error(target: Target, said: str, captured: str) -> ClusterError:
 
 @contextmanager
 def own_sigterm() -> Iterator[None]:
-    """Keep the process's handler of SIGTERM: Ray sets two of its own, one in C++ that aborts.
+    """Keep the process's handler of SIGTERM. Ray sets two handlers, and the one in C++ aborts.
 
-    Without one, Ray's that ends the process in Python remains: killed by the signal itself, agents of a local Ray are left.
+    If the process has none, Ray's Python handler stays: without it the signal kills the process, and agents of a local Ray remain.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     except SystemExit as error:
-        # From Ray's handler, which ends the process with the signal's number.
+        # Ray's handler exits with the signal's number.
         if error.code == signal.SIGTERM and callable(before):
             before(signal.SIGTERM, None)
         raise
@@ -126,17 +126,17 @@ def own_sigterm() -> Iterator[None]:
 
 
 def _set_sigterm(handler: Any) -> None:
-    # In C, other code may have set another one than Python knows.
+    # C code may have set a handler that Python does not know.
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager
 def _captured_stderr() -> Iterator[Callable[[], str]]:
-    """Send file descriptor 2, that C++ writes to, to a file during the block.
+    """Redirect file descriptor 2, to which C++ writes, to a file during the block.
 
     Yields:
-        Returns what was written so far.
+        A function that returns the text written so far.
     """
     try:
         saved = os.dup(2)

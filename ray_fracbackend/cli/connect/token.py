@@ -1,4 +1,4 @@
-"""The token of a Ray cluster that asks for one: where this process has it from, and what to say of one that is refused.
+"""The token of a Ray cluster that requires one: its source in this process, and the message if it is refused.
 
 The rules are those of Ray's own client (Ray 2.40 to 2.60). Standard library only.
 """
@@ -12,18 +12,18 @@ SETTINGS = "RAY_AUTH_TOKEN, the file that RAY_AUTH_TOKEN_PATH names, or ~/.ray/a
 
 
 def token() -> str | None:
-    """Return the token that Ray finds, None where there is none."""
+    """Return the token that Ray uses, None if there is none."""
     if found := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return found
     try:
         path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
         return path.read_text().strip() or None
-    except (OSError, UnicodeError, RuntimeError):  # the last: no home
+    except (OSError, UnicodeError, RuntimeError):  # RuntimeError: no home folder
         return None
 
 
 def refusal(automatic: bool) -> str:
-    """Return why a cluster refuses this process, as the end of a sentence about it, with the fix and without the token.
+    """Return why a cluster refuses this process, as the end of a sentence about the cluster; contains the fix, not the token.
 
     Args:
         automatic: The address comes from this machine, not from the user: Ray then sends a token by default.
@@ -35,7 +35,7 @@ def refusal(automatic: bool) -> str:
         why = f"with RAY_AUTH_MODE={mode}" if mode else "to this address while RAY_AUTH_MODE is not set"
         return f"requires a token, and Ray sends none {why}; set RAY_AUTH_MODE=token, {fix}"
     if found is None:
-        return f"requires a token, and there is none here; try again {fix}"
+        return f"requires a token, and this process has none; try again {fix}"
     return f"refuses the token of {_source()}; try again {fix}"
 
 

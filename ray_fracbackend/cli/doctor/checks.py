@@ -1,4 +1,4 @@
-"""Checks of ``ray-fracbackend doctor``: turn reports of machines into lines with a level and a fix. Pure.
+"""Checks of ``ray-fracbackend doctor``: convert reports of machines to lines with a level and a fix. Pure.
 
 collect.py collects the reports.
 """
@@ -39,11 +39,11 @@ def check_machine(machine: MachineInfo, num_nodes: int = 1) -> tuple[Check, ...]
     """Check one machine.
 
     Args:
-        machine: Its report.
+        machine: Report of the machine.
         num_nodes: Number of nodes of its cluster.
 
     Returns:
-        All lines about it: what could not be checked has one that says so.
+        All lines about it, including one for checks that could not run.
     """
     return (
         *failed_imports(machine),
@@ -61,14 +61,14 @@ def check_machine(machine: MachineInfo, num_nodes: int = 1) -> tuple[Check, ...]
 
 
 def own_values(machine: MachineInfo) -> dict[str, str]:
-    """Return patterns of what a node has of its own in the lines about it, where it is well, and words for them."""
+    """Return patterns for the values that differ between healthy nodes, such as addresses, and a placeholder for each."""
     worker = machine.worker
     known = worker.network.interfaces
     addresses = {worker.node_ip, *machine.host_addresses, *(address for each in known.values() for address in each)}
     uuids = [uuid for device in worker.devices for uuid in (device.uuid, device.parent_uuid) if uuid]
     values = {re.escape(_interfaces_text(worker)): "INTERFACES"}
     values |= {re.escape(address) + r"(?![\w.:])": "ADDRESS" for address in sorted(addresses, key=len, reverse=True)}
-    # A name may be a word of a line, too: it stands before a quotation mark.
+    # A host name may also be a word of a line. In the lines a quotation mark follows it.
     values |= {rf"(?<=[' ]){re.escape(worker.hostname)}(?=')": "HOST"} if worker.hostname else {}
     values |= {re.escape(short_uuid(uuid)): "GPU" for uuid in uuids}
     if machine.shm_free_bytes is not None:
@@ -89,7 +89,7 @@ def check_cluster(machines: Sequence[MachineInfo]) -> tuple[Check, ...]:
     }
     mixed = [check for name, value_of in same.items() if (check := _mixed(name, machines, value_of)) is not None]
     return (
-        *(mixed or [Check("same", "ok", f"{len(machines)} nodes of one kind: {', '.join(same)}")]),
+        *(mixed or [Check("same", "ok", f"{len(machines)} nodes with the same {', '.join(same)}")]),
         *_doubles(machines),
     )
 
@@ -103,13 +103,15 @@ def _mixed(name: str, machines: Sequence[MachineInfo], value_of: Callable[[Machi
         return None
     listed = "; ".join(f"{value} on {', '.join(on[:4])}{', ...' if len(on) > 4 else ''}" for value, on in nodes.items())
     fix = (
-        "place the workers of a job on nodes of one system" if name == "system" else f"install one {name} on every node"
+        "place the workers of a job on nodes with the same system"
+        if name == "system"
+        else f"install the same {name} on every node"
     )
     return Check(name, "problem", f"differs: {listed}", fix)
 
 
 def _doubles(machines: Sequence[MachineInfo]) -> list[Check]:
-    """Find devices that several nodes have: containers of one machine, where Ray allocates one device several times."""
+    """Find devices that several nodes report: containers of one machine, to which Ray allocates one device several times."""
     nodes: dict[str, list[str]] = {}
     for machine in machines:
         for device in machine.worker.devices:
@@ -119,7 +121,7 @@ def _doubles(machines: Sequence[MachineInfo]) -> list[Check]:
             "CUDA devices",
             "warning",
             f"{short_uuid(uuid)} belongs to nodes {', '.join(on)}: Ray allocates all of it on each",
-            "give every container devices of its own, or start Ray there with fewer --num-gpus",
+            "assign different devices to each container, or start Ray there with fewer --num-gpus",
         )
         for uuid, on in nodes.items()
         if len(on) > 1
@@ -136,14 +138,14 @@ def _versions(machine: MachineInfo) -> list[Check]:
     old = [name for name, version in found.items() if _is_older(version, _OLDEST[name])]
     if old:
         return [Check("versions", "problem", text, f"pip install {' '.join(_INSTALL[name] for name in old)}")]
-    # A failed import has a line of its own.
+    # A failed import has its own line.
     return [] if len(found) < len(known) else [Check("versions", "ok", text)]
 
 
 def _is_older(version: str, oldest: str) -> bool:
     try:
         return Version(version) < Version(oldest)
-    except InvalidVersion:  # of a build of one's own
+    except InvalidVersion:  # a custom build
         return False
 
 
@@ -160,18 +162,18 @@ def _gloo(machine: MachineInfo) -> Check:
 
 
 def _host_name(machine: MachineInfo, num_nodes: int) -> Check:
-    """Check the machine's own host name: Gloo without an interface name, and much else, uses its address."""
+    """Check the machine's own host name: Gloo without an interface name, and other software, uses its address."""
     worker = machine.worker
     name, addresses = worker.hostname, ", ".join(machine.host_addresses)
-    line = f"write the line '{_own_address(worker)} {name}' into the hosts file"
+    line = f"add the line '{_own_address(worker)} {name}' to the hosts file"
     if machine.host_missing is not None:
-        # Gloo's own look-up on Windows reads an uninitialised pointer then.
+        # On Windows, Gloo's own lookup then reads an uninitialized pointer.
         level: Level = "problem" if worker.platform == "win32" else "warning"
         return Check("host name", level, f"{name!r} does not resolve: {machine.host_missing}", line)
     own = {address for found in worker.network.interfaces.values() for address in found}
     foreign = [a for a in machine.host_addresses if own and normal(a) not in own and not is_loopback(a)]
     if foreign:
-        text = f"{name!r} resolves to {foreign[0]}, which is no address of this machine"
+        text = f"{name!r} resolves to {foreign[0]}, which is not an address of this machine"
         return Check("host name", "problem", text, f"correct the hosts file or the name server: {line}")
     if machine.host_lookup_s > _SLOW_LOOKUP_S:
         text = f"{name!r} took {machine.host_lookup_s:.1f} s to resolve"
@@ -190,7 +192,7 @@ def _name_server(machine: MachineInfo) -> list[Check]:
 
 
 def _own_address(worker: WorkerInfo) -> str:
-    """Return an address of the machine that others may reach, where it has one."""
+    """Return an address of the machine that others may reach, if it has one."""
     known = [address for found in worker.network.interfaces.values() for address in found]
     return next((address for address in (worker.node_ip, *known) if not is_loopback(address)), worker.node_ip)
 
@@ -202,12 +204,14 @@ def _interfaces(worker: WorkerInfo, num_nodes: int) -> Check:
     unknown = [name for name in worker.env.get(IFNAME, "").split(",") if name and name not in known]
     if unknown:
         found = f"{IFNAME}={worker.env[IFNAME]} names {unknown[0]!r}, which is none of {', '.join(known)}"
-        return Check("interfaces", "problem", found, f"unset {IFNAME}, or name an interface; Gloo knows no patterns")
+        return Check(
+            "interfaces", "problem", found, f"unset {IFNAME}, or name an interface; Gloo does not support patterns"
+        )
     if num_nodes > 1 and is_loopback(worker.node_ip):
-        found = f"Ray knows this node as {worker.node_ip}, which no other node reaches"
+        found = f"Ray's address of this node is {worker.node_ip}, which no other node can reach"
         return Check("interfaces", "problem", found, "start Ray there with --node-ip-address=ADDRESS")
     if num_nodes > 1 and owner_of(worker.network.interfaces, worker.node_ip) is None:
-        found = f"none has the node's address {worker.node_ip} ({text}): a translated address (NAT)"
+        found = f"no interface has the node's address {worker.node_ip} ({text}): a translated address (NAT)"
         return Check("interfaces", "warning", found, "run the container with --network=host: Gloo's ports are random")
     return Check("interfaces", "ok", text)
 
@@ -222,7 +226,7 @@ def _environment(machine: MachineInfo) -> Check:
         return Check("environment", "warning", found, "FracTorchConfig(on_shared_device='gloo'), or backend='gloo'")
     env = machine.worker.env
     if machine.worker.platform == "win32" and env.get("USE_LIBUV") == "1":
-        found = "USE_LIBUV=1, which torch's wheels for Windows cannot do"
+        found = "USE_LIBUV=1, which torch's wheels for Windows do not support"
         return Check("environment", "warning", found, "unset USE_LIBUV; FracTorchConfig overrides it")
     return Check("environment", "ok", ", ".join(f"{name}={value}" for name, value in env.items()) or "nothing is set")
 
@@ -235,7 +239,7 @@ def _shm(machine: MachineInfo) -> list[Check]:
     fix = "--shm-size=1g or --ipc=host (Docker); an emptyDir with medium: Memory (Kubernetes)"
     users = "NCCL, data loader workers and Ray's object store"
     if free <= _SHM_PROBLEM_BYTES:
-        return [Check("/dev/shm", "problem", f"{text}: {users} fail on so little", fix)]
+        return [Check("/dev/shm", "problem", f"{text}: too little for {users}", fix)]
     if total < _SHM_WARNING_BYTES:
         return [Check("/dev/shm", "warning", f"{text}: little for {users}", fix)]
     return [Check("/dev/shm", "ok", text)]
@@ -272,7 +276,7 @@ def _devices(machine: MachineInfo) -> list[Check]:
         return [_device(device, worker) for device in worker.devices]
     if not machine.num_node_devices:
         return [Check("CUDA devices", "ok", f"none ({worker.cuda_missing}): {_WITHOUT_DEVICES}")]
-    # A cause that ends in what to do has it after its last semicolon.
+    # If the cause contains a fix, the fix follows its last semicolon.
     cause, _, advice = (worker.cuda_missing or "").rpartition("; ")
     text = f"torch uses none of the node's {machine.num_node_devices} GPUs: {cause or advice}"
     if cause:
@@ -330,11 +334,13 @@ def _check_ray_gpus(machine: MachineInfo) -> Check:
 def _nccl(worker: WorkerInfo) -> Check:
     if not worker.nccl_available:
         if not worker.devices:
-            return Check("NCCL", "ok", "not in this torch, and not needed without CUDA devices")
+            return Check("NCCL", "ok", "not in this build of torch, and not needed without CUDA devices")
         fix = "" if worker.platform == "win32" else "install a torch build with NCCL"
-        return Check("NCCL", "warning", "not in this torch: ranks use gloo, on devices of their own too", fix)
+        return Check(
+            "NCCL", "warning", "not in this build of torch: ranks use gloo, even if each has its own device", fix
+        )
     if worker.nccl_version is None:
-        text = "in this torch, its version cannot be read"
+        text = "in this build of torch, but its version cannot be read"
         if not worker.devices:
             return Check("NCCL", "ok", f"{text}, and it is not needed without CUDA devices")
         return Check("NCCL", "warning", text, "set LD_PRELOAD to the library, or reinstall torch")
@@ -353,13 +359,13 @@ def _ipc(worker: WorkerInfo) -> list[Check]:
     host = Check("ipc", "ok", "ranks of this machine can share host memory")
     if worker.ipc_host_memory_missing:
         text = f"ranks cannot share host memory: {worker.ipc_host_memory_missing}"
-        host = Check("ipc", "warning", text, "fix this, or do without: the ipc backend is optional")
+        host = Check("ipc", "warning", text, "fix this, or ignore it: the ipc backend is optional")
     if not worker.devices:
         return [host]
     if worker.ipc_device_memory_missing is None:
         return [
             host,
-            Check("ipc", "ok", "ranks on one device can share its memory, as far as one process can find out"),
+            Check("ipc", "ok", "ranks on one device can share its memory, as far as one process can check"),
         ]
     text = f"ranks cannot share device memory: {worker.ipc_device_memory_missing}"
     return [

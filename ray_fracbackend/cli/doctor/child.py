@@ -1,7 +1,7 @@
 """Collect the report of one machine, stage by stage. Runs in a child process that collect.py starts and may kill.
 
-Nothing but the standard library is imported at the top: a torch, a Ray or a driver that fails, crashes or hangs is a result of
-its stage. The child sends each stage's name before it begins, and its values or its error after it.
+Only the standard library is imported at the top: if torch, Ray or the driver fails, crashes or hangs, this is the result of a
+stage. The child sends each stage's name before the stage, and its values or its error after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ray_fracbackend import __version__
 from ray_fracbackend.cli.parent import end_with_parent
 from ray_fracbackend.decide.secret_names import may_be_secret
 
-# What the report shows of the environment: no tokens.
+# Environment variables in the report: no tokens.
 _SHOWN_PREFIXES = ("NCCL_", "GLOO_", "CUDA_", "RAY_TRAIN_", "RAY_FRACBACKEND_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_")
 _SHOWN = (
     *(
@@ -37,7 +37,7 @@ _SHOWN = (
     *("LD_PRELOAD", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "RAY_AUTH_MODE"),
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
 )
-# What torch's collectives read.
+# Variables that torch's collectives read.
 _USED_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV")
 
 
@@ -74,11 +74,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Request:
-    """What the parent wants.
+    """Request of the parent.
 
     Attributes:
         stages: Names of the stages to run.
-        done: Names of those that another child has finished.
+        done: Names of the stages that another child has finished.
         found: Their values.
         node_ip: Ray's address of the node.
     """
@@ -91,13 +91,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Event:
-    """What the child sends: a stage begins, or has ended with values or with an error.
+    """Message of the child: a stage begins, or has ended with values or with an error.
 
     Attributes:
-        stage: Its name.
-        found: Its values; None where it begins or has failed.
+        stage: Name of the stage.
+        found: Its values; None if it begins or has failed.
         error: First line of its error.
-        missing: Name of the module that it could not find.
+        missing: Name of the module that was not found.
     """
 
     stage: str
@@ -108,7 +108,7 @@ class Event:
 
 def main() -> None:
     """Run the stages that the parent asks for on standard input."""
-    # What libraries print goes where their errors go.
+    # Send the output of libraries to standard error.
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)
         request: Request = pickle.load(sys.stdin.buffer)
@@ -119,7 +119,7 @@ def main() -> None:
             out.flush()
 
         run_stages(request, send)
-    # Without the clean-up of libraries, which may crash.
+    # Skip the clean-up of libraries, which may crash.
     os._exit(0)
 
 
@@ -127,8 +127,8 @@ def run_stages(request: Request, send: Callable[[Event], None]) -> None:
     """Run stages in this process.
 
     Args:
-        request: Which.
-        send: Is called with every event.
+        request: The stages.
+        send: Called with every event.
     """
     done, found = set(request.done), request.found
     for name in request.stages:
@@ -137,7 +137,7 @@ def run_stages(request: Request, send: Callable[[Event], None]) -> None:
         send(Event(name))
         try:
             new = STAGES[name].run(found, request.node_ip)
-        except BaseException as error:  # also what a library raises to end the process
+        except BaseException as error:  # including exceptions that end the process, such as SystemExit
             line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             send(
@@ -169,7 +169,7 @@ def _host(found: Found, node_ip: str) -> Found:
 
 
 def own_values() -> Found:
-    """Return what every process knows of its machine without asking anybody."""
+    """Return the values of a machine that need no stage."""
     return Found(
         {"hostname": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid(), "platform": sys.platform},
         {
@@ -185,7 +185,7 @@ def shown_variables(names: Iterable[str] = _SHOWN, prefixes: tuple[str, ...] = _
 
     Args:
         names: Names to show.
-        prefixes: Names that begin so are shown too, unless they may hold a secret.
+        prefixes: Names with these prefixes are shown too, unless they may contain a secret.
     """
     return {
         name: value
@@ -215,24 +215,24 @@ def _host_addresses() -> tuple[tuple[str, ...], str | None]:
 
 
 def name_server_silent(address: str, timeout_s: float = 1.0) -> bool:
-    """Check whether a look-up like c10d's gets no answer of any kind in time.
+    """Check whether a lookup like c10d's gets no answer at all in time.
 
-    For its log c10d resolves the names of peers, when a store is connected to and when it accepts, and a store that waits for
-    an answer serves no rank. glibc gives a silent server two attempts of 5 s each (resolv.conf(5)).
+    For its log c10d resolves the names of peers when it connects to a store and when a store accepts a connection. A store that
+    waits for an answer serves no rank. glibc tries a silent server twice, for 5 s each (resolv.conf(5)).
 
     Args:
         address: This node's own address, a literal IP.
-        timeout_s: Bound in seconds.
+        timeout_s: Time limit in seconds.
 
     Returns:
-        True if there was no answer; False also off Linux, where nothing is checked.
+        True if there was no answer; False also on other systems than Linux, where nothing is checked.
     """
     if sys.platform != "linux":
         return False
-    # c10d's sockets are IPv6 and see IPv4 peers by mapped addresses, which no hosts file lists.
+    # c10d uses IPv6 sockets, on which IPv4 peers have mapped addresses; no hosts file lists these.
     peer = address if ":" in address else f"::ffff:{address}"
     try:
-        # In a process of its own, which can be killed.
+        # In a separate process, which can be killed.
         subprocess.run(["getent", "hosts", peer], timeout=timeout_s, stdout=subprocess.DEVNULL, check=False)
     except subprocess.TimeoutExpired:
         return True
@@ -349,7 +349,7 @@ def _train(found: Found, node_ip: str) -> Found:
     return Found()
 
 
-# In the order in which they run. The names of most are those of the doctor's lines.
+# In their order. Most have the names of the doctor's lines.
 STAGES: Mapping[str, Stage] = {
     "host name": Stage(_host),
     "interfaces": Stage(_interfaces),

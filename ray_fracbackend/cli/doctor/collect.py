@@ -1,7 +1,7 @@
 """Collect the report of a machine through a child process. Runs on the driver, and as a task on every node of a cluster.
 
-This process imports neither torch nor Ray for it. A stage that crashes the child costs its own values: another child runs the
-rest. The same holds for one that does not answer in time.
+This process itself imports neither torch nor Ray. If a stage crashes the child or does not answer in time, only its own values
+are missing: another child runs the other stages.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from ray_fracbackend.cli.doctor.report import Failure, MachineInfo
 from ray_fracbackend.decide.worker_info import WorkerInfo
 
 _POLL_S = 0.1
-# A stage leaves so much time for the others, which may have to import torch again.
+# Time that a stage leaves for the others, which may have to import torch again.
 _RESERVE_S = 10.0
-# Too little time to divide.
+# Less time than this is not divided.
 _WHOLE_S = 2.0
-# A process that was killed in a call of the driver may not end.
+# A process that is killed during a driver call may not end.
 _KILLED_S = 1.0
 _QUOTED_CHARS = 120
 
 
 def reserve_s(left_s: float) -> float:
-    """Return the seconds, of those that are left, that one step has to leave for the others."""
+    """Return how many of the remaining seconds one step must leave for the others."""
     return min(_RESERVE_S, left_s / 2) if left_s > _WHOLE_S else 0.0
 
 
 class Collector:
-    """Report of this machine that is being collected; a context manager, at whose end no process is left.
+    """Collection of this machine's report; a context manager that leaves no process behind.
 
     Args:
-        timeout_s: Bound in seconds.
+        timeout_s: Time limit in seconds.
         node_id: Ray's id of the node, empty without Ray.
         node_ip: Ray's address of the node.
     """
@@ -70,7 +70,7 @@ class Collector:
         """Wait for the report.
 
         Args:
-            until: Return when this stage is over; by default when all are.
+            until: Return when this stage has ended; by default when all have.
         """
         while until not in self.done and until not in self.failures and self._child is not None:
             try:
@@ -85,7 +85,7 @@ class Collector:
                 self._take(at, event)
 
     def machine(self, ray_gpus: float | None = None) -> MachineInfo:
-        """Return the report, with the stages that are over.
+        """Return the report with the stages that have ended.
 
         Args:
             ray_gpus: num_gpus of the node in Ray.
@@ -132,7 +132,7 @@ class Collector:
             self.done.add(event.stage)
 
     def _ended(self) -> None:
-        """The child has closed its end: it is through, or it died."""
+        """Handle the end of the child's output: all stages have ended, or the child died."""
         assert self._child is not None
         if self._left() and (cause := self._child.cause_of_death()) is not None:
             self._failed(Failure("crash", cause))
@@ -140,7 +140,7 @@ class Collector:
             self._stop()
 
     def _failed(self, failure: Failure) -> None:
-        """Go on without the stage that the child is in; a child that is through and does not end is stopped."""
+        """Continue without the current stage of the child. Kill a child that has finished all stages but does not exit."""
         self._stop()
         if left := self._left():
             self.failures[self._stage if self._stage in left else left[0]] = failure
@@ -153,7 +153,7 @@ def collect_machine(
     """Collect the report of this machine. Creates no CUDA context and no process group.
 
     Args:
-        timeout_s: Bound in seconds.
+        timeout_s: Time limit in seconds.
         node_id: Ray's id of the node, empty without Ray.
         node_ip: Ray's address of the node.
         ray_gpus: num_gpus of the node in Ray.
@@ -171,7 +171,7 @@ def collect_packed(*arguments: Any) -> tuple[str, bytes]:
 
     Returns:
         The version here, and the pickled `MachineInfo`: reports are pickled by the position of their fields, which another
-        version may take for others.
+        version could confuse.
     """
     return __version__, pickle.dumps(collect_machine(*arguments))
 
@@ -180,13 +180,13 @@ class _Child:
     """A process that runs stages.
 
     Attributes:
-        events: What it sends, with the time of arrival; None at its end.
+        events: Its messages with the time of arrival; None at its end.
     """
 
     def __init__(self, request: Request) -> None:
         self.events: queue.SimpleQueue[tuple[float, Event | None]] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # stop() closes it
-        # As this process imports: a Ray worker's path has what the driver's runtime environment brings.
+        # With the import path of this process: that of a Ray worker includes the driver's runtime environment.
         code = f"import sys; sys.path[:] = {sys.path!r}; from ray_fracbackend.cli.doctor.child import main; main()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -202,7 +202,7 @@ class _Child:
         assert stdin is not None
         assert stdout is not None
         with suppress(OSError):  # it died
-            # Left open: the child ends when this process does.
+            # Left open, because the child ends when this process ends.
             pickle.dump(request, stdin)
             stdin.flush()
         self._read(stdout)
@@ -215,7 +215,7 @@ class _Child:
                 self.events.put((time.monotonic(), event))
 
     def cause_of_death(self) -> str | None:
-        """Return signal or exit code with the last line that the process wrote; None where it ended by itself."""
+        """Return signal or exit code with the last line that the process wrote; None if it exited with code 0."""
         try:
             code = self._process.wait(_KILLED_S)
         except subprocess.TimeoutExpired:
@@ -237,7 +237,7 @@ class _Child:
         return ""
 
     def stop(self) -> None:
-        """Kill it with all that it started."""
+        """Kill it and all processes that it started."""
         with suppress(OSError):
             if sys.platform == "win32":
                 self._process.kill()

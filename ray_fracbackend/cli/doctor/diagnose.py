@@ -1,6 +1,6 @@
 """Command ``doctor``: collect reports of this machine or of every node of a Ray cluster, and check them. Runs on the driver.
 
-Neither Ray nor torch is imported at the top: the doctor says why they cannot be imported.
+Neither Ray nor torch is imported at the top, because the doctor reports why they cannot be imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ray_fracbackend.cli.doctor.report import Check, Diagnosis, MachineInfo
 from ray_fracbackend.cli.progress import root_cause, wait
 from ray_fracbackend.timeouts import Deadline, bounded
 
-# Ray hides GPUs from a task that asks for none; the node's own CUDA_VISIBLE_DEVICES stays.
+# Ray hides GPUs from a task that requests none; with this variable the node's own CUDA_VISIBLE_DEVICES stays.
 _ALL_DEVICES = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 
 
@@ -27,7 +27,7 @@ def diagnose_machine(timeout_s: float = 60.0) -> Diagnosis:
     """Check this machine.
 
     Args:
-        timeout_s: Bound in seconds; what does not answer within it is a problem.
+        timeout_s: Time limit in seconds; no answer within it is a problem.
     """
     return _of_one(collect_machine(timeout_s))
 
@@ -41,8 +41,8 @@ def diagnose_cluster(address: str, timeout_s: float) -> Diagnosis:
     """Check every node of a running cluster; a node that does not answer is a problem.
 
     Args:
-        address: Of the cluster, as for ``ray.init``; ``auto`` for the one that runs on this machine.
-        timeout_s: Bound in seconds, on the connection and on the answers together.
+        address: Address of the cluster, as for ``ray.init``; ``auto`` for the cluster of this machine.
+        timeout_s: Time limit of connection and answers together, in seconds.
 
     Raises:
         ClusterError: There is no connection to the cluster.
@@ -55,7 +55,7 @@ def diagnose_cluster(address: str, timeout_s: float) -> Diagnosis:
             here.run()
             fix = "first fix the problems below"
             return _of_one(
-                here.machine(), Check("cluster", "problem", f"{address} is not checked: that needs Ray", fix)
+                here.machine(), Check("cluster", "problem", f"{address} is not checked, because this needs Ray", fix)
             )
         with connected(address, deadline.left_s):
             nodes, answers = _ask_all(deadline)
@@ -77,7 +77,7 @@ def _ask_all(deadline: Deadline) -> tuple[list[dict[str, Any]], list[MachineInfo
     try:
         nodes = [node for node in bounded(ray.nodes, deadline.left_s) if node["Alive"]]
     except TimeoutError:
-        text = f"the cluster did not list its nodes within {deadline.budget_s:.3g} s; look at the head node, or raise --timeout-s"
+        text = f"the cluster did not list its nodes within {deadline.budget_s:.3g} s; check the head node, or raise --timeout-s"
         raise ClusterError(text, "no_answer") from None
     return nodes, _ask(nodes, deadline.left_s)
 
@@ -94,11 +94,11 @@ def _checks(answer: MachineInfo | Check, num_nodes: int) -> tuple[Check, ...]:
 
 def _other_version(cause: str) -> Check:
     fix = f"install ray_fracbackend {__version__} on that node, as on this machine"
-    return Check("node", "problem", f"another version of ray_fracbackend is there: {cause}", fix)
+    return Check("node", "problem", f"another version of ray_fracbackend is installed: {cause}", fix)
 
 
 def _ask(nodes: list[dict[str, Any]], timeout_s: float) -> list[MachineInfo | Check]:
-    """Collect the report of every node, or a line that says why there is none."""
+    """Collect the report of every node, or a line with the reason if there is none."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -133,11 +133,11 @@ def _answer(ref: Any, done: bool, timeout_s: float) -> MachineInfo | Check:
 
 
 def _failed_node(text: str) -> Check:
-    """Return the line of a node that could not run the function; Ray's own error may have the reason in its text."""
+    """Return the line of a node that could not run the function; the text of Ray's own error may contain the reason."""
     if missing := re.search(r"No module named '([^'.]+)((?:\.[^'.]+)*)'", text):
         if missing[2] and missing[1] == "ray_fracbackend":
             return _other_version(f"it has no {missing[1]}{missing[2]}")
-        fix = f"install {missing[1]} on that node, as on all others"
+        fix = f"install {missing[1]} on that node, as on the other nodes"
         return Check("node", "problem", f"No module named '{missing[1]}'", fix)
     if lacks := re.search(r"(?:AttributeError|ImportError|TypeError): (.*(?:ray_fracbackend|collect_packed).*)", text):
         return _other_version(lacks[1])

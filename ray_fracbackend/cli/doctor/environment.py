@@ -40,7 +40,7 @@ def environment_of(machine: MachineInfo, nodes: Sequence[MachineInfo] = ()) -> d
 
 
 def environment_lines(environment: dict[str, Any]) -> list[str]:
-    """Format the block, indented so that Markdown shows it as it is."""
+    """Format the block, indented, which Markdown shows as code."""
     width = max(map(len, environment)) + 2
     lines = []
     for name, value in environment.items():
@@ -54,7 +54,7 @@ def environment_lines(environment: dict[str, Any]) -> list[str]:
 
 
 def gpu_names(machine: MachineInfo) -> list[str]:
-    """Return the machine's GPUs as torch sees them, else as the driver does: ``2 x NVIDIA H200 (139.8 GiB)``."""
+    """Return the machine's GPUs as torch reports them, else as the driver does: ``2 x NVIDIA H200 (139.8 GiB)``."""
     devices = machine.worker.devices
     if devices:
         return counted(f"{device.name} ({device.total_memory_bytes / 2**30:.1f} GiB)" for device in devices)
@@ -84,7 +84,7 @@ def _driver_text(machine: MachineInfo) -> str:
 def _nccl_text(machine: MachineInfo) -> str:
     if "NCCL" in machine.not_done:
         return "unknown"
-    return version_text(machine.worker.nccl_version) if machine.worker.nccl_available else "not in this torch"
+    return version_text(machine.worker.nccl_version) if machine.worker.nccl_available else "not in this build of torch"
 
 
 def _node_text(node: MachineInfo) -> str:

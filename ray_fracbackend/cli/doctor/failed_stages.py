@@ -1,11 +1,11 @@
-"""Lines of ``ray-fracbackend doctor`` about what could not be checked: imports and drivers that fail, crash or hang. Pure."""
+"""Lines of ``ray-fracbackend doctor`` about failed checks: imports and drivers that fail, crash or hang. Pure."""
 
 from __future__ import annotations
 
 from ray_fracbackend.cli.doctor.report import Check, Failure, MachineInfo
 
 INSTALL_RAY, INSTALL_TORCH = "'ray[train]>=2.40'", "'torch>=2.4'"
-# Stages of child.py, without those that are imports.
+# Stages of child.py, without the imports.
 _SUBJECTS = ("host name", "interfaces", "driver", "CUDA devices", "NCCL", "ipc", "staged", "Gloo")
 _IMPORTS = ("ray", "torch", "ray.train")
 
@@ -31,7 +31,7 @@ def _import_failure(name: str, failure: Failure) -> tuple[str, str]:
         return f"{name} is not installed for this Python", f"pip install {package}"
     text = f"{name} cannot be imported: {failure.text}"
     if failure.missing:
-        return text, f"pip install {package}, which brings {failure.missing}"
+        return text, f"pip install {package}, which installs {failure.missing}"
     if name == "torch" and ".so" in failure.text:
         return (
             text,
@@ -56,11 +56,11 @@ def failed_subjects(machine: MachineInfo) -> list[Check]:
             text, fix = f"{failure.missing} is not installed", f"pip install {failure.missing}"
         elif call and failure.kind == "timeout":
             text = f"the driver did not answer within {failure.text} s ({call})"
-            fix = "run nvidia-smi, which hangs as well then; reload the driver or reboot the machine"
+            fix = "run nvidia-smi to confirm that it hangs too; reload the driver or reboot the machine"
         elif call and failure.kind == "crash":
             text, fix = f"the driver ends the process ({call}): {failure.text}", "run nvidia-smi; reinstall the driver"
         elif failure.kind == "timeout":
-            text, fix = f"no answer within {failure.text} s", "look at the machine's load, or raise --timeout-s"
+            text, fix = f"no answer within {failure.text} s", "check the machine's load, or raise --timeout-s"
         else:
             text, fix = f"the check failed: {failure.text}", "report this with the block below"
         found.append(Check("CUDA devices" if call else name, "problem", text, fix))
@@ -68,7 +68,7 @@ def failed_subjects(machine: MachineInfo) -> list[Check]:
 
 
 def not_checked(machine: MachineInfo) -> list[Check]:
-    """Name what has neither a line nor a failure."""
+    """Return a line that names the stages without a result and without a failure."""
     has_line = {*machine.failures, *(["CUDA devices"] if "driver" in machine.failures else [])}
     names = [name for name in ("ray", "torch", *_SUBJECTS) if name in machine.not_done - has_line]
     if not names:

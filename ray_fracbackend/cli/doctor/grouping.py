@@ -1,4 +1,4 @@
-"""Lines about the nodes of a cluster, each once: equal nodes are one block, a warning of several nodes is one line. Pure."""
+"""Group the lines about the nodes of a cluster: one block for equal nodes, one line for a warning of several nodes. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ray_fracbackend.cli.doctor.report import Check
 
-# What is equal on equal nodes: name, level, text and fix without a node's own values.
+# Equal on equal nodes: name, level, text and fix without a node's own values.
 Kind = tuple[str, str, str, str]
 
 
@@ -19,8 +19,8 @@ class Block:
     """Lines about nodes.
 
     Attributes:
-        nodes: Names of the nodes; several have equal lines, and those shown are of the first. Empty where each line names its own.
-        lines: Each with the nodes that have it, which are empty where they are those of the block.
+        nodes: Names of the nodes. Several nodes have equal lines; those of the first are shown. Empty if each line names its nodes.
+        lines: Each with its nodes; empty if these are the nodes of the block.
     """
 
     nodes: tuple[str, ...]
@@ -32,7 +32,7 @@ def kind_of(check: Check, own_values: Mapping[str, str]) -> Kind:
 
     Args:
         check: The line.
-        own_values: Patterns of values that each node has of its own, and what stands for them.
+        own_values: Patterns of values that differ from node to node, and their placeholders.
     """
     text, fix = check.text, check.fix
     for pattern, word in own_values.items():
@@ -65,7 +65,7 @@ def blocks(nodes: Mapping[str, Sequence[Check]], own_values: Mapping[str, Mappin
 
 
 def _equal(kinds: Mapping[str, Mapping[Kind, Check]]) -> dict[tuple[Kind, ...], list[str]]:
-    """Return the names of nodes by their lines."""
+    """Return the names of nodes, grouped by their lines."""
     groups: dict[tuple[Kind, ...], list[str]] = {}
     for name, found in kinds.items():
         groups.setdefault(tuple(found), []).append(name)
@@ -73,7 +73,7 @@ def _equal(kinds: Mapping[str, Mapping[Kind, Check]]) -> dict[tuple[Kind, ...], 
 
 
 def _in_several(groups: Iterable[Sequence[str]], kinds: Mapping[str, Mapping[Kind, Check]]) -> set[Kind]:
-    """Return warnings and problems that nodes with other lines have too."""
+    """Return warnings and problems that several groups of nodes have."""
     seen: set[Kind] = set()
     several: set[Kind] = set()
     for names in groups:

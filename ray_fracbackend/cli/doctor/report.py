@@ -1,4 +1,4 @@
-"""Report of a machine, lines about it, and the doctor's answer, as frozen dataclasses. Pure."""
+"""Report of a machine, lines about it, and the result of the doctor, as frozen dataclasses. Pure."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ class MachineInfo:
         package_version: Version of ray_fracbackend.
         python_version: Such as ``3.11.9``.
         host_addresses: Addresses that the machine's own host name resolves to, IPv4 first.
-        host_missing: Why it does not resolve, None where it does.
-        host_lookup_s: Seconds that the look-up took.
-        gloo_interface: Interface on which Gloo was tried, None for the one of the host name.
-        gloo_device_missing: Why Gloo cannot use it, None where it can.
-        shm_total_bytes: Size of /dev/shm, None where there is none.
+        host_missing: Why it does not resolve, None if it does.
+        host_lookup_s: Seconds of the lookup.
+        gloo_interface: Interface on which Gloo was tested, None for that of the host name.
+        gloo_device_missing: Why Gloo cannot use it, None if it can.
+        shm_total_bytes: Size of /dev/shm, None if there is none.
         shm_free_bytes: Free bytes of it.
         ray_gpus: num_gpus of the node in Ray, None without Ray.
-        cuda_visible_devices: The variable CUDA_VISIBLE_DEVICES, None where unset.
-        num_node_devices: Physical GPUs of the machine by NVML, None if unknown.
+        cuda_visible_devices: The variable CUDA_VISIBLE_DEVICES, None if unset.
+        num_node_devices: Number of physical GPUs of the machine as NVML reports it, None if unknown.
         vgpu_preloaded: A GPU-sharing library (HAMi's libvgpu) is preloaded into every process.
-        name_server_silent: A look-up of the node's own address got no answer within a second; False off Linux.
+        name_server_silent: A lookup of the node's own address got no answer within a second; False on other systems than Linux.
         os_text: System with its version, and libc's.
         torch_built_for: ``CUDA 13.0``, ``ROCm 6.4`` or ``CPU``.
         driver_version: Version of the NVIDIA driver by NVML, None if unknown.
         driver_cuda: Newest CUDA that the driver supports.
         driver_gpus: Names of the GPUs by NVML.
         variables: Environment variables that a report may show.
-        failures: Stages of machine.py that have failed, and why.
-        not_done: Stages without values: those that failed, and those that need one of them.
+        failures: Failed stages of child.py, with the reason.
+        not_done: Stages without values: failed ones, and those that need one of them.
     """
 
     worker: WorkerInfo
@@ -92,9 +92,9 @@ class Check:
 
     Attributes:
         name: Subject; stable, for programs.
-        level: ``ok``, ``warning`` (training works, not as well as it could) or ``problem``.
+        level: ``ok``, ``warning`` (training works, but not as well as it could) or ``problem``.
         text: Result of the check.
-        fix: What to do, empty where nothing is.
+        fix: What to do, empty if nothing.
     """
 
     name: str
@@ -109,9 +109,9 @@ class Diagnosis:
 
     Attributes:
         nodes: Checks by the name of their node.
-        cluster: Checks of the nodes against each other.
+        cluster: Checks that compare the nodes.
         environment: Versions and devices, for an issue.
-        own_values: What each node has of its own, as for `grouping.kind_of`, by its name.
+        own_values: Values that differ from node to node, as for `grouping.kind_of`, by the name of the node.
     """
 
     nodes: dict[str, tuple[Check, ...]]
@@ -120,7 +120,7 @@ class Diagnosis:
     own_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def problems(self) -> list[str]:
-        """Return the lines that are problems, with their node where there are several."""
+        """Return the lines that are problems, with their node if there are several."""
         several = len(self.nodes) > 1
         return [
             f"{f'{name}: ' if several else ''}{check.name}: {check.text}"
@@ -165,11 +165,11 @@ class Diagnosis:
 
 def _title(nodes: Sequence[str]) -> list[str]:
     if not nodes:
-        return ["several nodes; names and addresses in a line are those of its first node"]
+        return ["several nodes; each line shows names and addresses of its first node"]
     if len(nodes) == 1:
         return [nodes[0]]
     names = textwrap.wrap(", ".join(nodes), _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    return [f"{len(nodes)} equal nodes; names and addresses in the lines are those of the first", *names]
+    return [f"{len(nodes)} equal nodes; the lines show names and addresses of the first one", *names]
 
 
 def _lines(check: Check, nodes: Sequence[str], color: bool) -> list[str]:

@@ -1,6 +1,6 @@
 """Workers for the commands ``plan`` and ``test``, placed as Ray Train places those of a ScalingConfig. Driver and workers.
 
-Without Ray Train itself: its storage, which on several nodes must be shared, is not needed to look at devices and start a group.
+Ray Train itself is not used: it needs storage that all nodes share, but a probe and the start of a group do not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class _Placement:
-    """Node, process and GPUs of one worker; the first three by the names of Ray Train's own metadata."""
+    """Node, process and GPUs of one worker; the first three have the names of Ray Train's metadata."""
 
     node_id: str
     node_ip: str
@@ -68,7 +68,7 @@ class ProbeGroup:
 
     Attributes:
         workers: Actor and placement of each rank.
-        resources: What each worker has reserved.
+        resources: Resources that each worker has reserved.
     """
 
     workers: Sequence[_Worker]
@@ -83,22 +83,22 @@ class ProbeGroup:
         return [self.execute_single_async(rank, function, *arguments) for rank in range(len(self.workers))]
 
     def get_resources_per_worker(self) -> Mapping[str, float]:
-        """Return what each worker has reserved."""
+        """Return the resources that each worker has reserved."""
         return self.resources
 
 
 def check_plannable(scaling_config: ScalingConfig, torch_config: FracTorchConfig) -> None:
-    """Check that there are workers to place and that their start is ours; needs no Ray.
+    """Check that there are workers to place and that this package starts them; needs no Ray.
 
     Raises:
-        ValueError: It is not so.
+        ValueError: One of these is not the case.
     """
     num_workers = scaling_config.num_workers
     if not isinstance(num_workers, int) or num_workers < 1:
         raise ValueError(f"ScalingConfig(num_workers={num_workers!r}): a plan needs a fixed number of at least 1.")
     bundles = bundles_of(scaling_config)
     if not bundles:
-        raise ValueError("a plan needs workers with resources: give them CPUs or GPUs.")
+        raise ValueError("a plan needs workers with resources: request CPUs or GPUs for them.")
     left = left_to_ray(torch_config.backend, bundles[-1])
     if left is not None:
         raise ValueError(f"{left.reason}: there is nothing to plan.")
@@ -108,13 +108,13 @@ def check_plannable(scaling_config: ScalingConfig, torch_config: FracTorchConfig
 def probe_workers(
     scaling_config: ScalingConfig, settings: Settings, timeout_s: float, fixed: bool
 ) -> Iterator[ProbeGroup]:
-    """Place workers with the bundles and strategy of a training run, and end them when the block does.
+    """Place workers with the bundles and strategy of a training run, and end them when the block ends.
 
     Args:
         scaling_config: As for `check_plannable`.
-        settings: ``start_timeout_s`` bounds the start of the workers' processes.
+        settings: ``start_timeout_s`` limits the start of the workers' processes.
         timeout_s: How long to wait for the resources, in seconds.
-        fixed: No autoscaler adds nodes: what does not fit is an error at once.
+        fixed: No autoscaler adds nodes, so workers that cannot fit are an error at once.
 
     Yields:
         The workers, by rank.
@@ -173,8 +173,8 @@ def _by_rank(actors: Sequence[Any], timeout_s: float) -> list[_Worker]:
     refs = [actor.place.remote() for actor in actors]
     if pending := wait(refs, timeout_s, "starting the probe workers"):
         raise StartTimeoutError(
-            f"{len(pending)} of {len(refs)} probe workers did not start within start_timeout_s={timeout_s:g}. Look at "
-            "the nodes' load and logs, or raise it."
+            f"{len(pending)} of {len(refs)} probe workers did not start within start_timeout_s={timeout_s:g}. Check "
+            "the nodes' load and logs, or raise start_timeout_s."
         )
     try:
         places: list[_Placement] = ray.get(refs)
@@ -191,7 +191,7 @@ def _by_rank(actors: Sequence[Any], timeout_s: float) -> list[_Worker]:
 
 
 def rank_order(node_ids: Sequence[str], gpu_ids: Sequence[Sequence[str]]) -> list[int]:
-    """Order workers as Ray Train ranks them: by node, in it by lowest GPU id.
+    """Order workers as Ray Train ranks them: by node, and on a node by lowest GPU id.
 
     Args:
         node_ids: Node of each worker; nodes keep the order in which they first appear.

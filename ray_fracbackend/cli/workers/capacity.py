@@ -1,7 +1,7 @@
-"""Places for workers on the nodes of a cluster, and what to ask for where there are too few. Standard library only.
+"""Number of workers that fit the nodes of a cluster, and what to request if too few fit. Standard library only.
 
-Ray gives a worker with a fraction of a GPU one device, so fractions of two devices do not add up: two GPUs have two places for
-workers of 0.6, not three.
+Ray assigns one device to a worker with a fraction of a GPU, so fractions of two devices do not add up: two GPUs fit two workers
+of 0.6 GPU, not three.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ray_fracbackend.decide.fractions import RESOURCE_UNIT, largest_fraction, workers_per_gpu
 
 _MOST_PER_GPU = 1000
-# Options of the commands that start a Ray, by the resource that they declare.
+# Options of the commands that start Ray, by the declared resource.
 _OPTIONS = {"GPU": "--num-gpus", "CPU": "--num-cpus"}
 
 
@@ -22,7 +22,7 @@ def places(node: Mapping[str, float], worker: Mapping[str, float]) -> int:
 
     Args:
         node: Its resources by Ray's names, such as ``{"CPU": 8, "GPU": 2}``.
-        worker: What each worker reserves, with at least one amount above 0.
+        worker: Resources of each worker, with at least one amount above 0.
     """
     return min(_places(name, node.get(name, 0.0), amount) for name, amount in worker.items() if amount > 0)
 
@@ -42,21 +42,21 @@ def why_no_place(
     *,
     is_own: bool = False,
 ) -> str | None:
-    """Explain why workers cannot be placed however long they wait, and what to ask for instead.
+    """Explain why waiting cannot place the workers, and what to request instead.
 
     Args:
         nodes: Resources of each node.
-        worker: What each worker reserves.
-        num_workers: How many.
+        worker: Resources of each worker.
+        num_workers: Number of workers.
         strategy: Ray's placement strategy, such as ``PACK``.
-        trainer: What is reserved beside rank 0 on its node: the trainer of the V1 engine.
+        trainer: Resources of the V1 engine's trainer, reserved on the node of rank 0.
         is_own: The command or its script started this Ray, so the advice is the options ``--num-gpus`` and ``--num-cpus``.
 
     Returns:
-        One sentence or two; None where an idle cluster of these nodes has the places.
+        One sentence or two; None if the workers fit an idle cluster of these nodes.
     """
     cluster = _Cluster(_beside(nodes, worker, trainer or {}), strategy)
-    # More of a resource on one node is no second node.
+    # Declaring more resources does not add a node.
     is_own = is_own and len(nodes) == 1 and (strategy != "STRICT_SPREAD" or num_workers == 1)
     have = cluster.places(worker)
     if have >= num_workers:
@@ -66,9 +66,9 @@ def why_no_place(
             declared = cluster.declaration(worker, num_workers, trainer or {}, ["GPU"])
             return (
                 f"this Ray has no GPU. Declare logical GPUs with {declared}, with --on-missing-cuda cpu if the machine has no GPU, or "
-                "ask for none"
+                "request no GPU"
             )
-        return "no node of this cluster has a GPU in Ray. Start Ray with --num-gpus on the nodes that have some, or ask for none"
+        return "no node of this cluster has a GPU in Ray. Start Ray with --num-gpus on the nodes that have GPUs, or request no GPU"
     scarce = [name for name, amount in worker.items() if amount > 0 and cluster.places({name: amount}) < num_workers]
     beside = "".join(
         f" beside {amount:g} {name} for the trainer (V1)" for name, amount in (trainer or {}).items() if amount
@@ -91,29 +91,29 @@ class _Cluster:
     strategy: str
 
     def places(self, worker: Mapping[str, float]) -> int:
-        """Return how many workers the strategy places."""
+        """Return how many workers the strategy can place."""
         counts = [places(node, worker) for node in self.nodes]
         if self.strategy == "STRICT_PACK":
             return max(counts, default=0)
         return sum(map(bool, counts)) if self.strategy == "STRICT_SPREAD" else sum(counts)
 
     def text(self, have: int) -> str:
-        """Return a clause about so many places."""
+        """Return a clause about this number of workers that fit."""
         places_text = _count(have)
         if self.strategy == "STRICT_PACK" and len(self.nodes) > 1:
             return f"STRICT_PACK places all workers on one node, and the largest of {len(self.nodes)} nodes has {places_text}"
         if self.strategy == "STRICT_SPREAD":
-            return f"STRICT_SPREAD places each worker on a node of its own, and {_nodes(len(self.nodes))} {self._has} {places_text}"
+            return f"STRICT_SPREAD places each worker on a separate node, and {_nodes(len(self.nodes))} {self._has} {places_text}"
         return f"{_nodes(len(self.nodes))} {self._has} {places_text}"
 
     def declaration(
         self, worker: Mapping[str, float], num_workers: int, trainer: Mapping[str, float], scarce: Sequence[str]
     ) -> str:
-        """Return the options with which one node has the places, for what is scarce and for what would be next."""
+        """Return the options with which the workers fit one node: for scarce resources, and for those that would be scarce next."""
         options = []
         for name, option in _OPTIONS.items():
             needed = _needed(name, worker.get(name, 0.0), num_workers, trainer.get(name, 0.0))
-            # The nodes are without the trainer's part.
+            # The nodes' amounts are without the trainer's part.
             there = sum(node.get(name, 0.0) for node in self.nodes) + trainer.get(name, 0.0)
             if name in scarce or needed > there + RESOURCE_UNIT / 2:
                 options.append(f"{option} {needed}")
@@ -127,7 +127,7 @@ class _Cluster:
 def _beside(
     nodes: Sequence[Mapping[str, float]], worker: Mapping[str, float], trainer: Mapping[str, float]
 ) -> Sequence[Mapping[str, float]]:
-    """Take the trainer's resources from the node that loses the fewest places by it and keeps one."""
+    """Subtract the trainer's resources on the node where this costs the fewest workers and one still fits."""
     if not any(trainer.values()):
         return nodes
     kept: list[tuple[int, int]] = []
@@ -152,7 +152,7 @@ def _needed(name: str, amount: float, num_workers: int, trainer: float) -> int:
 def _advice(
     cluster: _Cluster, worker: Mapping[str, float], num_workers: int, scarce: Sequence[str], have: int, more: str
 ) -> str:
-    """Return what to ask for instead, most like the wish first."""
+    """Return what to request instead; the closest alternative comes first."""
     others = []
     if scarce == ["GPU"] and (fraction := _fitting(cluster, worker, num_workers)):
         others.append(f"ask for {fraction:g} GPU per worker")
@@ -166,7 +166,7 @@ def _advice(
 
 
 def _fitting(cluster: _Cluster, worker: Mapping[str, float], num_workers: int) -> float | None:
-    """Return the largest 1/k of a GPU with which the workers fit; None where none does."""
+    """Return the largest 1/k of a GPU with which the workers fit; None if there is none."""
     for per_gpu in range(1, _MOST_PER_GPU + 1):
         fraction = largest_fraction(per_gpu)
         if cluster.places({**worker, "GPU": fraction}) >= num_workers:

@@ -1,4 +1,4 @@
-"""What ``plan`` and ``test`` have in common: settings, packages, workers and connection. Imports Ray when it runs."""
+"""Shared steps of ``plan`` and ``test``: settings, packages, workers and connection. Imports Ray when it runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome], *, 
     """Run a command for the workers of the command line, on their cluster.
 
     Args:
-        options: Of `add_workers`.
+        options: Parsed options of `add_workers`.
         command: Called as ``command(scaling_config, torch_config, timeout_s=..., fixed=...)``.
-        only_plans: It starts no process group.
+        only_plans: The command starts no process group.
 
     Raises:
         CommandError: The command line is wrong, a package is missing, there is no connection, or the command failed.
@@ -45,13 +45,13 @@ def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome], *, 
         if advised := advised_options(text):
             text += f" {_OPTIONS}: {advised}."
         raise CommandError(error.reason, text, ranks=getattr(error, "ranks", ())) from error
-    if advised := advised_options(outcome.text):  # by a warning
+    if advised := advised_options(outcome.text):  # advised by a warning
         say(who, f"{_OPTIONS}: {advised}")
     return outcome
 
 
 def _workers(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Return ScalingConfig and FracTorchConfig, checked before any Ray is asked."""
+    """Return ScalingConfig and FracTorchConfig, checked before Ray is called."""
     from ray.train import ScalingConfig
 
     from ray_fracbackend.cli.workers.actors import check_plannable
