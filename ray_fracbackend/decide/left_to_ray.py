@@ -11,8 +11,8 @@ from ray_fracbackend.decide.backends import parse_backend, similar_backend
 _FOREIGN_ACCELERATORS = ("TPU", "HPU", "NPU", "neuron_cores")
 # Case and result, in the format of the table's rows.
 LEFT_TO_RAY = (
-    "a backend of [another name](#whose-backend), or `TPU`, `HPU`, `NPU` or `neuron_cores` workers",
-    "Ray's own start, untouched. Decided before the workers are probed: no verification, no report",
+    "`backend` has [another name](#whose-backend), or the workers use `TPU`, `HPU`, `NPU` or `neuron_cores`",
+    "Ray Train starts the group itself. This is decided before the workers are probed: there is no verification and no report",
 )
 
 

@@ -1,6 +1,6 @@
-"""Decide on one backend for the job, from the workers and the settings, by a table of rules.
+"""Choose one backend for the job, from the workers and the settings, by a table of rules.
 
-``ROWS`` is the table: first guards, which refuse a start, then choices. The first row whose condition is true decides.
+``ROWS`` is the table: guards, which refuse a start, come before choices. The first row whose condition is true decides.
 Example: two workers with half a GPU each on a node with one device, torch with NCCL 2.28.9::
 
     ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.3: using gloo (NCCL 2.28.9 refuses shared devices)
@@ -22,7 +22,7 @@ from ray_fracbackend.errors import FracBackendError
 def decide_start(
     workers: Sequence[WorkerInfo], settings: Settings, node_gpus: Mapping[str, float] | None = None
 ) -> Decision:
-    """Decide on the backend and the devices. The result does not depend on the order of the ranks.
+    """Choose the backend and the devices. The result does not depend on the order of the ranks.
 
     Args:
         workers: Every rank, in rank order, at least one.
@@ -57,7 +57,7 @@ class Row:
 
     Attributes:
         name: Name of the row.
-        case: Condition in markdown, if no earlier row applies.
+        case: Condition in markdown. It is checked only if no earlier row applies.
         result: Result in markdown.
         applies: The condition.
         outcome: Returns the decision, or the error of a guard. A choice that cannot be used raises an error.
@@ -74,21 +74,21 @@ GUARDS = (
     Row(
         "mixed systems",
         "Windows and other systems in one job",
-        "`IncompatibleWorkersError`. CPU jobs included: Gloo cannot connect them",
+        "`IncompatibleWorkersError`, also for CPU jobs: Gloo cannot connect Windows with other systems",
         lambda job: 0 < len(job.on_windows) < len(job.workers),
         refusals.mixed_systems,
     ),
     Row(
         "NCCL without GPUs",
-        'no GPU asked for, `backend="nccl"` or a pair with it, and a rank has no visible GPU or no NCCL',
+        'no GPU requested, `backend` is `"nccl"` or a pair with NCCL, and a rank has no visible GPU or no NCCL',
         "`MissingDeviceError`",
         lambda job: not job.asks_for_gpus and job.settings.backends.has_nccl and bool(refusals.cannot_use_nccl(job)),
         refusals.nccl_without_gpus,
     ),
     Row(
         "missing CUDA",
-        'torch of a worker has no CUDA, `on_missing_cuda="error"`; unless `backend` is gloo or a pair without NCCL and staged',
-        "`MissingDeviceError`. With node and [cause](#causes-of-missing-cuda)",
+        'torch on a worker cannot use CUDA, `on_missing_cuda="error"`, and `backend` is not gloo or a pair without NCCL and staged',
+        "`MissingDeviceError` with the node and the [cause](#causes-of-missing-cuda)",
         lambda job: (
             job.asks_for_gpus
             and bool(job.without_cuda)
@@ -99,22 +99,22 @@ GUARDS = (
     ),
     Row(
         "compute mode",
-        "a worker's device is PROHIBITED; or a shared one EXCLUSIVE_PROCESS, and MPS not reachable from all its ranks",
-        "`MissingDeviceError`; or `SharedDeviceError`",
+        "a worker's device is in compute mode PROHIBITED; or a shared one in EXCLUSIVE_PROCESS, and not all its ranks can reach MPS",
+        "`MissingDeviceError` for PROHIBITED, `SharedDeviceError` for EXCLUSIVE_PROCESS",
         lambda job: job.on_devices and bool(job.prohibited or job.exclusive),
         refusals.compute_mode,
     ),
     Row(
         "sharing forbidden",
-        'devices shared, `on_shared_device="error"`',
-        "`SharedDeviceError`. With the share map. [Shared](#what-counts-as-shared) from here on: by one device, or, where NCCL is "
-        "wanted, also what NCCL would refuse",
+        'devices are shared, and `on_shared_device="error"`',
+        "`SharedDeviceError` with the ranks that share. From this row on, devices are [shared](#what-counts-as-shared) if ranks use the same "
+        "device or, where NCCL is wanted, if NCCL would refuse the ranks",
         lambda job: job.on_devices and bool(job.conflicts) and job.settings.on_shared_device == "error",
         refusals.shared_error,
     ),
     Row(
         "mixed NCCL versions",
-        "own devices, mixed NCCL versions where NCCL is wanted",
+        "every rank has its own device, NCCL is wanted, and the workers loaded different NCCL versions",
         "`IncompatibleWorkersError`",
         lambda job: (
             job.on_devices and job.wants_nccl and not (job.conflicts or job.without_nccl) and len(job.nccl_versions) > 1
@@ -125,39 +125,39 @@ GUARDS = (
 CHOICES = (
     Row(
         "no GPUs",
-        "no GPU asked for",
-        "gloo. Or as asked for: ipc on host memory, staged, a pair, NCCL. `BackendUnavailableError` where a rank cannot use it",
+        "no GPU requested",
+        "gloo, or the backend as asked for: ipc on host memory, staged, a pair or NCCL. `BackendUnavailableError` if a rank cannot use it",
         lambda job: not job.asks_for_gpus,
         choices.without_gpus,
     ),
     Row(
         "gloo without CUDA",
-        'torch of a worker has no CUDA, `on_missing_cuda="error"`',
-        "gloo or the pair, as asked for, with a warning. As with stock; `get_device()` is left to Ray",
+        'torch on a worker cannot use CUDA, and `on_missing_cuda="error"`',
+        "gloo or the pair, as asked for, with a warning. The group starts as with `TorchConfig`, and `get_device()` is not changed",
         lambda job: bool(job.without_cuda) and job.settings.on_missing_cuda == "error",
         choices.gloo_without_cuda,
     ),
     Row(
         "training on the CPU",
-        "torch of a worker has no CUDA",
-        "gloo, training on the CPU. ipc on host memory where it was asked for. The whole job does, and `get_device()` says cpu. With "
-        "nccl or staged in `backend`, a warning",
+        "torch on a worker cannot use CUDA",
+        "gloo, or ipc on host memory if it was asked for. The whole job trains on the CPU, and `get_device()` returns cpu. There is a "
+        "warning if `backend` names nccl or staged",
         lambda job: bool(job.without_cuda),
         choices.on_cpu,
     ),
     Row(
         "several ranks per GPU",
-        'devices shared, `on_shared_device="nccl"`, or `NCCL_MULTI_RANK_GPU_ENABLE=1` set by the user on all ranks that share',
-        "nccl with [flags](#variables-for-several-ranks-per-gpu). NCCL 2.30 or newer, one version; else `BackendUnavailableError` or "
-        '`IncompatibleWorkersError`. By the variable: gloo as fallback under `"auto"` and `"gloo"`, and a warning where it overrides a '
-        "policy",
+        'devices are shared, and `on_shared_device="nccl"` or the user set `NCCL_MULTI_RANK_GPU_ENABLE=1` on all ranks that share',
+        "nccl with [flags](#variables-for-several-ranks-per-gpu). All workers need one NCCL version, 2.30 or newer; otherwise "
+        "`BackendUnavailableError` or `IncompatibleWorkersError`. With the variable, gloo is the fallback if `on_shared_device` is "
+        '`"auto"` or `"gloo"`, and there is a warning if the variable overrides `on_shared_device`',
         lambda job: job.asks_for_multi_rank,
         choices.multi_rank,
     ),
     Row(
         "ipc",
-        '`backend="ipc"`, or devices shared and `on_shared_device="ipc"`',
-        "ipc on device memory. Or `BackendUnavailableError` with the reason. If the ranks cannot share device memory (slices of one GPU, "
+        '`backend="ipc"`, or devices are shared and `on_shared_device="ipc"`',
+        "ipc on device memory, or `BackendUnavailableError` with the reason. If the ranks cannot share device memory (slices of one GPU, "
         "for example), CUDA tensors are [staged](#how-cuda-tensors-travel) through host memory, with a warning. Checks that need several "
         "processes run in the group's first call with CUDA tensors",
         lambda job: job.settings.backends.has_ipc or job.shares_by("ipc"),
@@ -165,38 +165,38 @@ CHOICES = (
     ),
     Row(
         "staged",
-        '`backend="staged"` or `"cpu:gloo,cuda:staged"`, or devices shared and `on_shared_device="staged"`',
-        "staged. Or `BackendUnavailableError` with the reason",
+        '`backend="staged"` or `"cpu:gloo,cuda:staged"`, or devices are shared and `on_shared_device="staged"`',
+        "staged, or `BackendUnavailableError` with the reason",
         lambda job: job.settings.backends.has_staged or job.shares_by("staged"),
         choices.staged_on_devices,
     ),
     Row(
         "gloo",
-        '`backend="gloo"` or a pair without NCCL, or devices shared and `on_shared_device="gloo"`',
-        "gloo or the pair, as asked for. On Windows by the policy staged; by its name gloo, with a warning, after a trial in a process that "
-        "may end",
+        '`backend="gloo"` or a pair without NCCL, or devices are shared and `on_shared_device="gloo"`',
+        'gloo or the pair, as asked for. On Windows, `on_shared_device="gloo"` uses staged, and `backend="gloo"` uses gloo with a warning, '
+        "after a trial in a separate process, which may crash",
         lambda job: not job.wants_nccl or job.shares_by("gloo"),
         choices.gloo_on_devices,
     ),
     Row(
         "shared",
-        'devices shared, `on_shared_device="auto"`',
-        "gloo, with a warning; on Windows staged. The warning says [what it costs](#what-gloo-costs)",
+        'devices are shared, and `on_shared_device="auto"`',
+        "gloo with a warning; on Windows staged. The warning states [the cost](#what-gloo-costs)",
         lambda job: bool(job.conflicts),
         choices.auto,
     ),
     Row(
         "no NCCL",
-        "own devices, torch of a worker has no NCCL",
-        "gloo; on Windows staged. A warning where other ranks have it",
+        "every rank has its own device, and torch on a worker has no NCCL",
+        "gloo; on Windows staged. There is a warning if other ranks have NCCL",
         lambda job: bool(job.without_nccl),
         choices.own_without_nccl,
     ),
     Row(
         "own devices",
-        "own devices",
-        'nccl, environment as in stock Ray. Where NCCL refuses ranks all the same, Gloo under `"auto"` and `"gloo"`. With MIG slices of one '
-        "GPU among them a warning, and Gloo after any failure; see [MIG and containers](#mig-and-containers)",
+        "every rank has its own device",
+        'nccl, with the environment of stock Ray Train. If NCCL still refuses ranks, Gloo under `on_shared_device="auto"` and `"gloo"`. If '
+        "ranks use MIG slices of one GPU, a warning, and Gloo after any failure; see [MIG and containers](#mig-and-containers)",
         lambda job: True,
         choices.own,
     ),
