@@ -74,7 +74,7 @@ GUARDS = (
     Row(
         "mixed systems",
         "Windows and other systems in one job",
-        "`IncompatibleWorkersError`, also for CPU jobs: Gloo cannot connect Windows with other systems",
+        "`IncompatibleWorkersError`, also for CPU jobs. Gloo cannot connect Windows with other systems",
         lambda job: 0 < len(job.on_windows) < len(job.workers),
         refusals.mixed_systems,
     ),
@@ -87,8 +87,8 @@ GUARDS = (
     ),
     Row(
         "missing CUDA",
-        'torch on a worker cannot use CUDA, `on_missing_cuda="error"`, and `backend` is not gloo or a pair without NCCL and staged',
-        "`MissingDeviceError` with the node and the [cause](#causes-of-missing-cuda)",
+        'torch on a worker cannot use CUDA, `on_missing_cuda="error"`, and `backend` is neither gloo nor a pair without NCCL and staged',
+        "`MissingDeviceError`. The message names the node and the [cause](#causes-of-missing-cuda)",
         lambda job: (
             job.asks_for_gpus
             and bool(job.without_cuda)
@@ -100,7 +100,7 @@ GUARDS = (
     Row(
         "compute mode",
         "a worker's device is in compute mode PROHIBITED; or a shared one in EXCLUSIVE_PROCESS, and not all its ranks can reach MPS",
-        "`MissingDeviceError` for PROHIBITED, `SharedDeviceError` for EXCLUSIVE_PROCESS",
+        "`MissingDeviceError` or `SharedDeviceError`. EXCLUSIVE_PROCESS raises the second one",
         lambda job: job.on_devices and bool(job.prohibited or job.exclusive),
         refusals.compute_mode,
     ),
@@ -126,22 +126,22 @@ CHOICES = (
     Row(
         "no GPUs",
         "no GPU requested",
-        "gloo, or the backend as asked for: ipc on host memory, staged, a pair or NCCL. `BackendUnavailableError` if a rank cannot use it",
+        "gloo, or as asked for. This can be ipc on host memory, staged, a pair or NCCL. `BackendUnavailableError` if a rank cannot use it",
         lambda job: not job.asks_for_gpus,
         choices.without_gpus,
     ),
     Row(
         "gloo without CUDA",
         'torch on a worker cannot use CUDA, and `on_missing_cuda="error"`',
-        "gloo or the pair, as asked for, with a warning. The group starts as with `TorchConfig`, and `get_device()` is not changed",
+        "gloo or the pair, as asked for. A warning is logged. The group starts as with `TorchConfig`, and `get_device()` is not changed",
         lambda job: bool(job.without_cuda) and job.settings.on_missing_cuda == "error",
         choices.gloo_without_cuda,
     ),
     Row(
         "training on the CPU",
         "torch on a worker cannot use CUDA",
-        "gloo, or ipc on host memory if it was asked for. The whole job trains on the CPU, and `get_device()` returns cpu. There is a "
-        "warning if `backend` names nccl or staged",
+        "gloo, training on the CPU. If ipc was asked for, ipc on host memory. The whole job does this, and `get_device()` returns "
+        "cpu. There is a warning if `backend` names nccl or staged",
         lambda job: bool(job.without_cuda),
         choices.on_cpu,
     ),
@@ -157,16 +157,16 @@ CHOICES = (
     Row(
         "ipc",
         '`backend="ipc"`, or devices are shared and `on_shared_device="ipc"`',
-        "ipc on device memory, or `BackendUnavailableError` with the reason. If the ranks cannot share device memory (slices of one GPU, "
-        "for example), CUDA tensors are [staged](#how-cuda-tensors-travel) through host memory, with a warning. Checks that need several "
-        "processes run in the group's first call with CUDA tensors",
+        "ipc on device memory. If it cannot be used, `BackendUnavailableError` with the reason. If the ranks cannot share device memory "
+        "(slices of one GPU, for example), CUDA tensors are [staged](#how-cuda-tensors-travel) through host memory, with a warning. Checks "
+        "that need several processes run in the group's first call with CUDA tensors",
         lambda job: job.settings.backends.has_ipc or job.shares_by("ipc"),
         choices.ipc_on_devices,
     ),
     Row(
         "staged",
         '`backend="staged"` or `"cpu:gloo,cuda:staged"`, or devices are shared and `on_shared_device="staged"`',
-        "staged, or `BackendUnavailableError` with the reason",
+        "staged. If it cannot be used, `BackendUnavailableError` with the reason",
         lambda job: job.settings.backends.has_staged or job.shares_by("staged"),
         choices.staged_on_devices,
     ),
@@ -195,7 +195,7 @@ CHOICES = (
     Row(
         "own devices",
         "every rank has its own device",
-        'nccl, with the environment of stock Ray Train. If NCCL still refuses ranks, Gloo under `on_shared_device="auto"` and `"gloo"`. If '
+        'nccl, with the environment of stock Ray. If NCCL still refuses ranks, Gloo under `on_shared_device="auto"` and `"gloo"`. If '
         "ranks use MIG slices of one GPU, a warning, and Gloo after any failure; see [MIG and containers](#mig-and-containers)",
         lambda job: True,
         choices.own,
