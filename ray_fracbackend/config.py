@@ -39,7 +39,7 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
             probe before them, with the imports of the workers, has a bound of its own of the same length. After a failure, a
             search for the rank or link at fault may add a quarter of it, 60 s at most.
         master_addr: Address of rank 0's node that all others reach, instead of the one that Ray knows.
-        master_port: Port on rank 0's node, or an inclusive range ``(low, high)`` to take one from.
+        master_port: Port on rank 0's node, or an inclusive range ``(low, high)`` from which a free port is used.
         limit_gpu_memory: Cap each worker's CUDA memory at its fraction of the device. A worker that needs more gets
             torch's OutOfMemoryError, and its neighbours keep theirs; workers with whole devices have no cap.
 
@@ -86,7 +86,7 @@ def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> Torc
         raise TypeError(not_a_config(config))
     if type(config) is not TorchConfig:
         if not isinstance(config, FracTorchConfig):
-            logger.warning("keeping %s: FracTorchConfig replaces only plain TorchConfig objects", type(config).__name__)
+            logger.warning("%s is unchanged: FracTorchConfig replaces only a plain TorchConfig", type(config).__name__)
         return config
     own = {"backend": config.backend, "init_method": config.init_method, "timeout_s": config.timeout_s}
     return FracTorchConfig(**{**own, **settings})
