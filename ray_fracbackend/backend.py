@@ -1,7 +1,7 @@
 """The Ray Train backend: probe every worker, decide, start and verify. Runs on the driver or controller.
 
-Two remote rounds on the good path. Ray keeps one instance of a backend a process and calls ``on_start`` once a worker
-group, again after every restart and for several groups side by side: nothing of a run is kept on the instance.
+A start without failures makes two remote calls per worker. Ray keeps one backend instance per process and calls ``on_start``
+once per worker group, also after a restart and for several groups at a time: the instance holds no state of a run.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ray_fracbackend.worker.probe import probe_worker
 from ray_fracbackend.worker.process_group import start_worker
 from ray_fracbackend.worker.store import hold_store
 
-# Workers keep the same deadline as the driver; this is for their answer to arrive.
+# Workers have the same deadline as the driver; this is extra time for their answers to arrive.
 _ANSWER_S = 3.0
-# For the processes of an earlier start of the run to give master_port back: ending takes longest with CUDA.
+# Time for processes of an earlier start of the run to release master_port. With CUDA they take longest to end.
 _PORT_WAIT_S = 20.0
 
 
@@ -63,7 +63,7 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
                 path = save_report(worker_group, start.failed_report(error)) if isinstance(error, Exception) else None
                 from ray_fracbackend.failure.merge import as_engine_error
 
-                # Neither is kept in a variable here: their frames would be kept by the error.
+                # Assign neither error to a variable: the error would keep its frames alive.
                 if isinstance(error, FracBackendError) and path is not None:
                     raise as_engine_error(error.with_report(path), worker_group)  # noqa: B904  which has its cause
                 raise as_engine_error(error, worker_group)  # noqa: B904  which has its cause
@@ -71,13 +71,13 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
             save_report(worker_group, report.to_dict())
             return
         logger.log(logging.WARNING if left.is_probable_typo else logging.INFO, "%s", left.reason)
-        # With every field that this Ray's TorchConfig has.
+        # A copy has every field of this Ray version's TorchConfig.
         stock = copy.copy(backend_config)
         stock.backend = None if settings.backends.is_auto else settings.backend
         super().on_start(worker_group, stock)
 
     def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Prepare the workers for what is no part of a process group: checkpoints, on Windows."""
+        """On Windows, prepare the workers to copy checkpoints one at a time."""
         super().on_training_start(worker_group, backend_config)
         if sys.platform == "win32":
             from ray_fracbackend.checkpoint_turns import copy_checkpoints_in_turn
@@ -85,9 +85,9 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
             worker_group.execute(copy_checkpoints_in_turn)
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """Shut the process group down. A worker that has lost its GPU fails in that, and its process ends anyway.
+        """Shut down the process group. A worker that has lost its GPU fails here, and its process ends anyway.
 
-        Ray 2.51 would end the run with that error, without the train function's and without a restart.
+        Ray 2.51 would end the run with this error, without the error of the train function and without a restart.
         """
         try:
             super().on_shutdown(worker_group, backend_config)
@@ -112,7 +112,7 @@ class Start:
         self._addresses: list[WorkerAddress] = []
         self._seconds: dict[str, float] = {}
         self._logged: list[str] = []
-        # How far it has come, for the report of a start that fails.
+        # State so far, for the report of a failed start.
         self._workers: tuple[WorkerInfo, ...] = ()
         self._decision: Decision | None = None
         self._rendezvous: Rendezvous | None = None
@@ -129,7 +129,7 @@ class Start:
             raise error.with_warnings(self._warnings) from error.__cause__
 
     def _run(self) -> StartReport:
-        # Imports on a cold file system take minutes: they have a bound of their own.
+        # Imports on a cold file system take minutes: the probe has its own time limit.
         workers = self._probe(Deadline(self._settings.start_timeout_s))
         deadline = Deadline(self._settings.start_timeout_s)
         decision, store_port = self._decide(workers), workers[0].network.store_port
@@ -158,14 +158,14 @@ class Start:
         return StartReport(plan=plan, workers=workers, settings=self._settings.to_plain())
 
     def failed_report(self, error: Exception) -> dict[str, Any]:
-        """Return the report of a start that failed, with what was known by then, as plain values."""
+        """Return the report of a failed start, with all that was known at that time, as plain values."""
         from ray_fracbackend.failure.failed_report import failed_start  # not on the good path
 
         return failed_start(error, self._settings, self._workers, self._decision, self._rendezvous, self._seconds)
 
     def log(self, report: StartReport) -> None:
         """Log the report in one line, then its hints; the warnings were logged before the wait."""
-        # Training on the CPU is what was allowed, and seldom what is wanted.
+        # The user allowed training on the CPU, but rarely wants it.
         logger.log(logging.WARNING if report.plan.train_on_cpu else logging.INFO, "%s", report.log_line())
         if report.rendezvous.libuv_off:
             logger.info("%s", NOTE_10049)
@@ -174,11 +174,11 @@ class Start:
 
     @property
     def _warnings(self) -> list[str]:
-        """What is known against this start by now."""
+        """Warnings of the decision and of the rendezvous, as far as they exist."""
         return [warning for source in (self._decision, self._rendezvous) if source for warning in source.warnings]
 
     def _log_warnings(self) -> None:
-        """Log each warning once, before the wait in which it may turn out to be the cause of a failure."""
+        """Log each warning once, before the wait: it may be the cause of a failure."""
         for warning in self._warnings:
             if warning not in self._logged:
                 self._logged.append(warning)
@@ -223,21 +223,21 @@ class Start:
         try:
             results = gather(refs, self._addresses, attempt, step, slack_s=slack_s)
         except FracBackendError as error:
-            # Not kept in a variable here: its frame would be kept by the error, and the start by the frame.
+            # Do not assign it to a variable: the error would keep this frame alive, and the frame the start.
             raise self._explained(error, report, plans, attempt) from error.__cause__
         finally:
             self._add_seconds("start", started)
         return report.with_figures(results[0], self._seconds)
 
     def _log_step(self, step: str, plan: StartPlan, attempt: Deadline) -> None:
-        """Log what begins now, and how long it may take."""
+        """Log the step that begins now, and its time limit."""
         num_workers = len(self._addresses)
         workers = f"{num_workers} worker{'s' if num_workers != 1 else ''}"
         then = f", then {plan.fallback}" if plan.is_trial else ""
         logger.info("%s with %s, up to %s s%s", step, workers, seconds_text(attempt.left_s), then)
 
     def _reopen_store(self, deadline: Deadline) -> int:
-        """Open a store on rank 0 for the fallback: the first one went with the first attempt."""
+        """Open a store on rank 0 for the fallback: the first attempt closed its own."""
         started, settings = time.perf_counter(), self._settings
         arguments = (settings.master_port, self._one_node and settings.master_addr is None, _port_wait_s(deadline))
         refs = [self._group.execute_single_async(0, hold_store, *arguments)]
@@ -248,7 +248,7 @@ class Start:
     def _explained(
         self, error: FracBackendError, report: StartReport, plans: Sequence[WorkerPlan], deadline: Deadline
     ) -> FracBackendError:
-        """Return the error with what all ranks together tell, and with the fault where the error ends the start."""
+        """Return the error, explained from the reports of all ranks, and with the fault if it ends the start."""
         from ray_fracbackend.failure.explain import explained  # not on the good path
         from ray_fracbackend.isolation.search import with_faults
 
@@ -265,7 +265,7 @@ class Start:
         return [self._group.execute_single_async(rank, function, *each) for rank, each in enumerate(arguments)]
 
     def _add_seconds(self, phase: str, started: float) -> None:
-        """Add to a phase, which a start with a fallback goes through twice."""
+        """Add to the time of a phase; a start with a fallback has each phase twice."""
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
@@ -274,9 +274,9 @@ def _port_wait_s(deadline: Deadline) -> float:
 
 
 def _gpus_by_node() -> Mapping[str, float]:
-    """Return num_gpus of each node by Ray's node id; empty where Ray does not answer. Used for hints only."""
+    """Return num_gpus of each node by Ray's node id; empty if Ray does not answer. Used for hints only."""
     try:
         return {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]}
-    except Exception as error:  # a start does not fail for the sake of a hint
+    except Exception as error:  # a hint must not make a start fail
         logger.debug("Ray did not list its nodes: %s", error)
         return {}

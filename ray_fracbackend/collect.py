@@ -1,6 +1,6 @@
 """Bounded waits for the results of all workers; errors name ranks that hang or die. Runs on the driver or controller.
 
-A wait that takes long logs the ranks without an answer.
+A long wait logs the ranks that have not answered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.timeouts import Deadline
 from ray_fracbackend.wait_log import WaitLog
 
-# How often a running wait looks for failures, and how long it waits after the first one for others.
+# How often a wait checks for failures, and how long it waits for others after the first one.
 _POLL_S = 1.0
 _GRACE_S = 3.0
 
@@ -31,12 +31,12 @@ def gather(
     """Wait for the results of one call on every worker.
 
     Args:
-        refs: One reference a worker.
+        refs: One reference per worker.
         addresses: Rank, node and process of each of these workers, in the same order.
         deadline: When to stop waiting.
         step: The current step, for error messages and for the lines about a long wait.
-        slack_s: Seconds past the deadline for workers that keep the same deadline themselves, so that their own errors
-            arrive first.
+        slack_s: Seconds to wait past the deadline for workers that have the same deadline, to receive their own errors
+            first.
 
     Returns:
         The results, in the order of the references.
@@ -44,7 +44,7 @@ def gather(
     Raises:
         WorkerDiedError: A worker process ended.
         StartTimeoutError: Ranks did not answer in time.
-        FracBackendError: A worker raised it; with rank and node.
+        FracBackendError: A worker raised it; it has the rank and the node.
     """
     address_of = dict(zip(refs, addresses, strict=True))
     results: dict[Any, Any] = {}
@@ -53,7 +53,7 @@ def gather(
     left_s = deadline.left_s + slack_s
     end = time.monotonic() + left_s
     wait_log = WaitLog(step)
-    # A failure at the deadline ends the wait after the grace, which may be before the end of the slack.
+    # After a failure at the deadline, the wait ends with the grace period, which may be shorter than the slack.
     due = end - max(0.0, slack_s - _GRACE_S)
     while pending and left_s > 0:
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(left_s, _POLL_S), fetch_local=True)
@@ -71,7 +71,7 @@ def gather(
     if failures or pending:
         from ray_fracbackend.failure.merge import merged  # not on the good path
 
-        # Cut off in the grace after an earlier failure, ranks without an answer are waiting for the failed one.
+        # If the grace period of an earlier failure ended the wait, ranks without an answer wait for the failed rank.
         silent = [address_of[ref].rank for ref in pending] if time.monotonic() >= due else []
         known = {address.rank: address for address in addresses}
         raise merged(failures, silent, known, step, deadline.budget_s) from next(iter(failures.values()), None)
@@ -79,23 +79,23 @@ def gather(
 
 
 def collect(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float) -> dict[int, Any]:
-    """Wait for calls, and return the results of those that succeed in time by their index."""
+    """Wait for calls, and return the results of those that succeed in time, by index."""
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s, fetch_local=True) if refs else ([], [])
     index_of = {ref: index for index, ref in enumerate(refs)}
-    # Without those that failed, for whatever reason: the worker may be gone.
+    # Leave out calls that failed for any reason: the worker may be gone.
     return {index_of[ref]: value for ref, (value, error) in zip(done, _answers(done), strict=True) if error is None}
 
 
 def _answers(refs: list[ray.ObjectRef[Any]]) -> list[tuple[Any, BaseException | None]]:
     """Return value and error of each call."""
-    values, error = _answer(refs)  # in one call where none has failed
+    values, error = _answer(refs)  # one call if none has failed
     return [(value, None) for value in values] if error is None else [_answer(ref) for ref in refs]
 
 
 def _answer(refs: Any) -> tuple[Any, BaseException | None]:
     """Return the value or the error of ``ray.get``: the worker's own error, without Ray's wrapping.
 
-    It comes without a traceback, and from outside of the handler of another one: the frames of both would keep references.
+    The error has no traceback, and no other error is being handled: the frames of both would keep references.
     """
     try:
         return ray.get(refs), None

@@ -26,25 +26,25 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
     A drop-in for ``ray.train.torch.TorchConfig``, with the same result where every worker has a device of its own.
 
     Args:
-        backend: ``auto`` decides from the devices of the workers; ``nccl``, ``gloo``, ``ipc``, ``staged`` or a pair such as
-            ``cpu:gloo,cuda:nccl`` asks for one; any other name is left to Ray Train. None and an empty string mean ``auto``;
-            upper case is lowered, as torch does.
+        backend: ``auto`` chooses one for the workers' devices; ``nccl``, ``gloo``, ``ipc``, ``staged`` or a pair such as
+            ``cpu:gloo,cuda:nccl`` selects it by name; any other name is passed on to Ray Train. None and an empty string mean
+            ``auto``; names are case-insensitive, as in torch.
         init_method: ``env`` or ``tcp``, as in TorchConfig.
         timeout_s: Seconds for collectives to time out once training runs, as in TorchConfig.
         on_shared_device: What to do when ranks share a device: ``auto``, ``ipc``, ``staged`` (CUDA tensors through host
             memory), ``gloo``, ``nccl`` (NCCL's own multi-rank flags, 2.30 or newer) or ``error``.
-        on_missing_cuda: What to do when Ray gave GPUs that torch cannot use: ``error``, or ``cpu`` to train there.
+        on_missing_cuda: What to do when Ray assigned GPUs that torch cannot use: ``error``, or ``cpu`` to train on the CPU.
         verify: Verify the group with collectives of known results before training starts.
-        start_timeout_s: Bound in seconds on rendezvous and verification together, once all workers have answered the probe. The
-            probe before them, with the imports of the workers, has a bound of its own of the same length. After a failure, a
-            search for the rank or link at fault may add a quarter of it, 60 s at most.
-        master_addr: Address of rank 0's node that all others reach, instead of the one that Ray knows.
-        master_port: Port on rank 0's node, or an inclusive range ``(low, high)`` from which a free port is used.
-        limit_gpu_memory: Cap each worker's CUDA memory at its fraction of the device. A worker that needs more gets
-            torch's OutOfMemoryError, and its neighbours keep theirs; workers with whole devices have no cap.
+        start_timeout_s: Time limit in seconds for rendezvous and verification together, after all workers have answered the
+            probe. The probe, which includes the imports of the workers, has a separate limit of the same length. After a
+            failure, a search for the rank or link at fault may add a quarter of it, 60 s at most.
+        master_addr: Address of rank 0's node that all other nodes reach, instead of the address that Ray knows.
+        master_port: Port on rank 0's node, or an inclusive range ``(low, high)`` to choose one from.
+        limit_gpu_memory: Cap each worker's CUDA memory at its fraction of the device. In a worker that needs more, torch
+            raises its OutOfMemoryError, and the other workers are not affected; workers with whole devices have no cap.
 
     Raises:
-        TypeError: There is no setting of this name, or it cannot be given by position; the message suggests the right one.
+        TypeError: There is no setting of this name, or it cannot be positional; the message suggests the right one.
         ValueError: A setting breaks its rule; the message has value, rule and fix.
 
     Example::
@@ -59,7 +59,7 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
 
     @property_of_an_object
     def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
-        """Context around the train function: stock's; with limit_gpu_memory it also annotates OutOfMemoryError."""
+        """Context around the train function: Ray's; with limit_gpu_memory it also annotates OutOfMemoryError."""
         context: Callable[[], AbstractContextManager[None]] = super().train_func_context
         return partial(explain_out_of_memory, context) if self.limit_gpu_memory else context
 
@@ -72,12 +72,12 @@ def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> Torc
     """Return the configuration to use instead of a script's own.
 
     Args:
-        config: The script's own, None where it has none. A FracTorchConfig stays as it is, and so does any other configuration
-            of a backend, which starts something else.
+        config: The script's own, None if it has none. A FracTorchConfig is used unchanged, and so is the configuration of any
+            other backend.
         settings: Settings of FracTorchConfig that override the script's.
 
     Raises:
-        TypeError: ``config`` is a class, or no configuration at all; the message has the fix.
+        TypeError: ``config`` is a class, or not a configuration; the message has the fix.
         ValueError: A setting breaks its rule.
     """
     if not config:  # as TorchTrainer reads it
@@ -86,7 +86,7 @@ def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> Torc
         raise TypeError(not_a_config(config))
     if type(config) is not TorchConfig:
         if not isinstance(config, FracTorchConfig):
-            logger.warning("%s is unchanged: FracTorchConfig replaces only a plain TorchConfig", type(config).__name__)
+            logger.warning("%s is used unchanged: FracTorchConfig replaces only plain TorchConfig objects", type(config).__name__)
         return config
     own = {"backend": config.backend, "init_method": config.init_method, "timeout_s": config.timeout_s}
     return FracTorchConfig(**{**own, **settings})
