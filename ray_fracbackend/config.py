@@ -86,7 +86,9 @@ def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> Torc
         raise TypeError(not_a_config(config))
     if type(config) is not TorchConfig:
         if not isinstance(config, FracTorchConfig):
-            logger.warning("%s is used unchanged: FracTorchConfig replaces only plain TorchConfig objects", type(config).__name__)
+            logger.warning(
+                "%s is used unchanged: FracTorchConfig replaces only plain TorchConfig objects", type(config).__name__
+            )
         return config
     own = {"backend": config.backend, "init_method": config.init_method, "timeout_s": config.timeout_s}
     return FracTorchConfig(**{**own, **settings})

@@ -33,8 +33,7 @@ _REFUSALS = re.compile(
 _OWN_FAILURES = re.compile(r"^nccl(?:UnhandledCudaError|SystemError|InternalError|InvalidArgument):", re.MULTILINE)
 _RANKS = re.compile(r"Duplicate GPU detected\s*:\s*rank (\d+) and rank (\d+)", re.IGNORECASE)
 _LAST_ERROR = re.compile(r"^Last error:\s*\n\s*(\S[^\n]*)", re.MULTILINE)
-# A process receives no memory or no device beside another one, or its torch has no CUDA. cuBLAS and MPS have their own
-# messages.
+# Another process holds the memory or the device, or torch has no CUDA. cuBLAS and MPS have their own messages.
 _UNTRIED = re.compile(
     r"out of memory|not enough memory|CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)|busy or unavailable|\bMPS\b"
     r"|not compiled with CUDA|invalid device (?:ordinal|id)|no CUDA.capable device|no CUDA GPUs|no NVIDIA driver"
@@ -87,7 +86,7 @@ def refused_ranks(text: str) -> tuple[int, ...]:
 
 
 def is_invalid_usage(text: str) -> bool:
-    """Return True where NCCL returned ``ncclInvalidUsage``, with or without a reason."""
+    """Return True if NCCL returned ``ncclInvalidUsage``, with or without a reason."""
     return "ncclInvalidUsage" in text or ("NCCL" in text and "invalid usage" in text)
 
 
@@ -120,7 +119,7 @@ def is_cuda_out_of_memory(error: BaseException | None) -> bool:
 
 
 def says_nothing_of_device(error: BaseException) -> bool:
-    """Return whether the device was not tested: no memory or no device for this process, or a torch without CUDA."""
+    """Return whether the device was not tested: this process has no memory or no device, or torch has no CUDA."""
     # Only the first line: the text that torch appends names other errors.
     return _UNTRIED.search(cause_of(error)) is not None
 

@@ -50,7 +50,7 @@ def reservation_hints(job: Job) -> tuple[str, ...]:
     if job.asks_for_gpus or not sees or not job.settings.backends.is_auto:
         return ()
     return (
-        f"{ranks_text(sees)} can use GPUs that Ray did not reserve, so that torch.cuda.is_available() is true in the train function: "
+        f"{ranks_text(sees)} can use GPUs that Ray did not reserve, and torch.cuda.is_available() is True in the train function: "
         "ScalingConfig(use_gpu=True) reserves them, RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1 hides them",
     )
 
@@ -67,8 +67,8 @@ def _spread(workers: Sequence[WorkerInfo], groups: Sequence[ShareGroup], node_gp
         gpus = node_gpus.get(first.node_id, 0)
         if len(group.nodes) == 1 and group.same_device and gpus >= num_ranks[first.node_id]:
             return (
-                f"Ray has {gpus:g} GPUs on node {first.node_ip} and packed {ranks_text(group.ranks)} onto one; "
-                "ask for more than half a GPU each and NCCL can be used"
+                f"Ray has {gpus:g} GPUs on node {first.node_ip} and placed {ranks_text(group.ranks)} on one of them; "
+                "request more than half a GPU per worker to use NCCL"
             )
     return None
 
@@ -79,18 +79,18 @@ def _fraction(workers: Sequence[WorkerInfo], limit_gpu_memory: bool) -> str | No
         return None
     count = workers_per_gpu(fraction)
     unused = 1 - count * fraction
-    # Under a cap on memory the rest is of use: it is room for the contexts.
+    # With a cap on memory the rest is not unused: the CUDA contexts need it.
     contexts = count * _CONTEXT_FRACTION if limit_gpu_memory else 0.0
     if unused < _NO_UNUSED_GPU + contexts:
         return None
     return (
-        f"{count} of {fraction:g} GPU fit{'s' if count == 1 else ''} on one GPU, and {unused:.2g} of it stays unused, as Ray does not "
-        f"divide a worker between GPUs; with {largest_fraction(count + 1):g} GPU per worker, {count + 1} would fit"
+        f"with {fraction:g} GPU per worker, {count} fit{'s' if count == 1 else ''} on one GPU and {unused:.2g} of it stays unused, because "
+        f"Ray does not split a worker across GPUs; with {largest_fraction(count + 1):g} GPU per worker, {count + 1} would fit"
     )
 
 
 def _local_rank(workers: Sequence[WorkerInfo]) -> str | None:
-    """Find the first local rank that is another rank's device index; CUDA itself reports an invalid index."""
+    """Find the first rank whose local rank is not its device index; CUDA itself reports an invalid index."""
     local_ranks: dict[str, int] = defaultdict(int)
     for worker in workers:
         local_rank = local_ranks[worker.node_id]
@@ -114,8 +114,8 @@ def _one_host(workers: Sequence[WorkerInfo]) -> str | None:
     if several is None:
         return None
     return (
-        f"{len(several)} Ray nodes are on host {next(iter(several.values()))}: LOCAL_RANK counts the ranks of each of them, and a library "
-        "that counts by host name, such as DeepSpeed, takes other numbers; use ray.train.torch.get_device()"
+        f"{len(several)} Ray nodes are on host {next(iter(several.values()))}: LOCAL_RANK counts the ranks of each Ray node, and a library "
+        "that counts by host name, such as DeepSpeed, uses other numbers; use ray.train.torch.get_device()"
     )
 
 
@@ -123,5 +123,5 @@ def _multi_rank(workers: Sequence[WorkerInfo], backend: str, groups: tuple[Share
     ranks = [rank for group in groups for rank in group.ranks]
     if parse_backend(backend).has_nccl or not any(workers[rank].env.get(MULTI_RANK_ENV) == "1" for rank in ranks):
         return None
-    why = multi_rank_obstacle(workers, groups) or f"{backend} was asked for"
+    why = multi_rank_obstacle(workers, groups) or f"{backend} was requested"
     return f"{MULTI_RANK_ENV}=1 has no effect: {why}"

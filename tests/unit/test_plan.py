@@ -526,7 +526,7 @@ class TestHints:
         workers = job(gpu(), gpu())
         accepted = {"on_shared_device": "gloo"}
         (hint,) = plan(workers, {"node1": 2.0}, **accepted).hints
-        assert "Ray has 2 GPUs on node 10.0.0.1 and packed ranks 0,1" in hint
+        assert "Ray has 2 GPUs on node 10.0.0.1 and placed ranks 0,1 on one" in hint
         # The node has more GPUs than Ray was started with, as with `CUDA_VISIBLE_DEVICES=1 ray start --num-gpus=1`.
         assert plan(workers, {"node1": 1.0}, **accepted).hints == ()
         assert plan(workers, **accepted).hints == ()
@@ -539,7 +539,7 @@ class TestHints:
     def test_fraction(self):
         """A fraction that is not 1/k leaves part of each GPU unused; the hint names a fraction with which one more fits."""
         workers = job(gpu(), gpu(), resources={"GPU": 0.3})
-        said = "3 of 0.3 GPU fit on one GPU, and 0.1 of it stays unused"
+        said = "with 0.3 GPU per worker, 3 fit on one GPU and 0.1 of it stays unused"
         assert any(said in h and h.endswith("; with 0.25 GPU per worker, 4 would fit") for h in plan(workers).hints)
         assert not any("unused" in h for h in plan(job(gpu(), gpu(), resources={"GPU": 1 / 3})).hints)
 
@@ -557,7 +557,7 @@ class TestHints:
         workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
         assert any("=1 has no effect: NCCL 2.28.9 is older than 2.30" in h for h in plan(workers).hints)
         workers = job(gpu(), gpu(), env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, nccl_version=(2, 30, 7))
-        assert any("=1 has no effect: gloo was asked for" in h for h in plan(workers, backend="gloo").hints)
+        assert any("=1 has no effect: gloo was requested" in h for h in plan(workers, backend="gloo").hints)
         workers[0] = worker(0, gpu(), nccl_version=(2, 30, 7))
         assert any("=1 has no effect: it is not set on rank 0" in h for h in plan(workers).hints)
 
