@@ -48,8 +48,8 @@ _RULE = (
     "must be 'auto', 'nccl', 'gloo', 'ipc', 'staged', a pair such as 'cpu:gloo,cuda:nccl', or the name of a backend that is "
     "registered with torch.distributed, without spaces; leave it out to let the start decide"
 )
-_STAGED_PAIR = "must be 'staged' or 'cpu:gloo,cuda:staged' where it has staged, which is for all devices of its group"
-_IPC_ALONE = "must be 'ipc' where it has ipc, which is for tensors of all devices and cannot be one of a pair"
+_STAGED_PAIR = "must be 'staged' or 'cpu:gloo,cuda:staged', because staged carries tensors of all devices"
+_IPC_ALONE = "cannot have ipc in a pair, because ipc carries tensors of all devices; use backend='ipc'"
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,5 @@ def parse_backend(name: str | None) -> Backends:
     if "staged" in by_device.values() and by_device != {"cpu": "gloo", "cuda": "staged"}:
         raise ValueError(_STAGED_PAIR)
     if by_device.get("cpu") == "nccl":
-        raise ValueError(
-            "must be another than nccl for cpu, as NCCL takes CUDA tensors alone; such as 'cpu:gloo,cuda:nccl'"
-        )
+        raise ValueError("must not have nccl for cpu, because NCCL carries only CUDA tensors; use 'cpu:gloo,cuda:nccl'")
     return Backends(name, by_device)

@@ -62,7 +62,7 @@ def _chosen_early(job: Job) -> str | None:
             ids = sorted({",".join(member.gpu_ids) for member in members if member.gpu_ids})
             if len(ids) == len(members) > 1:
                 return (
-                    f"Ray gave {ranks_text([member.rank for member in members])} the GPUs {' and '.join(ids[:4])} of node "
+                    f"Ray assigned {ranks_text([member.rank for member in members])} the GPUs {' and '.join(ids[:4])} of node "
                     f"{members[0].node_ip}, and in each of these processes CUDA has the same one: it was chosen before Ray set "
                     "CUDA_VISIBLE_DEVICES, or the variable was overwritten. Do not use CUDA at the import of a module or in a "
                     "worker_process_setup_hook, and leave the variable to Ray"

@@ -71,7 +71,7 @@ class Job:
         causes = dict.fromkeys(
             f"node {w.node_ip}: {w.cuda_missing or 'no CUDA device was found'}" for w in self.without_cuda
         )
-        return f"Ray gave {ranks_text(ranks)} GPUs that torch cannot use ({'; '.join(list(causes)[:4])})"
+        return f"Ray assigned {ranks_text(ranks)} GPUs that torch cannot use ({'; '.join(list(causes)[:4])})"
 
     @cached_property
     def without_nccl(self) -> list[int]:

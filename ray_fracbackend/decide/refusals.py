@@ -46,8 +46,8 @@ def nccl_without_gpus(job: Job) -> FracBackendError:
     ranks = cannot_use_nccl(job)
     auto = if_it_helps(job, ", or use backend='auto' or 'gloo'", backend="auto")
     return MissingDeviceError(
-        f"backend={job.settings.backend!r} for {ranks_text(ranks)} without a GPU, or with a torch without NCCL. NCCL "
-        f"works on CUDA devices only; ask for GPUs in ScalingConfig(use_gpu=True){auto}.",
+        f"backend={job.settings.backend!r} needs GPUs and NCCL; {ranks_text(ranks)} lack{'s' if len(ranks) == 1 else ''} one of them. Ask "
+        f"for GPUs in ScalingConfig(use_gpu=True){auto}.",
         ranks=ranks,
     )
 

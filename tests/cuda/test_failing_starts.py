@@ -182,7 +182,7 @@ def test_more_gpus_in_rays_books_than_there_are(run, fault, cause):
     """An error by default, with the cause and the setting; training on the CPU with that setting."""
     ranks, text = run(fault)
     assert ranks == []
-    assert "Ray gave ranks 0,1 GPUs that torch cannot use (node " in text
+    assert "Ray assigned ranks 0,1 GPUs that torch cannot use (node " in text
     assert cause in text
     assert "FracTorchConfig(on_missing_cuda='cpu')" in text
     report = trained(*run(fault, on_missing_cuda="cpu"), device="cpu")

@@ -229,7 +229,7 @@ class TestLogicalGpus:
             start(halves, on_missing_cuda="cpu")
         (line,) = [record for record in caplog.records if "training on the CPU" in record.getMessage()]
         assert line.levelname == "WARNING"
-        assert line.getMessage().startswith("ray_fracbackend: Ray gave ranks 0,1 GPUs that torch cannot use")
+        assert line.getMessage().startswith("ray_fracbackend: Ray assigned ranks 0,1 GPUs that torch cannot use")
 
         def devices():
             from ray.air._internal.torch_utils import get_devices

@@ -26,8 +26,8 @@ _DEFAULTS = {
 
 _BAD = [
     ("backend", "cpu:gloo, cuda:nccl", "without spaces"),
-    ("backend", "cpu:ipc,cuda:nccl", "cannot be one of a pair"),
-    ("backend", "cuda:nccl,cpu:ipc", "cannot be one of a pair"),
+    ("backend", "cpu:ipc,cuda:nccl", "cannot have ipc in a pair"),
+    ("backend", "cuda:nccl,cpu:ipc", "cannot have ipc in a pair"),
     ("backend", "nccl,gloo", "a pair such as"),
     ("backend", "cpu:", "a pair such as"),
     ("backend", "cpu:gloo,cpu:nccl", "each device has one backend"),

@@ -573,7 +573,7 @@ class TestHints:
         """Whole GPUs with different ids in Ray but one UUID in CUDA: the cluster is not to blame."""
         workers = [worker(rank, gpu(), resources={"GPU": 1.0}, gpu_ids=(str(rank),)) for rank in range(2)]
         (warning,) = plan(workers).warnings
-        assert "Ray gave ranks 0,1 the GPUs 0 and 1 of node 10.0.0.1" in warning
+        assert "Ray assigned ranks 0,1 the GPUs 0 and 1 of node 10.0.0.1" in warning
         assert "chosen before Ray set CUDA_VISIBLE_DEVICES" in warning
         assert "time-slicing" not in warning
         apart = [worker(rank, gpu(), node=str(rank), resources={"GPU": 1.0}, gpu_ids=("0",)) for rank in range(2)]
