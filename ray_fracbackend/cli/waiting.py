@@ -122,11 +122,7 @@ def _request_of(trainer: TorchTrainer) -> _Request | None:
 
 
 def _text(wanted: str, too_small: str | None, bundles: Sequence[Mapping[str, float]]) -> str:
-    goes_on = (
-        "The run continues when such nodes join, for example from an autoscaler"
-        if too_small
-        else "The run continues then"
-    )
+    goes_on = "It continues when such nodes join, as from an autoscaler" if too_small else "It continues then"
     return f"Ray waits to place {wanted}: {too_small or resources_in_use(bundles)}. {goes_on}; Ctrl-C ends it"
 
 

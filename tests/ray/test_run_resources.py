@@ -169,7 +169,7 @@ def test_a_cluster_that_grows(tmp_path):
         assert ours(output) == [
             f"--num-gpus 1: no effect, because the script uses the running Ray cluster at RAY_ADDRESS={address}",
             "Ray waits to place 2 workers of 1 CPU and 0.5 GPU each (PACK): no node of this cluster has a GPU in Ray. Start Ray with "
-            "--num-gpus on the nodes that have GPUs, or request no GPU. The run continues when such nodes join, for example from an autoscaler; Ctrl-C ends it",
+            "--num-gpus on the nodes that have GPUs, or request no GPU. It continues when such nodes join, as from an autoscaler; Ctrl-C ends it",
         ]
         with ray_start(settings, "--address", address, "--num-cpus", "4", "--num-gpus", "1"):
             assert process.wait(200) == 0, output.read_text()

@@ -519,7 +519,7 @@ def test_no_shm_no_line():
 
 NODES = {
     "loopback name": (machine(host_addresses=("127.0.1.1",)), "host name", "warning", "127.0.1.1"),
-    "loopback node": (machine(node_ip="127.0.0.1"), "interfaces", "problem", "knows this node as 127.0.0.1"),
+    "loopback node": (machine(node_ip="127.0.0.1"), "interfaces", "problem", "address of this node is 127.0.0.1"),
     "translated address": (
         machine(node_ip="192.0.2.7"),
         "interfaces",

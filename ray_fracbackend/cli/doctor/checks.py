@@ -102,11 +102,7 @@ def _mixed(name: str, machines: Sequence[MachineInfo], value_of: Callable[[Machi
     if len(nodes) < 2:
         return None
     listed = "; ".join(f"{value} on {', '.join(on[:4])}{', ...' if len(on) > 4 else ''}" for value, on in nodes.items())
-    fix = (
-        "place the workers of a job on nodes with the same system"
-        if name == "system"
-        else f"install the same {name} on every node"
-    )
+    fix = "place each job on nodes of one system" if name == "system" else f"install the same {name} on every node"
     return Check(name, "problem", f"differs: {listed}", fix)
 
 
@@ -204,9 +200,7 @@ def _interfaces(worker: WorkerInfo, num_nodes: int) -> Check:
     unknown = [name for name in worker.env.get(IFNAME, "").split(",") if name and name not in known]
     if unknown:
         found = f"{IFNAME}={worker.env[IFNAME]} names {unknown[0]!r}, which is none of {', '.join(known)}"
-        return Check(
-            "interfaces", "problem", found, f"unset {IFNAME}, or name an interface; Gloo does not support patterns"
-        )
+        return Check("interfaces", "problem", found, f"unset {IFNAME}, or name an interface, not a pattern")
     if num_nodes > 1 and is_loopback(worker.node_ip):
         found = f"Ray's address of this node is {worker.node_ip}, which no other node can reach"
         return Check("interfaces", "problem", found, "start Ray there with --node-ip-address=ADDRESS")
@@ -336,9 +330,7 @@ def _nccl(worker: WorkerInfo) -> Check:
         if not worker.devices:
             return Check("NCCL", "ok", "not in this build of torch, and not needed without CUDA devices")
         fix = "" if worker.platform == "win32" else "install a torch build with NCCL"
-        return Check(
-            "NCCL", "warning", "not in this build of torch: ranks use gloo, even if each has its own device", fix
-        )
+        return Check("NCCL", "warning", "not in this build of torch: ranks use gloo, also on separate devices", fix)
     if worker.nccl_version is None:
         text = "in this build of torch, but its version cannot be read"
         if not worker.devices:
