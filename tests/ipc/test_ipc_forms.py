@@ -231,7 +231,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     "twice": (TypeError, "got 1 arguments", lambda pg: pg.allreduce(empty(), MAX, op=MAX)),
     "op and options": (
         TypeError,
-        "nothing beside",
+        "no other arguments",
         lambda pg: pg.allreduce([empty()], with_options("Allreduce"), op=MAX),
     ),
     "other options": (

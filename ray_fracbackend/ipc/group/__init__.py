@@ -1,1 +1,1 @@
-"""What torch sees of the backend: the process group, its calls and their Work."""
+"""The backend as torch sees it: the process group, its collectives and their Work objects."""
