@@ -1,7 +1,7 @@
-"""What observes a call: torch's profiler, dispatch modes, tensors without data, ``torch.compile``. Imports torch.
+"""Support for observers of a call: torch's profiler, dispatch modes, fake tensors, ``torch.compile``. Imports torch.
 
-Inside a compiled region Dynamo evaluates every Python frame, also those that DDP's reducer or autograd enters from C++. It
-must not trace a collective: what it should see of one it takes from torch.distributed.
+Inside a compiled region Dynamo evaluates every Python frame, including frames that DDP's reducer or autograd enters
+from C++. It must not trace a collective: torch.distributed provides what Dynamo should see of one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _skipped: set[str] = set()
 
 
 def is_without_data(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a shape alone: on the meta device, or of a FakeTensorMode."""
+    """Return whether a tensor has a shape but no data: on the meta device, or of a FakeTensorMode."""
     if tensor.is_meta:
         return True
-    fake = sys.modules.get("torch._subclasses.fake_tensor")  # no such tensor without it
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # without this module no FakeTensor exists
     return fake is not None and isinstance(tensor, fake.FakeTensor)
 
 
 def run_hidden(function: Callable[[], None]) -> None:
-    """Run a call so that dispatch modes of this thread, such as FakeTensorMode or FlopCounterMode, do not see what it does.
+    """Run a call hidden from this thread's dispatch modes, such as FakeTensorMode or FlopCounterMode.
 
-    To them it is one operation, and not the copies and additions that it is made of. A thread that waits for the call may
-    run it, so the modes are those of the thread that does.
+    They must see one operation, and not its copies and additions. A thread that waits for the call can run it, and
+    the modes of the thread that runs it are disabled.
     """
     if dispatch_modes():
         with no_dispatch_modes():
@@ -43,12 +43,12 @@ def run_hidden(function: Callable[[], None]) -> None:
 
 
 def recorded(operation: str, tensors: Sequence[torch.Tensor], function: Callable[[], None]) -> Callable[[], None]:
-    """Wrap a call in a record of the profile that is being taken.
+    """Wrap a call in a record of the running profiler.
 
     Args:
         operation: Part of the record's name.
-        tensors: Their shapes are in the record.
-        function: Does the work. The record begins now and ends with it, in whichever thread that is.
+        tensors: The record contains their shapes.
+        function: Runs the call. The record begins now and ends with the call, in any thread.
     """
     record = start_record(f"ipc:{operation}", *tensors)
 
@@ -62,7 +62,7 @@ def recorded(operation: str, tensors: Sequence[torch.Tensor], function: Callable
 
 
 def hide_package() -> None:
-    """Mark every function of the package's modules that have been loaded. May be called again, when more have been."""
+    """Exclude functions of the package's loaded modules from Dynamo; call again after more are loaded."""
     for name in [name for name in sys.modules if name.startswith(_PACKAGE)]:
         if name not in _skipped:
             _skipped.add(name)

@@ -1,4 +1,4 @@
-"""The process group of backend ``ipc``: shared memory between the ranks of a host, and of a device. Imports torch."""
+"""The process group of backend ``ipc``: shared memory between ranks on one host, and on one device. Imports torch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class IpcProcessGroup(CollectiveGroup):
     Args:
         store: The group's store.
         rank: This process's rank in the group.
-        size: Ranks of the group.
+        size: Number of ranks of the group.
         timeout: Default timeout of a collective.
-        global_ranks: Global rank of each group rank, for messages; empty means the same numbers.
+        global_ranks: Global rank of each group rank, for messages; empty if they equal the group ranks.
 
     Attributes:
         membership: Ranks of each host.
 
     Raises:
-        IpcUnavailableError: Shared memory cannot be set up on some rank, or an environment variable is wrong there; every
+        IpcUnavailableError: A rank cannot set up shared memory, or has an invalid environment variable; every
             rank raises.
     """
 
@@ -59,7 +59,7 @@ class IpcProcessGroup(CollectiveGroup):
 
 
 def _wrong_setting() -> str | None:
-    """Return what is wrong with a variable that is read only once tensors of a device come."""
+    """Return the error of an invalid variable that is otherwise read only at the first collective of device tensors."""
     try:
         knobs.check_device()
     except ValueError as error:

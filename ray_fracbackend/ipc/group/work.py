@@ -1,7 +1,7 @@
-"""Work and Future of a collective, in the forms that torch's C++ callers survive. Imports torch.
+"""Work and Future of a collective, in forms that do not crash torch's C++ callers. Imports torch.
 
-``Future.set_exception`` and a result of None both crash the process inside DDP's reducer, so failures go through a
-``then`` callback that raises, and the value is always a list of tensors.
+``Future.set_exception`` and a result of None both crash the process inside DDP's reducer, so failures are raised in a
+``then`` callback, and the value is always a list of tensors.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _handed_over: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
 
 
 def keep_work_of_reducers() -> None:
-    """Keep alive the Work that DDP's ``join`` passes to its reducer. May be called again.
+    """Keep alive the Work that DDP's ``join`` passes to its reducer. Can be called more than once.
 
-    The reducer's C++ keeps no Python part of it, and without that its wait never ends: torch calls the base class, which
-    nothing completes.
+    The reducer's C++ does not keep the Python object alive. Without it the reducer waits forever: torch calls the wait
+    of the base class, which nothing completes.
     """
     Reducer._set_forward_pass_work_handle = _hand_over_and_keep
 
 
 def _hand_over_and_keep(reducer: Any, work: Work, use_static_world_size: bool) -> None:
     _hand_over(reducer, work, use_static_world_size)
-    _handed_over[reducer] = work  # the one before goes only now, when the reducer no longer has it
+    _handed_over[reducer] = work  # frees the previous Work only now, when the reducer no longer refers to it
 
 
 class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
-    """A collective that is over, or that runs or is issued to a device while its caller goes on.
+    """A collective that is done, or that runs or is issued to a device while its caller continues.
 
     Args:
         task: The queued call, or `DONE`.
         executor: Runs it.
         tensors: The tensors that receive results.
-        call: What the task runs, if it is on a device.
+        call: The device call that the task runs; None on the host.
     """
 
     def __init__(
@@ -55,39 +55,39 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
         self.call = call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the collective is over; on a device until it is issued, then the caller's stream waits for it.
+        """Block until the collective is done; on a device until it is issued, then the caller's stream waits for it.
 
         Args:
-            timeout: Bound on this wait alone; None, zero and negative mean the collective's own.
+            timeout: Timeout of only this wait; None, zero and negative mean the collective's timeout.
 
         Raises:
             IpcError: The collective failed.
-            CollectiveTimeoutError: `timeout` passed first; the collective goes on.
+            CollectiveTimeoutError: `timeout` passed first; the collective continues.
         """
         if self._task is not DONE:
             timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
             if not self._executor.finish(self._task, timeout_s):
-                raise CollectiveTimeoutError(f"Work.wait timed out: not done within the {timeout_s} s asked for.")
+                raise CollectiveTimeoutError(f"Work.wait timed out: the collective is not done within {timeout_s} s.")
             error = self._task.error
             if error is not None:
-                # What a signal handler raised in another thread is not for this one.
+                # An exception of another thread's signal handler is not raised here.
                 raise error if isinstance(error, Exception) else IpcError(f"The collective was ended by {error!r}.")
         if self.call is not None:
             self.call.join()
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the collective failed or is over, on a device with its work there."""
+        """Return whether the collective failed or is done, including its work on a device."""
         if not self._task.is_done():
             return False
         return self.call is None or self._task.error is not None or bool(self.call.done.query())
 
     def is_success(self) -> bool:
-        """Return whether the collective is over and nothing failed."""
+        """Return whether the collective is done without an error."""
         return self._task.error is None and self.is_completed()
 
     def exception(self) -> BaseException | None:
-        """Return what the collective raised, or None."""
+        """Return the exception of the collective, or None."""
         return self._task.error
 
     def synchronize(self) -> None:
@@ -99,7 +99,7 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of `result()`; waiting on it raises what the collective raised."""
+        """Return a future of `result()`; waiting on it raises the exception of the collective."""
         call, task, tensors = self.call, self._task, self._tensors
         started: torch.futures.Future[Any] = (
             torch.futures.Future() if call is None else call.stream.runtime.new_future()
@@ -109,7 +109,7 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
             if call is None:
                 started.set_result(tensors)
             elif task.error is not None:
-                # The device may be broken, and a value without tensors does not touch it.
+                # The device may be unusable, and a value without tensors does not use it.
                 started.set_result([])
             else:
                 call.stream.runtime.complete(started, tensors, call.stream.stream)
@@ -128,9 +128,9 @@ class ReceiveWork(Work):  # type: ignore[misc]  # torch gives it no type
     """A tensor of an accelerator that is received on the host first.
 
     Args:
-        work: Gloo's, of the tensor on the host.
+        work: Gloo's Work of the tensor on the host.
         host: That tensor.
-        tensor: Where the data belongs.
+        tensor: The tensor on the accelerator that receives the data.
     """
 
     def __init__(self, work: Any, host: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -140,13 +140,13 @@ class ReceiveWork(Work):  # type: ignore[misc]  # torch gives it no type
         self._tensor = tensor
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the data has come, then copy it on the caller's stream. May be called again.
+        """Block until the data has arrived, then copy it on the caller's stream. Can be called more than once.
 
         Args:
-            timeout: Bound on this wait alone; None, zero and negative mean the group's own.
+            timeout: Timeout of only this wait; None, zero and negative mean the group's timeout.
 
         Raises:
-            RuntimeError: The sender has gone, or the time is over.
+            RuntimeError: The sender has exited, or the timeout passed.
         """
         self._work.wait(timeout) if timeout is not None and timeout > timedelta(0) else self._work.wait()
         host, self._host = self._host, None
@@ -155,11 +155,11 @@ class ReceiveWork(Work):  # type: ignore[misc]  # torch gives it no type
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the data is in the tensor: a receive ends in ``wait()``."""
+        """Return whether the data is in the tensor: only ``wait()`` completes a receive."""
         return self._host is None
 
     def is_success(self) -> bool:
-        """Return the same: a receive that failed does not complete."""
+        """Return the same as ``is_completed()``: a failed receive does not complete."""
         return self._host is None
 
     def synchronize(self) -> None:
