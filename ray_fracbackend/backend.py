@@ -77,7 +77,7 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
         super().on_start(worker_group, stock)
 
     def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
-        """On Windows, prepare the workers to copy checkpoints one at a time."""
+        """On Windows, let the workers copy checkpoint files of the same name one after the other."""
         super().on_training_start(worker_group, backend_config)
         if sys.platform == "win32":
             from ray_fracbackend.checkpoint_turns import copy_checkpoints_in_turn

@@ -41,7 +41,7 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
         master_addr: Address of rank 0's node that all other nodes reach, instead of the address that Ray knows.
         master_port: Port on rank 0's node, or an inclusive range ``(low, high)`` to choose one from.
         limit_gpu_memory: Cap each worker's CUDA memory at its fraction of the device. In a worker that needs more, torch
-            raises its OutOfMemoryError, and the other workers are not affected; workers with whole devices have no cap.
+            raises its OutOfMemoryError, and the other workers keep their part; workers with whole devices have no cap.
 
     Raises:
         TypeError: There is no setting of this name, or it cannot be positional; the message suggests the right one.

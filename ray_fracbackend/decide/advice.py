@@ -8,20 +8,20 @@ _ADVICE = {
     "refused": "Give each rank a GPU of its own{or_gloo}.",
     "CUDA refuses": "CUDA refused {device}: look at nvidia-smi on that rank's node.",
     "no pinned memory": "No host memory can be pinned: raise the limit on locked memory (ulimit -l), free memory of the host, or use "
-    "backend='staged', which does without.",
+    "backend='staged', which needs none.",
     "NCCL fails": "NCCL fails on that rank itself: NCCL_DEBUG=INFO writes the reason to its log{or_gloo}.",
-    "NCCL hangs": "NCCL hangs: NCCL_DEBUG=INFO writes where to the workers' logs{or_gloo}.",
+    "NCCL hangs": "NCCL hangs: with NCCL_DEBUG=INFO the workers' logs show where{or_gloo}.",
     "peer lost": "Look at the log of that rank and at its node's network.",
     # The group did not form.
     "Gloo has no port": "This node has no free port left ({ports}): Gloo needs several for every pair of ranks. Widen the range, or end "
-    "what holds so many connections.",
+    "processes that hold many connections.",
     "Gloo cannot connect": "Gloo connects every pair of ranks on random ports, on this node {interface}: check that all nodes pass them, "
     "or set GLOO_SOCKET_IFNAME to an interface that the others reach; and that rank 0 and the other ranks do not hang.",
     "rank 0 hangs": "Rank 0 hangs, the network to it is cut, or another rank did not connect: look at that process and at the nodes.",
     "store not reached": "Check that every node reaches that address and port.",
     # The reports of all ranks together show the cause.
-    "worker died": "Look for it in that node's logs; the usual causes are too little memory and a preempted node.",
-    "device full": "Free the device of other processes, or ask for a larger GPU fraction so that fewer workers share it.",
+    "worker died": "Look for the cause in that node's logs; the usual causes are too little memory and a preempted node.",
+    "device full": "End other processes on the device, or ask for a larger GPU fraction so that fewer workers share it.",
     "no answer": "Look at those workers' logs and nodes, or raise start_timeout_s if they are only slow.",
     "several ranks hang": "NCCL hangs where one GPU has too few resources for all of its ranks: set NCCL_MAX_CTAS lower, put fewer ranks on "
     "the GPU, run the MPS daemon{or_gloo}.",

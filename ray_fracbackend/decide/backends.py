@@ -49,7 +49,7 @@ _RULE = (
     "registered with torch.distributed, without spaces; leave it out to let the start decide"
 )
 _STAGED_PAIR = "must be 'staged' or 'cpu:gloo,cuda:staged', because staged carries tensors of all devices"
-_IPC_ALONE = "cannot have ipc in a pair, because ipc carries tensors of all devices; use backend='ipc'"
+_IPC_ALONE = "must be 'ipc', because ipc carries tensors of all devices and cannot be part of a pair"
 
 
 @dataclass(frozen=True)
@@ -152,5 +152,7 @@ def parse_backend(name: str | None) -> Backends:
     if "staged" in by_device.values() and by_device != {"cpu": "gloo", "cuda": "staged"}:
         raise ValueError(_STAGED_PAIR)
     if by_device.get("cpu") == "nccl":
-        raise ValueError("must not have nccl for cpu, because NCCL carries only CUDA tensors; use 'cpu:gloo,cuda:nccl'")
+        raise ValueError(
+            "must be a pair without nccl for cpu, because NCCL carries only CUDA tensors; use 'cpu:gloo,cuda:nccl'"
+        )
     return Backends(name, by_device)

@@ -44,7 +44,7 @@ def gloo_without_cuda(job: Job) -> Decision:
     """Choose an explicit Gloo for GPU workers whose torch has no CUDA, as stock does."""
     backend = job.settings.backends.name
     warning = (
-        f"{job.found_without_cuda}: {backend} starts all the same, as with TorchConfig, and a train function that uses "
+        f"{job.found_without_cuda}: {backend} starts anyway, as with TorchConfig, and a train function that uses "
         "ray.train.torch.get_device() will fail; on_missing_cuda='cpu' trains on the CPU"
     )
     return _gloo(job, f"using {backend} as asked for", on="cpu", backend=backend, warnings=(warning,))
@@ -85,7 +85,7 @@ def multi_rank(job: Job) -> Decision:
     warnings = tuple(f"{setting} was set by the user and is kept" for setting in kept_settings(workers, env))
     if policy not in ("auto", "nccl"):
         warnings += (
-            f"on_shared_device={policy!r} is overridden by the user's {MULTI_RANK_ENV}=1, which asks for nccl",
+            f"on_shared_device={policy!r} is overridden by the user's {MULTI_RANK_ENV}=1, which requests nccl",
         )
     return _decided(
         job,
@@ -127,7 +127,7 @@ def _ipc(job: Job, asked: str, *, on: str = "cuda", train_on_cpu: bool = False) 
 def staged_on_devices(job: Job) -> Decision:
     """Choose the staged backend, requested by name or by the policy."""
     if not job.settings.backends.has_staged:
-        found = f"{share_text(job.conflicts)}: using staged (as on_shared_device says)"
+        found = f"{share_text(job.conflicts)}: using staged (selected by on_shared_device)"
         return _staged(job, found, job.conflicts)
     prefix = f"{share_text(job.shared)}: " if job.shared else ""
     backend = job.settings.backends.name
@@ -158,7 +158,7 @@ def _staged(
 def gloo_on_devices(job: Job) -> Decision:
     """Choose Gloo, requested by name or by the policy."""
     if job.wants_nccl:
-        return _in_place_of_nccl(job, "as on_shared_device says", job.conflicts)
+        return _in_place_of_nccl(job, "selected by on_shared_device", job.conflicts)
     prefix = f"{share_text(job.shared)}: " if job.shared else ""
     backend, warnings = job.settings.backends.name, tuple[str, ...]()
     if job.on_windows and job.settings.backends.by_device.get("cuda") == "gloo":

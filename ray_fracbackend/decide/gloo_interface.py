@@ -156,7 +156,7 @@ def _between_nodes(worker: WorkerInfo) -> tuple[InterfaceChoice, list[str]]:
     addresses = worker.network.interfaces[name]
     if worker.platform in _LINK_LOCAL_FIRST and any(is_link_local(address) for address in addresses):
         return InterfaceChoice(name=name), [
-            f"Gloo takes the first address of {name}, which may be its link-local one; if the ranks cannot connect, "
+            f"Gloo uses the first address of {name}, which may be its link-local one; if the ranks cannot connect, "
             f"switch IPv6 off for that interface"
         ]
     return InterfaceChoice(name=name), []
@@ -170,7 +170,7 @@ def _trouble(worker: WorkerInfo, name: str) -> str | None:
         return "its name is not ASCII, and Windows passes variables to Gloo in another code page"
     addresses = worker.network.interfaces[name]
     if worker.platform in _LINK_LOCAL_FIRST and is_link_local(addresses[0]):
-        return f"its first address {addresses[0]} is link-local, and Gloo takes the first"
+        return f"its first address {addresses[0]} is link-local, and Gloo uses the first"
     return None
 
 

@@ -76,7 +76,7 @@ def multi_rank_obstacle(workers: Sequence[WorkerInfo], groups: Sequence[ShareGro
         return demanded
     versions = {worker.nccl_version if worker.nccl_available else None for worker in workers}
     if len(versions) > 1 or None in versions:
-        return "the workers do not all have one version of NCCL"
+        return "not all workers have the same version of NCCL"
     if min(version for version in versions if version) < NCCL_MULTI_RANK:
         return f"NCCL {versions_text(workers)} is older than 2.30"
     return None
@@ -86,7 +86,7 @@ def nvls_demanded(workers: Sequence[WorkerInfo]) -> str | None:
     """Return which ranks require NVLS, in one clause, or None. NCCL refuses it with several ranks on a GPU."""
     ranks = [worker.rank for worker in workers if worker.env.get("NCCL_NVLS_ENABLE") == "1"]
     return (
-        f"NCCL_NVLS_ENABLE=1 is set on {ranks_text(ranks)}, which NCCL refuses beside several ranks on one GPU"
+        f"NCCL_NVLS_ENABLE=1 is set on {ranks_text(ranks)}, which NCCL refuses with several ranks on one GPU"
         if ranks
         else None
     )

@@ -68,7 +68,7 @@ def compute_mode(job: Job) -> FracBackendError:
     """Return the error for a compute mode that allows no process, or no second process, on a device."""
     if job.prohibited:
         return MissingDeviceError(
-            f"the device of {ranks_text(job.prohibited)} is in compute mode PROHIBITED, which lets no process use it. "
+            f"the device of {ranks_text(job.prohibited)} is in compute mode PROHIBITED, in which no process can use it. "
             "Run `nvidia-smi -c DEFAULT` on that node.",
             ranks=job.prohibited,
         )

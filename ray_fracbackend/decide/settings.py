@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 from ray_fracbackend.decide.backends import Backends, parse_backend
 from ray_fracbackend.decide.suggestions import nearest
 
-# Over thirty years. torch takes some greater ones for no time at all.
+# Over thirty years. torch treats some greater values as zero.
 MAX_S = 1e9
 _Self = TypeVar("_Self", bound="Settings")
 _Class = TypeVar("_Class")
 
 
 def is_seconds(value: object) -> bool:
-    """Return whether a value is a number of seconds that torch's timeouts and Python's waits take."""
+    """Return whether a value is a number of seconds that torch's timeouts and Python's waits accept."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MAX_S
 
 
@@ -32,7 +32,7 @@ def _is_address(value: object) -> bool:
 
 
 def _is_number(text: str) -> bool:
-    """Return True for what is no dotted quad and is resolved to an address all the same: 6841231 is 0.104.99.143, and 10.1 10.0.0.1."""
+    """Return True for text that is not a dotted quad but resolves to an address: 6841231 is 0.104.99.143, and 10.1 is 10.0.0.1."""
     parts = text.rstrip(".").split(".")
     quad = len(parts) == 4 and all(part.isdecimal() and str(int(part)) == part and int(part) < 256 for part in parts)
     return not quad and all(re.fullmatch(r"\d+|0[xX][\da-fA-F]*", part) for part in parts)
@@ -172,7 +172,7 @@ class Settings:
         return by_name or self.on_shared_device in ("ipc", "staged")
 
     def to_plain(self) -> dict[str, Any]:
-        """Return all settings as plain values that ``json.dumps`` takes."""
+        """Return all settings as plain values that ``json.dumps`` accepts."""
         values = {name: getattr(self, name) for name in setting_names()}
         if isinstance(self.master_port, tuple):
             values["master_port"] = list(self.master_port)
@@ -209,7 +209,7 @@ def _broken_rule(name: str, value: object) -> str | None:
         meant = nearest(value, choices)
         hint = f" (did you mean {meant!r}?)" if meant else ""
         return f"must be one of {', '.join(map(repr, choices))}{hint}"
-    if name not in _RULES:  # backend, which has been read by now
+    if name not in _RULES:  # backend, which is already checked
         return None
     is_ok, rule = _RULES[name]
     return None if is_ok(value) else rule

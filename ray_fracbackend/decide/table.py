@@ -100,7 +100,7 @@ GUARDS = (
     Row(
         "compute mode",
         "a worker's device is in compute mode PROHIBITED; or a shared one in EXCLUSIVE_PROCESS, and not all its ranks can reach MPS",
-        "`MissingDeviceError` or `SharedDeviceError`. EXCLUSIVE_PROCESS raises the second one",
+        "`MissingDeviceError`; for the shared device `SharedDeviceError`",
         lambda job: job.on_devices and bool(job.prohibited or job.exclusive),
         refusals.compute_mode,
     ),
@@ -126,22 +126,22 @@ CHOICES = (
     Row(
         "no GPUs",
         "no GPU requested",
-        "gloo, or as asked for. This can be ipc on host memory, staged, a pair or NCCL. `BackendUnavailableError` if a rank cannot use it",
+        "gloo, or as requested. This can be ipc on host memory, staged, a pair or NCCL. `BackendUnavailableError` if a rank cannot use it",
         lambda job: not job.asks_for_gpus,
         choices.without_gpus,
     ),
     Row(
         "gloo without CUDA",
         'torch on a worker cannot use CUDA, and `on_missing_cuda="error"`',
-        "gloo or the pair, as asked for. A warning is logged. The group starts as with `TorchConfig`, and `get_device()` is not changed",
+        "gloo or the pair, as requested. A warning is logged. The group starts as with `TorchConfig`, and `get_device()` is not changed",
         lambda job: bool(job.without_cuda) and job.settings.on_missing_cuda == "error",
         choices.gloo_without_cuda,
     ),
     Row(
         "training on the CPU",
         "torch on a worker cannot use CUDA",
-        "gloo, training on the CPU. If ipc was asked for, ipc on host memory. The whole job does this, and `get_device()` returns "
-        "cpu. There is a warning if `backend` names nccl or staged",
+        "gloo, training on the CPU. If ipc is requested, ipc on host memory, or `BackendUnavailableError` if a rank cannot use it. The whole "
+        "job does this, and `get_device()` returns cpu. There is a warning if `backend` names nccl or staged",
         lambda job: bool(job.without_cuda),
         choices.on_cpu,
     ),
@@ -173,7 +173,7 @@ CHOICES = (
     Row(
         "gloo",
         '`backend="gloo"` or a pair without NCCL, or devices are shared and `on_shared_device="gloo"`',
-        'gloo or the pair, as asked for. On Windows, `on_shared_device="gloo"` uses staged, and `backend="gloo"` uses gloo with a warning, '
+        'gloo or the pair, as requested. On Windows, `on_shared_device="gloo"` uses staged, and `backend="gloo"` uses gloo with a warning, '
         "after a trial in a separate process, which may crash",
         lambda job: not job.wants_nccl or job.shares_by("gloo"),
         choices.gloo_on_devices,

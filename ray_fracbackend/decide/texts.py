@@ -30,7 +30,7 @@ def aligned(rows: Iterable[tuple[str, str]]) -> str:
 def plan_text(plan: StartPlan) -> str:
     """Return backend, reason, environment, warnings and hints of a plan, one line each."""
     fallback = "the verification fails" if plan.is_trial else "NCCL refuses ranks that share a GPU"
-    device = f"{plan.device_type}, in place of the GPUs that Ray reserved" if plan.train_on_cpu else plan.device_type
+    device = f"{plan.device_type}, instead of the GPUs that Ray reserved" if plan.train_on_cpu else plan.device_type
     return aligned(
         [
             ("backend", f"{plan.backend} on {device}"),

@@ -55,8 +55,8 @@ def trained(ranks, text, device="cuda:0"):
     [
         ("exclusive", "which is in compute mode EXCLUSIVE_PROCESS: one process at a time without MPS"),
         ("exclusive,no_nvml", "which is in compute mode EXCLUSIVE_PROCESS: one process at a time without MPS"),
-        ("prohibited", "the device of ranks 0,1 is in compute mode PROHIBITED, which lets no process use it"),
-        ("prohibited,no_nvml", "the device of ranks 0,1 is in compute mode PROHIBITED, which lets no process use it"),
+        ("prohibited", "the device of ranks 0,1 is in compute mode PROHIBITED, in which no process can use it"),
+        ("prohibited,no_nvml", "the device of ranks 0,1 is in compute mode PROHIBITED, in which no process can use it"),
     ],
 )
 def test_a_compute_mode_ends_the_start_before_cuda_fails(run, fault, says):
@@ -110,7 +110,7 @@ def test_a_full_device(run, tmp_path, policy):
         holder.communicate()
     assert ranks == []
     assert "ran out of device memory during start-up" in text
-    assert "Free the device of other processes, or ask for a larger GPU fraction" in text
+    assert "End other processes on the device, or ask for a larger GPU fraction" in text
     assert "CUDA error: out of memory" in text
     assert "network" not in text
 

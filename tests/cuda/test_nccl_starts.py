@@ -86,7 +86,7 @@ ENDINGS = {
         "Call to socket failed",
         "NCCL fails on that rank itself",
     ),
-    "nccl_oom=1": ("rank 1 (node ", "ran out of device memory during start-up", "out of memory", "Free the device"),
+    "nccl_oom=1": ("rank 1 (node ", "ran out of device memory during start-up", "out of memory", "End other processes"),
     "nccl_late_error=1": ("barrier failed on rank 0", "Call to recv failed", "NCCL fails on that rank itself"),
 }
 

@@ -123,7 +123,7 @@ def test_row(row, name):
         assert deciding_row(Job(workers, Settings(**settings))) is row
         assert outcome(workers, settings) == expected
         named = "staged" if expected == _STAGED else expected
-        assert named in row.result.casefold() or "as asked for" in row.result
+        assert named in row.result.casefold() or "as requested" in row.result
 
 
 @pytest.mark.parametrize(("workers", "settings"), [(_OWN, {"backend": "ucc"}), (job(None, resources={"TPU": 4}), {})])

@@ -95,7 +95,7 @@ def test_out_of_memory_without_a_text(failure_of: Any) -> None:
     """An error without a message is reported by its class name."""
     error = failure_of(None, torch.cuda.OutOfMemoryError())
     assert isinstance(error, OutOfMemoryError)
-    assert "(starting gloo): OutOfMemoryError. Free the device" in str(error)
+    assert "(starting gloo): OutOfMemoryError. End other processes on the device" in str(error)
 
 
 def test_torchs_allocator_advice_is_left_out(failure_of: Any) -> None:
@@ -106,7 +106,7 @@ def test_torchs_allocator_advice_is_left_out(failure_of: Any) -> None:
         "the allocated memory 0 bytes is allocated by PyTorch. See documentation for Memory Management"
     )
     text = str(failure_of(torch.cuda.OutOfMemoryError(said)))
-    assert "Process 4711 has 7.00 GiB memory in use. Free the device of other processes" in text
+    assert "Process 4711 has 7.00 GiB memory in use. End other processes on the device" in text
     assert "PyTorch" not in text
 
 

@@ -26,12 +26,12 @@ _DEFAULTS = {
 
 _BAD = [
     ("backend", "cpu:gloo, cuda:nccl", "without spaces"),
-    ("backend", "cpu:ipc,cuda:nccl", "cannot have ipc in a pair"),
-    ("backend", "cuda:nccl,cpu:ipc", "cannot have ipc in a pair"),
+    ("backend", "cpu:ipc,cuda:nccl", "cannot be part of a pair"),
+    ("backend", "cuda:nccl,cpu:ipc", "cannot be part of a pair"),
     ("backend", "nccl,gloo", "a pair such as"),
     ("backend", "cpu:", "a pair such as"),
     ("backend", "cpu:gloo,cpu:nccl", "each device has one backend"),
-    ("backend", "cpu:nccl", "NCCL takes CUDA tensors alone"),
+    ("backend", "cpu:nccl", "NCCL carries only CUDA tensors"),
     ("backend", "cpu:gloo,gpu:nccl", "'gpu' is not a device type: write 'cuda'"),
     ("backend", "cpus:gloo", "'cpus' is not a device type: write 'cpu'"),
     ("backend", "cud:nccl", "'cud' is not a device type: write 'cuda'"),

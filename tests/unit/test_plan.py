@@ -40,7 +40,7 @@ class TestWithoutGpus:
 
     def test_explicit_nccl_needs_gpus(self):
         """backend='nccl' for workers without GPUs is an error that names the ranks and the advice."""
-        with pytest.raises(MissingDeviceError, match=r"ranks 0,1 without a GPU.*use_gpu=True"):
+        with pytest.raises(MissingDeviceError, match=r"needs GPUs and NCCL; ranks 0,1 lack one of them.*use_gpu=True"):
             plan(job(None, None), backend="nccl")
 
     def test_explicit_nccl_with_devices_that_ray_does_not_count(self):
@@ -595,7 +595,7 @@ class TestHints:
         assert not any("DeepSpeed" in hint for hint in plan(apart).hints)
         together = [replace(each, hostname="host", boot_id="boot") for each in apart]
         (hint,) = [hint for hint in plan(together).hints if "DeepSpeed" in hint]
-        assert hint.startswith("2 Ray nodes are on host host: LOCAL_RANK counts the ranks of each of them")
+        assert hint.startswith("2 Ray nodes are on host host: LOCAL_RANK counts the ranks of each Ray node")
 
 
 class TestVerifyOn:

@@ -159,7 +159,7 @@ def test_training_on_the_cpu_and_other_fallbacks():
     plan = replace(_PLAN, backend="nccl", only_if_refused=True)
     assert "fallback     gloo, if NCCL refuses ranks that share a GPU" in str(plan)
     on_cpu = replace(_PLAN, backend="gloo", device_type="cpu", train_on_cpu=True, fallback=None)
-    assert str(on_cpu).startswith("backend      gloo on cpu, in place of the GPUs that Ray reserved\n")
+    assert str(on_cpu).startswith("backend      gloo on cpu, instead of the GPUs that Ray reserved\n")
     assert "fallback" not in str(on_cpu)
 
 
