@@ -15,7 +15,7 @@ _ADVICE = {
     # The group did not form.
     "Gloo has no port": "This node has no free port left ({ports}): Gloo needs several for every pair of ranks. Widen the range, or end "
     "processes that hold many connections.",
-    "Gloo cannot connect": "Gloo connects every pair of ranks on random ports, on this node {interface}: check that all nodes pass them, "
+    "Gloo cannot connect": "Gloo connects every pair of ranks on random ports, on this node {interface}: check that all nodes allow them, "
     "or set GLOO_SOCKET_IFNAME to an interface that the others reach; and that rank 0 and the other ranks do not hang.",
     "rank 0 hangs": "Rank 0 hangs, the network to it is cut, or another rank did not connect: look at that process and at the nodes.",
     "store not reached": "Check that every node reaches that address and port.",
