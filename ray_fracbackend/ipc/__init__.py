@@ -7,9 +7,9 @@ Importing this package registers the backend; it needs torch on Linux, and not R
 
     dist.init_process_group("ipc")  # under torchrun
 
-Ranks on other machines, and tensors that shared memory does not carry, go through a Gloo group inside it.
+Data for ranks on other machines, and tensors that shared memory cannot carry, go through an inner Gloo group.
 
-Imports go one way: ``group`` > ``device`` > ``protocol`` > ``host`` > ``knobs``, ``errors``, ``_torch``; nothing of Ray.
+Imports go one way: ``group`` > ``device`` > ``protocol`` > ``host`` > ``knobs``, ``errors``, ``_torch``; never to Ray.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
     if name == "place_id":
         warnings.warn("ipc.place_id is deprecated: use ipc.host_id.", DeprecationWarning, stacklevel=2)
         return host_id
-    # The collectives are loaded with the first group, and not to ask whether the backend could be used.
+    # The collectives are loaded with the first group: a check whether the backend is available does not need them.
     if name != "IpcProcessGroup":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .group.process_group import IpcProcessGroup
@@ -73,7 +73,7 @@ def _create(opts: Any, _backend_options: Any = None) -> IpcProcessGroup:
 
 
 def register() -> None:
-    """Register the backend ``ipc`` with torch.distributed; importing this package does it. May be called again."""
+    """Register the backend ``ipc`` with torch.distributed. Importing the package calls it; further calls do nothing."""
     if not is_registered(BACKEND_NAME):
         Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=list(DEVICES))
 

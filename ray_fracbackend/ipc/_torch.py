@@ -1,7 +1,7 @@
-"""The names of torch.distributed that are private, or typed differently from release to release.
+"""Names of torch that are private, or whose types differ between releases.
 
 Checked on torch 2.13; the names are those of 2.7 to 2.15 as far as the published
-sources show. Types are given up here, once, instead of in every module.
+sources show. They are declared as Any here, once, instead of in every module.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch._C import _autograd, _distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-# For what tensors torch takes the backend: of a group that claims CUDA it uses CUDA, also where it has none.
+# Device types to register the backend for: torch uses CUDA for a group that claims CUDA, even without a CUDA device.
 DEVICES: tuple[str, ...] = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)  # type: ignore[no-untyped-call]
-# Device types whose tensors can be staged: the CPU's own, and the accelerator that this torch was built for.
+# Device types whose tensors can be staged: the CPU, and the accelerator that this torch was built for.
 _accelerator: Any = getattr(getattr(torch, "accelerator", None), "current_accelerator", lambda: None)()
 STAGED_DEVICES: tuple[str, ...] = tuple(dict.fromkeys((*DEVICES, *([_accelerator.type] if _accelerator else []))))
-# Option classes of the collectives (AllreduceOptions and so on) are public nowhere else.
+# The option classes of the collectives (AllreduceOptions and so on) have no public name.
 c10d: Any = _distributed_c10d
 Backend: Any = dist.Backend
 ProcessGroup: Any = dist.ProcessGroup
-# Before that, torch's C++ drops the Python part of a group's Work when Python does, and then waits for ever.
+# Before 2.7, torch's C++ loses the Python part of a Work when Python drops its last reference, and then waits for ever.
 HAS_PYTHON_GROUPS: bool = torch.__version__ >= "2.7"
 # None where torch was built without Gloo (Windows on ARM, some custom builds).
 ProcessGroupGloo: Any = getattr(dist, "ProcessGroupGloo", None)
@@ -36,21 +36,21 @@ Reducer: Any = _distributed_c10d.Reducer
 Work: Any = dist.Work
 PrefixStore: Any = _distributed_c10d.PrefixStore
 TCPStore: Any = _distributed_c10d.TCPStore
-# Storage over memory that torch does not own: pointer, device, bytes. As torch's CUDA graph trees use it, in 2.4 already.
+# Storage over memory that torch does not own: pointer, device, bytes. torch's CUDA graph trees use it, since 2.4.
 storage_at: Any = torch._C._construct_storage_from_data_pointer
-# Number of dispatch modes that the calling thread is in, and the context without them.
+# Number of dispatch modes that are active in the calling thread, and a context manager that disables them.
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 no_dispatch_modes: Any = _disable_current_modes
-# What a class of tensors has that does not see each operation.
+# Value of __torch_dispatch__ in tensor classes that do not intercept operations.
 no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl
 profiler_enabled: Any = _autograd._profiler_enabled
-# A record of the profiler: begins with a name and arguments, may end in another thread.
+# Start and end of a profiler record. The start has a name and arguments; the end may come from another thread.
 start_record: Any = _autograd._record_function_with_args_enter
 end_record: Any = _autograd._record_function_with_args_exit
 
 
 def never_trace(code: CodeType) -> None:
-    """Mark a function's code so that ``torch.compile`` skips its frames, and where this torch can also those below."""
+    """Make ``torch.compile`` skip frames of this code and, if this torch supports it, the frames that they call."""
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "skip_code"):  # older torch
         frames.skip_code(code)
@@ -60,7 +60,7 @@ def never_trace(code: CodeType) -> None:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Set the default timeout of a Gloo group, under the name that this torch has for it."""
+    """Set the default timeout of a Gloo group, with the method name of the installed torch."""
     for name in ("set_timeout", "_set_default_timeout"):
         if hasattr(group, name):
             getattr(group, name)(timeout)
@@ -68,7 +68,7 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 
 
 def stop(groups: Iterable[Any], verb: str) -> None:
-    """Call ``abort`` or ``shutdown`` of Gloo groups, which have neither in every torch release. None is skipped."""
+    """Call ``abort`` or ``shutdown`` of Gloo groups if this torch release has it. None is skipped."""
     for group in groups:
         if group is not None:
             with suppress(RuntimeError, AttributeError):
@@ -76,5 +76,5 @@ def stop(groups: Iterable[Any], verb: str) -> None:
 
 
 def is_registered(name: str) -> bool:
-    """Return whether a backend of this name was registered with torch."""
+    """Return whether a backend of this name is registered with torch."""
     return name.upper() in Backend._plugins

@@ -45,9 +45,9 @@ class CollectiveMismatchError(IpcError):
 
 
 class GroupPoisonedError(IpcError):
-    """Another rank failed and marked the group as broken; the message carries that rank's own reason.
+    """Another rank failed and marked the group as broken; the message contains that rank's reason.
 
-    Example scenario: rank 3 timed out, so ranks 0 to 2 raise this with rank 3's text.
+    Example scenario: rank 3 timed out, so ranks 0 to 2 raise this with rank 3's message.
     """
 
 

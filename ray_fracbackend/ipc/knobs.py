@@ -1,7 +1,7 @@
-"""Environment variables of the backends ipc and staged, and the numbers that go with them. Imports the standard library only.
+"""Environment variables of the backends ipc and staged, and their defaults. Imports the standard library only.
 
-Ranks may see different values: the rank that creates the host's memory decides its layout, the first rank of a device how
-to reduce there, and the smallest chunk of all ranks is that of device memory. Polling and the host are each rank's own.
+The values may differ between ranks. The rank that creates a host's memory decides its layout; the first rank of a
+device decides how to reduce there. Device memory uses the smallest chunk of all ranks. Polling and host are per rank.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import warnings
 
-# Bytes of one slot; a collective moves its tensor in pieces of this size, which should fit the core's cache.
+# Bytes of one slot. A collective moves its tensor in chunks of this size, which should fit into the core's cache.
 CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_CHUNK_BYTES"
 DEFAULT_CHUNK_BYTES = 1 << 20
 MIN_CHUNK_BYTES = 64 * 1024
 MAX_CHUNK_BYTES = 1 << 28
-# Slots of each rank: by how many chunks a rank may be ahead of another that is late.
+# Slots of each rank: the number of chunks by which a rank may be ahead of a slower one.
 SLOTS_ENV_VAR = "RAY_FRACBACKEND_IPC_SLOTS"
 DEFAULT_SLOTS, MIN_SLOTS, MAX_SLOTS = 4, 2, 64
 
@@ -26,28 +26,28 @@ _OLD_HOST_ENV_VAR = "RAY_FRACBACKEND_IPC_PLACE"
 SPIN_US_ENV_VAR = "RAY_FRACBACKEND_IPC_SPIN_US"
 DEFAULT_SPIN_US = 200
 
-# Ranks of one host from which a reduction is split over the ranks (two passes) instead of done by each.
+# With this number of ranks on a host or more, each rank reduces a share (two passes) instead of everything.
 TWO_PASS_RANKS = 3
-# Up to here one pass with its single step is faster than two, whatever the number of ranks.
+# Up to this size one pass is faster than two, for any number of ranks.
 ONE_PASS_BYTES = 32 * 1024
 
-# What carries the tensors of a CUDA device: "auto" (memory of the device where the ranks can share it, else staged), "memory" (an
-# error where they cannot) or "staged". For tests and benchmarks.
+# How CUDA tensors travel: "auto" (device memory if the ranks can share it, else staged), "memory" (an error if they
+# cannot share it) or "staged". For tests and benchmarks.
 DEVICE_PATH_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_PATH"
 
-# The same for device memory. Measurements on a GPU will correct the defaults.
+# The same sizes for device memory. The defaults are to be adjusted after measurements on a GPU.
 DEVICE_CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_CHUNK_BYTES"
 DEFAULT_DEVICE_CHUNK_BYTES = 1 << 25
 MAX_DEVICE_CHUNK_BYTES = 1 << 32
 DEVICE_ONE_PASS_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_ONE_PASS_BYTES"
 DEFAULT_DEVICE_ONE_PASS_BYTES = 256 * 1024
-# Who reduces in two passes on device memory: "leader" (the first rank alone) or "split" (each rank its share).
+# Ranks that reduce in two passes on device memory: "leader" (only the first rank) or "split" (each rank its share).
 DEVICE_REDUCE_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_REDUCE"
 
-# Bytes of a pinned buffer, in which a chunk of a CUDA tensor is staged for the host's collectives; the smallest of all ranks'.
+# Bytes of a pinned buffer, which holds one chunk of a CUDA tensor on the host. The smallest value of all ranks is used.
 STAGED_CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_STAGED_CHUNK_BYTES"
 DEFAULT_STAGED_CHUNK_BYTES = 1 << 22
-# What carries staged tensors between the ranks: "auto" (shared host memory where all ranks have it) or "gloo".
+# How staged tensors travel between the ranks: "auto" (shared host memory if all ranks have it) or "gloo".
 STAGED_INNER_ENV_VAR = "RAY_FRACBACKEND_STAGED_INNER"
 
 
@@ -108,7 +108,7 @@ def device_one_pass_bytes() -> int:
 
 
 def device_reduces_by_leader() -> bool:
-    """Return whether the first rank alone reduces in two passes on device memory.
+    """Return whether only the first rank reduces in two passes on device memory.
 
     Raises:
         ValueError: The variable is neither "leader" nor "split".
@@ -117,10 +117,10 @@ def device_reduces_by_leader() -> bool:
 
 
 def device_path() -> str:
-    """Return what is to carry the tensors of a CUDA device: "auto", "memory" or "staged".
+    """Return how the tensors of a CUDA device are to travel: "auto", "memory" or "staged".
 
     Raises:
-        ValueError: The variable is none of them.
+        ValueError: The variable has another value.
     """
     return _one_of(DEVICE_PATH_ENV_VAR, "auto", "memory", "staged")
 
@@ -129,7 +129,7 @@ def check_device() -> None:
     """Check the variables of device memory.
 
     Raises:
-        ValueError: One is wrong.
+        ValueError: One of them has an invalid value.
     """
     device_path()
     device_reduces_by_leader()
@@ -153,7 +153,7 @@ def staged_takes_host_memory() -> bool:
 
 
 def host_override() -> str | None:
-    """Return the name that the user gives to this host, or None to use the detected one alone."""
+    """Return the name that the user set for this host, or None to use only the detected one."""
     name = os.environ.get(HOST_ENV_VAR)
     if name is None and (name := os.environ.get(_OLD_HOST_ENV_VAR)) is not None:
         warnings.warn(

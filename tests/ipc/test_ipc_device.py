@@ -337,7 +337,7 @@ def test_a_device_that_is_late(tmp_path: Path, calls: bool) -> None:
     """Only the group's timeout ends a wait for a device: the others and the process get an error, or the process ends."""
     errors = tmp_path / "errors"
     first, second = run_ranks(with_a_device_that_is_late, 2, calls, errors, limit_s=60, env=FAKE)
-    text = r"the device was not through with a collective within the group's timeout of 0\.5 s \(rank 1 \(pid \d+\) is running\)\."
+    text = r"the device did not complete a collective within the group's timeout of 0\.5 s \(rank 1 \(pid \d+\) is running\)\."
     assert re.search(text, str(second.value))
     if calls:
         assert re.search(text, str(first.value))

@@ -231,7 +231,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     "twice": (TypeError, "got 1 arguments", lambda pg: pg.allreduce(empty(), MAX, op=MAX)),
     "op and options": (
         TypeError,
-        "no other arguments",
+        "without further arguments",
         lambda pg: pg.allreduce([empty()], with_options("Allreduce"), op=MAX),
     ),
     "other options": (
@@ -267,7 +267,7 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     ),
     "all_gather_into_tensor_coalesced, second too small": (
         ValueError,
-        "all parts must have one element type and size",
+        "all parts must have the same dtype and size",
         lambda pg: pg.allgather_into_tensor_coalesced([empty(4), empty(3)], [empty(), empty()]),
     ),
     "all_gather_into_tensor_coalesced of unequal lists": (

@@ -376,13 +376,13 @@ def pairs(job: Job) -> list[str]:
     logging.getLogger("ray_fracbackend.ipc.group.collective_group").addHandler(handler)
     for backend in ("ipc", "cpu:ipc", "cpu:gloo,cuda:ipc", "cpu:gloo"):
         dist.all_reduce(torch.ones(1), group=dist.new_group(backend=backend))
-    return [text.partition(",")[0] for text in texts if "asked for" in text]
+    return [text.partition(",")[0] for text in texts if "requested as" in text]
 
 
 def test_a_pair_with_another_backend_is_logged_as_ipc() -> None:
     """torch passes every device's tensors to ipc there; the log says so once, at the first collective."""
     first, second = values(run_ranks(pairs, 2))
-    assert first == ["ray_fracbackend: this process group was asked for as cpu:gloo"]
+    assert first == ["ray_fracbackend: this process group was requested as cpu:gloo"]
     assert second == []
 
 
@@ -398,7 +398,7 @@ def split(job: Job) -> str:
 
 def test_splitting_a_group_is_an_error() -> None:
     """torch's own method would end the process with a segmentation fault."""
-    assert all("make the part with torch.distributed.new_group" in text for text in values(run_ranks(split, 2)))
+    assert all("create the subgroup with torch.distributed.new_group" in text for text in values(run_ranks(split, 2)))
 
 
 def new_limit(job: Job) -> list[float]:

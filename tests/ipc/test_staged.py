@@ -391,7 +391,7 @@ def test_a_device_that_hangs_ends_the_call_on_every_rank(way: str) -> None:
     """Its own rank reports it at its deadline, with the advice; the others report it then, not at their own deadline."""
     first, second = values(run_ranks(never_through, 2, limit_s=60, env={**WAYS[way], **ASYNC}))
     assert first[0] == "CollectiveTimeoutError"
-    assert "The device of this rank did not come to all_reduce(float32[66000], SUM) in time" in first[1]
+    assert "The device of this rank did not reach all_reduce(float32[66000], SUM) in time" in first[1]
     assert second[0] in LOST
     assert max(first[2], second[2]) < 10
 
@@ -524,6 +524,6 @@ def test_a_device_without_streams_is_refused_by_name(monkeypatch: pytest.MonkeyP
     """Such as Apple's, whose module in torch has no streams."""
     monkeypatch.setattr(torch, "get_device_module", lambda device: torch.mps)
     with pytest.raises(
-        ValueError, match="a tensor on mps:0, and torch has no streams of such a device; pass a copy on the CPU"
+        ValueError, match="a tensor on mps:0, and torch has no streams for such a device; pass a copy on the CPU"
     ):
         AcceleratorRuntime(torch.device("mps:0"))

@@ -1,9 +1,9 @@
-"""Device memory that every rank of a device has mapped. Runs in every rank; imports torch.
+"""Device memory that all ranks of one device have mapped. Runs in every rank; imports torch.
 
-The first rank owns a block with the slots and the folded memory of all; the others opened it when the group was set up. So one
-kernel can reduce all slots. From the counters the host only learns that a peer has *issued* its work; it then makes this rank's stream
-wait for a word that the peer's stream writes. No kernel spins. A stream waits only for ranks whose memory it reads, and for those that
-have read what it is about to overwrite.
+The first rank owns a block with the slots and the folded memory of all ranks, and the other ranks open it when the group is set up. One
+kernel can therefore reduce all slots. The counters on the host only show that a peer has *issued* its work. The host then makes this
+rank's stream wait for a word that the peer's stream writes. No kernel spins. A stream waits only for ranks whose memory it reads, and for
+ranks that read the memory which it overwrites next.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .driver import DeviceBlock
 from .runtime import CudaRuntime
 from .timeline import Timeline
 
-# Of each rank. More would let ranks go on where another is late, but a device does one rank's work after the other's anyway.
+# Per rank. With more slots a rank could continue while another is late, but a device runs the ranks one after the other anyway.
 NUM_SLOTS = 2
 
 
 @dataclass
 class DeviceParts:
-    """What one rank has of a device's shared memory.
+    """The parts of a device's shared memory that one rank uses.
 
     Attributes:
         chunk_bytes: Size of a slot in bytes.
         folded_bytes: Size of each local rank's folded area in bytes.
-        block: The first rank's memory, None where it is not (or no longer) mapped.
-        timeline: What orders the streams, None before the ranks are connected.
+        block: The first rank's memory, None if it is not (or no longer) mapped.
+        timeline: Orders the streams; None before the ranks are connected.
     """
 
     chunk_bytes: int
@@ -40,7 +40,7 @@ class DeviceParts:
     timeline: Timeline | None = None
 
     def close_imports(self, runtime: CudaRuntime) -> bool:
-        """Unmap another rank's memory, with which the device must be through; false, and nothing done, where that may hang."""
+        """Unmap another rank's memory, which the device must not use any more. Return False, without unmapping, if that may hang."""
         if freeing_may_hang():
             return False
         if self.timeline is not None:

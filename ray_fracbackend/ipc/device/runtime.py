@@ -48,7 +48,7 @@ class AcceleratorRuntime:
         device: With an index.
 
     Raises:
-        ValueError: torch has no streams of such a device.
+        ValueError: torch has no streams for such a device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class AcceleratorRuntime:
         # torch 2.15 has streams for mps too, which know of no device.
         if not (hasattr(self._module, "Stream") and hasattr(self._module, "device")):
             raise ValueError(
-                f"A collective got a tensor on {device}, and torch has no streams of such a device; pass a copy on the CPU."
+                f"A collective got a tensor on {device}, and torch has no streams for such a device; pass a copy on the CPU."
             )
 
     @staticmethod
@@ -95,7 +95,7 @@ class AcceleratorRuntime:
         return self._module.Event()
 
     def synchronize(self) -> None:
-        """Block the host until the device is through with all that it was given."""
+        """Block the host until the device has completed all its work."""
         self._module.synchronize(self.device)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
@@ -235,20 +235,20 @@ class CommunicationStream:
         self.timeout_s = math.inf
 
     def renew(self) -> None:
-        """Go on with a fresh stream, because the old one may be stuck."""
+        """Use a new stream, because the old one may be stuck."""
         self.stream = self.runtime.new_stream()
         self.last = None
 
     def mark(self) -> Any:
-        """Record an event behind everything that the calling thread's stream has been given.
+        """Record an event after all work on the calling thread's current stream.
 
         Raises:
             RuntimeError: The stream is being captured in a CUDA graph.
         """
         if self.runtime.is_capturing():
             raise RuntimeError(
-                "Collectives of the backends ipc and staged cannot be captured in a CUDA graph, because ranks also meet on the host; "
-                "capture the computation without them, or use a device of its own for each rank and NCCL."
+                "Collectives of the backends ipc and staged cannot be captured in a CUDA graph, because ranks also synchronize on the host; "
+                "capture the computation without them, or use NCCL with a separate device for each rank."
             )
         event = self.runtime.new_event()
         event.record(self.runtime.current_stream())

@@ -60,7 +60,7 @@ class DeviceSetup:
 
     Args:
         host: Collectives of the group's CPU tensors; all ranks are on one host.
-        names: How messages call each rank.
+        names: Name of each rank in messages.
         stream: The group's stream on this rank's device.
     """
 

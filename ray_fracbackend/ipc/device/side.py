@@ -1,8 +1,8 @@
-"""A group's tensors on an accelerator: what carries them, and on which stream. Runs in every rank; imports torch.
+"""Choose and set up how a group's tensors on an accelerator travel. Runs in every rank; imports torch.
 
-That is set up at the first call with such tensors, not when the group is made: only then is the device known, and many groups
-(of meshes, of sharded models) never move one. Two things are tried in turn: memory of the device that all its ranks have mapped,
-then staging through pinned host memory, which always works. A group of one rank needs neither.
+The setup runs in the first call with such tensors, not when the group is created: the device is known only then, and many groups
+(of meshes, of sharded models) never use one. The group first tries device memory that all its ranks have mapped, then staging through
+pinned host memory, which always works. A group of one rank needs neither.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _SHUTDOWN_S = 5.0
 
 
 class DeviceSide:
-    """What a group does with tensors on an accelerator.
+    """One group's collectives of tensors on an accelerator.
 
     Args:
         host: Collectives of the group's CPU tensors.
-        names: How messages call each rank.
-        shared: The same collectives where all ranks are on one host, whose device memory they may share; None on several hosts.
-        staged_reason: Why the tensors are staged whatever the device could do; None for a group that tries device memory first.
+        names: Name of each rank in messages.
+        shared: The same collectives if all ranks are on one host, where they may share device memory; None on several hosts.
+        staged_reason: Why the tensors are always staged; None for a group that tries device memory first.
 
     Attributes:
-        staged_reason: Why the tensors are staged; None while that is not known, or they are not.
+        staged_reason: Why the tensors are staged; None if they are not, or if that is not known yet.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class DeviceSide:
         if self._collectives is None:
             return None
         if self._host.num_ranks == 1:
-            return "nowhere: the group has one rank"
+            return "no transfer: the group has one rank"
         if self._lane is not None:
             return "shared device memory"
         return f"staged through host memory ({self.staged_reason})"

@@ -264,7 +264,7 @@ def set_up_staging(
 
     Args:
         host: Collectives of the group's CPU tensors.
-        names: How messages call each rank.
+        names: Name of each rank in messages.
         stream: The group's stream on this rank's device.
         first_call: Description of the call that needs it.
         timeout_s: Seconds to wait for ranks that have not made this call yet.
@@ -282,10 +282,10 @@ def set_up_staging(
 
 
 def _wait_for(event: Any, terms: Terms) -> None:
-    """Return once the device has come to `event`.
+    """Return after the device has reached `event`.
 
     Raises:
-        CollectiveTimeoutError: It has not before the deadline of the call.
+        CollectiveTimeoutError: It did not before the deadline of the call.
     """
     looks = 0
     while not event.query():
@@ -294,6 +294,6 @@ def _wait_for(event: Any, terms: Terms) -> None:
         time.sleep(0.0 if looks < _NUM_LOOKS else _SLEEP_S)
         if time.monotonic() > terms.deadline:
             raise CollectiveTimeoutError(
-                f"The device of this rank did not come to {description_text(terms.description)} in time: what it was given "
-                "before takes longer, or hangs. Look there first, or raise the timeout of the group."
+                f"The device of this rank did not reach {description_text(terms.description)} in time: earlier work on "
+                "the device takes longer, or hangs. Look there first, or raise the timeout of the group."
             )

@@ -1,9 +1,9 @@
 """Timeline semaphores between the streams of several processes: words that one stream writes and others wait for.
 
-A word is a count that only grows, so a wait may be issued before, or long after, what it is for, and is for no more than that.
-The words are in host memory that the ranks share and that each has registered with CUDA. So no rank's word is gone when its
-process dies, and the host can end the waits of its own stream by writing the words itself: from a stream that might never run, as
-CUDA maps several streams to one queue of the hardware, where they wait for each other.
+A word is a count that only grows. A wait can therefore be issued before or long after the write that it waits for. The words are in host
+memory that the ranks share and that each rank has registered with CUDA. They outlive a process that dies, and the host can end the waits
+of its own stream by writing the words itself. A write from another stream might never run: CUDA maps several streams to one hardware
+queue, where they wait for each other.
 
 Source: CUDA driver API, "Stream Memory Operations" (cuStreamWriteValue64, cuStreamWaitValue64) and cuMemHostRegister. A wait compares
 as signed integers, and a write comes after all memory that its stream has written before.
@@ -16,13 +16,13 @@ from typing import Any
 from ..host.arena import Arena
 from .runtime import CudaRuntime
 
-# Words that are written by different processes have cache lines of their own.
+# Words of different processes are on different cache lines.
 _WORD_BYTES = 64
 _PAGE_BYTES = 4096
-# Above every step, and no negative difference to any.
+# Greater than every step, and the difference to any step is not negative.
 _RELEASED = 1 << 62
 
-# A mapping has to stay as long as it is registered: of a stream that may be stuck, to the end of the process.
+# A mapping must stay while it is registered. If the stream may be stuck, that is until the process ends.
 _registered: set[Timeline] = set()
 
 
@@ -32,7 +32,7 @@ def timeline_bytes(num_ranks: int) -> int:
 
 
 class Timeline:
-    """The words of one rank: for each other rank one that this rank's stream writes, and one that it waits for.
+    """The words of one rank: for each other rank, one that this rank's stream writes and one that it waits for.
 
     Args:
         runtime: The device.

@@ -1,10 +1,11 @@
-"""End a process whose device would wait for a rank for ever. Runs in every rank; imports torch through its callers.
+"""End a process if its device would wait forever for another rank. Runs in every rank; imports torch through its callers.
 
-A stream that waits for an interprocess event of a dead process may wait for ever, or go on with whatever the memory holds: no
-document says which. The host learns of the death in its next call of the group. But a process that waits for its device first, as
-in ``loss.item()``, would hang there, or compute with garbage. So where a rank dies while a call with it is still on the device, and
-no call of this process has raised since, the process ends, as under NCCL's watchdog. It ends in the same way where the device has not
-come to the end of a call within the group's timeout: whatever it waits for, such as a rank that was stopped, no call would tell.
+If another rank dies, the next call of the group raises an error on the host. But a process may wait for its device before that, for
+example in ``loss.item()``: it would hang there, or compute with undefined values. So the process ends, as with NCCL's watchdog, if a
+rank dies while a call with it is on the device and no call of this process has raised an error since. It also ends if the device does
+not complete a call within the group's timeout, for example because another rank is stopped: no call would report that.
+
+The documentation of CUDA does not define whether a stream that waits for a dead process waits forever.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from .runtime import CommunicationStream
 
 logger = logging.getLogger(__name__)
 
-# How long the process's own next call has to report the death first.
+# Time for the next call of this process to report the death first.
 PATIENCE_S = 10.0
-# Between looks at what happens within that time.
+# Between two checks within that time.
 _PAUSE_S = 0.05
-# Between looks at the peers where the system has no process descriptors (Linux before 5.3).
+# Between two checks of the peers if the system has no process descriptors (Linux before 5.3).
 _LOOK_S = 1.0
-# Between looks at the device: a part of the timeout within these bounds.
+# Between two checks of the device: a part of the timeout, within these limits.
 _LOOKS_PER_TIMEOUT, _MIN_LOOK_S, _MAX_LOOK_S = 10, 0.5, 5.0
 
 
 class DeviceWatch:
-    """A thread that looks after one group with device memory, until the group is closed.
+    """A thread that watches one group with device memory until the group is closed.
 
     Args:
         engines: The group's engines, one for each kind of memory.
         stream: The group's stream.
-        names: How messages call each rank.
+        names: Name of each rank in messages.
         release: Ends the waits of the group's stream for other ranks.
     """
 
@@ -61,13 +62,13 @@ class DeviceWatch:
         self._read, self._write = os.pipe()
         self._lock = threading.Lock()
         self._is_closed = self._is_over = False
-        # The call that the device was at in the last look, and for how long.
+        # The call that was on the device at the last check, and for how long.
         self._seen: Any = None
         self._seen_s = 0.0
         start_daemon(self._run, "ipc device watch", self.close)
 
     def close(self) -> None:
-        """Stop watching. May be called again."""
+        """Stop watching. Can be called repeatedly."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -123,7 +124,7 @@ class DeviceWatch:
                 # A process that was stopped itself has not waited for its device meanwhile.
                 if self._is_late(min(time.monotonic() - started, 2 * look_s), timeout_s):
                     states = [f"{self._names[rank]} (pid {peer.pid}) is {peer.state()}" for rank, peer in peers.items()]
-                    return f"the device was not through with a collective within the group's timeout of {timeout_s:g} s ({', '.join(states[:4])})"
+                    return f"the device did not complete a collective within the group's timeout of {timeout_s:g} s ({', '.join(states[:4])})"
 
     def _is_late(self, elapsed_s: float, timeout_s: float) -> bool:
         """Return whether the device has been at one call for longer than the timeout; time since the last look is added."""
@@ -150,17 +151,17 @@ class DeviceWatch:
             self._keep_released()
             return
         text = (
-            f"ray_fracbackend: {what}. A collective is on {self._stream.runtime.device}: what it computes is unknown, and waiting for it may "
-            "never end. Ending this process, as torch does under NCCL. See the logs of the other ranks for the cause."
+            f"ray_fracbackend: {what}. A collective is on {self._stream.runtime.device}: its results are unknown, and it may never "
+            "complete. Ending this process, as torch does with NCCL. See the logs of the other ranks for the cause."
         )
-        # Logging may be what the process is stuck in.
+        # The process may be stuck in a logging call.
         print(text, file=sys.stderr, flush=True)  # noqa: T201
         os.kill(os.getpid(), signal.SIGABRT)
 
     def _keep_released(self) -> None:
-        """End the waits of the stream until it is through.
+        """End the waits of the stream until it has completed its work.
 
-        Once is not enough: a rank that was stopped may go on, write an older step over the end of the wait, and die.
+        Once is not enough: a rank that was stopped may continue, overwrite the word with an older step, and die.
         """
         while _is_pending(self._stream.last):
             with self._lock:
@@ -173,5 +174,5 @@ class DeviceWatch:
 def _is_pending(event: Any) -> bool:
     try:
         return event is not None and not event.query()
-    except RuntimeError:  # the device is broken, which its user learns by itself
+    except RuntimeError:  # the device is broken: the next CUDA call of the user raises an error
         return False

@@ -1,1 +1,1 @@
-"""The backend as torch sees it: the process group, its collectives and their Work objects."""
+"""The part of the backend that torch calls: the process group, its collectives and their Work."""

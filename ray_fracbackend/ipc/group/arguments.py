@@ -1,7 +1,7 @@
-"""Parse and check the arguments of a process group's methods, in every form that torch accepts. Imports torch.
+"""Read and check the arguments of a process group's methods, in every form that torch's groups accept. Imports torch.
 
-torch's C++ and `torch.distributed` pass tensors and an options object. A caller can also pass root, reduce operation
-and timeout one by one, by position or by name (the overloads of ``ProcessGroup`` in torch's _distributed_c10d.pyi).
+torch's C++ and `torch.distributed` pass tensors and an options object. A caller may also pass root, reduce operation
+and timeout as separate arguments, by position or by name (overloads of ``ProcessGroup`` in _distributed_c10d.pyi).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .observers import PLAIN
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _NO_TIME = timedelta(0)
-# Fields of the options object for the arguments that can be passed one by one.
+# Field of the options object for each argument that may be passed separately.
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
 
 def takes(options: str, *tensors: str, also: Sequence[str] = ()) -> Callable[[_Method], _Method]:
-    """Decorate a method of ``(self, *tensors, opts)`` to accept torch's other forms of a call too.
+    """Decorate a method of ``(self, *tensors, opts)`` so that it can be called in torch's other forms.
 
     Args:
         options: Class of the options, such as ``AllreduceOptions``.
-        tensors: Names of the arguments before the options; ``/`` separates alternative names.
-        also: Arguments accepted in place of the options, in torch's order: some of ``root``, ``op`` and ``timeout``.
+        tensors: Names of the arguments before the options; alternatives with ``/`` between them.
+        also: Arguments that may replace the options, in torch's order: some of ``root``, ``op`` and ``timeout``.
             ``root`` has no default.
 
     Returns:
-        A decorator. The undecorated method checks a call and returns a function that starts it; the decorated
-        method also starts it. It raises TypeError for a call in none of these forms.
+        A decorator. The undecorated method checks a call and returns a function that starts it; the decorated method
+        starts the call at once. It raises TypeError if the arguments match none of the forms.
     """
     classes = (getattr(c10d, options),)
     names = [name.split("/") for name in tensors]
@@ -74,7 +74,9 @@ def _read(
     if "opts" in given:
         opts = given.pop("opts")
         if rest or given or not isinstance(opts, (*classes, type(None))):
-            raise TypeError(f"{method}() accepts opts of class {classes[0].__name__}, with no other arguments.")
+            raise TypeError(
+                f"{method}() accepts opts of class {classes[0].__name__}, without further arguments after the tensors."
+            )
         return [*found, opts if opts is not None else classes[0]()]
     if len(rest) > len(also) or any(name in given for name in also[: len(rest)]):
         raise TypeError(f"{method}() got {len(rest)} arguments after the tensors; it accepts {_form(also)}.")
@@ -82,7 +84,7 @@ def _read(
     if unknown := sorted(set(given) - set(also)):
         raise TypeError(f"{method}() got {', '.join(unknown)}; after the tensors it accepts {_form(also)}.")
     if "root" in also and "root" not in given and given:
-        raise TypeError(f"{method}() needs root if it is called without options.")
+        raise TypeError(f"{method}() needs root if it is called without opts.")
     opts = classes[0]()
     for name, value in given.items():
         if (value := _value_of(method, name, value)) is not None:
@@ -95,7 +97,7 @@ def _form(also: Sequence[str]) -> str:
 
 
 def _value_of(method: str, name: str, value: Any) -> Any:
-    """Convert a value to the type of its options field; None for a timeout that was not passed."""
+    """Return a value in the type that the options expect; None for a timeout that was not passed."""
     if name == "root":
         return operator.index(value)
     if name == "op":
@@ -110,12 +112,12 @@ def _value_of(method: str, name: str, value: Any) -> Any:
 
 
 def wants_async(opts: Any) -> bool:
-    """Return whether the call is asynchronous; always True before torch 2.8, which has no ``asyncOp``."""
+    """Return whether the call is asynchronous; True for torch before 2.8, whose options do not have this field."""
     return bool(getattr(opts, "asyncOp", True))
 
 
 def timeout_of(opts: Any, default_s: float) -> float:
-    """Return the timeout of an options object in seconds; torch uses -1 ms or 0 for "the group's default"."""
+    """Return the timeout of an options object in seconds; -1 ms and 0 mean the group's default, as in torch."""
     timeout = getattr(opts, "timeout", None)
     if isinstance(timeout, timedelta) and timeout > _NO_TIME:
         return timeout.total_seconds()
@@ -126,7 +128,7 @@ def root_of(operation: str, opts: Any, count: int) -> int:
     """Return the root of a call.
 
     Raises:
-        ValueError: It is not a rank of the group, or the root tensor is not tensor 0.
+        ValueError: The root is not a rank of the group, or the root tensor is not number 0.
     """
     root: int = opts.rootRank
     if not 0 <= root < count:
@@ -140,89 +142,89 @@ def single(tensors: torch.Tensor | Sequence[torch.Tensor], operation: str) -> to
     """Return the one tensor of a list of one.
 
     Raises:
-        ValueError: The list does not have exactly one tensor.
+        ValueError: There is not exactly one.
     """
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
-        raise ValueError(f"{operation} got {len(tensors)} tensors; this backend accepts one tensor per call.")
+        raise ValueError(f"{operation} got {len(tensors)} tensors; this backend accepts one per rank and call.")
     return tensors[0]
 
 
 def lists(tensors: Any) -> list[torch.Tensor]:
-    """Return the inner list if `tensors` is a list of one list, else `tensors` as a list."""
+    """Return the inner list of a list of one list, or a flat list itself."""
     if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
         return list(tensors[0])
     return list(tensors)
 
 
 def check_same(operation: str, tensors: Sequence[torch.Tensor], count: int, dtype: torch.dtype, numel: int) -> None:
-    """Check a list of tensors that must have one element type and size.
+    """Check a list of equal parts.
 
     Raises:
-        ValueError: The number of tensors, an element type or a size is wrong.
+        ValueError: The number of tensors, a dtype or a size is wrong.
     """
     if len(tensors) != count:
         raise ValueError(f"{operation} got {len(tensors)} tensors for {count} ranks; pass one for each rank.")
     for tensor in tensors:
         if tensor.dtype != dtype or tensor.numel() != numel:
             raise ValueError(
-                f"{operation} got a tensor of {tensor.dtype}[{tensor.numel()}], but expects {dtype}[{numel}]; all "
-                f"parts must have one element type and size."
+                f"{operation} got a part of {tensor.dtype}[{tensor.numel()}] but expects {dtype}[{numel}]; all parts "
+                f"must have the same dtype and size."
             )
 
 
 def check_one_type(operation: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Check that tensors, which may differ in size, have one element type.
+    """Check tensors of any size.
 
     Raises:
-        ValueError: Their element types differ.
+        ValueError: Their dtypes differ.
     """
     types = dict.fromkeys(tensor.dtype for tensor in tensors)
     if len(types) > 1:
-        raise ValueError(f"{operation} got tensors of {' and '.join(map(str, types))}; all must have one element type.")
+        raise ValueError(f"{operation} got tensors of {' and '.join(map(str, types))}; all must have the same dtype.")
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor wraps others, such as a DTensor: it would intercept each copy of a collective."""
+    """Return whether a tensor wraps others, such as a DTensor, which would intercept each copy of a collective."""
     kind = type(tensor)
     dispatch = getattr(kind, "__torch_dispatch__", no_torch_dispatch)
-    # AsyncCollectiveTensor, from functional collectives, waits and unwraps itself on any use.
+    # AsyncCollectiveTensor, from functional collectives, waits and unwraps itself in every operation.
     return dispatch is not no_torch_dispatch and kind.__name__ not in ("FakeTensor", "AsyncCollectiveTensor")
 
 
 def check_class(tensor: torch.Tensor) -> None:
-    """Check that a tensor holds its own data.
+    """Check that a tensor holds its data itself.
 
     Raises:
         TypeError: It wraps others.
     """
     if is_wrapper(tensor):
         raise TypeError(
-            f"A collective got a {type(tensor).__name__}, which wraps other tensors; "
-            "pass the wrapped tensor, such as .to_local() of a DTensor."
+            f"A collective got a {type(tensor).__name__}, which wraps other tensors; pass the wrapped tensor, such as .to_local() of "
+            "a DTensor."
         )
 
 
 def check_writable(description: bytes, tensors: Sequence[torch.Tensor]) -> None:
-    """Check that tensors can receive results.
+    """Check tensors that receive results.
 
     Raises:
-        ValueError: Elements of a tensor share memory, as after ``expand``: the result of writing to them is undefined.
+        ValueError: Elements of one tensor share memory, as after ``expand``, so the result would be undefined.
     """
     for tensor in tensors:
         if not tensor.is_contiguous() and 0 in tensor.stride() and torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(
                 f"{description_text(description)} would write to a tensor whose elements share memory (strides "
-                f"{tensor.stride()}); pass a tensor without shared elements, such as a copy from .contiguous()."
+                f"{tensor.stride()}); pass a tensor with separate memory for each element, such as .contiguous()."
             )
 
 
 def check_disjoint(operation: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Check that tensors, which are reduced one after the other, share no memory.
+    """Check tensors that are reduced one after the other.
 
     Raises:
-        ValueError: Two of them, both contiguous, share memory, which would be reduced twice.
+        ValueError: Two contiguous tensors share memory, which would be reduced twice.
     """
     plain = [
         t for t in tensors if type(t) in PLAIN and t.layout is torch.strided and t.is_contiguous() and not t.is_meta
@@ -231,18 +233,18 @@ def check_disjoint(operation: str, tensors: Sequence[torch.Tensor]) -> None:
     for (_, end, first), (start, _, second) in pairwise(spans):
         if start < end and first != second:
             raise ValueError(
-                f"{operation} got two tensors that share memory, which would be reduced twice; pass distinct memory."
+                f"{operation} got two tensors that share memory, which would be reduced twice; pass tensors that do not overlap."
             )
 
 
 def check_pairs(operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Check that the lists of a coalesced call have one length.
+    """Check the lists of a coalesced call.
 
     Raises:
         ValueError: They differ in length.
     """
     if len(outputs) != len(inputs):
-        raise ValueError(f"{operation} got {len(outputs)} outputs for {len(inputs)} inputs; pass one per input.")
+        raise ValueError(f"{operation} got {len(outputs)} outputs for {len(inputs)} inputs; pass one for each.")
 
 
 def equal_parts(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
@@ -252,13 +254,13 @@ def equal_parts(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def split_parts(operation: str, tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[torch.Tensor]:
-    """Split a tensor's flat memory by rows, as in all_to_all_single; empty `splits` mean equal parts.
+    """Split a tensor's flat memory by rows as all_to_all_single does; empty `splits` mean equal parts.
 
     Args:
-        operation: Name of the collective, for error messages.
+        operation: For messages.
         tensor: Contiguous, any shape.
         splits: Rows of dimension 0 for each rank.
-        count: Number of ranks.
+        count: Ranks.
 
     Raises:
         ValueError: The splits do not cover dimension 0 exactly, or it cannot be divided evenly.
@@ -275,11 +277,11 @@ def split_parts(operation: str, tensor: torch.Tensor, splits: Sequence[int], cou
 
 
 def on_host(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """Return tensors, or nested lists of them, with device tensors copied to the host; block until that is done.
+    """Replace the device tensors in `value` by copies on the host; block until the copies are complete.
 
     Args:
-        value: A tensor, a list, or a value without tensors, which is returned unchanged.
-        copies: Filled with each copy by the id of its tensor; a tensor that is listed twice has one copy.
+        value: A tensor, a nested list of tensors, or any other argument.
+        copies: Receives each copy by the id of its tensor; a tensor that is listed twice is copied once.
     """
     if isinstance(value, (list, tuple)):
         return [on_host(item, copies) for item in value]
@@ -291,14 +293,14 @@ def on_host(value: Any, copies: dict[int, torch.Tensor]) -> Any:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of `tensor` in row-major order, 1-D: a view if its memory has that order, else a copy."""
+    """Return the elements of `tensor` in row-major order, 1-D: a view if its memory has this layout, else a copy."""
     view = flat_view(tensor)
     return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1) if view is None else view
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the memory of `tensor` as a 1-D view, or None if its elements are not in row-major order there."""
+    """Return `tensor` as a 1-D view in row-major order, or None if its memory has another layout."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    # Not detach(): writes to its result increase the version of the caller's tensor, those of Gloo and NCCL do not.
+    # Not detach(): a write to its result raises the version counter of the caller's tensor, which Gloo and NCCL do not.
     return tensor.data if tensor.dim() == 1 else tensor.data.view(-1)

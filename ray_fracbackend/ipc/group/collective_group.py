@@ -1,14 +1,14 @@
 """A c10d process group in Python: its lifecycle, how it runs a call, and every collective. Imports torch.
 
-What carries a call is decided once, from its tensors: dense CPU tensors go through the collectives of the group's hosts, those
-on its accelerator through what `device.side` has set up there. All others (sparse, quantized, on two devices) are copied to the
-host whole and go through a Gloo group inside, which is also registered as torch's backend and so carries what is not overridden
-(group names, object lookups from C++). Calls on the host are run by `executor` alone; calls on a device are issued by it to the
-group's stream on that device.
+The tensors of a call decide its path. Dense CPU tensors use the collectives of the group's hosts. Dense tensors on
+the group's accelerator use the path that `device.side` has set up. All others (sparse, quantized, on two devices) are
+copied to the host whole and use an inner Gloo group. That group is also registered as torch's backend, which handles
+everything that is not overridden (group names, object lookups from C++). `executor` runs every call. On a device it
+issues the work to the group's stream.
 
-Each collective follows the one of `torch.distributed` of the same name, under all names that torch 2.7 to 2.15 call. With
-``asyncOp`` the call returns at once and the tensors belong to the backend until the Work is waited for; otherwise it blocks
-until this rank's part is done, on a device until it has been issued and the caller's stream waits for it.
+Each collective behaves like the one of `torch.distributed` of the same name, under all names that torch 2.7 to 2.15
+call. With ``asyncOp`` the call returns at once; the caller must not touch the tensors before ``Work.wait()``. Otherwise
+it blocks until this rank's part is done; on a device, until the work is issued and the caller's stream waits for it.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ from .work import IpcWork, ReceiveWork, keep_work_of_reducers
 logger = logging.getLogger(__name__)
 
 Tensors = Sequence[torch.Tensor]
-# Does the work of a call with the collectives of the memory that carries it, on the flat memory of the call's results.
+# Runs a call: the collectives to use, the flat memory of the call's results, and the terms.
 Run = Callable[[Collectives, list[torch.Tensor], Terms], None]
-# An operation of the inner Gloo group, by its name in torch 2.13, and its arguments but the options.
+# An operation of the inner Gloo group, by its name in torch 2.13, and its arguments without the options.
 GlooCall = tuple[Any, ...]
-# Makes a call that has been checked, and returns its Work.
+# Starts a call that has been checked, and returns its Work.
 Start = Callable[[], Any]
 
 HOST = torch.device("cpu")
-# Of tensors that have a shape alone.
+# Stands for the device of tensors without data.
 NOWHERE = torch.device("meta")
-# Names that Gloo's operations on single tensors have before torch 2.13.
+# Names of Gloo's operations on single tensors before torch 2.13.
 _OLD_GLOO_NAMES = {
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
@@ -95,7 +95,7 @@ _groups: weakref.WeakSet[CollectiveGroup] = weakref.WeakSet()
 
 
 def _keep_groups() -> None:
-    """Keep all groups of a forked child: a destructor would wait for ever for the parent's threads of the inner Gloo groups."""
+    """Keep all groups alive in a forked child: Gloo's destructor would wait for ever for threads of the parent."""
     for group in list(_groups):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -105,22 +105,22 @@ if hasattr(os, "register_at_fork"):  # Windows cannot fork
 
 
 class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no type
-    """What the process groups of this package have in common; a kind of group decides what carries tensors.
+    """Base class of this package's process groups. A subclass sets up the collectives that move the tensors.
 
     Args:
-        name: Of the backend.
+        name: Name of the backend.
         store: The group's store.
         rank: This process's rank in the group.
         size: Ranks of the group.
         timeout: Default timeout of a collective.
         global_ranks: Global rank of each group rank, for messages; empty means the same numbers.
-        devices: Device types that the group is for.
+        devices: Device types to register the group for.
     """
 
-    # Collectives of CPU tensors, and what carries those of an accelerator. Each kind of group makes its own.
+    # Collectives of CPU tensors, and of accelerator tensors. Each subclass creates its own.
     _host: HostCollectives
     _device_side: DeviceSide
-    # Names of backends by which torch is asked for it, alone or in a pair.
+    # Backend names with which a user requests this group from torch, alone or in a pair.
     _asked_as: frozenset[str]
 
     def __init__(
@@ -148,7 +148,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         for device in devices:
             self._register_backend(torch.device(device), _GLOO_NAME, self._gloo)
         self._set_default_backend(_GLOO_NAME)
-        # Further groups of torch's, which begin and end with this one.
+        # Further Gloo groups, which are created and shut down together with this one.
         self._inner: list[Any] = []
         self._executor = Executor(f"{name} rank {rank}")
         self._reductions: dict[tuple[torch.dtype, Any], Reduction] = {}
@@ -158,35 +158,35 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         return self._name
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return Gloo's group for any device: torch 2.15 asks for one before `batch_isend_irecv`, whose tensors this group carries."""
+        """Return the Gloo group for any device: torch 2.15 requests a backend before `batch_isend_irecv`."""
         try:
             return super()._get_backend(device)
-        except RuntimeError:  # a device type that torch got after this module was imported
+        except RuntimeError:  # a device type that was added to torch after this module was imported
             return self._gloo
 
     @property
     def staged_reason(self) -> str | None:
-        """Why tensors of an accelerator are staged through host memory; None where they are not, or none has come yet."""
+        """Why accelerator tensors are staged through host memory; None if they are not, or before the first one."""
         return self._device_side.staged_reason
 
     @property
     def device_path(self) -> str | None:
-        """How tensors of an accelerator travel, for reports; None where none has come yet."""
+        """How accelerator tensors travel, for reports; None before the first such tensor."""
         return self._device_side.path
 
     @property
     def _timeout_s(self) -> float:
-        """Default timeout in seconds: that of the inner Gloo group, which is all that torch's ``_set_pg_timeout`` sets."""
+        """Default timeout in seconds: that of the inner Gloo group, the only one that ``_set_pg_timeout`` sets."""
         timeout: timedelta = self._gloo.options._timeout
         if timeout != self._timeout:
             self.set_timeout(timeout)
         return timeout.total_seconds()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the numbers begin at 0 on every rank."""
+        """Do nothing: the sequence number begins at 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many collectives this rank has called. torch's ``_get_sequence_number_for_group`` asks for it."""
+        """Return the number of collectives that this rank has called, for torch's function of the same name."""
         return self._num_calls
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -198,7 +198,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     def abort(self) -> None:
         """Break the group: calls in progress and later ones raise on every rank. May be called again.
 
-        In a forked child, as `shutdown` there, it does nothing: the group is the parent's.
+        Does nothing in a forked child, like `shutdown`: the group belongs to the parent.
         """
         if not self._executor.is_own():
             return
@@ -209,7 +209,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         stop((*self._inner, self._gloo), "abort")
 
     def shutdown(self) -> None:
-        """Leave the group after the calls in progress; later calls here raise. May be called again."""
+        """Leave the group after the calls in progress; later calls of this rank raise. May be called again."""
         if not self._executor.is_own():
             return
         idle = self._executor.close(_SHUTDOWN_S)
@@ -218,13 +218,13 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         stop((*self._inner, self._gloo), "shutdown")
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: torch's own would end the process, because it clones a store that a group made in Python does not have.
+        """Raise: torch's version would crash the process, because groups in Python lack the store that it clones.
 
         Raises:
             RuntimeError: Always.
         """
         raise RuntimeError(
-            f"A process group of backend {self._name} cannot be split; make the part with "
+            f"A process group of backend {self._name} cannot be split; create the subgroup with "
             "torch.distributed.new_group(ranks)."
         )
 
@@ -241,20 +241,20 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         results: list[torch.Tensor],
         written: Tensors | None = None,
     ) -> Start:
-        """Return what runs a call through the memory that can carry its tensors. Tensors without data are left as they are.
+        """Return a function that starts a call on the path for its tensors. Tensors without data stay unchanged.
 
         Args:
             device: From `_carrier_of`; None for a copy on the host and Gloo.
             opts: torch's options.
-            description: Of the call.
-            run: Does the work.
-            gloo: Does the same in the inner Gloo group.
+            description: Description of the call.
+            run: Runs the call with the chosen collectives.
+            gloo: The same call for the inner Gloo group.
             tensors: All tensors of the call.
             results: The value of the future.
-            written: The tensors that this rank writes to: `results`, which is the default, or none.
+            written: The tensors that this rank writes to: `results` (the default) or none.
 
         Raises:
-            ValueError: One of `written` has several elements at one address.
+            ValueError: Elements of a tensor in `written` share memory.
         """
         timeout_s, written = timeout_of(opts, self._timeout_s), results if written is None else written
 
@@ -264,7 +264,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
                 for tensor in results:
                     view = flat_view(tensor)
                     if view is None:
-                        # What is in a result is read only where there are no other tensors.
+                        # A result is also an input only if the call has no other tensors.
                         if len(tensors) == len(results):
                             view = flat(tensor)
                         else:
@@ -292,7 +292,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
         def on_device() -> None:
             collectives = self._device_side.collectives(device)
-            if collectives is None:  # another device came first, in a call that had not begun when this one was made
+            if collectives is None:  # the group uses another device, set up by a call that was queued before this one
                 self._run_gloo(gloo, opts, description, timeout_s, device, tensors, written)
             else:
                 run_on(collectives)
@@ -307,11 +307,11 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         return partial(self._execute, device, opts, description, on_device, tensors, results, prepare)
 
     def _carrier_of(self, *tensors: torch.Tensor) -> torch.device | None:
-        """Return whose memory can carry these tensors: the host's, a CUDA device's, or None for Gloo.
+        """Return the path for these tensors: `HOST`, the accelerator's device, `NOWHERE` (no data), or None for Gloo.
 
         Raises:
-            TypeError: One is a wrapper of other tensors.
-            ValueError: Some have no data, and others have.
+            TypeError: A tensor wraps other tensors.
+            ValueError: Some tensors have data and others have none.
         """
         if in_host_memory(*tensors):
             return HOST
@@ -320,26 +320,26 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         if any(map(is_without_data, tensors)):
             if not all(map(is_without_data, tensors)):
                 raise ValueError(
-                    "A collective got meta or fake tensors beside real ones; pass either all with data or none."
+                    "A collective got meta or fake tensors beside real ones; pass only tensors with data, or only ones without."
                 )
             return NOWHERE
         return self._device_side.carries(tensors)
 
     def _begun(self, description: bytes, tensors: Tensors, function: Callable[[], None]) -> Callable[[], None]:
-        """Count a call, and record it where a profile is being taken."""
+        """Count a call, and record it if the profiler is active."""
         self._num_calls += 1
         if self._num_calls == 1:
             self._warn_of_pair()
         return recorded(operation_of(description), tensors, function) if profiler_enabled() else function
 
     def _warn_of_pair(self) -> None:
-        """Warn of a pair with a third backend: torch makes a group made in Python the group for all devices."""
+        """Warn about a pair with another backend: torch uses a group written in Python for all devices."""
         with contextlib.suppress(ValueError, KeyError, TypeError):  # a group that is not registered with torch
             asked = dist.get_backend_config(self)
             if self._own_rank == 0 and not {part.partition(":")[2] for part in asked.split(",")} <= self._asked_as:
                 logger.warning(
-                    "ray_fracbackend: this process group was asked for as %s, but torch.distributed makes a group with %s in it %s for all "
-                    "devices. For another backend make a second group, such as new_group(backend='nccl').",
+                    "ray_fracbackend: this process group was requested as %s, but torch.distributed makes a group with %s in it %s for "
+                    "all devices. For another backend create a second group, such as new_group(backend='nccl').",
                     asked,
                     self._name,
                     self._name,
@@ -355,21 +355,21 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         tensors: Tensors,
         written: Tensors,
     ) -> None:
-        """Run a Gloo operation on the host after the ranks have compared descriptions; never on tensors of a device.
+        """Run a Gloo operation on host copies, after the ranks have compared the descriptions of their calls.
 
         Args:
             call: The operation and its arguments.
             opts: Its options.
-            description: Of the call.
-            timeout_s: Bound on waiting for the other ranks.
-            first: The device whose stream is the calling thread's and waits for the caller's.
+            description: Description of the call.
+            timeout_s: Time limit for the other ranks to arrive.
+            first: The device whose group stream is current in this thread and waits for the caller's stream.
             tensors: All tensors of the call.
-            written: Those that this rank writes to.
+            written: The tensors that this rank writes to.
         """
         self._host.barrier(Terms.within(through_gloo(description), timeout_s))
         for device in {tensor.device for tensor in tensors if AcceleratorRuntime.owns(tensor)} - {first}:
             AcceleratorRuntime(device).synchronize()
-        # Gloo reports to the other ranks itself, and what it merely cannot do must not break the group.
+        # Gloo itself reports failures to the other ranks. An unsupported operation must not break the group.
         operation, *args = call
         copies: dict[int, torch.Tensor] = {}
         self._gloo_method(operation)(*(on_host(arg, copies) for arg in args), opts).wait()
@@ -378,7 +378,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
                 tensor.data.copy_(copies[id(tensor)])  # as in `flat_view`
 
     def _gloo_method(self, operation: str) -> Callable[..., Any]:
-        """Return an operation of Gloo, under the name that this torch has for it."""
+        """Return an operation of Gloo, by its name in the installed torch."""
         if operation == "all_to_all":
             return self._gloo_all_to_all
         name = _OLD_GLOO_NAMES.get(operation, operation)
@@ -386,7 +386,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         return method
 
     def _gloo_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
-        """All-to-all of lists, which Gloo itself has only for one tensor."""
+        """All-to-all of lists, which Gloo supports only for single tensors."""
         source = torch.cat([t.reshape(-1) for t in inputs])
         target = torch.empty(sum(t.numel() for t in outputs), dtype=source.dtype, device=source.device)
         sizes = [t.numel() for t in outputs]
@@ -397,8 +397,8 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         return work
 
     def _pass_on(self, error: BaseException) -> None:
-        """Pass a failure that the engine has not seen on to the other ranks."""
-        # Wrong arguments are found before anything is published, and are as wrong on the other ranks.
+        """Report a failure outside the engine to the other ranks."""
+        # A ValueError is raised before this rank announces anything; the other ranks raise it for the same arguments.
         if not isinstance(error, (IpcError, ValueError)):
             self._host.fail(f"{type(error).__name__}: {error}")
 
@@ -412,16 +412,16 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         results: list[torch.Tensor],
         prepare: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run `function` now or, if the caller does not wait, queue it.
+        """Run `function` now or, for an asynchronous call, queue it.
 
         Args:
-            device: Where it issues work; None for the host.
+            device: The device that it issues work to; None for the host.
             opts: torch's options.
-            description: Of the call; None for what is not to be counted as one.
+            description: Description of the call; None if it is not to be counted as a call.
             function: Does the work.
             tensors: All tensors of the call.
             results: The value of the future.
-            prepare: On a device, runs before the work, off the stream.
+            prepare: On a device, runs before the work, outside the group's stream.
         """
         if description is not None:
             function = self._begun(description, tensors, function)
@@ -446,16 +446,16 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         return IpcWork(DONE, self._executor, results, call)
 
     def _all_of(self, name: str, calls: Iterable[tuple[Any, ...]], opts: Any, results: list[torch.Tensor]) -> Start:
-        """Return what makes several calls, all of which have been checked. They have one Work.
+        """Check several calls and return a function that starts them all, with one Work.
 
         Args:
             name: Method of each call.
-            calls: Its arguments but the options.
+            calls: The arguments of each call without the options.
             opts: torch's options.
             results: The value of the future.
 
         Raises:
-            ValueError: There is no call, or one is wrong.
+            ValueError: `calls` is empty, or a call has wrong arguments.
         """
         starts = [getattr(CollectiveGroup, name).__wrapped__(self, *call, opts) for call in calls]
         if not starts:
@@ -472,7 +472,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
                     if work.exception() is not None:
                         raise work.exception()
 
-            # The queue is in order, so an empty last entry ends when all have.
+            # The queue is in order: this last entry, which only raises the first error, ends after all calls.
             device = None if call is None else call.stream.runtime.device
             return self._execute(device, opts, None, first_error, (), results)
 
@@ -481,10 +481,10 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     # Collectives that reduce.
 
     def _reduction_of(self, device: torch.device | None, operation: str, dtype: torch.dtype, op: Any, kind: Any) -> Any:
-        """Return the `Reduction` of a call and its factor; None twice if Gloo carries it, which has other types and operations.
+        """Return the `Reduction` of a call and its factor; (None, None) for Gloo, which supports other dtypes.
 
         Raises:
-            ValueError: The element type has no such operation.
+            ValueError: The dtype does not support this operation.
         """
         if device is None:
             return None, None
@@ -500,7 +500,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         return self._reduce("all_reduce", "allreduce", single(tensors, "all_reduce"), None, opts)
 
     def _reduce(self, operation: str, gloo: str, tensor: torch.Tensor, root: int | None, opts: Any) -> Any:
-        """Reduce into the root's tensor, or into all where root is None."""
+        """Reduce into the root's tensor, or into every rank's tensor if root is None."""
         reduce_op, dtype, is_root = opts.reduceOp, tensor.dtype, root is None or root == self._own_rank
         kind = plain_op(reduce_op)
         description = describe_call(operation, dtype, tensor.shape, kind, root)
@@ -523,14 +523,14 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         opts, seen = _of_one(opts), set()
         parts = []
         for tensor in tensors:
-            # A tensor that is listed twice is reduced once; a copy takes part the second time.
+            # A tensor that is listed twice is reduced once; its second entry is replaced by a copy.
             parts.append(tensor.clone() if id(tensor) in seen else tensor)
             seen.add(id(tensor))
         return self._all_of("allreduce", [([part],) for part in parts], opts, list(tensors))
 
     @takes("ReduceOptions", "tensors/tensor", also=("root", "op", "timeout"))
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
-        """Reduce into the root's tensor; the others keep theirs."""
+        """Reduce into the root's tensor; the tensors of other ranks stay unchanged."""
         root = root_of("reduce", opts, self._num_ranks)
         return self._reduce("reduce", "reduce", single(tensors, "reduce"), root, opts)
 
@@ -547,14 +547,14 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
     @takes("ReduceScatterOptions", "outputTensor", "inputTensor")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        """Reduce a tensor and leave its r-th part with rank r."""
+        """Reduce a tensor and store its r-th part in rank r's output."""
         gloo = ("reduce_scatter_single", output, tensor)
         return self._reduce_scatter("reduce_scatter_tensor", output, [tensor], opts, gloo)
 
     def _reduce_scatter(
         self, operation: str, output: torch.Tensor, sources: list[torch.Tensor], opts: Any, gloo: GlooCall
     ) -> Any:
-        """Reduce the parts of all ranks: `sources`, or for the operation on one tensor the equal parts of it."""
+        """Reduce-scatter `sources`, a list with one tensor for each rank or one tensor to be split into equal parts."""
         in_one, kind = operation == "reduce_scatter_tensor", plain_op(opts.reduceOp)
         device = self._carrier_of(output, *sources)
         if device is not None:
@@ -610,7 +610,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     def _gather(
         self, operation: str, outputs: Tensors, tensor: torch.Tensor, root: int | None, opts: Any, gloo: GlooCall
     ) -> Any:
-        """Gather to the root, or to all where root is None; into a list or, for the operation on one tensor, its parts."""
+        """Gather to the root, or to all ranks if root is None, into a list or into the equal parts of one tensor."""
         in_one, count, is_root = operation == "all_gather_into_tensor", self._num_ranks, root in (None, self._own_rank)
         device = self._carrier_of(tensor, *outputs)
         if is_root and device is not None:
@@ -639,7 +639,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
     @takes("AllgatherOptions", "output", "input")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        """Gather every rank's tensor into one tensor, by rank."""
+        """Gather every rank's tensor into one tensor, in rank order."""
         gloo = ("all_gather_single", output, tensor)
         return self._gather("all_gather_into_tensor", [output], tensor, None, opts, gloo)
 
@@ -659,7 +659,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
     @takes("ScatterOptions", "output_tensors/output_tensor", "input_tensors", also=("root", "timeout"))
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Give each rank its tensor of the root's list."""
+        """Scatter the root's list of tensors: ``inputs[r]`` goes to rank r."""
         output, root = single(outputs, "scatter"), root_of("scatter", opts, self._num_ranks)
         parts = lists(inputs) if inputs else []
         is_root = root == self._own_rank
@@ -686,7 +686,9 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         device = self._carrier_of(*outputs, *inputs)
         for name, tensors in (("outputs", outputs), ("inputs", inputs)):
             if len(tensors) != self._num_ranks and device is not None:
-                raise ValueError(f"all_to_all got {len(tensors)} {name} for {self._num_ranks} ranks; pass one each.")
+                raise ValueError(
+                    f"all_to_all got {len(tensors)} {name} for {self._num_ranks} ranks; pass one for each."
+                )
         description = describe_call("all_to_all", inputs[0].dtype if inputs else None)
 
         def run(collectives: Collectives, results: list[torch.Tensor], terms: Terms) -> None:
@@ -726,11 +728,11 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         return self._launch(device, opts, description, run, gloo, [output, tensor], [output])
 
     def _exchange(self, collectives: Collectives, inputs: Tensors, outputs: Tensors, terms: Terms) -> None:
-        """All-to-all of parts of any size: first the sizes, on the host, then the data."""
+        """All-to-all of parts of any size: exchange the sizes through the host first, then the data."""
         collectives.exchange(inputs, outputs, self._exchange_sizes(inputs, outputs, terms), terms)
 
     def _exchange_sizes(self, inputs: Tensors, outputs: Tensors, terms: Terms) -> int:
-        """Return the bytes of the largest part of all ranks, after all have seen that the parts fit."""
+        """Return the bytes of the largest part of all ranks, after a check that senders' and receivers' sizes agree."""
         size = self._num_ranks
         own = torch.tensor([t.numel() * t.element_size() for t in (*inputs, *outputs)], dtype=torch.int64, device=HOST)
         table = torch.empty((size, 2 * size), dtype=torch.int64, device=HOST)
@@ -743,26 +745,26 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             names = self._names
             reason = (
                 f"{description_text(terms.description)}: {names[source]} sends {int(sent[source, target])} bytes to "
-                f"{names[target]}, which expects {int(expected[source, target])}; make both sides' splits agree."
+                f"{names[target]}, which expects {int(expected[source, target])}; pass matching split sizes on both ranks."
             )
             self._host.fail(reason)
             raise CollectiveMismatchError(reason)
         return int(sent.max())
 
-    # Point to point. Gloo matches these by rank and tag, in no order with the collectives.
+    # Point to point. Gloo matches these by rank and tag, independent of the order of the collectives.
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
-        """Send to one rank. Of a tensor on an accelerator blocks until a copy is on the host."""
+        """Send to one rank. For a tensor on an accelerator, block until it is copied to the host."""
         tensor = single(tensors, "send")
         check_class(tensor)
         return self._gloo.send([tensor if tensor.is_cpu else tensor.detach().contiguous().cpu()], dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
-        """Receive from one rank. A tensor on an accelerator has the data once the Work has been waited for."""
+        """Receive from one rank. A tensor on an accelerator contains the data only after ``wait()`` of the Work."""
         return self._receive(single(tensors, "recv"), lambda targets: self._gloo.recv(targets, srcRank, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive from whichever rank sends first; else as `recv`."""
+        """Receive from any rank; otherwise like `recv`."""
         return self._receive(single(tensors, "recv"), lambda targets: self._gloo.recv_anysource(targets, tag))
 
     def _receive(self, tensor: torch.Tensor, receive: Callable[[list[torch.Tensor]], Any]) -> Any:
@@ -772,7 +774,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST)
         return ReceiveWork(receive([host]), host, tensor)
 
-    # Names of torch before 2.13; its C++ looks for either set.
+    # Names before torch 2.13; torch's C++ looks for either set.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -781,7 +783,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
 
 def in_host_memory(*tensors: torch.Tensor) -> bool:
-    """Return whether shared host memory can carry these tensors: on the CPU, dense, not quantized, of a plain class."""
+    """Return whether shared host memory can carry these tensors: on the CPU, dense, not quantized, no wrapper class."""
     for tensor in tensors:
         if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
             return False
@@ -791,7 +793,7 @@ def in_host_memory(*tensors: torch.Tensor) -> bool:
 
 
 def _in_inference_mode(function: Callable[[], None]) -> Callable[[], None]:
-    """Wrap a function that changes tensors made under inference_mode: allowed only under it, in whichever thread."""
+    """Wrap a function that writes inference tensors, which is allowed only in inference_mode of the running thread."""
 
     def guarded() -> None:
         with torch.inference_mode():
@@ -801,7 +803,7 @@ def _in_inference_mode(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def _of_one(opts: Any) -> Any:
-    """Return the options of a coalesced all_reduce for one of its tensors."""
+    """Return the options of a coalesced all_reduce as options for one all_reduce."""
     made = c10d.AllreduceOptions()
     made.reduceOp, made.timeout = opts.reduceOp, opts.timeout
     if hasattr(made, "asyncOp"):  # since torch 2.8
@@ -810,8 +812,8 @@ def _of_one(opts: Any) -> Any:
 
 
 def _unused(store: Any, size: int) -> Any:
-    """Return a part of a group's store without the keys of an earlier group that had the same store, as under torchrun.
+    """Return a prefix of a group's store that no earlier group on the same store used, as under torchrun.
 
-    All ranks of a group come before any rank comes for the next: none leaves set-up before all have come.
+    The ranks count arrivals: no rank finishes the set-up of one group, and can start the next, before all have arrived.
     """
     return PrefixStore(f"ipc/{(store.add('ipc/arrivals', 1) - 1) // size}", store)

@@ -1,17 +1,17 @@
-"""Run a group's calls in order, one at a time, from any thread. Of torch it imports only the base class of errors.
+"""Run a group's calls in order, one at a time, from any thread. Imports only the errors' base class from torch.
 
-A synchronous call runs in the caller's thread once earlier ones are done. An asynchronous one is queued for a
-worker thread: ranks can start calls of different groups in different orders, as with Gloo. If the caller waits
-before the worker has started the call, the caller runs it, which saves a thread switch.
+A synchronous call runs in the caller's thread after all earlier calls. An asynchronous call is queued for a worker
+thread, so ranks may start calls of different groups in different orders, as with Gloo. If the caller waits before the
+worker has started the call, the caller runs it, which saves a thread switch.
 
-Callbacks of futures run outside the lock of calls. While a worker is in a callback, another serves the queue:
-a callback can start a call of the same group and wait for it.
+Callbacks of futures run outside the lock. While a worker runs a callback, another worker serves the queue: a callback
+may launch a call of the same group and wait for it.
 
-At exit Python stops daemon threads at any point. If a thread is in an operation of torch's C++, the process ends with
-SIGABRT. Therefore the interpreter's exit waits briefly for calls that the script did not wait for.
+At exit, Python stops daemon threads at any point. Inside an operation of torch's C++, this ends the process with
+SIGABRT. Therefore the interpreter's exit waits a moment for calls that the script did not wait for.
 
-A forked child has a copy of the parent's group, with its shared memory: other ranks could not tell its calls from the
-parent's. Therefore an executor accepts calls only from the process that created it.
+A forked child has a copy of the parent's group with its shared memory: the peers would mistake a call there for one of
+the parent. Therefore an executor accepts calls only in the process that created it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from functools import partial
 
 from ..errors import GroupClosedError
 
-# How long the interpreter's exit waits for calls in progress; calls that wait for a peer can last much longer.
+# How long the interpreter's exit waits for calls in progress; calls that wait for a peer may take much longer.
 _EXIT_S = 1.0
 
 _executors: weakref.WeakSet[Executor] = weakref.WeakSet()
@@ -47,7 +47,7 @@ class Task:
     """One queued call.
 
     Args:
-        function: Runs the call; blocks.
+        function: Does the work; blocks.
 
     Attributes:
         error: The exception that it raised, or None.
@@ -61,14 +61,14 @@ class Task:
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Run the call and store its error; the caller runs `call_back` afterwards."""
+        """Do the work and keep its error; the caller runs `call_back` afterwards."""
         function, self._function = self._function, None
         assert function is not None
         try:
             function()
         except BaseException as error:
             self.error = error
-        del function  # its tensors can be freed now
+        del function  # release its tensors
         with self._lock:
             self._finished.set()
 
@@ -84,7 +84,7 @@ class Task:
         return bool(self._callbacks)
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the call is done; immediately if it is done already."""
+        """Call `callback` after the work, or at once if the work is done."""
         with self._lock:
             if not self._finished.is_set():
                 self._callbacks.append(callback)
@@ -92,15 +92,15 @@ class Task:
         callback()
 
     def is_done(self) -> bool:
-        """Return whether the call is done, with or without an error."""
+        """Return whether the work has finished or failed."""
         return self._finished.is_set()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for the call; return False if `timeout_s` passed first."""
+        """Wait for the work; return False if it is not done within `timeout_s` seconds."""
         return self._finished.wait(timeout_s)
 
 
-# A call that was done before its Work was created.
+# Task of a Work whose call has already finished.
 DONE = Task(lambda: None)
 DONE.run()
 
@@ -109,16 +109,16 @@ class Executor:
     """Runs one group's calls in order.
 
     Args:
-        name: Of its threads, for debuggers.
+        name: Name of its threads, for debuggers.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # Held while a call runs. Reentrant: a signal handler that interrupts a call must get an error, not a deadlock.
+        # Held while a call runs. Reentrant: in a call's own thread a signal handler must get an error, not a deadlock.
         self._turn = threading.RLock()
         self._is_running = False
         self._queue: deque[Task] = deque()
-        # Guards the attributes below and wakes workers. A worker is free (serves or awaits the queue) or in a callback.
+        # Guards the fields below and wakes workers. A worker is free (serves or awaits the queue) or in a callback.
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._num_free = 0
@@ -134,12 +134,12 @@ class Executor:
     def _check_process(self) -> None:
         if not self.is_own():
             raise GroupClosedError(
-                f"The process group belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: "
-                "call collectives in the parent, or start the child with 'spawn' and create a group there."
+                f"The process group belongs to process {self._pid}, and this is process {os.getpid()}, forked from it: call "
+                "collectives in the parent, or start the child with 'spawn' and create a group there."
             )
 
     def run(self, function: Callable[[], None]) -> None:
-        """Run `function` in this thread, after everything queued before.
+        """Run `function` in this thread, after all queued calls.
 
         Raises:
             GroupClosedError: This is a forked child of the group's process.
@@ -167,13 +167,13 @@ class Executor:
         task = Task(function)
         with self._changed:
             if self._closed:
-                raise GroupClosedError("The process group was shut down or aborted; make a new one.")
+                raise GroupClosedError("The process group was shut down or aborted; create a new one.")
             self._queue.append(task)
             self._serve()
         return task
 
     def finish(self, task: Task, timeout_s: float | None = None) -> bool:
-        """Return True once `task` is done, and run it here if no thread has started it; return False after `timeout_s`.
+        """Return True once `task` is done, running it in this thread if none has started it; False after `timeout_s`.
 
         Raises:
             GroupClosedError: This is a forked child of the group's process.
@@ -188,7 +188,7 @@ class Executor:
         return True
 
     def _run_queued(self, is_wanted: Callable[[], bool]) -> None:
-        """Run queued tasks, and their callbacks, as long as ``is_wanted()``; raises the errors of `_take_turn`."""
+        """Run queued tasks and their callbacks while ``is_wanted()`` is true; raises as `_take_turn` does."""
         done: list[Task] = []
         try:
             self._take_turn(done, is_wanted)
@@ -197,11 +197,11 @@ class Executor:
                 task.call_back()
 
     def _take_turn(self, done: list[Task], is_wanted: Callable[[], bool]) -> None:
-        """Run queued tasks, and append each to `done`, as long as ``is_wanted()``.
+        """Run queued tasks while ``is_wanted()`` is true, and append each to `done`.
 
         Raises:
-            BaseException: A signal handler raised it meanwhile, such as KeyboardInterrupt. It is raised in this thread,
-                and not in threads that wait for the interrupted task.
+            BaseException: A signal handler raised it during a task, such as KeyboardInterrupt. It belongs to this
+                thread, and not to the threads that wait for the interrupted task.
             RuntimeError: This thread runs another call.
         """
         with self._turn:
@@ -238,7 +238,7 @@ class Executor:
                     self._changed.wait()
                     self._num_waiting -= 1
             done: list[Task] = []
-            with suppress(BaseException):  # the task stores it
+            with suppress(BaseException):  # the task keeps the error
                 self._take_turn(done, partial(operator.not_, done))
             if done and done[0].has_callbacks():
                 with self._changed:
@@ -250,12 +250,12 @@ class Executor:
                     self._num_free += 1
 
     def is_settled(self) -> bool:
-        """Return whether every thread of the executor is idle."""
+        """Return whether the queue is empty and all threads are idle."""
         with self._changed:
             return not self._queue and self._num_waiting == sum(thread.is_alive() for thread in self._threads)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse further calls; wait up to `timeout_s` seconds for those queued. Return whether all are done."""
+        """Accept no more calls, wait up to `timeout_s` seconds for queued ones, and return whether all have ended."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._closed = True
@@ -263,7 +263,7 @@ class Executor:
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        # A synchronous call of another thread holds the lock. A signal handler may close during one of this thread.
+        # A synchronous call of another thread holds the lock. One of this thread was interrupted by a signal handler.
         free = self._turn.acquire(timeout=max(0.0, deadline - time.monotonic()))
         if free:
             free = not self._is_running
@@ -274,5 +274,5 @@ class Executor:
 def _nested_error() -> RuntimeError:
     return RuntimeError(
         "A signal handler or finalizer called a collective, or waited for one, while its thread was in another "
-        "call of the same group, which cannot continue before the handler returns; set a flag and call it later."
+        "call of the same group, which cannot continue before the handler returns; set a flag there and call it later."
     )

@@ -1,7 +1,7 @@
-"""Support for observers of a call: torch's profiler, dispatch modes, fake tensors, ``torch.compile``. Imports torch.
+"""Interaction with torch's profiler, dispatch modes, tensors without data, and ``torch.compile``. Imports torch.
 
-Inside a compiled region Dynamo evaluates every Python frame, including frames that DDP's reducer or autograd enters
-from C++. It must not trace a collective: torch.distributed provides what Dynamo should see of one.
+Inside a compiled region Dynamo evaluates every Python frame, also those that DDP's reducer or autograd enters from C++.
+It must not trace into this package: it handles collectives at the level of torch.distributed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def is_without_data(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a shape but no data: on the meta device, or of a FakeTensorMode."""
     if tensor.is_meta:
         return True
-    fake = sys.modules.get("torch._subclasses.fake_tensor")  # without this module no FakeTensor exists
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # not imported: no fake tensors exist
     return fake is not None and isinstance(tensor, fake.FakeTensor)
 
 
 def run_hidden(function: Callable[[], None]) -> None:
-    """Run a call hidden from this thread's dispatch modes, such as FakeTensorMode or FlopCounterMode.
+    """Run a call without the dispatch modes of this thread, such as FakeTensorMode or FlopCounterMode.
 
-    They must see one operation, and not its copies and additions. A thread that waits for the call can run it, and
-    the modes of the thread that runs it are disabled.
+    A mode must not see the copies and additions inside a collective. A thread that waits for a call may run it, so the
+    modes of the running thread are disabled.
     """
     if dispatch_modes():
         with no_dispatch_modes():
@@ -43,12 +43,12 @@ def run_hidden(function: Callable[[], None]) -> None:
 
 
 def recorded(operation: str, tensors: Sequence[torch.Tensor], function: Callable[[], None]) -> Callable[[], None]:
-    """Wrap a call in a record of the running profiler.
+    """Wrap a call in a record of the active profiler.
 
     Args:
         operation: Part of the record's name.
         tensors: The record contains their shapes.
-        function: Runs the call. The record begins now and ends with the call, in any thread.
+        function: Does the work. The record begins now and ends when `function` returns, in any thread.
     """
     record = start_record(f"ipc:{operation}", *tensors)
 
@@ -62,7 +62,7 @@ def recorded(operation: str, tensors: Sequence[torch.Tensor], function: Callable
 
 
 def hide_package() -> None:
-    """Exclude functions of the package's loaded modules from Dynamo; call again after more are loaded."""
+    """Make Dynamo skip every function in the loaded modules of this package. Call again after further imports."""
     for name in [name for name in sys.modules if name.startswith(_PACKAGE)]:
         if name not in _skipped:
             _skipped.add(name)

@@ -1,4 +1,4 @@
-"""The process group of backend ``ipc``: shared memory between ranks on one host, and on one device. Imports torch."""
+"""The process group of backend ``ipc``: memory shared between the ranks of a host or of a device. Imports torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class IpcProcessGroup(CollectiveGroup):
     Args:
         store: The group's store.
         rank: This process's rank in the group.
-        size: Number of ranks of the group.
+        size: Ranks of the group.
         timeout: Default timeout of a collective.
-        global_ranks: Global rank of each group rank, for messages; empty if they equal the group ranks.
+        global_ranks: Global rank of each group rank, for messages; empty means the same numbers.
 
     Attributes:
         membership: Ranks of each host.
 
     Raises:
-        IpcUnavailableError: A rank cannot set up shared memory, or has an invalid environment variable; every
-            rank raises.
+        IpcUnavailableError: Shared memory cannot be set up on some rank, or an environment variable has an invalid
+            value there. Every rank raises.
     """
 
     _asked_as = frozenset({"ipc"})
@@ -50,7 +50,7 @@ class IpcProcessGroup(CollectiveGroup):
         self._device_side = DeviceSide(self._host, self._names, shared)
         logger.log(
             logging.INFO if rank == 0 else logging.DEBUG,
-            "ray_fracbackend: ipc process group of %d ranks on %d hosts, %d here, chunks of %d bytes",
+            "ray_fracbackend: ipc process group of %d ranks on %d hosts, %d on this host, chunks of %d bytes",
             size,
             len(self.membership.hosts),
             self._local.num_ranks,
@@ -59,7 +59,7 @@ class IpcProcessGroup(CollectiveGroup):
 
 
 def _wrong_setting() -> str | None:
-    """Return the error of an invalid variable that is otherwise read only at the first collective of device tensors."""
+    """Return the error of an environment variable that is otherwise read only at the first call with device tensors."""
     try:
         knobs.check_device()
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Work and Future of a collective, in forms that do not crash torch's C++ callers. Imports torch.
 
-``Future.set_exception`` and a result of None both crash the process inside DDP's reducer, so failures are raised in a
-``then`` callback, and the value is always a list of tensors.
+``Future.set_exception`` and a result of None both crash the process inside DDP's reducer. Therefore a failure is raised
+in a ``then`` callback, and the value is always a list of tensors.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _handed_over: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
 
 
 def keep_work_of_reducers() -> None:
-    """Keep alive the Work that DDP's ``join`` passes to its reducer. Can be called more than once.
+    """Keep alive the Work that DDP's ``join`` passes to its reducer. May be called again.
 
-    The reducer's C++ does not keep the Python object alive. Without it the reducer waits forever: torch calls the wait
-    of the base class, which nothing completes.
+    The reducer's C++ does not keep the Python part of the Work. Without it the reducer waits for ever, in ``wait`` of
+    the C++ base class, which is never completed.
     """
     Reducer._set_forward_pass_work_handle = _hand_over_and_keep
 
 
 def _hand_over_and_keep(reducer: Any, work: Work, use_static_world_size: bool) -> None:
     _hand_over(reducer, work, use_static_world_size)
-    _handed_over[reducer] = work  # frees the previous Work only now, when the reducer no longer refers to it
+    _handed_over[reducer] = work  # only now drop the previous Work: the reducer no longer has it
 
 
 class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
-    """A collective that is done, or that runs or is issued to a device while its caller continues.
+    """Work of a collective that has finished, is running, or has been issued to a device.
 
     Args:
         task: The queued call, or `DONE`.
-        executor: Runs it.
+        executor: Runs the task.
         tensors: The tensors that receive results.
         call: The device call that the task runs; None on the host.
     """
@@ -55,14 +55,14 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
         self.call = call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the collective is done; on a device until it is issued, then the caller's stream waits for it.
+        """Block until the collective has finished; on a device, until it is issued and the caller's stream waits for it.
 
         Args:
-            timeout: Timeout of only this wait; None, zero and negative mean the collective's timeout.
+            timeout: Limit of this wait only; None, zero and negative mean the timeout of the collective.
 
         Raises:
             IpcError: The collective failed.
-            CollectiveTimeoutError: `timeout` passed first; the collective continues.
+            CollectiveTimeoutError: The collective did not finish within `timeout`; it continues to run.
         """
         if self._task is not DONE:
             timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
@@ -70,24 +70,24 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
                 raise CollectiveTimeoutError(f"Work.wait timed out: the collective is not done within {timeout_s} s.")
             error = self._task.error
             if error is not None:
-                # An exception of another thread's signal handler is not raised here.
-                raise error if isinstance(error, Exception) else IpcError(f"The collective was ended by {error!r}.")
+                # Do not re-raise here what a signal handler raised in another thread, such as KeyboardInterrupt.
+                raise error if isinstance(error, Exception) else IpcError(f"{error!r} interrupted the collective.")
         if self.call is not None:
             self.call.join()
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the collective failed or is done, including its work on a device."""
+        """Return whether the collective has failed or finished, including its work on the device."""
         if not self._task.is_done():
             return False
         return self.call is None or self._task.error is not None or bool(self.call.done.query())
 
     def is_success(self) -> bool:
-        """Return whether the collective is done without an error."""
+        """Return whether the collective has finished without an error."""
         return self._task.error is None and self.is_completed()
 
     def exception(self) -> BaseException | None:
-        """Return the exception of the collective, or None."""
+        """Return the exception that the collective raised, or None."""
         return self._task.error
 
     def synchronize(self) -> None:
@@ -99,7 +99,7 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future of `result()`; waiting on it raises the exception of the collective."""
+        """Return a future of `result()`. Its ``wait()`` raises the exception of the collective."""
         call, task, tensors = self.call, self._task, self._tensors
         started: torch.futures.Future[Any] = (
             torch.futures.Future() if call is None else call.stream.runtime.new_future()
@@ -109,7 +109,7 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
             if call is None:
                 started.set_result(tensors)
             elif task.error is not None:
-                # The device may be unusable, and a value without tensors does not use it.
+                # The device may be broken: a value without tensors does not use it.
                 started.set_result([])
             else:
                 call.stream.runtime.complete(started, tensors, call.stream.stream)
@@ -125,12 +125,12 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
 
 
 class ReceiveWork(Work):  # type: ignore[misc]  # torch gives it no type
-    """A tensor of an accelerator that is received on the host first.
+    """Work of a receive into a tensor on an accelerator, whose data first arrives in a host tensor.
 
     Args:
-        work: Gloo's Work of the tensor on the host.
-        host: That tensor.
-        tensor: The tensor on the accelerator that receives the data.
+        work: Gloo's Work of the receive into `host`.
+        host: The host tensor.
+        tensor: The tensor to copy the data to.
     """
 
     def __init__(self, work: Any, host: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -140,13 +140,13 @@ class ReceiveWork(Work):  # type: ignore[misc]  # torch gives it no type
         self._tensor = tensor
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the data has arrived, then copy it on the caller's stream. Can be called more than once.
+        """Block until the data has arrived, then copy it on the caller's stream. May be called again.
 
         Args:
-            timeout: Timeout of only this wait; None, zero and negative mean the group's timeout.
+            timeout: Limit of this wait only; None, zero and negative mean the timeout of the group.
 
         Raises:
-            RuntimeError: The sender has exited, or the timeout passed.
+            RuntimeError: The connection to the sender ended, or the timeout expired.
         """
         self._work.wait(timeout) if timeout is not None and timeout > timedelta(0) else self._work.wait()
         host, self._host = self._host, None
@@ -155,11 +155,11 @@ class ReceiveWork(Work):  # type: ignore[misc]  # torch gives it no type
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the data is in the tensor: only ``wait()`` completes a receive."""
+        """Return whether the data is in the tensor, which is so only after ``wait()``."""
         return self._host is None
 
     def is_success(self) -> bool:
-        """Return the same as ``is_completed()``: a failed receive does not complete."""
+        """Return the same as ``is_completed()``: a failed receive never completes."""
         return self._host is None
 
     def synchronize(self) -> None:
@@ -167,7 +167,7 @@ class ReceiveWork(Work):  # type: ignore[misc]  # torch gives it no type
         self.wait()
 
     def source_rank(self) -> int:
-        """Return the rank that sent."""
+        """Return the rank of the sender."""
         return int(self._work._source_rank())
 
     _source_rank = source_rank

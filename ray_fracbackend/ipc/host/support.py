@@ -47,14 +47,14 @@ def host_memory_support() -> str | None:
     if not dist.is_available() or not dist.is_gloo_available():
         return "this torch was built without torch.distributed or without Gloo, which the ipc backend falls back to"
     if not HAS_PYTHON_GROUPS:
-        return f"torch {torch.__version__} cannot hold process groups that are made in Python; the ipc backend needs torch 2.7"
+        return f"torch {torch.__version__} does not support process groups written in Python; the ipc backend needs torch 2.7"
     if not hasattr(os, "memfd_create"):
         return "this Python was built without os.memfd_create"
     try:
         start_time(os.getpid())
         os.readlink(_PID_NAMESPACE)
     except OSError as error:
-        return f"/proc is not usable ({error}); peers cannot be found or watched without it"
+        return f"/proc is not usable ({error}); ipc finds and watches the other processes there"
     try:
         _, name = create_arena(knobs.MIN_CHUNK_BYTES)
         try:

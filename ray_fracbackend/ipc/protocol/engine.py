@@ -56,7 +56,7 @@ class Engine:
         arena: Begins with the control page.
         rank: Local rank of this process.
         peers: Processes of the local ranks.
-        names: How messages call each local rank.
+        names: Name of each local rank in messages.
         transport: The memory for tensors.
 
     Attributes:
@@ -234,4 +234,4 @@ class Engine:
 
 
 def _closed_error(what: str) -> GroupClosedError:
-    return GroupClosedError(f"{what}: the process group was shut down or aborted; make a new one.")
+    return GroupClosedError(f"{what}: the process group was shut down or aborted; create a new one.")

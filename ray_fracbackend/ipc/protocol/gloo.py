@@ -49,7 +49,7 @@ class GlooGroup:
     Args:
         group: The Gloo group.
         rank: This process's rank in it.
-        names: How messages call each of its ranks.
+        names: Name of each of its ranks in messages.
         wait: Waits for a Work of the group under the terms of its call; by default as long as the Work does.
     """
 
@@ -157,7 +157,7 @@ class GlooCollectives:
     Args:
         store: The group's store; every rank makes the object in the same call.
         rank: This process's rank in the group.
-        names: How messages call each rank.
+        names: Name of each rank in messages.
         timeout: Bound on connecting.
 
     Raises:
@@ -248,7 +248,7 @@ class GlooCollectives:
             IpcError: The group was closed, or is broken.
         """
         if self._closed:
-            raise GroupClosedError(f"{what}: the process group was shut down or aborted; make a new one.")
+            raise GroupClosedError(f"{what}: the process group was shut down or aborted; create a new one.")
         if self._reason is not None:
             raise GroupPoisonedError(
                 f"{what}: the process group cannot be used any more. The reason was: {self._reason}"

@@ -95,7 +95,7 @@ def check_reduces(operation: str, dtype: torch.dtype, op: Any) -> None:
     allowed = _ALLOWED.get(dtype, ())
     if op not in allowed:
         names = ", ".join(one.name for one in allowed) or "none"
-        raise ValueError(f"{operation} cannot reduce {dtype} with {op.name}; this element type has: {names}.")
+        raise ValueError(f"{operation} cannot reduce {dtype} with {op.name}; this dtype supports: {names}.")
 
 
 class Reduction:

@@ -5,7 +5,7 @@ area ``c % num_slots`` of every rank. Each rank counts three things, each up to 
 
 * WRITTEN: its part is in its slot;
 * READ: it has read what it reads of the slots, and written what it folds of them;
-* DONE: it has read what it reads of the folded areas, and is through with the chunk.
+* DONE: it has read what it reads of the folded areas, and does not need the chunk any more.
 
 What a rank has no part in, as the receivers of a broadcast in writing, it counts for the whole collective at its beginning. Then
 
@@ -63,7 +63,7 @@ class Course:
     Attributes:
         written: The last chunk that this rank has written.
         read: The last that it has read.
-        done: The last that it is through with.
+        done: The last chunk that it does not need any more.
         chunk: Of the action that `next` has returned.
         peer: Whom to wait for where that is AWAIT.
         kind: For which count.

@@ -39,7 +39,7 @@ class Membership:
     Attributes:
         rank: This process's rank in the group.
         hosts: Group ranks of each host, ascending; hosts by their lowest rank.
-        names: How messages call each group rank: "rank" and its global rank.
+        names: Name of each group rank in messages: "rank" and its global rank.
     """
 
     rank: int
@@ -66,7 +66,7 @@ def join(
         store: The group's own store (prefixed).
         rank: This process's rank in the group.
         size: Ranks of the group.
-        names: How messages call each group rank.
+        names: Name of each group rank in messages.
         obstacle: Why this rank cannot take part; None to find out.
 
     Returns:
@@ -112,7 +112,7 @@ def share(
 
     Args:
         collectives: Of CPU tensors.
-        names: How messages call each rank.
+        names: Name of each rank in messages.
         step: Returns this rank's message.
         terms: Of the exchange.
 
@@ -208,6 +208,6 @@ def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, tuple[int, int]]:
                 continue
             if chunk_bytes // 2 < knobs.MIN_CHUNK_BYTES:
                 raise OSError(
-                    error.errno, f"the kernel does not give {num_bytes} bytes of shared memory ({error.strerror})"
+                    error.errno, f"the kernel did not provide {num_bytes} bytes of shared memory ({error.strerror})"
                 ) from error
             chunk_bytes = chunk_bytes // 2 // 4096 * 4096

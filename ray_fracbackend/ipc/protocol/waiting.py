@@ -39,7 +39,7 @@ class Waiter:
         control: The control page.
         address: Address at which it is mapped.
         peers: Processes of the local ranks, by local rank.
-        names: How messages call each local rank, such as "rank 3".
+        names: Name of each local rank in messages, such as "rank 3".
 
     Attributes:
         peers: As given.
