@@ -338,10 +338,9 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             asked = dist.get_backend_config(self)
             if self._own_rank == 0 and not {part.partition(":")[2] for part in asked.split(",")} <= self._asked_as:
                 logger.warning(
-                    "ray_fracbackend: this process group was requested as %s, but torch.distributed makes a group with %s in it %s for "
-                    "all devices. For another backend create a second group, such as new_group(backend='nccl').",
+                    "ray_fracbackend: this process group was requested as %s, but torch.distributed uses %s for all devices of such "
+                    "a group. To use another backend, create a second group, such as new_group(backend='nccl').",
                     asked,
-                    self._name,
                     self._name,
                 )
 
