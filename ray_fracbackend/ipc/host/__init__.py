@@ -1,1 +1,1 @@
-"""Host memory that processes share, and the processes that share it."""
+"""Host memory shared between processes, and checks of the processes that share it."""

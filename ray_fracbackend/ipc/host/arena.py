@@ -1,9 +1,9 @@
 """Anonymous shared memory between processes of one host: creation, attachment, size.
 
-The memory is a memfd. It has no name in any file system, so nothing can be left in /dev/shm whichever rank is
-killed when, it is not limited by the size of /dev/shm (64 MB in a Docker container), and only processes that may
-read ``/proc/<creator>/fd`` (the same user, or root) can open it. ``fallocate`` takes all pages at once and a seal
-forbids shrinking, so that no later access can end in SIGBUS.
+The memory is a memfd. It has no name in any file system, so a killed rank leaves nothing in /dev/shm. It is not limited
+by the size of /dev/shm (64 MB in a Docker container). Only processes that may read ``/proc/<creator>/fd`` (the same
+user, or root) can open it. ``fallocate`` allocates all pages at once and a seal forbids shrinking, so a later access
+cannot raise SIGBUS.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class ArenaName:
-    """How another process finds an arena.
+    """Data with which another process opens an arena.
 
     Attributes:
         pid: Process that created it and keeps `fd` open until every rank has attached.
         fd: Descriptor number in that process.
-        token: Random hex text also written into the memory: distinguishes the memory from what a reused pid or fd means.
+        token: Random hex text, also stored in the memory. Detects that the pid or fd now belongs to something else.
         num_bytes: Size of the memory.
     """
 
@@ -57,9 +57,9 @@ def create_arena(num_bytes: int) -> tuple[Arena, ArenaName]:
     The caller closes ``name.fd`` once all peers have attached.
 
     Raises:
-        OSError: The kernel refuses a memfd or has not `num_bytes` to give.
+        OSError: The kernel cannot create a memfd or allocate `num_bytes`.
     """
-    import fcntl  # not on Windows, where this module must still import
+    import fcntl  # does not exist on Windows, where this module must still be importable
 
     num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
     fd = os.memfd_create("ray_fracbackend_ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -79,15 +79,15 @@ def attach_arena(name: ArenaName) -> Arena:
     """Map memory that another process created.
 
     Raises:
-        IpcUnavailableError: The creator's descriptor cannot be opened from here, or is not the announced memory.
+        IpcUnavailableError: This process cannot open the creator's descriptor, or it is not the announced memory.
     """
     path = f"/proc/{name.pid}/fd/{name.fd}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise IpcUnavailableError(
-            f"{path} of the rank that created the shared memory cannot be opened ({error.strerror}): both ranks must "
-            f"share a PID namespace and a user; set RAY_FRACBACKEND_IPC_HOST differently for them, or use the gloo backend."
+            f"{path} of the rank that created the memory cannot be opened ({error.strerror}): both ranks must share a PID "
+            f"namespace and a user. Set a different RAY_FRACBACKEND_IPC_HOST for each, or use the gloo backend."
         ) from error
     try:
         if os.fstat(fd).st_size < name.num_bytes:

@@ -1,19 +1,19 @@
 """Memory ordering and kernel waiting between processes, from libc and libatomic through ctypes.
 
-Runs in every rank; imports the standard library only.
+Used by every rank; imports the standard library only.
 
-A counter is an aligned 8-byte word, which CPython reads and writes in one access. What has to be added is order:
+A counter is an aligned 8-byte word, which CPython reads and writes in one access. Fences add the order:
 
-* ``release_fence`` before a counter is stored, so that the data it announces is visible first;
-* ``acquire_fence`` after a counter was seen to advance, so that the data is not read early;
-* ``full_fence`` between storing a counter and reading whether a rank sleeps on it (and the other way round in
-  the sleeper), so that no wake-up is lost.
+* ``release`` before a counter is stored: the data that it announces becomes visible first;
+* ``acquire`` after a counter was seen to advance: the data is not read too early;
+* ``full`` between storing a counter and reading whether a rank sleeps on it (and vice versa in the sleeping rank): no
+  wake-up is lost;
+* ``store`` between the stores of two counters.
 
-x86-64 keeps loads in order, so the second needs no instruction there. A locked instruction is the third: acquiring a
-``threading.Lock`` is one. It also serves as the first: ordinary stores stay in order anyway (TSO), but the non-temporal
-ones that a copy routine may use for large blocks do not. So between two counters, which are ordinary, ``store_fence`` is enough, and
-needs no instruction there. Other CPUs get ``atomic_thread_fence`` of libatomic for all; without libatomic `ordering_support` refuses
-them.
+On x86-64 loads stay in order, so ``acquire`` needs no instruction. ``full`` needs a locked instruction; acquiring a
+``threading.Lock`` is one. ``release`` uses it too: ordinary stores stay in order (TSO), but the non-temporal stores of
+a copy routine for large blocks do not. ``store`` needs no instruction, as counters are written by ordinary stores.
+Other CPUs use libatomic's ``atomic_thread_fence`` for all four; without libatomic they are not supported.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class _Timespec(ctypes.Structure):
 
 
 def ordering_support() -> str | None:
-    """Return whether counters in shared memory can be ordered here.
+    """Return whether this machine supports ordered access to counters in shared memory.
 
     Returns:
-        None if they can, else the reason in one sentence.
+        None if it does, else the reason in one sentence.
     """
     machine = platform.machine()
     if not sys.platform.startswith("linux"):
@@ -75,7 +75,7 @@ def _locked_fence() -> Callable[[], None]:
     def fence() -> None:
         if acquire(False):
             release()
-        else:  # another thread, or what a signal handler has interrupted, is at this line
+        else:  # another thread, or code interrupted by a signal handler, holds the lock
             new_lock().acquire()
 
     return fence
@@ -83,7 +83,7 @@ def _locked_fence() -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Fences:
-    """What orders the accesses of this process, see above."""
+    """The four fences of this process; see the module docstring."""
 
     release: Callable[[], None]
     acquire: Callable[[], None]
@@ -95,7 +95,7 @@ def make_fences() -> Fences:
     """Return the fences of this CPU.
 
     Raises:
-        RuntimeError: `ordering_support` names a reason against it.
+        RuntimeError: `ordering_support` returns a reason.
     """
     reason = ordering_support()
     if reason is not None:
@@ -109,7 +109,7 @@ def make_fences() -> Fences:
 
 
 def let_threads_run() -> Callable[[], int]:
-    """Return a function that lets other threads of this process run for a moment, as a call without Python's lock does, and no other process."""
+    """Return a function that releases the GIL for a moment without giving up the CPU."""
     return ctypes.CDLL(None).getpid
 
 
@@ -130,7 +130,7 @@ class Futex:
     def wait(self, offset: int, expected: int, timeout_s: float) -> None:
         """Sleep while the word at byte `offset` equals the low 32 bits of `expected`, at most `timeout_s` seconds.
 
-        Returns early on a wake-up, a changed word or a signal; the caller looks at the word again.
+        Returns early on a wake-up, a changed word or a signal; the caller must read the word again.
         """
         seconds = int(timeout_s)
         limit = _Timespec(seconds, int((timeout_s - seconds) * 1e9))

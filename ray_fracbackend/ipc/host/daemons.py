@@ -1,7 +1,7 @@
-"""Daemon threads that the interpreter's exit waits for, a moment long. Standard library only.
+"""Daemon threads for which the interpreter waits briefly at exit. Standard library only.
 
-Python ends its daemon threads in the middle of what they do, and torch's C++ ends the process with SIGABRT if that is one of its
-operations. A thread that is not a daemon would keep the process for as long as a peer does not answer.
+Python stops daemon threads at any point. If a thread is inside one of torch's C++ operations, torch ends the process
+with SIGABRT. A thread that is not a daemon would keep the process alive as long as a peer does not answer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-# How long the interpreter's exit waits for all of them together.
+# Time for which the interpreter waits at exit, for all of these threads together.
 EXIT_S = 1.0
 
 _running: dict[threading.Thread, Callable[[], None] | None] = {}
@@ -21,9 +21,9 @@ def start_daemon(function: Callable[[], None], name: str, stop: Callable[[], Non
     """Run a function in a daemon thread.
 
     Args:
-        function: Runs in the thread.
-        name: For debuggers.
-        stop: Called at the interpreter's exit if the thread still runs, to have it end soon.
+        function: The function to run.
+        name: Name of the thread, for debuggers.
+        stop: Called at the interpreter's exit if the thread still runs; must make it end soon.
     """
 
     def run() -> None:
@@ -41,7 +41,7 @@ def start_daemon(function: Callable[[], None], name: str, stop: Callable[[], Non
 @atexit.register
 def _settle() -> None:
     deadline = time.monotonic() + EXIT_S
-    # In a forked child those of its parent are not alive.
+    # In a forked child the threads of its parent are not alive.
     running = [(thread, stop) for thread, stop in tuple(_running.items()) if thread.is_alive()]
     for _, stop in running:
         if stop is not None:

@@ -1,4 +1,4 @@
-"""Is a peer process still there? Runs in every rank; imports the standard library, and psutil where there is no /proc."""
+"""Check whether a peer process is alive. Imports the standard library, and psutil where there is no /proc."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _stat_fields(pid: int) -> list[str] | None:
 
 
 def start_time(pid: int) -> float:
-    """Return the start of process `pid`, which distinguishes processes of the same number; in what unit is the system's affair.
+    """Return the start time of process `pid`, to detect a reused pid. The unit depends on the system.
 
     Raises:
         ProcessLookupError: There is no such process.
@@ -37,10 +37,10 @@ def start_time(pid: int) -> float:
 
 
 class Peer:
-    """One process of this machine, distinguished from later ones with the same number.
+    """One process of this machine; a later process with the same pid does not count as this one.
 
     Args:
-        pid: Its process number in this PID namespace.
+        pid: Its pid in this PID namespace.
         started: Its `start_time`.
     """
 
@@ -49,11 +49,11 @@ class Peer:
         self.started = started
 
     def is_alive(self) -> bool:
-        """Return False once the process has ended with all its threads, also while its parent has not yet waited for it."""
+        """Return False once all threads of the process have ended, even if its parent has not yet waited for it."""
         return self.state() != "gone"
 
     def state(self) -> str:
-        """Return the state for messages: "running", "stopped" or "gone"; without /proc a stopped process counts as running."""
+        """Return "running", "stopped" or "gone"; without /proc a stopped process counts as running."""
         if not _HAS_PROC:
             try:
                 return "running" if start_time(self.pid) == self.started else "gone"
@@ -63,6 +63,6 @@ class Peer:
         if fields is None or int(fields[19]) != self.started:
             return "gone"
         if fields[0] in ("Z", "X"):
-            # The state is that of the first thread. While another one is still ending, the memory and the files of the process are there.
+            # This is the state of the main thread. Until the last thread ends, the process keeps its memory and files.
             return "running" if int(fields[17]) > 1 else "gone"
         return "stopped" if fields[0] in ("T", "t") else "running"

@@ -1,9 +1,9 @@
-"""The memory that tensors pass through: slots and folded areas of all ranks of a host. Imports torch.
+"""The memory for the tensors of a collective: slots and folded areas of all ranks of a host. Imports torch.
 
-Counters, descriptions and failure marks are on the control page, which is always in host memory. This is the memory for the
-tensors, and the order of accesses to it. Host memory is ordered by CPU fences alone: a rank that has seen a peer's counter reach a
-step may read what that peer wrote for it. On a device that says only that the peer has issued its work: `device.memory` makes its
-stream wait, for the ranks whose memory is read and before memory is written again, for those that read it.
+The control page, which is always in host memory, has the counters, descriptions and failure marks. This module has the
+tensors' memory and orders accesses to it. Host memory needs only CPU fences: once a rank sees that a peer's counter has
+reached a step, it may read the peer's data of that step. On a device the counter only means that the peer has enqueued
+its work: `device.memory` makes the stream wait for the writers before a read, and for the readers before a write.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from .atomics import make_fences
 
 _ALIGNMENT_BYTES = 4096
 _MAX_VIEWS = 2048
-# Bytes of a rank's table of places.
+# Size in bytes of a rank's table of areas.
 MAX_PLACES = 64
 
 
 def share_bytes(chunk_bytes: int, num_ranks: int) -> int:
-    """Return the bytes of one rank's share of a chunk, rounded up so that every dtype and page boundary fits."""
+    """Return the bytes of one rank's share of a chunk, rounded up to whole pages, with room to align any dtype."""
     share = -(-chunk_bytes // num_ranks) + 64
     return -(-share // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def memory_bytes(chunk_bytes: int, folded_bytes: Sequence[int], num_slots: int) -> int:
-    """Return the bytes that the ranks of a host need together.
+    """Return the total bytes for all ranks of a host.
 
     Args:
         chunk_bytes: Size of a slot in bytes.
         folded_bytes: Size of each rank's folded area in bytes.
-        num_slots: Slots, and folded areas, of each rank.
+        num_slots: Number of slots, and of folded areas, of each rank.
     """
     return num_slots * (len(folded_bytes) * chunk_bytes + sum(folded_bytes))
 
 
 class Places:
-    """Where a rank puts its chunks: of the free areas the one that was freed last, which is the likeliest to be in the caches.
+    """Choose the area for each chunk of a rank: the most recently freed one, which is most likely still in the caches.
 
-    Pure; the caller tells the other ranks.
+    Pure; the caller announces the area to the other ranks.
 
     Args:
-        num_areas: Areas of the rank.
+        num_areas: Number of areas of the rank.
     """
 
     def __init__(self, num_areas: int) -> None:
@@ -56,8 +56,8 @@ class Places:
         """Return the area of a chunk.
 
         Args:
-            chunk: Higher than all before.
-            through: The last chunk that all ranks are through with.
+            chunk: Number of the chunk, higher than in all earlier calls.
+            through: The last chunk that all ranks have finished.
         """
         used, free = self.used, self.free
         while used and used[0][0] <= through:
@@ -68,7 +68,7 @@ class Places:
 
 
 class _Views(dict[int, torch.Tensor]):
-    """Views of the areas of one rank, made when they are asked for."""
+    """Views of the areas of one rank, created on first use."""
 
     def __init__(self, areas: list[torch.Tensor], dtype: torch.dtype, start: int, end: int) -> None:
         self._areas, self._dtype, self._start, self._end = areas, dtype, start, end
@@ -80,21 +80,21 @@ class _Views(dict[int, torch.Tensor]):
 
 
 class SlotMemory:
-    """Slots and folded areas of one group on one host. A chunk is in the same slot of every rank.
+    """Slots and folded areas of one group on one host. A chunk uses the same slot number on every rank.
 
     Args:
-        memory: `memory_bytes` of it, 1-D uint8, mapped by the caller: each rank's first slot, each rank's second, and so on; then the
-            folded areas likewise.
+        memory: 1-D uint8 tensor of `memory_bytes`, mapped by the caller: each rank's first slot, each rank's second, and
+            so on; then the folded areas in the same order.
         chunk_bytes: Size of a slot in bytes; a multiple of 4096.
         folded_bytes: Size of each rank's folded area in bytes; multiples of 4096.
-        num_slots: Slots of each rank, at least 2.
+        num_slots: Number of slots of each rank, at least 2.
         rank: Local rank of this process.
 
     Attributes:
-        chunk_bytes: As given.
-        num_slots: As given.
-        stacks: Whether a reduction of all slots at once is faster than one after the other.
-        acquire: Orders this rank's further accesses after those of the ranks whose counters were seen.
+        chunk_bytes: See above.
+        num_slots: See above.
+        stacks: Whether it is faster to reduce all slots at once than one after the other.
+        acquire: Fence: orders this rank's later accesses after those of ranks whose counters it has read.
     """
 
     stacks = False
@@ -108,39 +108,39 @@ class SlotMemory:
         fences = make_fences()
         self._release_fence = fences.release
         self.acquire = fences.acquire
-        # By number of the slot, then by local rank.
+        # Indexed by slot number, then by local rank.
         num_ranks = len(folded_bytes)
         end = num_slots * num_ranks * chunk_bytes
         self._stacks = memory[:end].view(num_slots, num_ranks, chunk_bytes)
         folded = [areas.split_with_sizes(list(folded_bytes)) for areas in memory[end:].view(num_slots, -1)]
-        # By local rank, then by number.
+        # Indexed by local rank, then by slot number.
         self._slots = [list(slots) for slots in self._stacks.unbind(1)]
         self._folded = [[areas[r] for areas in folded] for r in range(num_ranks)]
-        # Of chunks modulo the slots, by local rank: the number of the slot, and of the folded area.
+        # For each local rank, indexed by chunk modulo num_slots: the number of the slot or of the folded area.
         same = bytes(range(num_slots))
         self._slot_places: list[Sequence[int]] = [same] * num_ranks
         self._folded_places: list[Sequence[int]] = [same] * num_ranks
-        # Views are kept, because making them costs more than a small collective has to spare.
+        # Views are cached: creating them would take too long for a small collective.
         self._views: dict[tuple[bool, torch.dtype, int, int], list[_Views]] = {}
 
     def slot(self, rank: int, chunk: int, dtype: torch.dtype, start: int, end: int) -> torch.Tensor:
         """Return elements `start` to `end` of a rank's slot of a chunk.
 
         Returns:
-            A 1-D view of `dtype`; the whole slot is `chunk_bytes` long. This object owns the memory.
+            A 1-D view of `dtype`; the whole slot has `chunk_bytes`. This object owns the memory.
         """
         views = self._views.get((False, dtype, start, end)) or self._make_views(False, dtype, start, end)
         return views[rank][self._slot_places[rank][chunk % self.num_slots]]
 
     def stack(self, chunk: int, dtype: torch.dtype, start: int, end: int) -> torch.Tensor:
-        """Return the same of all ranks as one 2-D view, with a row for each; where `stacks` is true."""
+        """Return the elements of all ranks as one 2-D view, with one row per rank. Only if `stacks` is true."""
         with torch.inference_mode(False):
             return self._stacks[chunk % self.num_slots].view(dtype)[:, start:end]
 
     def folded(self, rank: int, chunk: int, dtype: torch.dtype, end: int) -> torch.Tensor:
-        """Return the first `end` elements of the memory for what a rank reduces of a chunk.
+        """Return the first `end` elements of a rank's folded area, which holds its reduced part of a chunk.
 
-        It is as long as `local.ReductionPlan.folded_bytes` says.
+        `local.ReductionPlan.folded_bytes` is the size of the area.
         """
         views = self._views.get((True, dtype, 0, end)) or self._make_views(True, dtype, 0, end)
         return views[rank][self._folded_places[rank][chunk % self.num_slots]]
@@ -153,44 +153,44 @@ class SlotMemory:
         return views
 
     def attach(self, words: Sequence[int], counters: Sequence[int], places: Sequence[memoryview]) -> None:
-        """Take note of what the ranks share on the control page; called once, before all others.
+        """Set the parts of the control page that this object uses. Called once, before all other methods.
 
         Args:
-            words: The page.
-            counters: Index of each rank's counts in it.
-            places: Two tables of `MAX_PLACES` bytes for each rank, of its slots and of its folded areas, which it alone writes.
+            words: The page as 8-byte integers.
+            counters: Index in `words` of each rank's counts.
+            places: For each rank, which alone writes them, two tables of `MAX_PLACES` bytes: slots and folded areas.
         """
 
     def record(self, progress: int) -> None:
-        """Order this rank's accesses so far before its counter shows `progress`."""
+        """Order this rank's earlier accesses before the store of `progress` in its counter."""
         self._release_fence()
 
     def wait(self, ranks: Sequence[int], kind: int, value: int) -> None:
-        """Order this rank's further accesses after those with which `ranks` came to a count that was seen, see `schedule`."""
+        """Order this rank's later accesses after those that `ranks` made before their count reached `value`."""
 
     def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
-        """Get this rank's slot of a chunk ready to be written.
+        """Prepare this rank's slot of a chunk for writing.
 
         Args:
-            chunk: Its number.
+            chunk: Number of the chunk.
             read: The last chunk that all ranks have read.
             readers: Ranks that will read the slot.
         """
 
     def prepare_fold(self, chunk: int, done: int) -> None:
-        """Get this rank's folded area of a chunk ready to be written; all ranks are done with the chunks up to `done`."""
+        """Prepare this rank's folded area of a chunk for writing; all ranks have finished the chunks up to `done`."""
 
     def close(self) -> None:
-        """Drop all views of the memory. May be called again."""
+        """Drop all views of the memory. Repeated calls have no effect."""
         self._slots, self._folded, self._stacks = [], [], torch.empty(0)
         self._views = {}
 
 
 class HostMemory(SlotMemory):
-    """Slots in memory of the host, of which each rank uses as few as it can. Arguments as for `SlotMemory`.
+    """Slots in host memory; each rank uses as few as possible. For the arguments see `SlotMemory`.
 
-    With as many slots as let a rank go on where another is late, going round through all of them would take each chunk out of the
-    caches before it is read: on a quiet machine two or three are enough.
+    There are enough slots for a rank to continue while another one is late. Using all of them in turn would evict each
+    chunk from the caches before it is read; on an idle machine two or three slots are enough.
     """
 
     def __init__(

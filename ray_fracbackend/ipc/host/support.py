@@ -1,4 +1,4 @@
-"""Can host memory be shared between processes here, and which processes can share it? Imports stdlib and torch."""
+"""Detect whether processes can share host memory, and which of them. Imports torch and the standard library."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PID_NAMESPACE = "/proc/self/ns/pid"
 
 
 def host_id() -> str:
-    """Return a text that is equal for exactly those processes that can open each other's memory.
+    """Return a string that is equal exactly for processes that can open each other's memory.
 
-    Boot id, host name and PID namespace; `RAY_FRACBACKEND_IPC_HOST` is added when set, so that it can only split
-    a host into several, never join two.
+    It consists of boot id, host name and PID namespace. `RAY_FRACBACKEND_IPC_HOST` is appended if set: it can split a
+    host into several, but cannot merge two hosts.
     """
     try:
         detected = f"{_BOOT_ID.read_text().strip()}/{socket.gethostname()}/{os.readlink(_PID_NAMESPACE)}"
@@ -34,9 +34,9 @@ def host_id() -> str:
 
 
 def host_memory_support() -> str | None:
-    """Return whether the ipc backend can work between processes of this machine.
+    """Return whether the ipc backend can be used between processes of this machine.
 
-    Cheap (well under a millisecond), needs no process group and leaves nothing behind.
+    Fast (well under a millisecond), needs no process group and leaves no files or memory behind.
 
     Returns:
         None if it can, else the reason in one sentence.
@@ -54,7 +54,7 @@ def host_memory_support() -> str | None:
         start_time(os.getpid())
         os.readlink(_PID_NAMESPACE)
     except OSError as error:
-        return f"/proc is not usable ({error}); ipc finds and watches the other processes there"
+        return f"/proc cannot be read ({error}); the ipc backend needs it to open and monitor peers"
     try:
         _, name = create_arena(knobs.MIN_CHUNK_BYTES)
         try:
@@ -62,5 +62,5 @@ def host_memory_support() -> str | None:
         finally:
             os.close(name.fd)
     except OSError as error:
-        return f"the kernel refuses anonymous shared memory: {error}"
+        return f"the kernel does not provide anonymous shared memory: {error}"
     return None
