@@ -86,8 +86,8 @@ def attach_arena(name: ArenaName) -> Arena:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise IpcUnavailableError(
-            f"{path} of the rank that created the memory cannot be opened ({error.strerror}): both ranks must share a PID "
-            f"namespace and a user. Set a different RAY_FRACBACKEND_IPC_HOST for each, or use the gloo backend."
+            f"{path} of the rank that created the memory cannot be opened ({error.strerror}): both ranks must share a "
+            f"PID namespace and a user. Set a different RAY_FRACBACKEND_IPC_HOST for each, or use the gloo backend."
         ) from error
     try:
         if os.fstat(fd).st_size < name.num_bytes:

@@ -83,8 +83,8 @@ class SlotMemory:
     """Slots and folded areas of one group on one host. A chunk uses the same slot number on every rank.
 
     Args:
-        memory: 1-D uint8 tensor of `memory_bytes`, mapped by the caller: each rank's first slot, each rank's second, and
-            so on; then the folded areas in the same order.
+        memory: 1-D uint8 tensor of `memory_bytes`, mapped by the caller: each rank's first slot, each rank's second,
+            and so on; then the folded areas in the same order.
         chunk_bytes: Size of a slot in bytes; a multiple of 4096.
         folded_bytes: Size of each rank's folded area in bytes; multiples of 4096.
         num_slots: Number of slots of each rank, at least 2.

@@ -1,1 +1,1 @@
-"""How ranks exchange tensors through shared memory: steps, waiting, failure, reductions, algorithms."""
+"""The exchange of tensors through shared memory: steps, waiting, failures, reductions, algorithms."""

@@ -1,4 +1,4 @@
-"""What carries the flat tensors of a process group, whichever memory or network that is. Imports torch."""
+"""Protocols of collectives on flat tensors, independent of memory and network. Imports torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .reductions import Reduction
 
 
 class Collectives(Protocol):
-    """Collectives of one group on 1-D contiguous tensors of one kind of device, as `local.LocalCollectives` documents them.
+    """Collectives of one group on 1-D contiguous tensors of one device type; see `local.LocalCollectives`.
 
-    One call at a time. Any failure raises an `IpcError` after which the group cannot be used any more.
+    Only one call may run at a time. Any failure raises an `IpcError`; the group cannot be used afterwards.
     """
 
     rank: int
@@ -24,32 +24,32 @@ class Collectives(Protocol):
         """Return once every rank has called this."""
 
     def reduce(self, tensor: torch.Tensor, root: int | None, reduction: Reduction, terms: Terms) -> None:
-        """Reduce into the root's `tensor`, or into all where root is None; others keep theirs."""
+        """Reduce into the root's `tensor`, or into every rank's if root is None; other ranks' tensors are unchanged."""
 
     def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> None:
-        """Copy the root's `tensor` into that of every rank."""
+        """Copy the root's `tensor` into every rank's `tensor`."""
 
     def gather(self, tensor: torch.Tensor, outputs: Parts | None, root: int | None, terms: Terms) -> None:
-        """Copy every rank's `tensor` into the root's ``outputs[rank]``; sizes are equal."""
+        """Copy every rank's `tensor` into the root's ``outputs[rank]``; all have the same size."""
 
     def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
-        """Reduce ``inputs[r]`` of all ranks into rank r's `output`; sizes are equal."""
+        """Reduce ``inputs[r]`` of all ranks into rank r's `output`; all have the same size."""
 
     def exchange(self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, terms: Terms) -> None:
         """Copy ``inputs[r]`` of this rank into ``outputs[this rank]`` of rank r."""
 
 
 class HostCollectives(Collectives, Protocol):
-    """Collectives of CPU tensors, with which a group begins and ends."""
+    """Collectives of CPU tensors, which also report failures and close the group."""
 
     def raise_if_unusable(self, what: str) -> None:
-        """Raise what a call named `what` would raise if this rank began it now."""
+        """Raise the error that a call named `what` would raise now, if the group is closed or broken."""
 
     def fail(self, reason: str) -> None:
-        """Break the group: every rank raises, unless another reason came first."""
+        """Mark the group as broken: every rank raises with `reason`, or with an earlier one."""
 
     def abort(self, reason: str) -> None:
-        """Break the group, then close it. May be called again, from any thread."""
+        """Mark the group as broken, then close it. May be called repeatedly and from any thread."""
 
     def close(self, idle: bool) -> None:
-        """Leave the group; `idle` says that no call is in progress. May be called again."""
+        """Leave the group; `idle` means that no call is in progress. May be called repeatedly."""

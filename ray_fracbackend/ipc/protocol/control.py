@@ -1,22 +1,22 @@
 """The control page: counters, call descriptions and failure marks that the ranks of one host share.
 
-Runs in every rank; imports nothing of torch but the errors' base class. Layout (8-byte words, native order):
+Used by every rank; imports only the errors' base class from torch. Layout (8-byte words, native order):
 
     words 0-1    token of the arena
     word  8      poison: 0, or 1 + local rank of a rank that failed
     from word 16, one block of BLOCK_WORDS words per local rank:
-      +0   counter: how often this rank has announced something, and what (see `schedule`), written by it alone:
-      +1   the last chunk that it has written
-      +2   the last that it has read
-      +3   the last that it is done with
-      +4   closed: 1 once this rank has shut its group down, 2 if it may go on using the others' device memory
-      +5   bell: how often it has stored all of these; the word that others sleep on
-      +8   sleepers: a byte for each rank (modulo 64), which it sets while it may be sleeping on the bell
+      +0   counter: number of this rank's announcements; only this rank writes it and the next three (see `schedule`)
+      +1   the last chunk that this rank has written
+      +2   the last chunk that it has read
+      +3   the last chunk that it is done with
+      +4   closed: 1 once this rank has shut its group down, 2 if it may still use other ranks' device memory
+      +5   bell: number of times that it has stored all of these; other ranks sleep on this word
+      +8   sleepers: one byte for each rank (modulo 64), set by that rank while it may be sleeping on the bell
       +16  two call descriptions (of even and odd calls) of DESCRIPTION_BYTES
       +80  reason of this rank's failure, REASON_BYTES, zero-terminated UTF-8
-      +160 where this rank has put its last chunks: a byte for each, of its slots and of its folded areas (see `host.memory`)
+      +160 areas of this rank's last chunks: one byte per chunk, for slots and for folded areas (see `host.memory`)
 
-A counter, the sleepers and the rest of a block have cache lines (64 bytes) of their own.
+The counters, the sleepers and the rest of a block are on separate cache lines (64 bytes).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PLACES = 160
 
 
 def control_bytes(num_ranks: int) -> int:
-    """Return the bytes that the control page of `num_ranks` local ranks takes, a multiple of 4096."""
+    """Return the size in bytes of the control page for `num_ranks` local ranks, a multiple of 4096."""
     return -(-(_FIRST_BLOCK + num_ranks * BLOCK_WORDS) * 8 // 4096) * 4096
 
 
@@ -49,13 +49,13 @@ class ControlPage:
     Args:
         arena: The mapping; the page is at its start.
         rank: Local rank of this process.
-        num_ranks: Local ranks.
+        num_ranks: Number of local ranks.
 
     Attributes:
         words: The page as 8-byte integers, for the polling loop.
-        counter_index: Index in `words` of each rank's counter, which what it counts follows.
+        counter_index: Index in `words` of each rank's counter; its three counts follow it.
         bell_index: Index in `words` of each rank's bell.
-        places: Each rank's table of places.
+        places: Each rank's table of areas, see +160.
     """
 
     def __init__(self, arena: Arena, rank: int, num_ranks: int) -> None:
@@ -67,7 +67,7 @@ class ControlPage:
         self.bell_index = [index + _BELL for index in self.counter_index]
         starts = [(index + _PLACES) * 8 for index in self.counter_index]
         self.places = [self._bytes[start : start + 2 * MAX_PLACES] for start in starts]
-        # Words of those that may sleep on this rank's bell.
+        # Words with the bytes of ranks that may sleep on this rank's bell.
         first = self.counter_index[rank] + _SLEEPERS
         self._sleepers = range(first, first + min(_SLEEPERS_BYTES, num_ranks + 7) // 8)
         self._descriptions = [[self._description_slice(r, parity) for parity in (0, 1)] for r in range(num_ranks)]
@@ -77,18 +77,18 @@ class ControlPage:
         return self._bytes[start : start + DESCRIPTION_BYTES]
 
     def set_asleep(self, peer: int, asleep: bool) -> None:
-        """Mark this rank as one that may sleep on a peer's bell, or as awake. Nobody else writes this byte: no mark gets lost."""
+        """Set or clear this rank's sleep mark on a peer's bell. No other rank writes this byte: no mark is lost."""
         self._bytes[(self.counter_index[peer] + _SLEEPERS) * 8 + self.rank % _SLEEPERS_BYTES] = asleep
 
     def has_sleepers(self) -> bool:
         """Return whether a rank may be sleeping on this rank's bell."""
-        for index in self._sleepers:  # noqa: SIM110 (a generator costs more than the look)
+        for index in self._sleepers:  # noqa: SIM110 (a generator is slower than the loop)
             if self.words[index]:
                 return True
         return False
 
     def describe(self, call: int, description: bytes) -> None:
-        """Store this rank's description of a call, by its number."""
+        """Store this rank's description of the call with number `call`."""
         self._descriptions[self.rank][call & 1][:] = description
 
     def description(self, rank: int, call: int) -> bytes:
@@ -104,27 +104,27 @@ class ControlPage:
         return None
 
     def poisoner(self) -> int | None:
-        """Return the local rank of a rank that poisoned the group, or None."""
+        """Return the local rank that poisoned the group, or None."""
         value = self.words[_POISON_WORD]
         return value - 1 if value else None
 
     def set_poison(self) -> None:
-        """Mark the group as broken by this rank; its reason must be stored and fenced before."""
+        """Mark the group as broken by this rank; store the reason and call the fence first."""
         self.words[_POISON_WORD] = self.rank + 1
 
     def set_reason(self, reason: str) -> None:
-        """Store the text that peers will raise, cut to fit."""
+        """Store the reason with which peers will raise, truncated to fit."""
         data = reason.encode("utf-8", "replace")[: REASON_BYTES - 1]
         start = (self.counter_index[self.rank] + _REASON) * 8
         self._bytes[start : start + REASON_BYTES] = data.ljust(REASON_BYTES, b"\0")
 
     def reason(self, rank: int) -> str:
-        """Return the text that `rank` stored with its poison."""
+        """Return the reason that `rank` stored when it poisoned the group."""
         start = (self.counter_index[rank] + _REASON) * 8
         return bytes(self._bytes[start : start + REASON_BYTES]).split(b"\0", 1)[0].decode("utf-8", "replace")
 
     def set_closed(self, keeps_memory: bool) -> None:
-        """Mark this rank as taking part in no further step; `keeps_memory` says that it may still use the others' memory."""
+        """Mark this rank as closed; `keeps_memory` means that it may still use other ranks' memory."""
         self.words[self.counter_index[self.rank] + _CLOSED] = 2 if keeps_memory else 1
 
     def is_closed(self, rank: int) -> bool:
@@ -132,5 +132,5 @@ class ControlPage:
         return self.words[self.counter_index[rank] + _CLOSED] != 0
 
     def has_let_go(self, rank: int) -> bool:
-        """Return whether `rank` has, and uses no other rank's memory any more."""
+        """Return whether `rank` has shut its group down and no longer uses other ranks' memory."""
         return self.words[self.counter_index[rank] + _CLOSED] == 1

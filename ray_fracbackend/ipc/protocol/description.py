@@ -1,4 +1,4 @@
-"""What a rank is about to do, in a form that peers can compare and print. Imports torch."""
+"""Descriptions of collective calls, which peers compare and print. Imports torch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 
 from .control import DESCRIPTION_BYTES
 
-# The first part must be equal on all ranks; the second is for messages only.
+# The first KEY_BYTES of a description must be equal on all ranks; the rest only appears in messages.
 KEY_BYTES = 128
 
 
-# How much longer a rank waits for one that itself waits for others, so that the reason comes from where it is known.
+# Extra time to wait for a rank that itself waits for others: that rank then times out first and reports the cause.
 _SLACK_S = 1.0
 
 
 @dataclass(slots=True)
 class Terms:
-    """What ranks have to agree on in a call, and how long this rank waits for the others.
+    """The description of a call and its deadline.
 
     Attributes:
-        description: From `describe_call`; its key is equal on all ranks.
-        deadline: Value of `time.monotonic` after which a rank that has not come counts as lost.
+        description: From `describe_call`; its key must be equal on all ranks.
+        deadline: Value of `time.monotonic` after which a rank that is still missing counts as lost.
     """
 
     description: bytes
@@ -34,19 +34,19 @@ class Terms:
 
     @staticmethod
     def within(description: bytes, timeout_s: float) -> Terms:
-        """Return terms of a call that begins now."""
+        """Return the terms of a call that starts now."""
         return Terms(description, time.monotonic() + timeout_s)
 
     def later(self) -> Terms:
-        """Return terms for waiting behind a rank that waits under these."""
+        """Return terms with a later deadline, to wait for a rank that itself waits under these terms."""
         return Terms(self.description, self.deadline + _SLACK_S)
 
     def left(self) -> timedelta:
-        """Return the time that is left; never zero, which stands for no limit of its own."""
+        """Return the remaining time; never zero, which would mean that the call sets no timeout."""
         return timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
 
     def is_late(self) -> bool:
-        """Return whether the time is over, or so nearly that Gloo, which counts whole milliseconds, has given up."""
+        """Return whether the deadline has passed, or is so close that Gloo (in whole milliseconds) has timed out."""
         return time.monotonic() > self.deadline - 0.01
 
 
@@ -60,8 +60,8 @@ def describe_call(
 ) -> bytes:
     """Describe one collective call.
 
-    Two ranks agree if operation, dtype, reduce operation, root and number of elements are equal. Shapes of equal size are
-    compatible, as they are for Gloo. `reduce_op` is a ``RedOpType``.
+    Two ranks agree if operation, dtype, reduce operation, root and number of elements are equal. Different shapes with
+    the same number of elements agree, as they do for Gloo. `reduce_op` is a ``RedOpType``.
 
     Returns:
         `DESCRIPTION_BYTES` bytes: `KEY_BYTES` to compare, then text to print.
@@ -88,18 +88,18 @@ def describe_call(
 def _field(text: str, num_bytes: int) -> bytes:
     data = text.encode("ascii", "replace")
     if len(data) > num_bytes:
-        # Only a shape of very many dimensions is that long, and shapes are not compared.
+        # Only a shape with very many dimensions is so long, and shapes are not compared.
         data = data[: num_bytes - 3] + b"..."
     return data.ljust(num_bytes, b"\0")
 
 
 def through_gloo(description: bytes) -> bytes:
-    """Return the description of the same call for tensors that Gloo carries, which is a different call."""
+    """Return the description of the same call through Gloo; it differs from a call through shared memory."""
     return _marked(description, b"G", "through Gloo")
 
 
 def first_on_device(description: bytes) -> bytes:
-    """Return the description of the same call for tensors on a device that has to be set up for the group first."""
+    """Return the description of the same call on a device that the group must set up first."""
     return _marked(description, b"D", "on a CUDA device")
 
 

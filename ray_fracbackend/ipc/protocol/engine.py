@@ -1,6 +1,6 @@
 """Run collectives of one host, one at a time: actions, mismatch detection, failure. Imports torch.
 
-Nothing here knows which memory the tensors pass through; that is the transport's.
+The engine does not depend on the memory of the tensors; the transport handles it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .description import KEY_BYTES, Terms, description_text
 from .schedule import DONE, READ, WRITTEN, Action, Course
 from .waiting import Waiter
 
-# Looking an enum's member up costs as much as comparing it, and there are several of both per call.
+# Bound once: looking up an enum member takes as long as comparing it, and a call does both several times.
 _SIGN, _PUT, _FOLD, _PUBLISH, _AWAIT, _CHECK, _TAKE = Action
 
 ChunkFunction = Callable[[int, int], None]
@@ -29,12 +29,12 @@ class Call:
 
     Attributes:
         terms: What the ranks agree on, and the deadline.
-        num_chunks: Chunks, at least 1 and equal on all ranks.
-        put: ``put(index, chunk)`` fills this rank's slot of a chunk, the index-th of the call; None if this rank sends nothing.
+        num_chunks: Number of chunks, at least 1 and equal on all ranks.
+        put: ``put(index, chunk)`` fills this rank's slot of the call's index-th chunk; None if this rank sends nothing.
         take: ``take(index, chunk)`` reads other ranks' memory of the chunk; None if this rank receives nothing.
-        two_passes: Whether some ranks fold. All ranks read what is folded.
-        fold: ``fold(index, chunk)`` reduces this rank's share from all slots of the chunk into its folded memory of it; None if this
-            rank folds nothing.
+        two_passes: Whether some ranks fold. All ranks read the folded areas.
+        fold: ``fold(index, chunk)`` reduces this rank's share of the chunk, from all slots, into its folded area; None
+            if this rank folds nothing.
         sources: Local ranks whose memory `take` reads; None for all.
         readers: Local ranks that read this rank's slot; None for all.
     """
@@ -53,17 +53,17 @@ class Engine:
     """One rank's side of the collectives of a host.
 
     Args:
-        arena: Begins with the control page.
+        arena: Shared memory; the control page is at its start.
         rank: Local rank of this process.
         peers: Processes of the local ranks.
         names: Name of each local rank in messages.
         transport: The memory for tensors.
 
     Attributes:
-        waiter: Publishes and waits for the others.
+        waiter: Publishes this rank's counts and waits for the other ranks.
         observer: Called as ``observer(action, chunk)`` before each action; for tests that inject failures.
-        on_failure: Called with the reason after a call has failed here, to inform ranks that this page does not reach.
-        on_raise: Called before a call of this process raises that the group is broken.
+        on_failure: Called with the reason after a call has failed here, to inform ranks that do not share this page.
+        on_raise: Called before a call of this process raises because the group is broken.
         has_raised: Whether a call of this process has reported that the group is broken.
     """
 
@@ -97,7 +97,7 @@ class Engine:
             self.waiter.raise_if_poisoned(what)
             self._run_actions(call, what)
         except BaseException as error:
-            # Whatever stopped this rank, it is out of step with the others now: they must not wait for it.
+            # After any error this rank is out of step with the others: they must not wait for it.
             self._raises()
             self.fail(str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}")
             raise
@@ -131,7 +131,7 @@ class Engine:
                 continue
             if action is _PUT and course.lags(words, others) and waiter.poll(course.peer, course.kind, course.value):
                 continue
-            # What comes now is after what the others have announced.
+            # Order the accesses below after those that the others have announced.
             transport.acquire()
             if action is _PUT:
                 if observer is not None:
@@ -164,7 +164,7 @@ class Engine:
                 call.take(chunk - first, chunk)
             course.after(action)
             if action is _TAKE and course.is_over():
-                break  # announced with the next call
+                break  # the next call announces this chunk
             self._publish(course)
         self._last_chunk = course.last
 
@@ -182,14 +182,14 @@ class Engine:
         theirs = description_text(self._control.description(peer, call))
         raise CollectiveMismatchError(
             f"{self._names[self.rank]} called {description_text(description)} while {self._names[peer]} called "
-            f"{theirs} as the same collective of the group; every rank must make the same calls in the same order."
+            f"{theirs} for the same collective of the group; all ranks must make the same calls in the same order."
         )
 
     def raise_if_unusable(self, what: str) -> None:
-        """Raise what a call would raise if this rank began it now.
+        """Raise the error that a call would raise now, if the group is closed or broken.
 
         Raises:
-            IpcError: The group was closed, or poisoned by some rank.
+            IpcError: The group was closed, or a rank poisoned it.
         """
         if self._closed:
             raise _closed_error(what)
@@ -205,26 +205,26 @@ class Engine:
             notify()
 
     def has_left(self, rank: int) -> bool:
-        """Return whether a local rank has closed its group in order."""
+        """Return whether a local rank has closed its group."""
         return self._control.is_closed(rank)
 
     def fail(self, reason: str) -> None:
-        """Poison the group: every rank raises with `reason`, unless another reason came first."""
+        """Poison the group: every rank raises with `reason`, or with an earlier one."""
         self.waiter.poison(reason)
         for notify in self.on_failure:
             notify(reason)
 
     def abort(self, reason: str) -> None:
-        """Poison the group so that every rank raises, then close it. May be called again, from any thread."""
+        """Poison the group, so that every rank raises, then close it. May be called repeatedly and from any thread."""
         if not self._closed:
             self.fail(reason)
         self.close(keeps_memory=True)
 
     def close(self, keeps_memory: bool = False) -> None:
-        """Leave the group: peers that still wait for this rank raise. May be called again, from any thread.
+        """Leave the group: peers that still wait for this rank raise. May be called repeatedly and from any thread.
 
         Args:
-            keeps_memory: Whether this rank may still use the others' memory, which they then must not free.
+            keeps_memory: Whether this rank may still use other ranks' memory; if so, they must not free it.
         """
         if self._closed:
             return

@@ -1,7 +1,7 @@
-"""Collectives over a Gloo group of torch, between all ranks or between the leaders of hosts. Imports torch.
+"""Collectives over torch's Gloo backend, between all ranks or between the leaders of hosts. Imports torch.
 
-Gloo has few element types, no AVG, no reduce_scatter of every kind, and its MIN and MAX lose a NaN or keep it depending on the
-order. What it does not reduce as `Reduction` does, travels as bytes and is reduced by each rank.
+Gloo supports few element types, no AVG and not every reduce_scatter. Its MIN and MAX keep or lose a NaN, depending on
+the order. If Gloo does not reduce as `Reduction` does, ranks exchange the bytes and each rank reduces them.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from .local import Parts, SomeParts, as_bytes
 from .reductions import Reduction
 from .setup import share
 
-# What Gloo reduces exactly as we do.
+# Element types and operations for which Gloo's result equals that of `Reduction`.
 _DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _OPS = {Op.SUM: Op.SUM, Op.AVG: Op.SUM, Op.PREMUL_SUM: Op.SUM, Op.PRODUCT: Op.PRODUCT}
 _MEET = describe_call("process of each rank")
-# How long a rank waits for Gloo before it looks whether another has failed; the first and the longest time.
+# Time to wait for Gloo before checking whether another rank has failed: the first and the longest interval.
 _FIRST_SLICE_S, _LAST_SLICE_S = 0.1, 2.0
-# How long a rank waits for what one that has left or died may have sent.
+# Time to wait for data that a rank may have sent before it left or died.
 _GRACE_S = 2.0
 
 
 class GlooGroup:
-    """Flat, contiguous CPU tensors between the ranks of a Gloo group. Errors are torch's.
+    """Collectives of flat, contiguous CPU tensors over a Gloo group. Raises torch's errors.
 
     Args:
         group: The Gloo group.
         rank: This process's rank in it.
         names: Name of each of its ranks in messages.
-        wait: Waits for a Work of the group under the terms of its call; by default as long as the Work does.
+        wait: Waits for a Work of the group under the terms of its call; by default with the timeout of the Work.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class GlooGroup:
         self._wait = wait
 
     def agree(self, terms: Terms) -> None:
-        """Compare the descriptions of a call; return once all ranks have come.
+        """Compare the descriptions of a call; return once all ranks have called it.
 
         Raises:
-            CollectiveMismatchError: Ranks have called different collectives; each of them raises.
+            CollectiveMismatchError: Ranks have called different collectives; every rank raises.
         """
         own = torch.frombuffer(bytearray(terms.description), dtype=torch.uint8)
         for rank, tensor in enumerate(self.gathered(own, terms)):
@@ -77,18 +77,18 @@ class GlooGroup:
             if theirs[:KEY_BYTES] != terms.description[:KEY_BYTES]:
                 raise CollectiveMismatchError(
                     f"{self._names[self.rank]} called {description_text(terms.description)} while "
-                    f"{self._names[rank]} called {description_text(theirs)} as the same collective "
-                    f"of the group; every rank must make the same calls in the same order."
+                    f"{self._names[rank]} called {description_text(theirs)} for the same collective "
+                    f"of the group; all ranks must make the same calls in the same order."
                 )
 
     def gathered(self, tensor: torch.Tensor, terms: Terms) -> list[torch.Tensor]:
-        """Return the `tensor` of every rank, by rank; sizes are equal."""
+        """Return the `tensor` of every rank, indexed by rank; all have the same size."""
         parts = [torch.empty_like(tensor) for _ in self._names]
         self.gather(tensor, parts, None, terms)
         return parts
 
     def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root: int | None, terms: Terms) -> None:
-        """Gather ``tensor`` into the root's `outputs`, or into those of all where root is None."""
+        """Gather ``tensor`` into the root's `outputs`, or into every rank's if root is None."""
         if not tensor.numel():
             return
         if root is None:
@@ -100,13 +100,13 @@ class GlooGroup:
             self._wait(self.group.gather(targets, [tensor], options), terms)
 
     def reduce(self, partial: torch.Tensor, out: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
-        """Combine the `partial` results of all ranks into every rank's `out`; all get the same bytes.
+        """Combine the `partial` results of all ranks into every rank's `out`; all ranks get the same bytes.
 
         Args:
-            partial: Of the reduction's accumulation type; overwritten.
-            out: Of its element type.
-            reduction: Of the whole group's results, so that AVG is divided by its number of ranks.
-            terms: Of the call.
+            partial: Tensor of the reduction's accumulation type; overwritten.
+            out: Tensor of its element type.
+            reduction: The reduction of the whole group, as AVG divides by the group's number of ranks.
+            terms: Terms of the call.
         """
         if partial.dtype in _DTYPES and reduction.op in _OPS:
             if partial.numel():
@@ -122,12 +122,12 @@ class GlooGroup:
             out.copy_(merged)
 
     def broadcast(self, data: torch.Tensor, root: int, terms: Terms) -> None:
-        """Copy the root's `data` into that of every rank."""
+        """Copy the root's `data` into every rank's `data`."""
         if data.numel():
             self._wait(self.group.broadcast([data], _options("Broadcast", terms, rootRank=root)), terms)
 
     def exchange(self, inputs: SomeParts, outputs: SomeParts, terms: Terms) -> None:
-        """Send the bytes of ``inputs[r]`` to rank r and receive those of ``outputs[r]`` from it, None for nothing."""
+        """Send the bytes of ``inputs[r]`` to rank r and receive ``outputs[r]`` from it; None means no data."""
         empty = torch.empty(0, dtype=torch.uint8)
         sources = [empty if t is None else as_bytes(t) for t in inputs]
         targets = [empty if t is None else as_bytes(t) for t in outputs]
@@ -148,17 +148,17 @@ def _options(kind: str, terms: Terms, **fields: Any) -> Any:
 
 
 class GlooCollectives:
-    """Collectives of CPU tensors where ranks have no memory in common; the arguments are those of `LocalCollectives`.
+    """Collectives of CPU tensors for ranks without shared memory; for the arguments see `LocalCollectives`.
 
-    Gloo's own abort and shutdown leave the other ranks waiting, and on Windows it does not always notice that a connection has ended.
-    So a rank that fails or leaves says so in the store and drops its Gloo group, which ends the connections; and ranks that wait
-    look from time to time into the store and at the processes of their host.
+    Gloo's own abort and shutdown leave the other ranks waiting, and on Windows Gloo does not always notice a closed
+    connection. A rank that fails or leaves therefore writes this to the store and drops its Gloo group, which closes
+    the connections. Waiting ranks regularly check the store and the processes of their host.
 
     Args:
-        store: The group's store; every rank makes the object in the same call.
+        store: The group's store; all ranks create this object in the same call.
         rank: This process's rank in the group.
         names: Name of each rank in messages.
-        timeout: Bound on connecting.
+        timeout: Time limit for connecting.
 
     Raises:
         IpcError: The ranks cannot connect.
@@ -178,14 +178,14 @@ class GlooCollectives:
             raise IpcError(f"{len(names)} ranks cannot connect through Gloo: {error}") from error
         self._group = GlooGroup(gloo, rank, names, self._wait)
         own = {"host": host_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
-        # All ranks wait here for all: one whose connections stand may leave, which to one that still connects is a broken network.
+        # All ranks wait here: if one left before another has connected, that one would report a broken network.
         infos = share(self, names, lambda: own, Terms.within(_MEET, timeout.total_seconds()))
         for other, info in enumerate(infos):
             if other != rank and info["host"] == own["host"]:
                 self._peers[other] = Peer(info["pid"], info["started"])
 
     def _wait(self, work: Any, terms: Terms) -> None:
-        """Wait for Gloo in slices, and between them look whether another rank has failed, left or died."""
+        """Wait for Gloo in intervals; after each, check whether another rank has failed, left or died."""
         slice_s, lost_since, what = _FIRST_SLICE_S, None, description_text(terms.description)
         while True:
             try:
@@ -193,9 +193,9 @@ class GlooCollectives:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # what came first may have been the end of the slice
+                    work.wait()  # the interval may have ended first: raise Gloo's error, if any
                     return
-            # By another thread of this process, or by another rank.
+            # Another thread of this process, or another rank, may have broken the group.
             self.raise_if_unusable(what)
             if (theirs := self._said("failed")) is not None:
                 raise GroupPoisonedError(f"{what}: {theirs}")
@@ -203,21 +203,21 @@ class GlooCollectives:
             if lost is None:
                 slice_s = min(2 * slice_s, _LAST_SLICE_S)
             elif lost_since is None:
-                # It may have done its part, which is on its way.
+                # The lost rank may have sent its data before; it may still arrive.
                 lost_since, slice_s = time.monotonic(), _FIRST_SLICE_S
             elif time.monotonic() > lost_since + _GRACE_S:
                 raise PeerLostError(f"{lost} before it reached {what}.")
 
     def _lost(self) -> str | None:
-        """Return which rank has left the group or died, as far as this rank can see; None for no rank."""
+        """Return a message about a rank that is known to have left or died, or None."""
         for rank, peer in self._peers.items():
             if not peer.is_alive():
                 return f"{self._names[rank]} (pid {peer.pid}) died"
         return self._said("left")
 
     def _said(self, key: str) -> str | None:
-        """Return what the first rank that failed or left has put into the store."""
-        with suppress(RuntimeError):  # the store's own host may be gone
+        """Return the message that the first rank that failed or left has written to the store, or None."""
+        with suppress(RuntimeError):  # the process that hosts the store may have ended
             if self._store.check([key]):
                 return str(self._store.get(key).decode("utf-8", "replace"))
         return None
@@ -227,22 +227,22 @@ class GlooCollectives:
             self._store.compare_set(key, "", text)
 
     def fail(self, reason: str) -> None:
-        """Break the group: the other ranks raise with the first rank's reason."""
+        """Mark the group as broken: the other ranks raise with the reason of the first rank that failed."""
         if self._reason is not None:
             return
         self._reason = reason
         name = self._names[self.rank]
-        self._say("failed", f"{name} failed and the process group cannot be used any more. Its reason: {reason}")
+        self._say("failed", f"{name} failed and the process group cannot be used any more. Reason: {reason}")
         self._drop()
 
     def _drop(self, idle: bool = False) -> None:
-        """Drop Gloo's group: where it may not be idle in a thread, as its end waits for the operations that it has begun."""
+        """Drop the Gloo group; in a thread if it may not be idle, as its destructor waits for running operations."""
         dropped, self._group.group = [self._group.group], None
         if not idle:
             start_daemon(dropped.clear, "drop a Gloo group")
 
     def raise_if_unusable(self, what: str) -> None:
-        """Raise what a call would raise if this rank began it now.
+        """Raise the error that a call would raise now, if the group is closed or broken.
 
         Raises:
             IpcError: The group was closed, or is broken.
@@ -250,18 +250,16 @@ class GlooCollectives:
         if self._closed:
             raise GroupClosedError(f"{what}: the process group was shut down or aborted; create a new one.")
         if self._reason is not None:
-            raise GroupPoisonedError(
-                f"{what}: the process group cannot be used any more. The reason was: {self._reason}"
-            )
+            raise GroupPoisonedError(f"{what}: the process group cannot be used any more. Reason: {self._reason}")
 
     def abort(self, reason: str) -> None:
-        """Break the group, then close it. May be called again, from any thread."""
+        """Mark the group as broken, then close it. May be called repeatedly and from any thread."""
         if not self._closed:
             self.fail(reason)
         self._closed = True
 
     def close(self, idle: bool) -> None:
-        """Leave the group: ranks that wait for this one raise. May be called again."""
+        """Leave the group: ranks that wait for this one raise. May be called repeatedly."""
         if not self._closed and self._reason is None:
             self._say("left", f"{self._names[self.rank]} shut its process group down")
             self._drop(idle)
@@ -269,7 +267,7 @@ class GlooCollectives:
 
     @contextmanager
     def _agreed(self, terms: Terms) -> Iterator[GlooGroup]:
-        """Compare descriptions, then run the block; break the group if either fails."""
+        """Compare descriptions, then run the block; mark the group as broken if either fails."""
         what = description_text(terms.description)
         self.raise_if_unusable(what)
         try:
@@ -284,17 +282,17 @@ class GlooCollectives:
             self.fail(reason)
             if isinstance(error, IpcError) or not isinstance(error, Exception):
                 raise
-            # Gloo has one type for all that goes wrong.
+            # Gloo raises one exception type for all failures.
             kind = GroupPoisonedError if theirs else CollectiveTimeoutError if late else PeerLostError
             raise kind(reason) from error
 
     def barrier(self, terms: Terms) -> None:
         """See `LocalCollectives.barrier`."""
         with self._agreed(terms):
-            pass  # all have come
+            pass  # all ranks have called it
 
     def reduce(self, tensor: torch.Tensor, root: int | None, reduction: Reduction, terms: Terms) -> None:
-        """See `LocalCollectives.reduce`; all ranks get the result, and those that are no root drop it."""
+        """See `LocalCollectives.reduce`; all ranks get the result, and ranks other than the root drop it."""
         with self._agreed(terms) as group:
             wide = reduction.accumulate_dtype != tensor.dtype
             keeps = root not in (None, self.rank)
@@ -307,7 +305,7 @@ class GlooCollectives:
             group.broadcast(as_bytes(tensor), root, terms)
 
     def gather(self, tensor: torch.Tensor, outputs: Parts | None, root: int | None, terms: Terms) -> None:
-        """See `LocalCollectives.gather`; an output may be `tensor` itself, and share no other memory with it."""
+        """See `LocalCollectives.gather`; an output may be `tensor` itself, but must not overlap it otherwise."""
         with self._agreed(terms) as group:
             group.gather(as_bytes(tensor), [as_bytes(output) for output in outputs or ()], root, terms)
 

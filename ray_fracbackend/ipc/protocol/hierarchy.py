@@ -1,8 +1,8 @@
 """Collectives of a group whose ranks are on several hosts. Imports torch.
 
-Ranks reduce within their host, the first rank of each (its leader) talks to the other leaders through a Gloo group of their own,
-and the result comes back through the host's memory. Hosts may differ in their number of ranks.
-Every rank gets bitwise the same result: the leaders' all_reduce gives all leaders the same bytes.
+Ranks reduce within their host. The first rank of each host (its leader) communicates with the other leaders through a
+Gloo group, and the result returns through the host's memory. Hosts may differ in their number of ranks.
+All ranks get bitwise the same result: after the leaders' all_reduce all leaders have the same bytes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .setup import Membership
 
 
 class HierarchicalCollectives:
-    """Collectives of a group on several hosts; the arguments are those of `LocalCollectives`.
+    """Collectives of a group on several hosts; for the arguments see `LocalCollectives`.
 
     Args:
-        membership: Ranks of each host.
+        membership: The ranks of each host.
         local: Collectives of this rank's host.
         leaders: Gloo group of the leaders, rank = host index; None on other ranks.
         everyone: Gloo group of all ranks.
@@ -52,13 +52,13 @@ class HierarchicalCollectives:
             local.engine.on_failure.append(self._hang_up)
 
     def _hang_up(self, reason: str) -> None:
-        """End the connections to other leaders, so that a failure on this host reaches their hosts at once."""
-        # Where this torch's Gloo has no abort, the other leaders notice at their timeout.
+        """Close the connections to other leaders, to report a failure on this host to their hosts at once."""
+        # If this torch's Gloo has no abort, the other leaders fail at their timeout.
         stop([self._leaders.group] if self._leaders is not None else [], "abort")
 
     @contextmanager
     def _poisoning(self, terms: Terms) -> Iterator[None]:
-        """Poison this host's ranks on a failure between hosts, so that they are not left waiting."""
+        """On a failure between hosts, poison the group of this host; otherwise its ranks would keep waiting."""
         try:
             yield
         except BaseException as error:
@@ -67,7 +67,7 @@ class HierarchicalCollectives:
             self._local.engine.fail(reason)
             if isinstance(error, IpcError) or not isinstance(error, Exception):
                 raise
-            # Gloo has one type for all that goes wrong.
+            # Gloo raises one exception type for all failures.
             raise (CollectiveTimeoutError if terms.is_late() else IpcError)(reason) from error
 
     def raise_if_unusable(self, what: str) -> None:
@@ -75,7 +75,7 @@ class HierarchicalCollectives:
         self._local.raise_if_unusable(what)
 
     def fail(self, reason: str) -> None:
-        """See `LocalCollectives.fail`; reaches the other hosts as well."""
+        """See `LocalCollectives.fail`; also fails the other hosts."""
         self._local.fail(reason)
 
     def abort(self, reason: str) -> None:
@@ -87,9 +87,9 @@ class HierarchicalCollectives:
         self._local.close(idle)
 
     def _between_hosts(self, function: Callable[[GlooGroup], None], terms: Terms) -> Terms:
-        """Run `function` on the leader, after the leaders have compared descriptions; return terms for what comes after.
+        """Run `function` on the leader, after the leaders have compared descriptions; return terms for the next step.
 
-        The others wait for the leader longer than it waits, so that they raise what it raises and not that it is late.
+        The other ranks get a later deadline than the leader: they then raise its error, and no timeout of their own.
         """
         if self._leaders is None:
             return terms.later()
@@ -101,11 +101,11 @@ class HierarchicalCollectives:
     def barrier(self, terms: Terms) -> None:
         """See `LocalCollectives.barrier`."""
         self._local.barrier(terms)
-        # To agree is to wait for every leader.
+        # Comparing the descriptions waits for every leader.
         self._local.barrier(self._between_hosts(lambda leaders: None, terms))
 
     def reduce(self, tensor: torch.Tensor, root: int | None, reduction: Reduction, terms: Terms) -> None:
-        """See `LocalCollectives.reduce`; all ranks get the result, and those that are no root drop it."""
+        """See `LocalCollectives.reduce`; all ranks get the result, and ranks other than the root drop it."""
         result = tensor if root in (None, self.rank) else tensor.clone()
         numel = tensor.numel() if self._leaders else 0
         partial = torch.empty(numel, dtype=reduction.accumulate_dtype)
@@ -126,7 +126,7 @@ class HierarchicalCollectives:
             self._local.broadcast(tensor, 0, later)
 
     def gather(self, tensor: torch.Tensor, outputs: Parts | None, root: int | None, terms: Terms) -> None:
-        """See `LocalCollectives.gather`; to one root it goes through Gloo between all ranks."""
+        """See `LocalCollectives.gather`; with a single root, uses Gloo between all ranks."""
         if root is not None:
             inputs = [tensor if r == root else None for r in range(self.num_ranks)]
             self.exchange(inputs, outputs or [None] * self.num_ranks, 0, terms)
@@ -152,13 +152,13 @@ class HierarchicalCollectives:
             as_bytes(outputs[rank]).copy_(everything[start : start + data.numel()])
 
     def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
-        """See `LocalCollectives.reduce_scatter`; reduces everything and keeps one's own part."""
+        """See `LocalCollectives.reduce_scatter`; reduces everything and keeps this rank's part."""
         whole = torch.cat(list(inputs))
         self.reduce(whole, None, reduction, terms)
         output.copy_(whole[self.rank * output.numel() : (self.rank + 1) * output.numel()])
 
     def exchange(self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, terms: Terms) -> None:
-        """See `LocalCollectives.exchange`; goes through Gloo between all ranks."""
+        """See `LocalCollectives.exchange`; uses Gloo between all ranks."""
         self.barrier(terms)
         with self._poisoning(terms):
             self._everyone.exchange(inputs, outputs, terms)
@@ -170,7 +170,7 @@ def leads(membership: Membership) -> bool:
 
 
 def gloo_leaders(store: Any, membership: Membership, timeout: timedelta) -> Any:
-    """Create the Gloo group between the leaders, rank = host index; None on other ranks and on a single host.
+    """Create the Gloo group of the leaders, rank = host index; None on other ranks and with a single host.
 
     Raises:
         IpcError: The leaders cannot connect.
@@ -181,7 +181,7 @@ def gloo_leaders(store: Any, membership: Membership, timeout: timedelta) -> Any:
         group = ProcessGroupGloo(
             PrefixStore("ipc-leaders", store), membership.host_index, len(membership.hosts), timeout
         )
-        # A leader whose connections stand may leave at once; to one that still connects that is a broken network.
+        # All leaders wait here: if one left before another has connected, that one would report a broken network.
         group.barrier().wait()
         return group
     except RuntimeError as error:

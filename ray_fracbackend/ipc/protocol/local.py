@@ -1,8 +1,8 @@
 """Collectives between the ranks of one host, chunk by chunk through the engine. Imports torch.
 
 Every method blocks until this rank's part is done. Tensors are 1-D, contiguous and on the transport's device; the
-caller owns them. Any failure raises an `IpcError` after which the group cannot be used any more. A root of None stands for
-every rank.
+caller owns them. Any failure raises an `IpcError`; the group cannot be used afterwards. A root of None means that
+every rank is a root.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from .engine import Call, ChunkFunction, Engine
 from .reductions import Reduction
 
 _LINE_BYTES = 64
-# Local rank that folds alone. Its folded memory holds a whole chunk.
+# The only local rank that folds, if the leader reduces. Its folded area holds a whole chunk.
 LEADER = 0
 
-# One tensor for each rank; None where a rank sends or receives nothing.
+# One tensor for each rank; None if a rank sends or receives nothing.
 Parts = Sequence[torch.Tensor]
 SomeParts = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """How an all_reduce is done; which way is fastest depends on the memory.
+    """Algorithm of an all_reduce; which one is fastest depends on the memory.
 
     Attributes:
         one_pass_bytes: Up to this size every rank reduces everything itself.
-        two_pass_ranks: Below this number of ranks too, whatever the size.
-        by_leader: In two passes the first rank reduces whole chunks; else each rank reduces its share.
+        two_pass_ranks: Below this number of ranks, every rank reduces everything itself, for any size.
+        by_leader: In two passes the first rank reduces whole chunks; otherwise each rank reduces its share.
     """
 
     one_pass_bytes: int
@@ -41,7 +41,7 @@ class ReductionPlan:
     by_leader: bool
 
     def folded_bytes(self, chunk_bytes: int, num_ranks: int) -> list[int]:
-        """Return the bytes of each local rank's folded area: a share of a chunk, or where one rank reduces all of it or nothing."""
+        """Return the bytes of each local rank's folded area: a share of a chunk; with a leader, a whole chunk or 0."""
         if self.by_leader:
             return [chunk_bytes if rank == LEADER else 0 for rank in range(num_ranks)]
         return [share_bytes(chunk_bytes, num_ranks)] * num_ranks
@@ -52,7 +52,7 @@ class LocalCollectives:
 
     Args:
         engine: Runs the calls.
-        plan: How to reduce.
+        plan: Algorithm of reductions.
     """
 
     def __init__(self, engine: Engine, plan: ReductionPlan) -> None:
@@ -63,7 +63,7 @@ class LocalCollectives:
         self.plan = plan
 
     def _chunking(self, numel: int, itemsize: int, parts: int = 1) -> tuple[int, int]:
-        """Return elements per chunk and number of chunks, if a slot holds `parts` pieces of each chunk."""
+        """Return elements per chunk and number of chunks, for slots that hold `parts` pieces of each chunk."""
         if parts == 1:
             per_chunk = self._memory.chunk_bytes // itemsize
         else:
@@ -83,7 +83,7 @@ class LocalCollectives:
         self.engine.abort(reason)
 
     def close(self, idle: bool) -> None:
-        """Leave the group, and let go of the memory if no call is in progress. May be called again."""
+        """Leave the group, and release the memory if no call is in progress. May be called repeatedly."""
         self.engine.close()
         if idle:
             self._memory.close()
@@ -100,9 +100,9 @@ class LocalCollectives:
         terms: Terms,
         partial: torch.Tensor | None = None,
     ) -> None:
-        """Reduce into the root's `tensor`, or into its `partial` of the accumulation type; others keep theirs.
+        """Reduce into the root's `tensor`, or into its `partial` of the accumulation type; others are unchanged.
 
-        Where all ranks are roots, all get bitwise the same result.
+        If all ranks are roots, all get bitwise the same result.
         """
         final, out = partial is None, None
         if root in (None, self.rank):
@@ -116,7 +116,7 @@ class LocalCollectives:
 
         plan = self.plan
         two_passes = self.num_ranks >= plan.two_pass_ranks and tensor.nbytes > plan.one_pass_bytes and final
-        # For a single taker a leader would only be a detour.
+        # With a single root, a leader would only add a copy.
         if two_passes and (root is None or not plan.by_leader):
             self.engine.run(self._two_pass_reduction(tensor, out, reduction, terms, put))
             return
@@ -127,7 +127,7 @@ class LocalCollectives:
             if num_chunks > 1:
                 low = index * per_chunk
                 piece, source = out[low : low + per_chunk], tensor[low : low + per_chunk]
-            # Two ranks can read their own part where it is; with more, the output would overwrite it too early.
+            # With two ranks, each can read its own part in place; with more, the output would overwrite it too early.
             self._reduce_slots(reduction, piece, chunk, 0, source if self.num_ranks == 2 else None, final)
 
         readers = None if root is None else (root,)
@@ -136,12 +136,12 @@ class LocalCollectives:
     def _two_pass_reduction(
         self, tensor: torch.Tensor, out: torch.Tensor | None, reduction: Reduction, terms: Terms, put: ChunkFunction
     ) -> Call:
-        """Make a reduction in two passes: each rank folds its share of a chunk, or the leader all; then all take the shares."""
+        """Return a call that reduces in two passes: each rank or the leader folds, then all take the results."""
         dtype, numel, own, memory, size = tensor.dtype, tensor.shape[0], self.rank, self._memory, self.num_ranks
         per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
         by_leader = self.plan.by_leader
         folders = (LEADER,) if by_leader else range(size)
-        # A leader reads its own part where it is; it is not overwritten before it has been folded.
+        # A leader reads its own part in place; it is not overwritten before it has been folded.
         reads_own = by_leader and own == LEADER and not self._stacks(reduction)
 
         def bounds(index: int, rank: int) -> tuple[int, int]:
@@ -173,7 +173,7 @@ class LocalCollectives:
         )
 
     def _stacks(self, reduction: Reduction) -> bool:
-        """Return whether more than two ranks' parts are reduced at once; two take no more than one kernel anyway."""
+        """Return whether to reduce all ranks' parts at once; not for two ranks, which need only one kernel anyway."""
         return self._memory.stacks and self.num_ranks > 2 and reduction.stacks
 
     def _reduce_slots(
@@ -185,7 +185,7 @@ class LocalCollectives:
         own: torch.Tensor | None = None,
         final: bool = True,
     ) -> None:
-        """Reduce the slots of a chunk from element `start` on into `out`; `own` stands for this rank's slot, which has not been put."""
+        """Reduce the slots of a chunk, from element `start`, into `out`; `own` replaces this rank's (empty) slot."""
         memory, end = self._memory, start + out.shape[0]
         if own is None and self._stacks(reduction):
             reduction.reduce_stack(out, memory.stack(chunk, reduction.dtype, start, end), final=final)
@@ -197,18 +197,18 @@ class LocalCollectives:
         reduction.reduce(out, inputs, final=final)
 
     def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> None:
-        """Copy the root's `tensor` into that of every rank."""
+        """Copy the root's `tensor` into every rank's `tensor`."""
         is_root = self.rank == root
         targets = [tensor if r == root and not is_root else None for r in range(self.num_ranks)]
         self._move([tensor if is_root else None], targets, 0, tensor.nbytes, terms)
 
     def gather(self, tensor: torch.Tensor, outputs: Parts | None, root: int | None, terms: Terms) -> None:
-        """Copy every rank's `tensor` into the root's ``outputs[rank]``; sizes are equal."""
+        """Copy every rank's `tensor` into the root's ``outputs[rank]``; all have the same size."""
         targets = outputs if outputs is not None and root in (None, self.rank) else [None] * self.num_ranks
         self._move([tensor], targets, 0, tensor.nbytes, terms, None if root is None else (root,))
 
     def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
-        """Reduce ``inputs[r]`` of all ranks into rank r's `output`; sizes are equal."""
+        """Reduce ``inputs[r]`` of all ranks into rank r's `output`; all have the same size."""
         dtype, memory = output.dtype, self._memory
         per_chunk, num_chunks = self._chunking(output.numel(), output.itemsize, self.num_ranks)
         result = torch.empty_like(output) if overlaps_shifted(output, inputs) else output
@@ -228,13 +228,13 @@ class LocalCollectives:
             output.copy_(result)
 
     def exchange(self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, terms: Terms) -> None:
-        """Copy ``inputs[r]`` of this rank into ``outputs[this rank]`` of rank r; the base of scatter and all_to_all.
+        """Copy ``inputs[r]`` of this rank into ``outputs[this rank]`` of rank r; used for scatter and all_to_all.
 
         Args:
-            inputs: For each rank its data, any dtype, or None for nothing.
-            outputs: For each rank the memory for its data, or None.
-            max_bytes: Bytes of the largest of all ranks' inputs; equal on all ranks.
-            terms: Of the call.
+            inputs: Data for each rank, of any dtype, or None.
+            outputs: Memory for the data from each rank, or None.
+            max_bytes: Size in bytes of the largest input of any rank; equal on all ranks.
+            terms: Terms of the call.
         """
         self._move(inputs, outputs, self.rank, max_bytes, terms)
 
@@ -247,7 +247,7 @@ class LocalCollectives:
         terms: Terms,
         readers: Sequence[int] | None = None,
     ) -> None:
-        """Put ``sources[p]`` into part p of this rank's slot, and take part `part` of each rank's slot into ``targets[rank]``."""
+        """Put ``sources[p]`` into part p of this rank's slot; take `part` of each rank's slot into ``targets[rank]``."""
         memory, num_parts, rank = self._memory, len(sources), self.rank
         inputs = [None if tensor is None else as_bytes(tensor) for tensor in sources]
         outputs = [None if tensor is None else as_bytes(tensor) for tensor in targets]
@@ -261,11 +261,11 @@ class LocalCollectives:
 
         def put(index: int, chunk: int) -> None:
             for p, data in enumerate(inputs):
-                # Of several parts a rank's own is read by nobody else.
+                # If there are several parts, no other rank reads a rank's own part.
                 if data is not None and (num_parts == 1 or p != part):
                     piece, start = data[index * per_chunk : (index + 1) * per_chunk], p * per_chunk
                     memory.slot(rank, chunk, torch.uint8, start, start + piece.shape[0]).copy_(piece)
-            # After the other inputs, one of which may be where this goes, and before the others' parts come.
+            # After the other inputs, which this output may overlap, and before other ranks' parts arrive.
             if own is not None and own_output is not None:
                 own_output[index * per_chunk :][:per_chunk].copy_(own[index * per_chunk :][:per_chunk])
 
@@ -287,10 +287,10 @@ def as_bytes(flat_tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlaps_shifted(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    """Return whether a 1-D contiguous tensor shares memory with one of `others`, and not from their first bytes on.
+    """Return whether a 1-D contiguous tensor overlaps one of `others` without starting at the same address.
 
-    A collective reads a chunk of its inputs before it writes that chunk of its outputs, so an input may begin where an
-    output does.
+    A collective reads a chunk of its inputs before it writes that chunk of its outputs, so an input may start at the
+    address of an output.
     """
     start = tensor.data_ptr()
     end = start + tensor.nbytes

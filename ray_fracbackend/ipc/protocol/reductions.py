@@ -1,8 +1,8 @@
-"""Element-wise reduction of several ranks' chunks, always in rank order. Runs in every rank; imports torch.
+"""Element-wise reduction of several ranks' chunks, always in rank order. Used by every rank; imports torch.
 
 Accumulation types: float16, bfloat16 and float8 in float32, complex32 in complex64, everything else in itself.
-Unsigned integers of 16 to 64 bits, which torch cannot add, are reduced as signed ones of the same bits (with the sign
-bit flipped around MIN and MAX).
+torch cannot add unsigned integers of 16 to 64 bits: they are reduced as signed integers with the same bits (with the
+sign bit flipped before and after MIN and MAX).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     Op.BOR: torch.bitwise_or,
     Op.BXOR: torch.bitwise_xor,
 }
-# Of the same, over the rows of a tensor.
+# The same operations over the rows of a tensor.
 _ROW_FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     Op.SUM: torch.sum,
     Op.AVG: torch.sum,
@@ -65,17 +65,17 @@ _ALLOWED: dict[torch.dtype, tuple[Any, ...]] = {
 }
 
 
-# torch makes a new object of the enum each time, whose comparison and hash cost as much as a small copy.
+# torch creates a new enum object on each access; comparing and hashing it takes as long as a small copy.
 _OPS: dict[int, Any] = {int(op): op for op in Op.__members__.values()}
 
 
 def plain_op(reduce_op: Any) -> Any:
-    """Return the `RedOpType` of what a caller passed, which is a ``ReduceOp`` or the enum itself; always the same object."""
+    """Return the `RedOpType` of a ``ReduceOp`` or of the enum itself; always the same object."""
     return _OPS[int(getattr(reduce_op, "op", reduce_op))]
 
 
 def scaled(tensor: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-    """Return a rank's input of a PREMUL_SUM times its factor, by way of the wider type: float8 has no product."""
+    """Return a rank's input of a PREMUL_SUM times its factor, computed in the wider type as float8 has no product."""
     wide = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
     return torch.mul(wide, factor).to(tensor.dtype)
 
@@ -87,15 +87,15 @@ def premul_factor(reduce_op: Any) -> float | torch.Tensor:
 
 
 def check_reduces(operation: str, dtype: torch.dtype, op: Any) -> None:
-    """Check that `Reduction` has this operation for an element type.
+    """Check that `Reduction` supports this operation for an element type.
 
     Raises:
-        ValueError: It has not; the message lists those it has.
+        ValueError: It does not; the message lists the supported operations.
     """
     allowed = _ALLOWED.get(dtype, ())
     if op not in allowed:
         names = ", ".join(one.name for one in allowed) or "none"
-        raise ValueError(f"{operation} cannot reduce {dtype} with {op.name}; this dtype supports: {names}.")
+        raise ValueError(f"{operation} cannot reduce {dtype} with {op.name}; supported for this dtype: {names}.")
 
 
 class Reduction:
@@ -104,10 +104,10 @@ class Reduction:
     Args:
         dtype: Element type of inputs and output.
         op: A ``RedOpType`` that passes `check_reduces`.
-        num_ranks: Divisor of AVG; for a part of the ranks (`final` False) no division takes place.
+        num_ranks: Divisor of AVG; partial results (`final` False) are not divided.
 
     Attributes:
-        stacks: Whether there is `reduce_stack`.
+        stacks: Whether `reduce_stack` can be used.
     """
 
     def __init__(self, dtype: torch.dtype, op: Any, num_ranks: int) -> None:
@@ -116,7 +116,7 @@ class Reduction:
         self._num_ranks = num_ranks
         self._function = _FUNCTIONS[op]
         signed = _SIGNED.get(dtype)
-        # For order, unsigned x and signed (x XOR sign bit) compare alike; for the rest the bits are the same.
+        # Unsigned x and signed (x XOR sign bit) have the same order; other operations give the same bits.
         self._signed = signed
         self._flip = torch.iinfo(signed).min if signed is not None and op in (Op.MIN, Op.MAX) else 0
         self.accumulate_dtype: torch.dtype = _WIDER.get(dtype, dtype)
@@ -125,7 +125,7 @@ class Reduction:
         self._scratch: dict[torch.device, torch.Tensor] = {}
 
     def _scratch_of(self, numel: int, device: torch.device) -> torch.Tensor:
-        # Kept: a fresh allocation per chunk would cost page faults on every call.
+        # Cached: a new allocation per chunk would cause page faults on every call.
         scratch = self._scratch.get(device)
         if scratch is None or scratch.numel() < numel:
             with torch.inference_mode(False):
@@ -133,20 +133,20 @@ class Reduction:
         return scratch[:numel]
 
     def reduce_stack(self, out: torch.Tensor, stack: torch.Tensor, *, final: bool = True) -> None:
-        """Reduce the rows of a tensor in one kernel, for devices; where `stacks` is true.
+        """Reduce the rows of a tensor in one kernel, on devices; only if `stacks` is true.
 
-        The order of a sum's terms is torch's, which depends on the number of rows alone: for up to four it is theirs.
+        torch chooses the order of a sum's terms, which depends only on the number of rows: up to four are in row order.
 
         Args:
-            out: As for `reduce`; shares no memory with `stack`.
-            stack: 2-D of `dtype`, with rows of the length of `out`.
-            final: As for `reduce`.
+            out: See `reduce`; must not share memory with `stack`.
+            stack: 2-D tensor of `dtype`, with rows of the length of `out`.
+            final: See `reduce`.
         """
         if self._signed is not None:
             out, stack = out.view(self._signed), stack.view(self._signed)
         if self._flip:
             stack = stack ^ self._flip
-        # A sum accumulates in the wider type and rounds once; a division needs what is not rounded, and not every product rounds once.
+        # A sum accumulates in the wider type and rounds once. AVG must divide before rounding; products may round often.
         wide = self.op in (Op.AVG, Op.PRODUCT) and out.dtype == self.dtype != self.accumulate_dtype
         total = self._scratch_of(out.numel(), out.device) if wide else out
         function = _ROW_FUNCTIONS[self.op]
@@ -159,19 +159,19 @@ class Reduction:
         self._store(total, out, final)
 
     def _rounds_once(self, num_inputs: int) -> bool:
-        """Return whether one operation of the element type itself gives what the wider type would."""
+        """Return whether one operation in the element type has the same result as in the wider type."""
         if self.dtype in _WITHOUT_ROWS:
             return False
         return self.op in (Op.MIN, Op.MAX) or (num_inputs == 2 and not self._divides)
 
     def reduce(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], *, final: bool = True) -> None:
-        """Reduce `inputs` in the order given.
+        """Reduce `inputs` in the given order.
 
         Args:
             out: Result, 1-D, of `dtype` (or of `accumulate_dtype` when not `final`). With two inputs it may be one
                 of them; with more it must not overlap any but the first two.
             inputs: At least one tensor of `dtype` and of the length of `out`.
-            final: Divide for AVG and convert to `dtype`; False keeps a partial result for more ranks.
+            final: Divide for AVG and convert to `dtype`; False keeps a partial result, to be combined with others.
         """
         if self._signed is not None:
             out, inputs = out.view(self._signed), [tensor.view(self._signed) for tensor in inputs]
@@ -190,7 +190,7 @@ class Reduction:
         self._store(total, out, final)
 
     def _store(self, total: torch.Tensor, out: torch.Tensor, final: bool) -> None:
-        """Store what the inputs come to, undoing what was done to them before."""
+        """Store the result in `out`: undo the sign flip, and divide for AVG if `final`."""
         if self._flip:
             total.bitwise_xor_(self._flip)
         if final and self._divides:
@@ -217,13 +217,13 @@ class Reduction:
         return Reduction(self.accumulate_dtype, self.op, self._num_ranks)
 
     def finish(self, total: torch.Tensor) -> None:
-        """Divide a complete sum for AVG, in place (integers round toward zero); nothing for other operations."""
+        """Divide a complete sum for AVG, in place (integers round toward zero); no effect for other operations."""
         if not self._divides:
             return
         if total.is_complex():
             total = torch.view_as_real(total)
         if total.is_floating_point():
-            # By a number CUDA would multiply with its reciprocal, which rounds differently from a division.
+            # For a Python number, CUDA multiplies by the reciprocal, which rounds differently from a division.
             total.div_(
                 self._num_ranks
                 if total.is_cpu
