@@ -45,7 +45,7 @@ def host_memory_support() -> str | None:
     if reason is not None:
         return reason
     if not dist.is_available() or not dist.is_gloo_available():
-        return "this torch was built without torch.distributed or without Gloo, which the ipc backend falls back to"
+        return "this torch was built without torch.distributed or without Gloo, which the ipc backend needs"
     if not HAS_PYTHON_GROUPS:
         return f"torch {torch.__version__} does not support process groups written in Python; the ipc backend needs torch 2.7"
     if not hasattr(os, "memfd_create"):

@@ -247,7 +247,7 @@ class LocalCollectives:
         terms: Terms,
         readers: Sequence[int] | None = None,
     ) -> None:
-        """Put ``sources[p]`` into part p of this rank's slot; take `part` of each rank's slot into ``targets[rank]``."""
+        """Put ``sources[p]`` into part p of this rank's slot; take `part` of every rank into ``targets[rank]``."""
         memory, num_parts, rank = self._memory, len(sources), self.rank
         inputs = [None if tensor is None else as_bytes(tensor) for tensor in sources]
         outputs = [None if tensor is None else as_bytes(tensor) for tensor in targets]
@@ -265,7 +265,7 @@ class LocalCollectives:
                 if data is not None and (num_parts == 1 or p != part):
                     piece, start = data[index * per_chunk : (index + 1) * per_chunk], p * per_chunk
                     memory.slot(rank, chunk, torch.uint8, start, start + piece.shape[0]).copy_(piece)
-            # After the other inputs, which this output may overlap, and before other ranks' parts arrive.
+            # After the other inputs, which the output may overlap, and before other ranks' parts arrive.
             if own is not None and own_output is not None:
                 own_output[index * per_chunk :][:per_chunk].copy_(own[index * per_chunk :][:per_chunk])
 

@@ -146,7 +146,7 @@ class Reduction:
             out, stack = out.view(self._signed), stack.view(self._signed)
         if self._flip:
             stack = stack ^ self._flip
-        # A sum accumulates in the wider type and rounds once. AVG must divide before rounding; products may round often.
+        # A sum accumulates in the wider type and rounds once. AVG divides before that; not every product rounds once.
         wide = self.op in (Op.AVG, Op.PRODUCT) and out.dtype == self.dtype != self.accumulate_dtype
         total = self._scratch_of(out.numel(), out.device) if wide else out
         function = _ROW_FUNCTIONS[self.op]

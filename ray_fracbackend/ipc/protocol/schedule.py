@@ -1,26 +1,26 @@
-"""The slot protocol: what a rank does next, by how far the others are. Pure; imports the standard library only.
+"""The slot protocol: the next action of a rank, given the progress of the others. Pure; standard library only.
 
-A collective moves its tensors in chunks, which are numbered on from one collective to the next. Chunk ``c`` goes through slot and folded
-area ``c % num_slots`` of every rank. Each rank counts three things, each up to the last chunk for which it is true:
+A collective moves its tensors in chunks, whose numbers continue from one collective to the next. Chunk ``c`` uses slot
+and folded area ``c % num_slots`` of every rank. Each rank has three counts, each the last chunk for which this is true:
 
 * WRITTEN: its part is in its slot;
-* READ: it has read what it reads of the slots, and written what it folds of them;
-* DONE: it has read what it reads of the folded areas, and does not need the chunk any more.
+* READ: it has read its data from the slots, and written its folded share;
+* DONE: it has read its data from the folded areas, and does not need the chunk any more.
 
-What a rank has no part in, as the receivers of a broadcast in writing, it counts for the whole collective at its beginning. Then
+A step in which a rank has no part, such as writing for the receivers of a broadcast, counts as done from the start of
+the collective. The rules:
 
 * PUT of ``c`` waits until all ranks have READ ``c - num_slots``;
-* FOLD of ``c`` until all have WRITTEN ``c``, and are DONE with ``c - num_slots``;
-* TAKE of ``c`` until all have WRITTEN it; in two passes, READ it, which says that it is folded;
-* the end of the collective until all have WRITTEN its first chunk. So no rank ends a collective before all have begun it, and two
-  descriptions a rank are enough. They are compared at the first FOLD or TAKE, or at the end.
+* FOLD of ``c`` waits until all have WRITTEN ``c``, and are DONE with ``c - num_slots``;
+* TAKE of ``c`` waits until all have WRITTEN it; in two passes, until all have READ it: it is then folded;
+* the end of the collective waits until all have WRITTEN its first chunk. No rank ends a collective before all have
+  begun it, so two descriptions per rank are enough. They are compared at the first FOLD or TAKE, or at the end.
 
-Of what it may do a rank does the last of TAKE, FOLD and PUT: on a quiet machine each chunk is used while it is in the caches, and where
-a peer is late a rank goes on with later chunks, as long as there are slots. A rank that can do nothing waits for what its lowest chunk lacks.
-The last TAKE of a collective a rank announces with the first announcement of its next one, for which alone it matters: with two slots
-or more nobody waits for it before.
-That always comes: of all ranks the one with the lowest chunk, at the earliest action, waits for nobody. tests/ipc drives these very
-decisions through every interleaving of small cases.
+If several actions are possible, a rank prefers TAKE, then FOLD, then PUT: on an idle machine each chunk is used while
+it is in the caches. If a peer is late, a rank continues with later chunks while slots are free; if it can do nothing,
+it waits for what its lowest chunk needs. The last TAKE of a collective is announced with the next collective's first
+announcement, which is early enough with two or more slots. Every wait ends: the rank with the lowest chunk, at the
+earliest action, waits for no other rank. tests/ipc tests this code in every interleaving of small cases.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from enum import IntEnum
 
 
 class Action(IntEnum):
-    """One thing that a rank does."""
+    """One action of a rank."""
 
     SIGN = 0  # store the call's description
     PUT = 1  # copy a chunk of the input into this rank's slot
     FOLD = 2  # reduce this rank's share of a chunk from all slots
-    PUBLISH = 3  # announce how far this rank is
+    PUBLISH = 3  # announce this rank's counts
     AWAIT = 4  # wait for another rank
     CHECK = 5  # compare descriptions
     TAKE = 6  # copy or reduce a chunk from other ranks' memory into the output
 
 
-# What a rank counts, in the order of its words: the number of its announcements, then the three above.
+# The counts of a rank, in the order of its words: the number of its announcements, then the three above.
 NUM_COUNTS = 4
 PROGRESS, WRITTEN, READ, DONE = range(NUM_COUNTS)
 
@@ -49,12 +49,12 @@ _PUT, _FOLD, _AWAIT, _TAKE = Action.PUT, Action.FOLD, Action.AWAIT, Action.TAKE
 
 
 class Course:
-    """How far one rank is in a collective.
+    """Progress of one rank in a collective.
 
     Args:
         first: Number of the first chunk.
-        num_chunks: At least 1.
-        num_slots: Slots of each rank.
+        num_chunks: Number of chunks, at least 1.
+        num_slots: Number of slots of each rank.
         two_passes: Whether some ranks fold.
         puts: Whether this rank sends anything.
         folds: Whether this rank folds.
@@ -62,13 +62,13 @@ class Course:
 
     Attributes:
         written: The last chunk that this rank has written.
-        read: The last that it has read.
+        read: The last chunk that it has read.
         done: The last chunk that it does not need any more.
-        chunk: Of the action that `next` has returned.
-        peer: Whom to wait for where that is AWAIT.
-        kind: For which count.
-        value: For which value of it.
-        stage: What all ranks have to have counted of a chunk before it is taken.
+        chunk: Chunk of the action that `next` has returned.
+        peer: For AWAIT, the rank to wait for.
+        kind: For AWAIT, the count to wait for.
+        value: For AWAIT, the value of that count.
+        stage: The count that every rank must reach for a chunk before TAKE.
     """
 
     __slots__ = (
@@ -87,14 +87,14 @@ class Course:
         self.done = before if takes else self.last
 
     def next(self, words: Sequence[int], peers: Sequence[tuple[int, int]]) -> Action | None:
-        """Return what this rank does next; None at the end.
+        """Return this rank's next action, or None at the end.
 
         Args:
-            words: Of all ranks, as they are now.
-            peers: Each other rank, with the index of its words.
+            words: Current words of all ranks.
+            peers: Each other rank, with the index of its counts in `words`.
         """
         last, written, read, done = self.last, self.written, self.read, self.done
-        # In one function, though long: a small collective has little time to spare for calls.
+        # One long function, because function calls would slow down a small collective.
         if done < last:
             chunk = done + 1
             if written >= chunk and (not self.two_passes or read >= chunk):
@@ -115,7 +115,7 @@ class Course:
                     self.chunk = chunk
                     return _FOLD
         if written < last:
-            # Its own slot, too, a rank reads before it writes it again.
+            # A rank also reads its own slot before it overwrites it.
             old = written + 1 - self.num_slots
             if read >= old:
                 for _, index in peers:
@@ -127,13 +127,13 @@ class Course:
         return self._blocked(words, peers)
 
     def is_over(self) -> bool:
-        """Return whether this rank has written, read and taken all that it has to."""
+        """Return whether this rank has written, read and taken all its chunks."""
         return self.done == self.last == self.written == self.read
 
     def lags(self, words: Sequence[int], peers: Sequence[tuple[int, int]]) -> bool:
-        """Return whether an earlier chunk than the one to PUT waits for another rank; if so, `peer`, `kind` and `value` say for what.
+        """Return whether a chunk before the one to PUT waits for another rank; if so, set `peer`, `kind` and `value`.
 
-        A moment's wait for it is better than to go on: a chunk in the caches is used first, and fewer slots are.
+        A short wait is better than continuing: it uses a chunk that is in the caches, and fewer slots.
         """
         if self.written < self.first or self.done >= self.written:
             return False
@@ -143,7 +143,7 @@ class Course:
         return True
 
     def _blocked(self, words: Sequence[int], peers: Sequence[tuple[int, int]]) -> Action | None:
-        """Return AWAIT for what the lowest chunk lacks, None where there is none."""
+        """Return AWAIT for what the lowest chunk needs, or None if the collective is complete."""
         if self.done < self.last:
             chunk = self.done + 1
             if self.written >= chunk and (not self.two_passes or self.read >= chunk):
@@ -165,7 +165,7 @@ class Course:
         return _AWAIT
 
     def least(self, words: Sequence[int], peers: Sequence[tuple[int, int]], kind: int) -> int:
-        """Return the last chunk that all ranks have READ, or are DONE with."""
+        """Return the last chunk that all ranks have READ or are DONE with, by `kind`."""
         value = self.read if kind == READ else self.done
         for _, index in peers:
             count = words[index + kind]
@@ -174,7 +174,7 @@ class Course:
         return value
 
     def after(self, action: Action) -> None:
-        """Count what `next` has returned and this rank has done."""
+        """Update the counts after this rank has performed the action that `next` returned."""
         if action is _PUT:
             self.written = self.chunk
         elif action is _FOLD:

@@ -1,8 +1,8 @@
-"""Set up the shared memory of a group: which ranks share a host, one arena a host, agreement. Imports torch.
+"""Set up the shared memory of a group: find the ranks of each host, create one arena per host. Imports torch.
 
-Each rank announces its host and process in the group's store; the first rank of a host creates the memory; the
-others open it; and only when every rank of the whole group has said that it is attached does any rank go on. So either
-all ranks have the backend or all raise the same reason.
+Each rank announces its host and process in the group's store. The first rank of a host creates the memory, and the
+others open it. No rank continues until every rank of the group has reported that it is attached. So either all ranks
+have the backend or all raise the same reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_ERROR = 1000
 
 @dataclass(frozen=True)
 class Membership:
-    """Where the ranks of a group are.
+    """The ranks of a group and their hosts.
 
     Attributes:
         rank: This process's rank in the group.
@@ -65,15 +65,15 @@ def join(
     Args:
         store: The group's own store (prefixed).
         rank: This process's rank in the group.
-        size: Ranks of the group.
+        size: Number of ranks of the group.
         names: Name of each group rank in messages.
-        obstacle: Why this rank cannot take part; None to find out.
+        obstacle: Reason why this rank cannot take part; None to detect it.
 
     Returns:
-        The hosts, and the collectives of this rank's own host.
+        The group's hosts, and the collectives of this rank's host.
 
     Raises:
-        IpcUnavailableError: Some rank cannot take part; the message says which and why.
+        IpcUnavailableError: A rank cannot take part; the message has the rank and the reason.
     """
     store = PrefixStore("ipc", store)
     hello = {"host": host_id(), "pid": os.getpid(), "started": 0, "error": obstacle or host_memory_support()}
@@ -108,28 +108,28 @@ def join(
 def share(
     collectives: Collectives, names: Sequence[str], step: Callable[[], dict[str, Any]], terms: Terms
 ) -> list[dict[str, Any]]:
-    """Run a step of a later set-up on this rank and exchange its result with all ranks, through memory that they share already.
+    """Run a setup step on this rank and exchange its result with all ranks, through existing collectives.
 
     Args:
-        collectives: Of CPU tensors.
+        collectives: Collectives of CPU tensors.
         names: Name of each rank in messages.
         step: Returns this rank's message.
-        terms: Of the exchange.
+        terms: Terms of the exchange.
 
     Returns:
-        The messages by rank.
+        The message of each rank.
 
     Raises:
-        IpcUnavailableError: The step failed on some rank; every rank raises the first rank's reason.
+        IpcUnavailableError: The step failed on a rank; every rank raises the reason of the first such rank.
     """
     try:
         message = step()
     except Exception as error:
-        # torch puts general advice in lines behind CUDA's own text.
+        # torch appends lines with general advice to CUDA's own text.
         message = {"error": next(iter(str(error).strip().splitlines()), repr(error))}
     if message.get("error"):
         message = {"error": message["error"][:_MAX_ERROR]}
-        # JSON takes six bytes for some characters.
+        # JSON needs six bytes for some characters.
         while len(json.dumps(message)) > _MESSAGE_BYTES:
             message["error"] = message["error"][:-100]
     data = json.dumps(message).encode().ljust(_MESSAGE_BYTES, b"\0")
@@ -151,7 +151,7 @@ def _exchange(store: Any, key: str, rank: int, size: int, value: dict[str, Any])
 def _raise_first_error(infos: list[dict[str, Any]], names: tuple[str, ...]) -> None:
     failed = [(names[r], info["error"]) for r, info in enumerate(infos) if info["error"] is not None]
     if failed:
-        others = f" ({len(failed)} ranks in all)" if len(failed) > 1 else ""
+        others = f" ({len(failed)} ranks in total)" if len(failed) > 1 else ""
         raise IpcUnavailableError(f"The ipc backend cannot be used: {failed[0][0]}{others}: {failed[0][1]}")
 
 
@@ -174,9 +174,9 @@ def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena,
         The arena, the size and number of its slots, and a descriptor to close once all ranks have attached, or -1.
 
     Raises:
-        IpcUnavailableError: The first rank could not create it, or it cannot be opened from here.
-        OSError: The kernel refuses the memory.
-        ValueError: The chunk size that the user set is not allowed.
+        IpcUnavailableError: The first rank could not create it, or this process cannot open it.
+        OSError: The kernel does not provide the memory.
+        ValueError: The user set an invalid chunk size or number of slots.
     """
     key = f"arena/{members[0]}"
     if rank == members[0]:
@@ -194,7 +194,7 @@ def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena,
 
 
 def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, tuple[int, int]]:
-    """Create an arena with the slots that are wanted, or with half, a quarter, ... of them, and of their size, that the kernel gives."""
+    """Create an arena with the configured slots; halve first their number, then their size, until it fits."""
     chunk_bytes, num_slots = knobs.chunk_bytes(), knobs.num_slots()
     while True:
         folded = _folded_bytes(chunk_bytes, num_ranks)

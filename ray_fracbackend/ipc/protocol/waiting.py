@@ -1,8 +1,8 @@
-"""Announce how far a rank is and wait until peers are as far: spin, then sleep, with deadline, liveness and poison.
+"""Announce this rank's counts and wait for the counts of peers: poll, then sleep, with checks for failures.
 
-A waiter polls the peer's count for a short, adaptive time. Then it sleeps on the peer's bell with a futex, in slices, and between slices
-looks at the poison word, the deadline and the peer's process. A peer that published before it died or left is not an error: its
-memory is still mapped.
+A waiter polls the peer's count for a short, adaptive time. Then it sleeps on the peer's bell with a futex. At intervals
+it checks the poison word, the deadline and the peer's process. It is not an error if a peer died or left after it
+published its count: its memory is still mapped.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from .control import ControlPage
 from .description import description_text
 from .schedule import DONE, READ, WRITTEN
 
-# Polls before the first system call: a peer that runs at the same time answers within these.
+# Polls before the first system call: enough for a peer that runs at the same time.
 _BARE_POLLS = 64
 _POLLS_PER_YIELD = 16
-# Longest sleep without a look at deadline and liveness.
+# Longest sleep without checking the deadline and the peers' processes.
 _SLICE_S = 0.05
 _MIN_SPIN_US = 5
-# A yield that takes longer has given the core to a process that is no rank.
+# A longer yield means that a process that is not a rank has used the core.
 _STRANGER_S = 0.001
 _MIN_UNYIELDING, _MAX_UNYIELDING = 16, 1024
-# A wait of up to so many times the longest poll, with the wake-up in it, counts as one that polling could have met.
+# A wait, with its wake-up, of up to this multiple of the longest poll counts as one that polling could have avoided.
 _NEAR_MISS = 1.5
 
 
 class Waiter:
-    """One rank's side of the counters of a host.
+    """One rank's access to the counters of a host.
 
     Args:
         control: The control page.
-        address: Address at which it is mapped.
+        address: Address of its mapping.
         peers: Processes of the local ranks, by local rank.
         names: Name of each local rank in messages, such as "rank 3".
 
     Attributes:
-        peers: As given.
-        beside: This rank's side of the group's other kind of memory, whose calls are counted on a page of their own; None until
-            there is one.
-        num_calls: Calls that this rank has begun here.
-        num_published: Its announcements.
+        peers: See above.
+        beside: This rank's waiter for the group's other kind of memory, which has a control page of its own; None until
+            it exists.
+        num_calls: Number of calls that this rank has begun with this memory.
+        num_published: Number of its announcements.
     """
 
     def __init__(self, control: ControlPage, address: int, peers: list[Peer], names: list[str]) -> None:
@@ -67,43 +67,43 @@ class Waiter:
         self._own_bell = control.bell_index[control.rank]
         num_cores = len(os.sched_getaffinity(0))
         self._max_spin_us = float(knobs.spin_us())
-        # With more ranks than cores, polling takes time from the very rank that is waited for: yield at once.
+        # With more ranks than cores, polling slows down the rank that it waits for: yield at once.
         self._is_crowded = control.num_ranks > num_cores
         self._bare_polls = 1 if self._is_crowded else _BARE_POLLS
-        # Waits without a yield, of now and after the next yield that costs a time slice.
+        # Number of waits without a yield: remaining now, and after the next yield that costs a time slice.
         self._unyielding, self._next_unyielding = 0, _MIN_UNYIELDING
         self._let_threads_run = let_threads_run()
         self._spin_us = self._max_spin_us
 
     def publish(self, written: int, read: int, done: int) -> None:
-        """Announce to the peers up to which chunk this rank has written, read and done, and wake those that sleep."""
+        """Announce the last chunk that this rank has written, read and is done with; wake sleeping peers."""
         words, own = self._words, self._own
-        # First: who has seen what follows sees a counter that is as new.
+        # First: a peer that sees the counts below also sees this counter or a later one.
         words[own] = self.num_published = progress = self.num_published + 1
         self._store_fence()
         words[own + WRITTEN] = written
         words[own + READ] = read
         words[own + DONE] = done
         self._store_fence()
-        # Last: who has seen the bell before, and not yet what is stored above it, does not fall asleep.
+        # Last: a peer that missed the counts above has read an older bell, so it does not fall asleep.
         words[self._own_bell] = progress
         self._full_fence()
         if self._control.has_sleepers():
             self._futex.wake(self._own_bell * 8)
 
     def wait(self, peer: int, kind: int, value: int, deadline: float, what: str) -> None:
-        """Return once local rank `peer` has counted as far as `value`.
+        """Return once the count `kind` of local rank `peer` is at least `value`.
 
         Args:
             peer: Local rank.
-            kind: Which of its counts, see `schedule`.
+            kind: The count, see `schedule`.
             value: Number of a chunk.
-            deadline: `time.monotonic` value after which to give up.
-            what: The call, for messages.
+            deadline: `time.monotonic` value after which to raise.
+            what: Description of the call, for messages.
 
         Raises:
             GroupPoisonedError: A rank has failed.
-            PeerLostError: The peer's process has ended or it has shut its group down.
+            PeerLostError: The peer's process has ended, or the peer has shut its group down.
             CollectiveTimeoutError: The deadline has passed.
         """
         words, index = self._words, self._counters[peer] + kind
@@ -118,7 +118,7 @@ class Waiter:
             self._adapt(time.monotonic() - started)
 
     def poll(self, peer: int, kind: int, value: int) -> bool:
-        """Return whether local rank `peer` counts as far as `value` within the time that `wait` polls."""
+        """Return whether the count of `peer` reaches `value` within the time that `wait` polls."""
         words, index = self._words, self._counters[peer] + kind
         for _ in range(self._bare_polls):
             if words[index] >= value:
@@ -144,13 +144,13 @@ class Waiter:
             else:
                 os.sched_yield()
                 if not self._is_crowded and time.monotonic() - now > _STRANGER_S:
-                    # Not the peer ran meanwhile, which would have come back sooner, but another process.
+                    # An unrelated process ran in this time; a peer would have returned sooner.
                     self._unyielding = self._next_unyielding
                     self._next_unyielding = min(2 * self._next_unyielding, _MAX_UNYIELDING)
                     yields = False
 
     def _adapt(self, waited_s: float) -> None:
-        """Poll in full where that would about have met the peer, and ever less where peers keep this rank waiting."""
+        """Poll for the full time if that would nearly have sufficed; otherwise halve the time."""
         if waited_s <= self._max_spin_us * _NEAR_MISS * 1e-6:
             self._spin_us = self._max_spin_us
         else:
@@ -176,7 +176,7 @@ class Waiter:
         self.raise_if_poisoned(what)
         if self.beside is not None:
             self.beside.raise_if_poisoned(what)
-        # Every rank that has not come yet must still be able to, not only the one that is waited for first.
+        # Check every rank that is still missing, not only the one that is waited for first.
         for rank in range(self._control.num_ranks):
             if self._words[self._counters[rank] + kind] < value and rank != self._control.rank:
                 self._raise_if_gone(rank, kind, value, what)
@@ -190,7 +190,7 @@ class Waiter:
             )
 
     def _behind(self, peer: int) -> int:
-        """Return the rank that a timeout names. `peer` may itself wait for a rank that is stopped or further behind."""
+        """Return the rank to name in a timeout: `peer` may itself wait for a rank that is stopped or further behind."""
         others = [peer, *(rank for rank in range(self._control.num_ranks) if rank not in (peer, self._control.rank))]
         stopped = [rank for rank in others if self.peers[rank].state() == "stopped"]
         return min(stopped or others, key=self._position)
@@ -201,41 +201,41 @@ class Waiter:
         return min(self._words[index + kind] for kind in (WRITTEN, READ, DONE))
 
     def _raise_if_gone(self, rank: int, kind: int, value: int, what: str) -> None:
-        # In this order: a process that ends has set its mark before.
+        # In this order: a process sets its closed mark before it ends.
         alive, closed = self.peers[rank].is_alive(), self._control.is_closed(rank)
         if alive and not closed:
             return
-        # It may have come as far and left since the count was read.
+        # It may have reached the value and left since its count was read.
         self._acquire_fence()
         if self._words[self._counters[rank] + kind] >= value:
             return
-        # Or have failed, given its reason, and left: the reason says more than the absence.
+        # Or it failed, stored its reason and left: the reason is more useful than the loss.
         self.raise_if_poisoned(what)
         if alive:
             raise PeerLostError(f"{self._names[rank]} shut its process group down before it reached {what}.")
         raise PeerLostError(f"{self._names[rank]} (pid {self.peers[rank].pid}) died before it reached {what}.")
 
     def _raise_if_beside(self, rank: int, kind: int, value: int, what: str) -> None:
-        """Raise if a peer is ahead in the other memory: ranks make all calls in one order, so it will not come here."""
+        """Raise if a peer is ahead in the other memory: all ranks call in one order, so it will not make this call."""
         there = self.beside
         if there is None:
             return
-        # Between calls all ranks have written as much.
+        # Between calls the WRITTEN counts of all ranks are equal.
         if there._words[there._counters[rank] + WRITTEN] <= there._words[there._own + WRITTEN]:
             return
-        # It may have passed here first and gone on to there since.
+        # It may have made this call first and then continued in the other memory.
         self._acquire_fence()
         if self._words[self._counters[rank] + kind] >= value:
             return
         call = description_text(there._control.description(rank, there.num_calls + 1))
         raise CollectiveMismatchError(
-            f"{self._names[self._control.rank]} called {what} while {self._names[rank]} called {call} as the same "
-            f"collective of the group, with tensors of another device; every rank must make the same calls in the same "
-            f"order, on the same kind of device."
+            f"{self._names[self._control.rank]} called {what} while {self._names[rank]} called {call} for the same "
+            f"collective of the group, with tensors of another device; all ranks must make the same calls in the same "
+            f"order, on the same type of device."
         )
 
     def raise_if_poisoned(self, what: str) -> None:
-        """Raise what another rank poisoned the group with.
+        """Raise the reason with which another rank poisoned the group.
 
         Raises:
             GroupPoisonedError: The group is poisoned.
@@ -245,15 +245,15 @@ class Waiter:
             self._acquire_fence()
             raise GroupPoisonedError(
                 f"{what}: {self._names[culprit]} failed and the process group cannot be used any more. "
-                f"Its reason: {self._control.reason(culprit)}"
+                f"Reason: {self._control.reason(culprit)}"
             )
 
     def is_poisoned(self) -> bool:
-        """Return whether some rank has poisoned the group."""
+        """Return whether any rank has poisoned the group."""
         return self._control.poisoner() is not None
 
     def poison(self, reason: str) -> None:
-        """Mark the group as broken with `reason` and wake every sleeper. The first caller's mark stays."""
+        """Mark the group as broken with `reason` and wake every sleeper. An existing mark is kept."""
         if self.is_poisoned():
             return
         self._control.set_reason(reason)
@@ -262,12 +262,12 @@ class Waiter:
         self.wake_all()
 
     def is_alone(self) -> bool:
-        """Return whether every other rank has let go of this one's memory or ended."""
+        """Return whether every other rank has released this rank's memory or ended."""
         others = (rank for rank in range(self._control.num_ranks) if rank != self._control.rank)
         return all(self._control.has_let_go(rank) or not self.peers[rank].is_alive() for rank in others)
 
     def wake_all(self) -> None:
-        """Wake the sleepers on every rank's bell, so that they look at poison and closed marks."""
+        """Wake the sleepers on every rank's bell, to check the poison and closed marks."""
         self._full_fence()
         for index in self._bells:
             self._futex.wake(index * 8)
