@@ -20,7 +20,7 @@ _NUMBERS = itertools.count()
 
 
 def save_report(worker_group: Any, report: dict[str, Any]) -> str | None:
-    """Write a report beside the results of the group's run.
+    """Write a report in the results folder of the group's run.
 
     Slow storage delays the start by a few seconds; an error of the storage does not fail the start.
 
@@ -50,7 +50,9 @@ def save_report(worker_group: Any, report: dict[str, Any]) -> str | None:
     try:
         return bounded(write, _SAVE_S)
     except TimeoutError:
-        logger.warning("%s is not yet written beside the results after %g s: the storage is slow", REPORT_FILE, _SAVE_S)
+        logger.warning(
+            "%s is not yet written in the results folder after %g s: the storage is slow", REPORT_FILE, _SAVE_S
+        )
     except Exception as error:  # each kind of storage raises its own errors
-        logger.warning("%s was not written beside the results: %s", REPORT_FILE, error)
+        logger.warning("%s was not written in the results folder: %s", REPORT_FILE, error)
     return None

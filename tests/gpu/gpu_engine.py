@@ -81,7 +81,7 @@ class Engine:
         return self._answer(timeout_s, f"job {name} {job}")
 
     def start_report(self) -> dict[str, Any]:
-        """The report beside the results of the last job's start, also of a start that failed."""
+        """The report in the results folder of the last job's start, also of a start that failed."""
         folder = Path(self._folder.name) / f"job{self._num_jobs}_storage"
         report: dict[str, Any] = json.loads((folder / "run" / "start_report.json").read_text())
         return report

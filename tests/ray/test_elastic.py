@@ -68,7 +68,7 @@ def fit(folder):
 
 
 def test_a_smaller_group_starts_again(cluster, tmp_path):
-    """Three ranks, then two after a node is lost: with a new plan, new workers and a new port, and the report beside the results."""
+    """Three ranks, then two after a node is lost: with a new plan, new workers and a new port, and the report in the results folder."""
     cluster, lost = cluster
     run = fit.remote(str(tmp_path))
     end = time.monotonic() + _WAIT_S

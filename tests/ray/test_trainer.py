@@ -121,7 +121,7 @@ def test_gpu_script_on_the_cpu(tmp_path):
 
 @pytest.mark.full(but="win32")
 def test_gpu_script_that_fails_once(tmp_path):
-    """Ray starts new workers, which train on the CPU and have their own report beside the results."""
+    """Ray starts new workers, which train on the CPU and have their own report in the results folder."""
     config = FracTorchConfig(backend="gloo", on_missing_cuda="cpu")
     result = fit(fails_once, tmp_path, config, TWO_HALF_GPUS, failure_config=FailureConfig(max_failures=1))
     check_cpu_workers(tmp_path)
@@ -153,7 +153,7 @@ def test_missing_cuda_is_an_error_by_default(tmp_path):
     found = documented("start_error")(caught.value)
     assert isinstance(found, MissingDeviceError)
     assert (found.reason, found.ranks) == ("missing_device", (0, 1))
-    (path,) = tmp_path.rglob("start_report.json")  # beside the results of a run that has none
+    (path,) = tmp_path.rglob("start_report.json")  # in the results folder of a run that has none
     saved = json.loads(path.read_text())
     assert (saved["ok"], saved["error"]["reason"], saved["error"]["ranks"]) == (False, "missing_device", [0, 1])
     assert len(saved["workers"]) == 2

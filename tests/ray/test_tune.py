@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 
 
 def starts(folder):
-    """Return the start reports beside the results of all trials."""
+    """Return the start reports in the results folder of all trials."""
     return [json.loads(path.read_text()) for path in folder.rglob("start_report.json")]
 
 

@@ -41,7 +41,7 @@ def test_storage_that_refuses(tmp_path, warnings):
     """The reason is logged as a warning, and the start continues."""
     (tmp_path / "run").write_text("a file where the folder should be")
     assert save_report(group(tmp_path / "run"), REPORT) is None
-    assert "start_report.json was not written beside the results: " in warnings[0]
+    assert "start_report.json was not written in the results folder: " in warnings[0]
 
 
 def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
@@ -49,7 +49,7 @@ def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
     monkeypatch.setattr(report_file, "_SAVE_S", 0.2)
     release = threading.Event()
     save_report(group(tmp_path, SimpleNamespace(create_dir=lambda *_, **__: release.wait())), REPORT)
-    assert "is not yet written beside the results after 0.2 s" in warnings[0]
+    assert "is not yet written in the results folder after 0.2 s" in warnings[0]
     release.set()
 
 
