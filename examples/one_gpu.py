@@ -1,4 +1,6 @@
-"""Train with four workers on one GPU, each with a limit on its memory. usage: python one_gpu.py [--num-workers N]
+"""Train with four workers on one GPU, each with a limit on its memory.
+
+usage: python one_gpu.py [--num-workers N]
 
 Without a GPU, Ray gets a logical one and the workers train on the CPU.
 """
@@ -25,19 +27,21 @@ def megabytes(tensors):
 
 
 def print_memory(model, optimizer):
-    parameters = megabytes(model.parameters())
-    gradients = megabytes(parameter.grad for parameter in model.parameters())
-    states = megabytes(value for state in optimizer.state.values() for value in state.values())
-    print(f"each worker: parameters {parameters:.1f} MB, gradients {gradients:.1f} MB, optimizer {states:.1f} MB")
+    weights = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    sizes = megabytes(weights), megabytes(weight.grad for weight in weights), megabytes(states)
+    print("each worker: parameters {:.1f} MB, gradients {:.1f} MB, optimizer {:.1f} MB".format(*sizes))
     if torch.cuda.is_available():
-        print(f"largest amount of GPU memory so far: {torch.cuda.max_memory_allocated() / 1e6:.1f} MB")
+        largest = torch.cuda.max_memory_allocated() / 1e6
+        print(f"largest amount of GPU memory so far: {largest:.1f} MB")
 
 
 def train_func():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
-    model = ray.train.torch.prepare_model(model)
-    loader = ray.train.torch.prepare_data_loader(DataLoader(make_data(), batch_size=64, shuffle=True))
+    layers = [nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1)]
+    model = ray.train.torch.prepare_model(nn.Sequential(*layers))
+    loader = DataLoader(make_data(), batch_size=64, shuffle=True)
+    loader = ray.train.torch.prepare_data_loader(loader)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     rank = ray.train.get_context().get_world_rank()
     for epoch in range(5):
@@ -67,7 +71,9 @@ def main():
     trainer = TorchTrainer(
         train_func,
         scaling_config=ScalingConfig(
-            num_workers=num_workers, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.22}
+            num_workers=num_workers,
+            use_gpu=True,
+            resources_per_worker={"CPU": 1, "GPU": 0.22},
         ),
         torch_config=FracTorchConfig(limit_gpu_memory=True, on_missing_cuda="cpu"),
     )

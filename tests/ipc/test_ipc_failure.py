@@ -146,6 +146,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.full
 def test_a_process_ends_by_itself_after_a_failure() -> None:
     """With a group that was not shut down, calls in its queue and a stopped peer, the interpreter still ends."""
     store = open_local_store()

@@ -114,6 +114,7 @@ if pid := os.fork():
 """
 
 
+@pytest.mark.full
 def test_a_forked_child_ends() -> None:
     """A child at the end of its script does not wait for threads that only the parent has."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
@@ -168,6 +169,7 @@ begun.wait(60)
 """
 
 
+@pytest.mark.full
 def test_a_process_may_end_while_its_watch_asks_the_device() -> None:
     """The thread is in torch's C++ then, which would end the process with SIGABRT."""
     ended = [

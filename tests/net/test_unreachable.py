@@ -52,6 +52,7 @@ def isolated_address(two_nodes: Nodes) -> Iterator[str]:
     node.ip_command("link", "del", "vpn0")
 
 
+@pytest.mark.full
 def test_the_address_of_a_wrong_interface_is_named(
     two_nodes: Nodes, tmp_path: Path, isolated_address: str, full: bool
 ) -> None:

@@ -49,6 +49,7 @@ def nccl(folder, number):
     return compiled(folder / "libnccl.so.2", source, "-Wl,-soname,libnccl.so.2")
 
 
+@pytest.mark.full
 @pytest.mark.linux(reason="NCCL's library is found through the dynamic linker of Linux")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @pytest.mark.skipif(
