@@ -52,4 +52,4 @@ class GroupPoisonedError(IpcError):
 
 
 class GroupClosedError(IpcError):
-    """The process group was used after its own ``shutdown()``, ``abort()`` or ``destroy_process_group()``."""
+    """The process group was used after its ``shutdown()``, ``abort()`` or ``destroy_process_group()``, or in a forked child."""

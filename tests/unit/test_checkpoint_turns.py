@@ -54,7 +54,7 @@ def hold(folder: str, temporary_folder: str, has_lock: Any, may_end: Any) -> Non
         may_end.wait(60)
 
 
-@pytest.mark.full
+@pytest.mark.full(but="win32")
 def test_processes_take_turns_by_folder(temporary: Path) -> None:
     """A process waits for another that copies to the same folder, but not for one with another folder or a dead one."""
     context = multiprocessing.get_context("spawn")

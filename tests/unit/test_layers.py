@@ -199,7 +199,7 @@ def test_unknown_names_are_attribute_errors():
 _UNIX = ("fcntl", "grp", "pty", "pwd", "resource", "syslog", "termios", "tty")
 
 
-@pytest.mark.full
+@pytest.mark.full(but="win32")
 def test_it_imports_where_unix_modules_are_missing():
     """As on Windows: importing the package needs no Unix module, except for modules of ipc, which needs Linux."""
     names = {".".join(path.relative_to(_PACKAGE).with_suffix("").parts) for path in _MODULES if part_of(path) != "ipc"}

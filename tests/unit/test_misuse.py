@@ -129,7 +129,7 @@ def test_values_that_ray_replaces_by_a_default():
     assert frac_config({}, {"verify": False}) == frac_config(None, {"verify": False}) == FracTorchConfig(verify=False)
 
 
-@pytest.mark.full
+@pytest.mark.full(but="win32")
 def test_completion_after_all_names_are_used():
     """In a new process: the modules that the names import are not offered, only those that a script imports itself."""
     script = (

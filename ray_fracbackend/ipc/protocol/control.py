@@ -77,7 +77,7 @@ class ControlPage:
         return self._bytes[start : start + DESCRIPTION_BYTES]
 
     def set_asleep(self, peer: int, asleep: bool) -> None:
-        """Set or clear this rank's sleep mark on a peer's bell. No other rank writes this byte: no mark is lost."""
+        """Set or clear this rank's sleep mark on a peer's bell. Beyond 64 local ranks a lost mark delays a wake-up by one slice."""
         self._bytes[(self.counter_index[peer] + _SLEEPERS) * 8 + self.rank % _SLEEPERS_BYTES] = asleep
 
     def has_sleepers(self) -> bool:
