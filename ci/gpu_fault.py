@@ -26,7 +26,7 @@ def main() -> None:
     if kind == "hang":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         time.sleep(1e6)
-    raise RuntimeError("a fault that was asked for")
+    raise RuntimeError("a fault that was requested")
 
 
 if __name__ == "__main__":

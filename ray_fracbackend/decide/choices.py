@@ -33,11 +33,11 @@ def without_gpus(job: Job) -> Decision:
     if backends.has_ipc:
         return _ipc(job, "backend='ipc'", on="cpu")
     if backends.has_nccl:
-        return _decided(job, "nccl", f"using {backends.name} as asked for")
+        return _decided(job, "nccl", f"using {backends.name} as requested")
     if backends.is_auto:
         return _gloo(job, "using gloo (no GPUs were asked for)", on="cpu")
     make = _staged if backends.has_staged else _gloo
-    return make(job, f"using {backends.name} (as asked for)", on="cpu", backend=backends.name)
+    return make(job, f"using {backends.name} (as requested)", on="cpu", backend=backends.name)
 
 
 def gloo_without_cuda(job: Job) -> Decision:
@@ -47,7 +47,7 @@ def gloo_without_cuda(job: Job) -> Decision:
         f"{job.found_without_cuda}: {backend} starts anyway, as with TorchConfig, and a train function that uses "
         "ray.train.torch.get_device() will fail; on_missing_cuda='cpu' trains on the CPU"
     )
-    return _gloo(job, f"using {backend} as asked for", on="cpu", backend=backend, warnings=(warning,))
+    return _gloo(job, f"using {backend} as requested", on="cpu", backend=backend, warnings=(warning,))
 
 
 def on_cpu(job: Job) -> Decision:
@@ -120,7 +120,7 @@ def _ipc(job: Job, asked: str, *, on: str = "cuda", train_on_cpu: bool = False) 
     groups, obstacle = job.conflicts, job.device_memory_obstacle
     prefix = f"{share_text(groups)}: " if groups else ""
     staged = f"ipc stages CUDA tensors through host memory, as it cannot share device memory ({obstacle})"
-    reason = f"{prefix}using ipc (as asked for)"
+    reason = f"{prefix}using ipc (as requested)"
     return _decided(job, "ipc", reason, groups=groups, warnings=(staged,) if obstacle else ())
 
 
@@ -131,7 +131,7 @@ def staged_on_devices(job: Job) -> Decision:
         return _staged(job, found, job.conflicts)
     prefix = f"{share_text(job.shared)}: " if job.shared else ""
     backend = job.settings.backends.name
-    return _staged(job, f"{prefix}using {backend} as asked for", job.shared, backend=backend)
+    return _staged(job, f"{prefix}using {backend} as requested", job.shared, backend=backend)
 
 
 def _staged(
@@ -162,8 +162,8 @@ def gloo_on_devices(job: Job) -> Decision:
     prefix = f"{share_text(job.shared)}: " if job.shared else ""
     backend, warnings = job.settings.backends.name, tuple[str, ...]()
     if job.on_windows and job.settings.backends.by_device.get("cuda") == "gloo":
-        warnings = (f"{_NO_GLOO_ON_WINDOWS}: backend={backend!r} is kept as asked for, 'auto' would use {STAGED}",)
-    return _gloo(job, f"{prefix}using {backend} as asked for", job.shared, backend=backend, warnings=warnings)
+        warnings = (f"{_NO_GLOO_ON_WINDOWS}: backend={backend!r} is kept as requested, 'auto' would use {STAGED}",)
+    return _gloo(job, f"{prefix}using {backend} as requested", job.shared, backend=backend, warnings=warnings)
 
 
 def auto(job: Job) -> Decision:

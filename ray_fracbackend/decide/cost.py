@@ -38,15 +38,15 @@ def without_nccl_warning(job: Job, backend: str) -> str:
     found = f"{len(ranks)} of {len(job.workers)} ranks share a GPU, so all ranks use {backend} instead of nccl: {GLOO_COST}."
     accept = "on_shared_device='gloo' accepts this without a warning, 'error' refuses such a start"
     if not any(group.same_device for group in groups):
-        return f"{found} NCCL 2.30.7 or newer takes MIG slices for the different devices that they are; {accept}."
+        return f"{found} NCCL 2.30.7 or newer accepts MIG slices as different devices; {accept}."
     if all(job.workers[rank].gpu_fraction >= 1 for rank in ranks):
         chosen_early = _chosen_early(job)
         if chosen_early:
             return f"{found} {chosen_early}; {accept}."
         return (
-            f"{found} Each of them asked for a whole GPU: this is how the cluster hands out GPUs (time-slicing in Kubernetes, "
-            "containers or Ray nodes with one GPU in common, --num-gpus above what is there). Give every Ray node GPUs of its "
-            f"own, or leave those nodes out; {accept}."
+            f"{found} Each of them asked for a whole GPU, so the cluster assigns one GPU several times (time-slicing in "
+            "Kubernetes, containers or Ray nodes that share a GPU, --num-gpus higher than the number of GPUs). Give every Ray node "
+            f"GPUs of its own, or leave those nodes out; {accept}."
         )
     if job.has_gpu_for_each:
         num_gpus = sum(job.node_gpus.values())

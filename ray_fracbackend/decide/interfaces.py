@@ -28,7 +28,7 @@ def gloo_doubt(value: str, known: Sequence[str]) -> str | None:
     if value[:1] in ("^", "=") or (missing and any(name.startswith(missing) for name in known)):
         meant = matched(value, known)
         instead = f", here {IFNAME}={meant[0]}" if meant else ""
-        return f"{found}: that is the syntax of {NCCL_IFNAME}, and Gloo takes whole names{instead}"
+        return f"{found}: that is the syntax of {NCCL_IFNAME}, and Gloo accepts only whole names{instead}"
     return found
 
 

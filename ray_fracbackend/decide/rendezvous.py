@@ -180,12 +180,12 @@ def _foreign_settings(workers: Sequence[WorkerInfo]) -> tuple[str, ...]:
     warnings = []
     libuv = [worker.rank for worker in workers if worker.env.get("USE_LIBUV") == "1"]
     if libuv and workers[0].platform == "win32":
-        warnings.append(f"USE_LIBUV=1 on {ranks_text(libuv)} is not kept: no torch for Windows has a libuv store")
+        warnings.append(f"USE_LIBUV=1 on {ranks_text(libuv)} is not kept: torch for Windows is built without libuv")
     agents = [worker.rank for worker in workers if worker.env.get(AGENT_STORE) == "True"]
     if agents:
         warnings.append(
             f"{AGENT_STORE}=True on {ranks_text(agents)} is not kept: torchrun sets it for its own workers, and every rank of a "
-            "group that the train function makes would wait for a store that no agent holds"
+            "group that the train function creates would wait for the store of a torchrun agent that does not exist"
         )
     macs = [worker.rank for worker in workers if worker.platform == "darwin"]
     if macs and len(macs) < len(workers):

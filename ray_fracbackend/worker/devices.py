@@ -41,10 +41,10 @@ def worker_devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
         return [], f"CUDA_VISIBLE_DEVICES={visible!r} does not fit Ray's GPU ids ({error}); leave the variable to Ray"
     devices = [device for device in given if device.type == "cuda"]
     if not devices:
-        says = ", ".join(map(str, given)) or "none"
+        returned = ", ".join(map(str, given)) or "none"
         return [], (
-            f"Ray Train gives this worker no CUDA device (ray.train.torch.get_devices() says {says}), as after an earlier "
-            "start on the CPU in its process; start the worker in a new process"
+            f"Ray Train assigned this worker no CUDA device (ray.train.torch.get_devices() returned {returned}), for example after "
+            "an earlier start on the CPU in its process; start the worker in a new process"
         )
     count = torch.cuda.device_count()
     beyond = [device.index for device in devices if (device.index or 0) >= count]
@@ -52,7 +52,7 @@ def worker_devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
         slices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if len(slices) > count and any(name.strip().startswith("MIG-") for name in slices):
             return [], (
-                f"Ray Train gives every worker the whole list of {len(slices)} MIG slices, of which CUDA shows a process {count}; "
+                f"Ray Train passes every worker the whole list of {len(slices)} MIG slices, and CUDA shows a process only {count} of them; "
                 "start Ray and the script with TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES=0"
             )
         amd = {name: os.environ[name] for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in os.environ}

@@ -69,8 +69,8 @@ def try_gloo_on_cuda(device: str, timeout_s: float) -> None:
     from ray_fracbackend.staged import staged_support  # not imported on the good path
 
     missing = staged_support()
-    instead = f"Install a torch for it: {missing}" if missing else "Use it"
+    fix = f"Install a torch build that supports it: {missing}" if missing else "Use backend='auto'"
     raise BackendUnavailableError(
         f"Gloo of torch {torch.__version__} cannot all_reduce a tensor on {device}: a trial process {how} (pytorch#186535). "
-        f"backend='auto' stages CUDA tensors through host memory. {instead}."
+        f"backend='auto' would stage CUDA tensors through host memory. {fix}."
     )

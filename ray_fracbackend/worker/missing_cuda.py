@@ -56,7 +56,7 @@ _OWN_ERRORS = (
     (
         "required to (?:create|support) mps client|required to support device connections",
         "the MPS server has no room for this process",
-        "let fewer ranks share the GPU, or end what else uses MPS there, by nvidia-smi",
+        "let fewer ranks share the GPU, or end other processes that use MPS there (see nvidia-smi)",
     ),
     (
         r"\bmps\b",
@@ -71,7 +71,7 @@ _OWN_ERRORS = (
     (
         "out of memory",
         "the GPU has no memory left for this process",
-        "end what else runs on it, by nvidia-smi, or let fewer ranks share it",
+        "end other processes on it (see nvidia-smi), or let fewer ranks share it",
     ),
     (
         "no kernel image",
@@ -85,8 +85,8 @@ _OWN_ERRORS = (
     ),
     (
         "device < num_gpus",
-        "torch counts more GPUs than CUDA has for this process, as where several are in MIG mode",
-        "set CUDA_VISIBLE_DEVICES to the UUID of one slice, as nvidia-smi -L has it, or update torch",
+        "torch counts more GPUs than CUDA shows this process, for example if several are in MIG mode",
+        "set CUDA_VISIBLE_DEVICES to the UUID of one slice (see nvidia-smi -L), or update torch",
     ),
 )
 
@@ -160,7 +160,7 @@ def cause_text(found: CudaFindings) -> str:
     """
     name, evidence, error = f"torch {found.torch_version}", _evidence(found), (found.error or "").lower()
     if found.build == "cpu" and found.platform == "darwin":
-        return f"{name} for macOS has no CUDA; ask Ray for no GPUs there, of which it counts one on Apple silicon"
+        return f"{name} for macOS has no CUDA; ask Ray for no GPUs there (on Apple silicon Ray counts one)"
     if found.build == "cpu":
         return f"{name} is a CPU-only build; install a CUDA build of torch to use GPUs"
     if found.build == "xpu":
@@ -179,7 +179,7 @@ def cause_text(found: CudaFindings) -> str:
         return f"a GPU of the node is lost {evidence}; reset it with nvidia-smi --gpu-reset, or reboot the node"
     if re.search(_FAILED_KERNEL, error):
         return (
-            f"a kernel of this process failed or the GPU did, so CUDA refuses all that follows {evidence}; see dmesg of the "
+            f"a kernel of this process or the GPU itself failed, and CUDA refuses every later call {evidence}; see dmesg of the "
             "node for an Xid, run the failing call with CUDA_LAUNCH_BLOCKING=1, and restart the worker's process"
         )
     no_gpus = re.search(_NO_GPUS, error)
@@ -217,10 +217,10 @@ def _busy_cause(found: CudaFindings, evidence: str) -> str:
         )
     if found.num_gpus is None:
         return (
-            f"the GPU is busy or unavailable {evidence}; run nvidia-smi -c DEFAULT on the node, as another compute mode has "
-            "this error too, or end the process that holds it"
+            f"the GPU is busy or unavailable {evidence}; run nvidia-smi -c DEFAULT on the node, because another compute "
+            "mode causes this error too, or end the process that uses the GPU"
         )
-    return f"the GPU is busy or unavailable {evidence}; end the process that holds it, by nvidia-smi, or reset the GPU"
+    return f"the GPU is busy or unavailable {evidence}; end the process that uses it (see nvidia-smi), or reset the GPU"
 
 
 def _no_gpu_cause(found: CudaFindings, evidence: str) -> str:
@@ -236,12 +236,12 @@ def _no_gpu_cause(found: CudaFindings, evidence: str) -> str:
         )
     if visible is not None and _repeats(visible):
         return (
-            f"{_VISIBLE}={visible!r} names a GPU twice, and CUDA uses none then "
+            f"{_VISIBLE}={visible!r} names a GPU twice, and CUDA then uses none "
             f"{_evidence(replace(found, variables={}))}; correct it"
         )
     return (
         f"CUDA finds no GPU that it can use {evidence}; compare nvidia-smi -L with the variables: a GPU in MIG mode needs "
-        "instances, a container the GPU's device files"
+        "instances, and a container needs the GPU's device files"
     )
 
 

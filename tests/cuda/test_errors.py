@@ -187,7 +187,7 @@ REFUSED = {
     "prohibited,no_nvml": ("the GPU is busy or unavailable", "run nvidia-smi -c DEFAULT"),
     "mps_clients=0": ("the MPS server has no room for this process", "let fewer ranks share the GPU"),
     "device_lost=1": ("a GPU of the node is lost", "reset it with nvidia-smi --gpu-reset"),
-    "device_lost=1,no_nvml": ("a kernel of this process failed or the GPU did", "see dmesg of the node for an Xid"),
+    "device_lost=1,no_nvml": ("a kernel of this process or the GPU itself failed", "see dmesg of the node for an Xid"),
 }
 
 

@@ -70,7 +70,7 @@ def test_a_start_that_would_fail(cluster):
 def test_too_few_places(cluster):
     """The error states which packing is possible and what to request; it comes at once if no node can be added."""
     five = ScalingConfig(num_workers=5, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.6})
-    said = r"5 workers of 1 CPU and 0.6 GPU each \(PACK\)SAID: one node has 2 places for such workers: 1 of 0.6 GPU fits on one GPU. "
+    said = r"5 workers of 1 CPU and 0.6 GPU each \(PACK\)SAID: one node has room for 2 of them: 1 of 0.6 GPU fits on one GPU. "
     with pytest.raises(InsufficientResourcesError, match=said.replace("SAID", " within 1 s")):
         plan_workers(five, timeout_s=1)
     with pytest.raises(InsufficientResourcesError, match="cannot place " + said.replace("SAID", "")):

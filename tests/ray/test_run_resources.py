@@ -197,15 +197,13 @@ def test_lines_are_rare(pending):
     said = []
     waits = Waits(said.append)
     waits.look(0.0, _pending())
-    assert said == [], "what was asked for just now is seldom placed yet"
+    assert said == [], "what was requested just now is seldom placed yet"
     counts = []
     for now in (2.0, 100.0, 121.0, 123.0, 300.0, 361.0, 363.0):
         waits.look(now, _pending())
         counts.append(len(said))
     assert counts == [1, 1, 1, 2, 2, 2, 3]
-    assert said[0].startswith(
-        "Ray waits to place one worker of 1 CPU and 3 GPU (PACK): one node has no place for such workers."
-    )
+    assert said[0].startswith("Ray waits to place one worker of 1 CPU and 3 GPU (PACK): one node has no room for it.")
     waits.look(1000.0, [])
     waits.look(1001.0, _pending())
     waits.look(1003.0, _pending())

@@ -109,7 +109,7 @@ def test_mig_slices_are_named():
 
 def test_devices_that_ray_does_not_count():
     """Without known devices the error contains NCCL's own ranks."""
-    plan = Decision(backend="nccl", device_type="cuda", reason="as asked for")
+    plan = Decision(backend="nccl", device_type="cuda", reason="as requested")
     error = explain_nccl(failed(DUPLICATE, "refused", [0, 1], SharedDeviceError), plan, job(None, None))
     assert "ranks 0,1 share a GPU" in str(error)
     assert "backend='gloo'" in str(error)

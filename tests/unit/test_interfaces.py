@@ -49,7 +49,7 @@ def test_gloos_names(value):
 def test_nccls_syntax_in_gloos_variable(value, instead):
     """The message states whose syntax it is and which name to set."""
     doubt = gloo_doubt(value, KNOWN)
-    assert "that is the syntax of NCCL_SOCKET_IFNAME, and Gloo takes whole names" in doubt
+    assert "that is the syntax of NCCL_SOCKET_IFNAME, and Gloo accepts only whole names" in doubt
     assert instead in doubt
 
 

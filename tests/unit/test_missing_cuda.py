@@ -120,7 +120,7 @@ CASES = {
     "busy": (
         found(BUSY, compute_modes=("default",)),
         'the GPU is busy or unavailable (CUDA says "CUDA error: CUDA-capable device(s) is/are busy or unavailable"',
-        "end the process that holds it",
+        "end the process that uses it (see nvidia-smi)",
     ),
     "exclusive mode": (
         found(BUSY, compute_modes=("exclusive_process",)),
@@ -130,7 +130,7 @@ CASES = {
     "busy, and no NVML to ask for the mode": (
         found(BUSY, num_gpus=None, driver_version=None),
         "the GPU is busy or unavailable (CUDA says",
-        "run nvidia-smi -c DEFAULT on the node, as another compute mode has this error too",
+        "run nvidia-smi -c DEFAULT on the node, because another compute mode causes this error too",
     ),
     "prohibited mode": (
         found(recorded("prohibited"), compute_modes=("prohibited",)),
@@ -166,7 +166,7 @@ CASES = {
     ),
     "a kernel failed": (
         found(recorded("device_lost")),
-        "a kernel of this process failed or the GPU did, so CUDA refuses all that follows "
+        "a kernel of this process or the GPU itself failed, and CUDA refuses every later call "
         '(CUDA says "CUDA error: unspecified launch failure"',
         "see dmesg of the node for an Xid",
     ),
@@ -201,7 +201,7 @@ CASES = {
     ),
     "variable that names a GPU twice": (
         found(NO_GPUS, num_gpus=2, variables={"CUDA_VISIBLE_DEVICES": "0, 0"}),
-        "CUDA_VISIBLE_DEVICES='0, 0' names a GPU twice, and CUDA uses none then (CUDA says",
+        "CUDA_VISIBLE_DEVICES='0, 0' names a GPU twice, and CUDA then uses none (CUDA says",
         "correct it",
     ),
     "driver without a GPU": (
@@ -292,7 +292,7 @@ CALLED = {
     "mps_clients": "the MPS server has no room",
     "device_full": "has no memory left",
     "out_of_memory": "has no memory left",
-    "device_lost": "a kernel of this process failed",
+    "device_lost": "a kernel of this process or the GPU itself failed",
     "no_pinned_memory": "has no memory left",  # CUDA's message is that of device memory
     "forked_child": "forked",
 }
@@ -312,7 +312,7 @@ def test_the_message_of_every_torch(name, release):
 def test_several_gpus_in_mig_mode():
     """torch 2.7 queries each GPU that NVML counts, but CUDA shows a process only one slice."""
     text = cause_text(found(recorded("mig_gpus", "2.7.1"), num_gpus=2))
-    assert text.startswith("torch counts more GPUs than CUDA has for this process")
+    assert text.startswith("torch counts more GPUs than CUDA shows this process")
     assert "device < num_gpus" in text
     assert "CUDA_VISIBLE_DEVICES to the UUID of one slice" in text.rpartition("; ")[2]
     assert RECORD["2.14.1"]["errors"]["mig_gpus"]["step"] is None

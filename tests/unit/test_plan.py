@@ -260,7 +260,7 @@ class TestShared:
         """An explicit ipc has no fallback."""
         found = plan(job(gpu(), gpu(), **_IPC), on_shared_device="ipc")
         assert (found.backend, found.fallback, found.warnings) == ("ipc", None, ())
-        assert found.reason.endswith("using ipc (as asked for)")
+        assert found.reason.endswith("using ipc (as requested)")
 
     def test_ipc_policy_without_device_memory(self):
         """If ranks cannot map each other's device memory, ipc stages CUDA tensors, and the warning states the reason."""
@@ -410,13 +410,13 @@ class TestShared:
         """Workers with whole GPUs cannot ask for more: the cluster allocates one twice."""
         (warning,) = plan(job(*[gpu(f"{rank % 63}") for rank in range(64)], resources={"GPU": 1.0})).warnings
         assert warning.startswith("2 of 64 ranks share a GPU, so all ranks use gloo")
-        assert "asked for a whole GPU: this is how the cluster hands out GPUs" in warning
+        assert "asked for a whole GPU, so the cluster assigns one GPU several times" in warning
         assert "half a GPU" not in warning
 
     def test_gloo_for_slices_has_its_own_warning(self):
         """NCCL treats slices as one GPU: the advice is a newer NCCL."""
         (warning,) = plan(job(mig("1"), mig("2"))).warnings
-        assert "NCCL 2.30.7 or newer takes MIG slices for the different devices that they are" in warning
+        assert "NCCL 2.30.7 or newer accepts MIG slices as different devices" in warning
 
     def test_no_nccl_anywhere_is_no_warning(self):
         """If torch has no NCCL, nothing was replaced: Windows workers are not warned at every start."""

@@ -306,7 +306,7 @@ def test_a_list_of_slices_that_workers_share(cuda, monkeypatch):
     devices, missing = worker_devices(True)
     assert devices == []
     assert missing.startswith(
-        "Ray Train gives every worker the whole list of 2 MIG slices, of which CUDA shows a process 1; "
+        "Ray Train passes every worker the whole list of 2 MIG slices, and CUDA shows a process only 1 of them; "
     )
     assert missing.endswith("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES=0")
 
@@ -318,7 +318,7 @@ def test_no_cuda_device_from_ray(cuda, monkeypatch, given, says):
     monkeypatch.setattr(_ray, "worker_devices", lambda: given)
     devices, missing = worker_devices(True)
     assert devices == []
-    expected = f"Ray Train gives this worker no CUDA device (ray.train.torch.get_devices() says {says})"
+    expected = f"Ray Train assigned this worker no CUDA device (ray.train.torch.get_devices() returned {says})"
     assert missing.startswith(expected)
     assert missing.endswith("start the worker in a new process")
 

@@ -136,7 +136,7 @@ class TestWindows:
         """USE_LIBUV=1 cannot be used on Windows, and the log says so."""
         found = plan([windows(0), windows(1, env={"USE_LIBUV": "1"})])
         assert found.of(1).env["USE_LIBUV"] == "0"
-        assert found.warnings == ("USE_LIBUV=1 on rank 1 is not kept: no torch for Windows has a libuv store",)
+        assert found.warnings == ("USE_LIBUV=1 on rank 1 is not kept: torch for Windows is built without libuv",)
 
     def test_libuv_stays_the_users_elsewhere(self) -> None:
         """On other systems the variable is left to torch and the user."""

@@ -73,14 +73,20 @@ def why_no_place(
     beside = "".join(
         f" beside {amount:g} {name} for the trainer (V1)" for name, amount in (trainer or {}).items() if amount
     )
-    found = f"{cluster.text(have)} for such workers{beside}"
+    found = f"{cluster.text(have, num_workers)}{beside}"
     if "GPU" in scarce and worker["GPU"] < 1:
         per_gpu = workers_per_gpu(worker["GPU"])
         found += f": {per_gpu} of {worker['GPU']:g} GPU fit{'s' if per_gpu == 1 else ''} on one GPU"
-    more = f"add nodes with {' and '.join(scarce) or 'more resources'}"
+    alternatives = _alternatives(cluster, worker, num_workers, scarce, have)
     if is_own and scarce and set(scarce) <= set(_OPTIONS):
-        more = f"declare more with {cluster.declaration(worker, num_workers, trainer or {}, scarce)}"
-    return f"{found}. {_advice(cluster, worker, num_workers, scarce, have, more)}"
+        declared = cluster.declaration(worker, num_workers, trainer or {}, scarce)
+        if "GPU" in scarce:  # last: on a machine with a GPU, CUDA does not have the others
+            alternatives.append(f"declare more logical GPUs with {declared}")
+        else:
+            alternatives.insert(0, f"declare more with {declared}")
+    else:
+        alternatives.append(f"add nodes with {' and '.join(scarce) or 'more resources'}")
+    return f"{found}. {_sentence(alternatives)}"
 
 
 @dataclass(frozen=True)
@@ -97,14 +103,16 @@ class _Cluster:
             return max(counts, default=0)
         return sum(map(bool, counts)) if self.strategy == "STRICT_SPREAD" else sum(counts)
 
-    def text(self, have: int) -> str:
-        """Return a clause about this number of workers that fit."""
-        places_text = _count(have)
+    def text(self, have: int, num_workers: int) -> str:
+        """Return a clause about the number of workers that fit, of those that are wanted."""
+        room = _room(have, num_workers)
         if self.strategy == "STRICT_PACK" and len(self.nodes) > 1:
-            return f"STRICT_PACK places all workers on one node, and the largest of {len(self.nodes)} nodes has {places_text}"
+            return f"STRICT_PACK places all workers on one node, and the largest of {len(self.nodes)} nodes has {room}"
         if self.strategy == "STRICT_SPREAD":
-            return f"STRICT_SPREAD places each worker on a separate node, and {_nodes(len(self.nodes))} {self._has} {places_text}"
-        return f"{_nodes(len(self.nodes))} {self._has} {places_text}"
+            return (
+                f"STRICT_SPREAD places each worker on a separate node, and {_nodes(len(self.nodes))} {self._has} {room}"
+            )
+        return f"{_nodes(len(self.nodes))} {self._has} {room}"
 
     def declaration(
         self, worker: Mapping[str, float], num_workers: int, trainer: Mapping[str, float], scarce: Sequence[str]
@@ -149,10 +157,10 @@ def _needed(name: str, amount: float, num_workers: int, trainer: float) -> int:
     return math.ceil(num_workers * amount + trainer - RESOURCE_UNIT / 2)
 
 
-def _advice(
-    cluster: _Cluster, worker: Mapping[str, float], num_workers: int, scarce: Sequence[str], have: int, more: str
-) -> str:
-    """Return what to request instead; the closest alternative comes first."""
+def _alternatives(
+    cluster: _Cluster, worker: Mapping[str, float], num_workers: int, scarce: Sequence[str], have: int
+) -> list[str]:
+    """Return what to request instead, the closest alternative first."""
     others = []
     if scarce == ["GPU"] and (fraction := _fitting(cluster, worker, num_workers)):
         others.append(f"ask for {fraction:g} GPU per worker")
@@ -160,8 +168,12 @@ def _advice(
         others.append(f"use {'SPREAD or PACK' if cluster.strategy == 'STRICT_SPREAD' else 'PACK'}")
     if have:
         others.append(f"ask for {have} worker{'s' if have > 1 else ''}")
-    others.append(more)
-    text = f"{', '.join(others[:-1])}, or {others[-1]}" if len(others) > 1 else others[0]
+    return others
+
+
+def _sentence(alternatives: Sequence[str]) -> str:
+    *first, last = alternatives
+    text = f"{', '.join(first)}, or {last}" if first else last
     return text[0].upper() + text[1:]
 
 
@@ -178,5 +190,7 @@ def _nodes(count: int) -> str:
     return {0: "no node", 1: "one node"}.get(count, f"{count} nodes")
 
 
-def _count(count: int) -> str:
-    return {0: "no place", 1: "one place"}.get(count, f"{count} places")
+def _room(have: int, num_workers: int) -> str:
+    if have == 0:
+        return f"no room for {'it' if num_workers == 1 else 'them'}"
+    return f"room for {have} of them"
