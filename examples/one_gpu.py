@@ -67,6 +67,7 @@ def main():
     num_workers = parser.parse_args().num_workers
 
     if not torch.cuda.is_available():
+        # A logical GPU, and one CPU more than the workers for the trainer of Train V1.
         ray.init("local", num_cpus=num_workers + 1, num_gpus=1)
     trainer = TorchTrainer(
         train_func,
