@@ -5,8 +5,8 @@ and `ray_fracbackend.ipc.device.memory` the ranks for which its stream waits. Ea
 after the other and announces it. The stream copies, writes its word and waits for the words of others, in the order in which the host
 issued this, at any later time (device memory) or at once (host memory).
 
-A copy consists of two micro-steps, and so does a read. It is an error to read memory that is being written or that changes between begin
-and end of the read, or memory of another chunk than intended.
+A write consists of two micro-steps. A read is one: it stands for any moment of a real read. It is an error to read memory that is being
+written, or memory of another chunk than intended.
 """
 
 from __future__ import annotations
@@ -159,6 +159,10 @@ class Explorer:
         self.firsts = [1 + sum(count for count, _ in calls[:number]) for number in range(len(calls))]
         self.waits: list[Any] = [Waits(rank, num_ranks, rules) if device else Areas(rules) for rank in self.ranks]
         self.num_states = 0
+        # Stores of an announcement, in their order. In host memory no rank decides by the counter.
+        self.steps = ["counts"]
+        if device:
+            self.steps = ["counts", "progress"] if rules.count_before_progress else ["progress", "counts"]
 
     def explore(self) -> int:
         """Visit every reachable state.
@@ -178,11 +182,23 @@ class Explorer:
             if not successors and any(host[0] < len(self.calls) for host in state[0]):
                 raise ProtocolViolation(f"stuck at {state[0]}")
             for successor in successors:
+                successor = self._without_waits(successor)
                 if successor not in seen:
                     seen.add(successor)
                     stack.append(successor)
         self.num_states = len(seen)
         return self.num_states
+
+    def _without_waits(self, state):  # type: ignore[no-untyped-def]
+        """Return the state after all waits of streams that are over: words only grow, and no other rank sees such a wait end."""
+        hosts, queues, counts, memory, words, waits = state
+        for rank in self.ranks:
+            queue = queues[rank]
+            while queue and queue[0][0] == "wait" and words[queue[0][1][0]] >= queue[0][1][1]:
+                queue = queue[1:]
+            if queue is not queues[rank]:
+                queues = _set(queues, rank, queue)
+        return hosts, queues, counts, memory, words, waits
 
     # State: for each rank its host, its stream's queue, its announcements, its memory, its word, and its memory of waits or areas.
     def _initial(self):  # type: ignore[no-untyped-def]
@@ -203,8 +219,15 @@ class Explorer:
         memory = self._write(memory, rank, 2, number + 1, number + 1, 2)
         course = self._course(rank, (number, 0, 0, 0, False, None), fresh=True)
         puts, _, _ = self._part(rank, self.calls[number][1])
-        host = (number, course.written, course.read, course.done, False, None if puts else ("record", ()))
+        left = None if puts else (self.steps[0], ())
+        if left:
+            queues = _set(queues, rank, (*queues[rank], *self._record(counts, rank)))
+        host = (number, course.written, course.read, course.done, False, left)
         return _set(hosts, rank, host), queues, counts, memory, words, waits
+
+    def _record(self, counts, rank) -> list[Micro]:  # type: ignore[no-untyped-def]
+        """Return what makes the stream write the rank's word at the next announcement. No other rank sees when it is issued."""
+        return [("record", counts[rank][0] + 1)] if self.device else []
 
     def _part(self, rank: int, kind: str) -> tuple[bool, bool, bool]:
         """Return whether a rank puts, folds and takes."""
@@ -260,8 +283,10 @@ class Explorer:
         now.resume([c for one in counts for c in one], waits[rank], issued)
         late = self._issue(course, action, rank, self.calls[number][1], now, issued, flat, peers)
         course.after(action)
-        # The last TAKE is announced with the next call.
-        left = None if action is Action.TAKE and course.is_over() else ("record", tuple(late))
+        left = None
+        if action is not Action.TAKE or not course.is_over():  # the last TAKE is announced with the next call
+            left = (self.steps[0], tuple(late))
+            issued += self._record(counts, rank)
         host = (number, course.written, course.read, course.done, is_checked, left)
         queue = (*queues[rank], *issued)
         return _set(hosts, rank, host), _set(queues, rank, queue), counts, memory, words, _set(waits, rank, now.state())
@@ -284,53 +309,52 @@ class Explorer:
             now.prepare_fold(chunk, course.least(flat, peers, DONE))
             area = now.area(1, chunk)
             read = ("read", (0, chunk, tuple(everybody[1:] if kind == LEADER else everybody)))
-            work = [read, read, ("begin write", (1, area, chunk)), ("end write", (1, area, chunk))]
+            work = [read, ("begin write", (1, area, chunk)), ("end write", (1, area, chunk))]
             late = self.rules.publish_before_fold
         else:
             now.wait(sources, course.stage, chunk)
             read = ("read", (int(course.two_passes), chunk, tuple(sources)))
-            work, late = [read, read], False
+            work, late = [read], False
         if late:
             return work
         issued += work
         return []
 
     def _announce(self, state, rank):  # type: ignore[no-untyped-def]
-        """Make the stream write the rank's word, then store the counter, then the counts."""
+        """Store the counter, or the counts."""
         hosts, queues, counts, memory, words, waits = state
         _, written, read, done, _, (what, late) = hosts[rank]
-        steps = (
-            ["record", "counts", "progress"] if self.rules.count_before_progress else ["record", "progress", "counts"]
-        )
-        progress = counts[rank][0] + (what == "progress")
-        if what == "record":
-            queues = _set(queues, rank, (*queues[rank], ("record", counts[rank][0] + 1)))
-        elif what == "progress":
-            counts = _set(counts, rank, (progress, *counts[rank][1:]))
+        if what == "progress":
+            counts = _set(counts, rank, (counts[rank][0] + 1, *counts[rank][1:]))
         else:
-            counts = _set(counts, rank, (progress, written, read, done))
-        following = steps[steps.index(what) + 1 :]
+            counts = _set(counts, rank, (counts[rank][0], written, read, done))
+        following = self.steps[self.steps.index(what) + 1 :]
         if not following:
             queues = _set(queues, rank, (*queues[rank], *late))
         left = (following[0], late) if following else None
         return _set(hosts, rank, (*hosts[rank][:5], left)), queues, counts, memory, words, waits
 
     def _stream_move(self, state, rank):  # type: ignore[no-untyped-def]
+        """Do the next step of the rank's stream; None if it has to wait, see `_without_waits`."""
         hosts, queues, counts, memory, words, waits = state
-        (name, argument), rest = queues[rank][0], queues[rank][1:]
+        (name, argument), *rest = queues[rank]
         if name == "wait":
-            writer, progress = argument
-            if words[writer] < progress:
-                return None
-        elif name == "record":
-            words = _set(words, rank, words[rank] + 1 if argument is None else max(argument, words[rank]))
+            return None
+        if name == "record":
+            words = self._written(words, rank, argument)
         elif name == "read":
             self._expect(memory, waits, *argument)
         else:
             kind, area, chunk = argument
             value = TORN if name == "begin write" else chunk
             memory = self._write(memory, rank, kind, area, value, self.rules.buffers)
-        return hosts, _set(queues, rank, rest), counts, memory, words, waits
+        if name != "record" and rest and rest[0][0] == "record":
+            # At once: until then no other rank can do more than it could before this step.
+            words = self._written(words, rank, rest.pop(0)[1])
+        return hosts, _set(queues, rank, tuple(rest)), counts, memory, words, waits
+
+    def _written(self, words, rank, progress):  # type: ignore[no-untyped-def]
+        return _set(words, rank, words[rank] + 1 if progress is None else max(progress, words[rank]))
 
     def _write(self, memory, rank, kind, number, value, size):  # type: ignore[no-untyped-def]
         buffers = _set(memory[rank][kind], number % size, value)
