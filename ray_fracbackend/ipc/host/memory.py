@@ -80,7 +80,7 @@ class _Views(dict[int, torch.Tensor]):
 
 
 class SlotMemory:
-    """Slots and folded areas of one group on one host. A chunk uses the same slot number on every rank.
+    """Slots and folded areas of one group on one host. By default a chunk uses the same slot number on every rank.
 
     Args:
         memory: 1-D uint8 tensor of `memory_bytes`, mapped by the caller: each rank's first slot, each rank's second,

@@ -1,7 +1,7 @@
 """The slot protocol: the next action of a rank, given the progress of the others. Pure; standard library only.
 
-A collective moves its tensors in chunks, whose numbers continue from one collective to the next. Chunk ``c`` uses slot
-and folded area ``c % num_slots`` of every rank. Each rank has three counts, each the last chunk for which this is true:
+A collective moves its tensors in chunks, whose numbers continue from one collective to the next. Chunk ``c`` uses entry
+``c % num_slots`` of every rank's tables of slots and folded areas (see `host.memory`). Each rank has three counts, each the last chunk for which this is true:
 
 * WRITTEN: its part is in its slot;
 * READ: it has read its data from the slots, and written its folded share;
