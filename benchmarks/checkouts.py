@@ -1,6 +1,6 @@
 """Compare two checkouts: on_start and the ipc backend of both, in turn, in one run.
 
-    python benchmarks/checkouts.py OLD [--turns 3] [--starts 3] [--workers 2] [--out FOLDER]
+    python benchmarks/checkouts.py OLD [--turns 3] [--starts 3] [--workers 2] [--ranks 2] [--out FOLDER]
 
 OLD is a folder with the other checkout, for example from ``git worktree add --detach OLD REVISION``; the new one is the
 checkout of this script. Each turn runs benchmarks/start.py and benchmarks/ipc of both in separate processes, in
@@ -68,11 +68,11 @@ def main() -> None:
     options.add_argument("old", type=Path)
     options.add_argument("--turns", type=int, default=3)
     options.add_argument("--starts", type=int, default=3, help="of each kind in one turn")
-    options.add_argument("--workers", type=int, nargs="+", default=[2])
+    options.add_argument("--workers", type=int, nargs="+", default=[2], help="of a start")
+    options.add_argument("--ranks", type=int, nargs="+", default=[2], help="of an all_reduce")
     chosen = options.parse_args()
     of_starts = ["--starts", str(chosen.starts), "--workers", *map(str, chosen.workers)]
-    of_ipc = ["--ranks", "2", "--rounds", "3", "--starts", "4", "--operations", "all_reduce"]
-    of_ipc += ["--sizes", "4096", "65536", "1048576", "26214400"]
+    of_ipc = ["--ranks", *map(str, chosen.ranks), "--rounds", "1", "--starts", "4", "--operations", "all_reduce"]
     found: dict[str, dict[str, list[float]]] = {}
     for turn in range(chosen.turns):
         sides = [("old", chosen.old.resolve()), ("new", NEW)]

@@ -1,11 +1,11 @@
-"""Where does the time of a small all_reduce go? Measure one rank's own part, without waiting for another rank.
+"""Where does the time of a small all_reduce of two ranks go?
 
 usage: python benchmarks/small_call.py [--rounds 40] [--calls 200] [--bytes 4096] [--out FOLDER]
 
-In each round every case is timed in turn, so a slow moment of the machine affects all of them. Microseconds, medians of
-the rounds:
+In each round every case is timed in turn, so a slow moment of the machine affects all of them. Microseconds on rank 0,
+medians of the rounds:
 
-``ipc``           ``all_reduce`` in a group of one rank: all work of a rank except waiting
+``ipc``           ``all_reduce``, one directly after the other; both ranks run on cores of their own
 ``call layer``    the same call to a Python process group that does nothing: torch.distributed's wrapper and dispatch
 ``two copies``    the necessary work on the tensors: a copy into the slot and a copy out of it
 ``ctypes call``   a call of an almost empty C function: the cost of calling compiled code
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from common import parser, save
 
 import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
@@ -69,22 +70,35 @@ def microseconds(case: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - started) / calls * 1e6
 
 
+def measure(
+    rank: int, port: int, num_bytes: int, rounds: int, calls: int, store: dist.TCPStore | None = None
+) -> dict[str, list[float]]:
+    """Run one rank and return the microseconds of one call by case, for each round."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("ipc", store=store or dist.TCPStore("127.0.0.1", port), rank=rank, world_size=2)
+    found: dict[str, list[float]] = {}
+    timed = cases(num_bytes)
+    for _ in range(rounds + 1):
+        for name, case in timed.items():
+            dist.barrier()
+            found.setdefault(name, []).append(microseconds(case, calls))
+    dist.destroy_process_group()
+    return found
+
+
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=40)
     options.add_argument("--calls", type=int, default=200, help="of a case in one round")
     options.add_argument("--bytes", type=int, default=4096, help="of the float32 tensor")
     chosen = options.parse_args()
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    dist.init_process_group("ipc", store=store, rank=0, world_size=1)
-    found: dict[str, list[float]] = {}
-    timed = cases(chosen.bytes)
-    for _ in range(chosen.rounds + 1):
-        for name, case in timed.items():
-            found.setdefault(name, []).append(microseconds(case, chosen.calls))
-    dist.destroy_process_group()
+    arguments = (store.port, chosen.bytes, chosen.rounds, chosen.calls)
+    other = mp.get_context("spawn").Process(target=measure, args=(1, *arguments), daemon=True)
+    other.start()
+    found = measure(0, *arguments, store)
+    other.join()
     rows = [
         # The first round warms up.
         {"case": name, "median_us": statistics.median(values[1:]), "all_us": values[1:]}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _autograd, _distributed_c10d
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 # Device types to register the backend for: torch uses CUDA for a group that claims CUDA, even without a CUDA device.
@@ -43,6 +44,11 @@ dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 no_dispatch_modes: Any = _disable_current_modes
 # Value of __torch_dispatch__ in tensor classes that do not intercept operations.
 no_torch_dispatch: Any = torch._C._disabled_torch_dispatch_impl
+# The innermost transform of torch.func that is active in the calling thread or None, and a context manager without any.
+active_transform: Any = torch._C._functorch.peek_interpreter_stack
+no_transforms: Any = temporarily_clear_interpreter_stack
+# Tensors of such a transform, and the tensor in one.
+functorch: Any = torch._C._functorch
 profiler_enabled: Any = _autograd._profiler_enabled
 # Start and end of a profiler record. The start has a name and arguments; the end may come from another thread.
 start_record: Any = _autograd._record_function_with_args_enter

@@ -247,7 +247,7 @@ def _hold(pg: IpcProcessGroup, case: Case, position: int) -> None:
     elif case.peers in ("SIGN", "PUT", "PUBLISH"):
         _hold_at(pg, (Action[case.peers], 0), lambda: _step_of(pg, case.victim) > _step_of(pg, pg.rank()))
     elif case.peers in ("AWAIT", "CHECK"):
-        _hold_at(pg, (Action[case.peers], 0), lambda: pg._local.engine._control.poisoner() is not None)
+        _hold_at(pg, (Action[case.peers], 0), lambda: pg._local.engine.control.poisoner() is not None)
 
 
 def _hold_at(pg: IpcProcessGroup, point: Point, condition: Callable[[], bool]) -> None:
@@ -256,7 +256,7 @@ def _hold_at(pg: IpcProcessGroup, point: Point, condition: Callable[[], bool]) -
 
 def _step_of(pg: IpcProcessGroup, rank: int) -> int:
     """Return the last chunk that the rank has written: between calls it is the same on all ranks."""
-    control = pg._local.engine._control
+    control = pg._local.engine.control
     return control.words[control.counter_index[rank] + WRITTEN]
 
 

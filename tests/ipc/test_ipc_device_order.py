@@ -156,13 +156,13 @@ def wait_for_the_first(self: DeviceMemory, ranks: Sequence[int], kind: int, valu
 
 def signal_nothing(self: DeviceMemory, progress: int) -> None:
     """The peers' waits never end."""
-    self._release_fence()
+    self.release_fence()
 
 
 def signal_too_early(self: DeviceMemory, progress: int) -> None:
     """The peers' waits end before this rank has reached that point."""
     self._timeline.signal(self._stream, progress + 1)
-    self._release_fence()
+    self.release_fence()
 
 
 def write_at_once(self: DeviceMemory, chunk: int, read: int, readers: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ def order_of(job: Job) -> list[str]:
 
         return call
 
-    memory._release_fence = logged("release", memory._release_fence)
+    memory.release_fence = logged("release", memory.release_fence)
     memory.acquire = logged("acquire", memory.acquire)
     waiter._full_fence = logged("full", waiter._full_fence)
     waiter.publish = logged("store", waiter.publish)
@@ -27,6 +27,47 @@ def order_of(job: Job) -> list[str]:
     CALLS["all_reduce"](pg).wait()
     pg.shutdown()
     return log
+
+
+def order_of_a_prepared_call(job: Job) -> list[str]:
+    """Return the steps of a rank in a call on the prepared path."""
+    pg = bare_group(job, "fences", job.rank, job.size, 20.0)
+    engine, log = pg._local.engine, []
+    memory, waiter = engine.transport, engine.waiter
+
+    def logged(name, function):
+        def call(*args, **kwargs):
+            log.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    CALLS["all_reduce_small"](pg).wait()
+    # The second call is prepared, with these functions.
+    memory.release_fence = logged("release", memory.release_fence)
+    memory.acquire = logged("acquire", memory.acquire)
+    memory.prepare_put = logged("PUT", memory.prepare_put)
+    waiter._full_fence = logged("full", waiter._full_fence)
+    waiter.publish = logged("store", waiter.publish)
+    wait = waiter.wait
+
+    def unlogged_wait(*args):
+        num_entries = len(log)
+        wait(*args)
+        del log[num_entries:]
+
+    waiter.wait = unlogged_wait
+    (reduction,) = pg._reductions.values()
+    reduction._function = logged("TAKE", reduction._function)
+    CALLS["all_reduce_small"](pg).wait()
+    pg.shutdown()
+    return log
+
+
+def test_a_prepared_call_has_the_same_fences() -> None:
+    """It reads and writes memory only between them."""
+    for log in values(run_ranks(order_of_a_prepared_call, 2, limit_s=120)):
+        assert log[:7] == ["acquire", "PUT", "release", "store", "full", "acquire", "TAKE"]
 
 
 def test_every_counter_is_stored_and_read_behind_its_fence() -> None:

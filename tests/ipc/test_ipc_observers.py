@@ -131,6 +131,62 @@ def test_the_default_device_does_not_matter() -> None:
     assert values(run_ranks(on_device_meta, 2)) == [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
 
 
+def in_transforms(job: Job, backend: str) -> list[Any]:
+    """Return the results of collectives inside transforms of torch.func, several times."""
+    job.init(backend)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        y = x * (job.rank + 2)
+        dist.all_reduce(y)
+        dist.all_reduce(y, async_op=True).wait()
+        parts = [torch.zeros_like(y) for _ in range(job.size)]
+        dist.all_gather(parts, y)
+        dist.broadcast(y[0], src=1)
+        return ((y + parts[0]) * x).sum()
+
+    x, results = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), []
+    for _ in range(10):
+        results += torch.func.grad_and_value(loss)(x)
+        results += torch.func.jvp(loss, (x,), (torch.ones(2, 2),))
+        results.append(torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x))
+        dist.all_reduce(results[-1])
+    return results
+
+
+def test_collectives_in_transforms_are_those_of_gloo() -> None:
+    """A transform sees neither the call nor its result, and the call keeps no tensor of a transform."""
+    on_ipc, on_gloo = (values(run_ranks(in_transforms, 2, backend, limit_s=60)) for backend in ("ipc", "gloo"))
+    torch.testing.assert_close(on_ipc, on_gloo, rtol=0, atol=0)
+
+
+def in_other_transforms(job: Job) -> tuple[list[str], float]:
+    """Return the errors of calls inside transforms that cannot be left, and the sum of a call afterwards."""
+    job.init()
+    found = []
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        dist.all_reduce(tensor=y, async_op=bool(len(found) % 2))
+        return y.sum()
+
+    for transform in (torch.vmap, torch.func.functionalize):
+        for _ in range(2):
+            with pytest.raises(TypeError) as error:
+                transform(total)(torch.ones(3, 2))
+            found.append(str(error.value))
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    return found, tensor.sum().item()
+
+
+def test_other_transforms_are_refused() -> None:
+    """Before anything is sent, so the group remains usable."""
+    for found, total in values(run_ranks(in_other_transforms, 2, limit_s=60)):
+        assert ["of torch.vmap," in text for text in found] == [True, True, False, False]
+        assert all(text.endswith("call the collective outside of it.") for text in found)
+        assert total == 6
+
+
 def without_data(job: Job) -> tuple[list[tuple[int, ...]], float, str]:
     """Run collectives on tensors without data on rank 0 only; then a real one on all ranks, and one that mixes both."""
     job.init()
@@ -273,7 +329,7 @@ def test_a_tensor_listed_twice_is_reduced_once() -> None:
     assert [tensor for *_, tensor in values(run_ranks(numbers, 2))] == [[2.0, 2.0]] * 2
 
 
-@pytest.mark.parametrize("module", ["executor", "arguments", "work", "collective_group"])
+@pytest.mark.parametrize("module", ["executor", "arguments", "work", "collective_group", "small_calls"])
 def test_dynamo_skips_every_function(module: str) -> None:
     """The marks are on the code objects, so also on nested and decorated functions."""
     import importlib
@@ -288,5 +344,6 @@ def test_dynamo_skips_every_function(module: str) -> None:
         "arguments": {"takes", "decorate", "call"},
         "work": {"wait", "get_future", "outcome", "complete"},
         "collective_group": {"_timeout_s", "shutdown", "allreduce", "run"},
+        "small_calls": {"all_reduce", "_prepare"},
     }
     assert expected[module] <= found

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._torch import RedOpType, ReduceOp, c10d, no_torch_dispatch
+from .._torch import RedOpType, ReduceOp, active_transform, c10d, no_torch_dispatch
 from ..protocol.description import description_text
-from .observers import PLAIN
+from .observers import PLAIN, outside_transforms
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _NO_TIME = timedelta(0)
@@ -44,6 +44,8 @@ def takes(options: str, *tensors: str, also: Sequence[str] = ()) -> Callable[[_M
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if active_transform() is not None:
+                return outside_transforms(call, (self, *args), kwargs)
             if not kwargs and len(args) == len(names) + 1 and isinstance(args[-1], classes):
                 return method(self, *args)()
             return method(self, *_read(method.__name__, classes, names, also, args, kwargs))()
@@ -144,7 +146,8 @@ def single(tensors: torch.Tensor | Sequence[torch.Tensor], operation: str) -> to
     Raises:
         ValueError: There is not exactly one.
     """
-    if isinstance(tensors, torch.Tensor):
+    # The list first, because isinstance takes longer for a class of torch.
+    if type(tensors) is not list and isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
         raise ValueError(f"{operation} got {len(tensors)} tensors; this backend accepts one per rank and call.")

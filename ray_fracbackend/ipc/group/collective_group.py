@@ -43,6 +43,7 @@ from ..device.side import DeviceSide
 from ..errors import CollectiveMismatchError, IpcError
 from ..protocol.collectives import Collectives, HostCollectives
 from ..protocol.description import Terms, describe_call, description_text, operation_of, through_gloo
+from ..protocol.prepared import PreparedCall
 from ..protocol.reductions import Reduction, check_reduces, plain_op, premul_factor, scaled
 from .arguments import (
     check_class,
@@ -66,6 +67,7 @@ from .arguments import (
 )
 from .executor import DONE, Executor
 from .observers import PLAIN, hide_package, is_without_data, recorded, run_hidden
+from .small_calls import SmallCalls
 from .work import IpcWork, ReceiveWork, keep_work_of_reducers
 
 logger = logging.getLogger(__name__)
@@ -152,6 +154,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         self._inner: list[Any] = []
         self._executor = Executor(f"{name} rank {rank}")
         self._reductions: dict[tuple[torch.dtype, Any], Reduction] = {}
+        self._small_calls = SmallCalls(self._reductions, lambda opts: timeout_of(opts, self._timeout_s))
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
@@ -205,6 +208,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         reason = f"{self._names[self._own_rank]} aborted the process group"
         self._device_side.abort(reason)
         self._host.abort(reason)
+        self._small_calls.close()
         self._executor.close(_SHUTDOWN_S)
         stop((*self._inner, self._gloo), "abort")
 
@@ -213,6 +217,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         if not self._executor.is_own():
             return
         idle = self._executor.close(_SHUTDOWN_S)
+        self._small_calls.close()
         self._device_side.shutdown(idle)
         self._host.close(idle)
         stop((*self._inner, self._gloo), "shutdown")
@@ -496,7 +501,17 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"))
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
         """All-reduce in place; results are bitwise equal on all ranks."""
-        return self._reduce("all_reduce", "allreduce", single(tensors, "all_reduce"), None, opts)
+        tensor = single(tensors, "all_reduce")
+        small = self._small_calls.all_reduce(self._host, tensor, opts)
+        if small is not None:
+            return partial(self._run_small, small[0], tensor, small[1], opts)
+        return self._reduce("all_reduce", "allreduce", tensor, None, opts)
+
+    def _run_small(self, call: PreparedCall, tensor: torch.Tensor, address: int, opts: Any) -> Any:
+        if not self._executor.run(call, tensor, address, opts):
+            return self._reduce("all_reduce", "allreduce", tensor, None, opts)()
+        self._num_calls += 1
+        return IpcWork(DONE, self._executor, [tensor])
 
     def _reduce(self, operation: str, gloo: str, tensor: torch.Tensor, root: int | None, opts: Any) -> Any:
         """Reduce into the root's tensor, or into every rank's tensor if root is None."""

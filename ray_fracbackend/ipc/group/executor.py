@@ -26,12 +26,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any, TypeVar
 
 from ..errors import GroupClosedError
 
 # How long the interpreter's exit waits for calls in progress; calls that wait for a peer may take much longer.
 _EXIT_S = 1.0
 
+_Value = TypeVar("_Value")
 _executors: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
@@ -138,14 +140,15 @@ class Executor:
                 "collectives in the parent, or start the child with 'spawn' and create a group there."
             )
 
-    def run(self, function: Callable[[], None]) -> None:
-        """Run `function` in this thread, after all queued calls.
+    def run(self, function: Callable[..., _Value], *args: Any) -> _Value:
+        """Run ``function(*args)`` in this thread, after all queued calls, and return its value.
 
         Raises:
             GroupClosedError: This is a forked child of the group's process.
             RuntimeError: This thread runs another call.
         """
-        self._check_process()
+        if os.getpid() != self._pid:
+            self._check_process()
         if self._queue:
             self._run_queued(lambda: True)
         with self._turn:
@@ -153,7 +156,7 @@ class Executor:
                 raise _nested_error()
             try:
                 self._is_running = True
-                function()
+                return function(*args)
             finally:
                 self._is_running = False
 

@@ -1,4 +1,4 @@
-"""Interaction with torch's profiler, dispatch modes, tensors without data, and ``torch.compile``. Imports torch.
+"""Interaction with torch's profiler, dispatch modes, tensors without data, torch.func and ``torch.compile``. Imports torch.
 
 Inside a compiled region Dynamo evaluates every Python frame, also those that DDP's reducer or autograd enters from C++.
 It must not trace into this package: it handles collectives at the level of torch.distributed.
@@ -7,13 +7,22 @@ It must not trace into this package: it handles collectives at the level of torc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-from .._torch import dispatch_modes, end_record, never_trace, no_dispatch_modes, start_record
+from .._torch import (
+    active_transform,
+    dispatch_modes,
+    end_record,
+    functorch,
+    never_trace,
+    no_dispatch_modes,
+    no_transforms,
+    start_record,
+)
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PACKAGE = f"{__package__.rpartition('.')[0]}."
@@ -30,16 +39,42 @@ def is_without_data(tensor: torch.Tensor) -> bool:
 
 
 def run_hidden(function: Callable[[], None]) -> None:
-    """Run a call without the dispatch modes of this thread, such as FakeTensorMode or FlopCounterMode.
+    """Run a call without the dispatch modes of this thread, such as FlopCounterMode, and without transforms of torch.func.
 
-    A mode must not see the copies and additions inside a collective. A thread that waits for a call may run it, so the
-    modes of the running thread are disabled.
+    They must not see the copies and additions inside a collective. A thread that waits for a call may run it, so those of
+    the running thread are disabled.
     """
-    if dispatch_modes():
-        with no_dispatch_modes():
+    if dispatch_modes() or active_transform() is not None:
+        with no_dispatch_modes(), no_transforms():
             function()
     else:
         function()
+
+
+def outside_transforms(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Make a call outside the transforms of torch.func of this thread, with the tensors inside those of the transforms.
+
+    As with Gloo: the transform sees neither the call nor its result, so a gradient does not flow between ranks.
+
+    Raises:
+        TypeError: The call has a tensor of ``torch.vmap`` or ``functionalize``.
+    """
+    inner, named = [_inner(value) for value in args], {name: _inner(value) for name, value in kwargs.items()}
+    with no_transforms():
+        return call(*inner, **named)
+
+
+def _inner(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_inner(item) for item in value]
+    while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
+        if not functorch.is_gradtrackingtensor(value):
+            name = "torch.vmap" if functorch.is_batchedtensor(value) else "torch.func.functionalize"
+            raise TypeError(
+                f"A collective got a tensor of {name}, which cannot transform collectives; call the collective outside of it."
+            )
+        value = functorch.get_unwrapped(value)
+    return value
 
 
 def recorded(operation: str, tensors: Sequence[torch.Tensor], function: Callable[[], None]) -> Callable[[], None]:

@@ -8,8 +8,9 @@ its work: `device.memory` makes the stream wait for the writers before a read, a
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,6 +37,16 @@ def memory_bytes(chunk_bytes: int, folded_bytes: Sequence[int], num_slots: int) 
         num_slots: Number of slots, and of folded areas, of each rank.
     """
     return num_slots * (len(folded_bytes) * chunk_bytes + sum(folded_bytes))
+
+
+def copy_function() -> Callable[[int, int, int], None]:
+    """Return libc's ``memmove(target, source, num_bytes)``, for addresses: ``copy_`` needs twice the time for 4 KiB.
+
+    It keeps the GIL, which another thread would otherwise hold for milliseconds after each small copy.
+    """
+    function = ctypes.PyDLL(None).memmove
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
+    return function
 
 
 class Places:
@@ -93,7 +104,9 @@ class SlotMemory:
     Attributes:
         chunk_bytes: See above.
         num_slots: See above.
+        slot_places: For each local rank, the number of the slot of a chunk, indexed by chunk modulo `num_slots`.
         stacks: Whether it is faster to reduce all slots at once than one after the other.
+        release_fence: Fence: orders this rank's earlier accesses before its later stores of a counter.
         acquire: Fence: orders this rank's later accesses after those of ranks whose counters it has read.
     """
 
@@ -106,7 +119,7 @@ class SlotMemory:
         self.num_slots = num_slots
         self._rank = rank
         fences = make_fences()
-        self._release_fence = fences.release
+        self.release_fence = fences.release
         self.acquire = fences.acquire
         # Indexed by slot number, then by local rank.
         num_ranks = len(folded_bytes)
@@ -116,9 +129,8 @@ class SlotMemory:
         # Indexed by local rank, then by slot number.
         self._slots = [list(slots) for slots in self._stacks.unbind(1)]
         self._folded = [[areas[r] for areas in folded] for r in range(num_ranks)]
-        # For each local rank, indexed by chunk modulo num_slots: the number of the slot or of the folded area.
         same = bytes(range(num_slots))
-        self._slot_places: list[Sequence[int]] = [same] * num_ranks
+        self.slot_places: list[Sequence[int]] = [same] * num_ranks
         self._folded_places: list[Sequence[int]] = [same] * num_ranks
         # Views are cached: creating them would take too long for a small collective.
         self._views: dict[tuple[bool, torch.dtype, int, int], list[_Views]] = {}
@@ -130,7 +142,7 @@ class SlotMemory:
             A 1-D view of `dtype`; the whole slot has `chunk_bytes`. This object owns the memory.
         """
         views = self._views.get((False, dtype, start, end)) or self._make_views(False, dtype, start, end)
-        return views[rank][self._slot_places[rank][chunk % self.num_slots]]
+        return views[rank][self.slot_places[rank][chunk % self.num_slots]]
 
     def stack(self, chunk: int, dtype: torch.dtype, start: int, end: int) -> torch.Tensor:
         """Return the elements of all ranks as one 2-D view, with one row per rank. Only if `stacks` is true."""
@@ -144,6 +156,10 @@ class SlotMemory:
         """
         views = self._views.get((True, dtype, 0, end)) or self._make_views(True, dtype, 0, end)
         return views[rank][self._folded_places[rank][chunk % self.num_slots]]
+
+    def slots(self, dtype: torch.dtype, numel: int) -> list[_Views]:
+        """Return the first `numel` elements of all slots, by local rank and number of the slot; nothing after `close`."""
+        return self._views.get((False, dtype, 0, numel)) or self._make_views(False, dtype, 0, numel)
 
     def _make_views(self, folded: bool, dtype: torch.dtype, start: int, end: int) -> list[_Views]:
         if len(self._views) >= _MAX_VIEWS // self.num_slots:
@@ -163,7 +179,7 @@ class SlotMemory:
 
     def record(self, progress: int) -> None:
         """Order this rank's earlier accesses before the store of `progress` in its counter."""
-        self._release_fence()
+        self.release_fence()
 
     def wait(self, ranks: Sequence[int], kind: int, value: int) -> None:
         """Order this rank's later accesses after those that `ranks` made before their count reached `value`."""
@@ -191,6 +207,9 @@ class HostMemory(SlotMemory):
 
     There are enough slots for a rank to continue while another one is late. Using all of them in turn would evict each
     chunk from the caches before it is read; on an idle machine two or three slots are enough.
+
+    Attributes:
+        own_addresses: Addresses of this rank's slots, by number of the slot.
     """
 
     def __init__(
@@ -198,10 +217,11 @@ class HostMemory(SlotMemory):
     ) -> None:
         super().__init__(memory, chunk_bytes, folded_bytes, num_slots, rank)
         self._own_slots, self._own_folded = Places(num_slots), Places(num_slots)
+        self.own_addresses = [slot.data_ptr() for slot in self._slots[rank]]
 
     def attach(self, words: Sequence[int], counters: Sequence[int], places: Sequence[memoryview]) -> None:
         """See `SlotMemory.attach`."""
-        self._slot_places = [table[:MAX_PLACES] for table in places]
+        self.slot_places = [table[:MAX_PLACES] for table in places]
         self._folded_places = [table[MAX_PLACES:] for table in places]
         self._own_table = places[self._rank]
 
@@ -216,5 +236,5 @@ class HostMemory(SlotMemory):
     def close(self) -> None:
         """See `SlotMemory.close`."""
         super().close()
-        self._slot_places, self._folded_places = [], []
+        self.slot_places, self._folded_places = [], []
         self._own_table = memoryview(b"")

@@ -24,7 +24,7 @@ from __future__ import annotations
 from ..host.arena import Arena
 from ..host.memory import MAX_PLACES
 
-_POISON_WORD = 8
+POISON_WORD = 8
 _FIRST_BLOCK = 16
 BLOCK_WORDS = 176
 _CLOSED = 4
@@ -55,6 +55,7 @@ class ControlPage:
         words: The page as 8-byte integers, for the polling loop.
         counter_index: Index in `words` of each rank's counter; its three counts follow it.
         bell_index: Index in `words` of each rank's bell.
+        sleepers: Indices of the words with the bytes of ranks that may be sleeping on this rank's bell.
         places: Each rank's table of areas, see +160.
     """
 
@@ -67,9 +68,9 @@ class ControlPage:
         self.bell_index = [index + _BELL for index in self.counter_index]
         starts = [(index + _PLACES) * 8 for index in self.counter_index]
         self.places = [self._bytes[start : start + 2 * MAX_PLACES] for start in starts]
-        # Words with the bytes of ranks that may sleep on this rank's bell.
         first = self.counter_index[rank] + _SLEEPERS
-        self._sleepers = range(first, first + min(_SLEEPERS_BYTES, num_ranks + 7) // 8)
+        self.sleepers = range(first, first + min(_SLEEPERS_BYTES, num_ranks + 7) // 8)
+        self._described = [b"", b""]
         self._descriptions = [[self._description_slice(r, parity) for parity in (0, 1)] for r in range(num_ranks)]
 
     def _description_slice(self, rank: int, parity: int) -> memoryview:
@@ -80,16 +81,15 @@ class ControlPage:
         """Set or clear this rank's sleep mark on a peer's bell. Beyond 64 local ranks a lost mark delays a wake-up by one slice."""
         self._bytes[(self.counter_index[peer] + _SLEEPERS) * 8 + self.rank % _SLEEPERS_BYTES] = asleep
 
-    def has_sleepers(self) -> bool:
-        """Return whether a rank may be sleeping on this rank's bell."""
-        for index in self._sleepers:  # noqa: SIM110 (a generator is slower than the loop)
-            if self.words[index]:
-                return True
-        return False
-
     def describe(self, call: int, description: bytes) -> None:
         """Store this rank's description of the call with number `call`."""
-        self._descriptions[self.rank][call & 1][:] = description
+        # The other ranks have most descriptions in their caches already: a call often repeats the last but one.
+        if self._described[call & 1] != description:
+            self._descriptions[self.rank][call & 1][:] = self._described[call & 1] = description
+
+    def keys_of(self, rank: int, num_bytes: int) -> list[memoryview]:
+        """Return the first bytes of a rank's two descriptions: of its even calls, and of its odd ones."""
+        return [of_calls[:num_bytes] for of_calls in self._descriptions[rank]]
 
     def description(self, rank: int, call: int) -> bytes:
         """Return the description that `rank` stored for a call."""
@@ -105,12 +105,12 @@ class ControlPage:
 
     def poisoner(self) -> int | None:
         """Return the local rank that poisoned the group, or None."""
-        value = self.words[_POISON_WORD]
+        value = self.words[POISON_WORD]
         return value - 1 if value else None
 
     def set_poison(self) -> None:
         """Mark the group as broken by this rank; store the reason and call the fence first."""
-        self.words[_POISON_WORD] = self.rank + 1
+        self.words[POISON_WORD] = self.rank + 1
 
     def set_reason(self, reason: str) -> None:
         """Store the reason with which peers will raise, truncated to fit."""

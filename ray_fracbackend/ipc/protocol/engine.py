@@ -12,7 +12,7 @@ from ..errors import CollectiveMismatchError, GroupClosedError, IpcError
 from ..host.arena import Arena
 from ..host.liveness import Peer
 from ..host.memory import SlotMemory
-from .control import ControlPage
+from .control import POISON_WORD, ControlPage
 from .description import KEY_BYTES, Terms, description_text
 from .schedule import DONE, READ, WRITTEN, Action, Course
 from .waiting import Waiter
@@ -60,6 +60,9 @@ class Engine:
         transport: The memory for tensors.
 
     Attributes:
+        control: The control page.
+        peers: The other local ranks, in the order in which this rank looks at them.
+        last_chunk: Number of the last chunk of this rank's calls so far.
         waiter: Publishes this rank's counts and waits for the other ranks.
         observer: Called as ``observer(action, chunk)`` before each action; for tests that inject failures.
         on_failure: Called with the reason after a call has failed here, to inform ranks that do not share this page.
@@ -75,13 +78,13 @@ class Engine:
         self.on_failure: list[Callable[[str], None]] = []
         self.on_raise: list[Callable[[], None]] = []
         self.has_raised = False
-        self._control = ControlPage(arena, rank, len(peers))
-        self.waiter = Waiter(self._control, arena.address, peers, names)
+        self.control = ControlPage(arena, rank, len(peers))
+        self.waiter = Waiter(self.control, arena.address, peers, names)
         self._names = names
-        self._peers = [(rank + i) % len(peers) for i in range(1, len(peers))]
-        self._others = [(peer, self._control.counter_index[peer]) for peer in self._peers]
-        transport.attach(self._control.words, self._control.counter_index, self._control.places)
-        self._last_chunk = 0
+        self.peers = [(rank + i) % len(peers) for i in range(1, len(peers))]
+        self._others = [(peer, self.control.counter_index[peer]) for peer in self.peers]
+        transport.attach(self.control.words, self.control.counter_index, self.control.places)
+        self.last_chunk = 0
         self._closed = False
 
     def run(self, call: Call) -> None:
@@ -97,15 +100,22 @@ class Engine:
             self.waiter.raise_if_poisoned(what)
             self._run_actions(call, what)
         except BaseException as error:
-            # After any error this rank is out of step with the others: they must not wait for it.
-            self._raises()
-            self.fail(str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}")
+            self.failed(error, what)
             raise
+
+    def failed(self, error: BaseException, what: str) -> None:
+        """Poison the group after an error in a call: this rank is out of step, and the others must not wait for it."""
+        self._raises()
+        self.fail(str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}")
+
+    def is_hindered(self) -> bool:
+        """Return whether `run` would raise at once, or reports each step to a test."""
+        return self._closed or self.observer is not None or self.control.words[POISON_WORD] != 0
 
     def _run_actions(self, call: Call, what: str) -> None:
         transport, waiter, observer, put = self.transport, self.waiter, self.observer, call.put
-        words, others, terms, is_checked = self._control.words, self._others, call.terms, False
-        first = self._last_chunk + 1
+        words, others, terms, is_checked = self.control.words, self._others, call.terms, False
+        first = self.last_chunk + 1
         course = Course(
             first,
             call.num_chunks,
@@ -118,7 +128,7 @@ class Engine:
         waiter.num_calls += 1
         if observer is not None:
             observer(_SIGN, 0)
-        self._control.describe(waiter.num_calls, terms.description)
+        self.control.describe(waiter.num_calls, terms.description)
         if put is None:
             self._publish(course)
         while True:
@@ -137,7 +147,7 @@ class Engine:
                 if observer is not None:
                     observer(action, chunk - first)
                 assert put is not None
-                readers = self._peers if call.readers is None else call.readers
+                readers = self.peers if call.readers is None else call.readers
                 transport.prepare_put(chunk, course.least(words, others, READ), readers)
                 put(chunk - first, chunk)
                 course.after(action)
@@ -146,7 +156,7 @@ class Engine:
             if not is_checked:
                 if observer is not None:
                     observer(_CHECK, 0)
-                self._check(terms.description)
+                self.check(terms.description)
                 is_checked = True
             if action is None:
                 break
@@ -154,19 +164,19 @@ class Engine:
                 observer(action, chunk - first)
             if action is _FOLD:
                 assert call.fold is not None
-                transport.wait(self._peers, WRITTEN, chunk)
-                transport.wait(self._peers, DONE, chunk - transport.num_slots)
+                transport.wait(self.peers, WRITTEN, chunk)
+                transport.wait(self.peers, DONE, chunk - transport.num_slots)
                 transport.prepare_fold(chunk, course.least(words, others, DONE))
                 call.fold(chunk - first, chunk)
             else:
                 assert call.take is not None
-                transport.wait(self._peers if call.sources is None else call.sources, course.stage, chunk)
+                transport.wait(self.peers if call.sources is None else call.sources, course.stage, chunk)
                 call.take(chunk - first, chunk)
             course.after(action)
             if action is _TAKE and course.is_over():
                 break  # the next call announces this chunk
             self._publish(course)
-        self._last_chunk = course.last
+        self.last_chunk = course.last
 
     def _publish(self, course: Course) -> None:
         if self.observer is not None:
@@ -174,12 +184,17 @@ class Engine:
         self.transport.record(self.waiter.num_published + 1)
         self.waiter.publish(course.written, course.read, course.done)
 
-    def _check(self, description: bytes) -> None:
+    def check(self, description: bytes) -> None:
+        """Compare this rank's description of the current call with those of the other ranks.
+
+        Raises:
+            CollectiveMismatchError: One differs.
+        """
         call = self.waiter.num_calls
-        peer = self._control.find_difference(call, description, KEY_BYTES)
+        peer = self.control.find_difference(call, description, KEY_BYTES)
         if peer is None:
             return
-        theirs = description_text(self._control.description(peer, call))
+        theirs = description_text(self.control.description(peer, call))
         raise CollectiveMismatchError(
             f"{self._names[self.rank]} called {description_text(description)} while {self._names[peer]} called "
             f"{theirs} for the same collective of the group; all ranks must make the same calls in the same order."
@@ -206,7 +221,7 @@ class Engine:
 
     def has_left(self, rank: int) -> bool:
         """Return whether a local rank has closed its group."""
-        return self._control.is_closed(rank)
+        return self.control.is_closed(rank)
 
     def fail(self, reason: str) -> None:
         """Poison the group: every rank raises with `reason`, or with an earlier one."""
@@ -229,7 +244,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self._control.set_closed(keeps_memory)
+        self.control.set_closed(keeps_memory)
         self.waiter.wake_all()
 
 

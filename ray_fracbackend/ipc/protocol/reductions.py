@@ -158,6 +158,13 @@ class Reduction:
             function(stack, 0, dtype=total.dtype, out=total)
         self._store(total, out, final)
 
+    @property
+    def pair_function(self) -> Callable[..., torch.Tensor] | None:
+        """The function of torch that does the same as `reduce` for two inputs of `dtype`, as ``function(a, b, out=out)``."""
+        plain = self._signed is None and not self._divides
+        widens = self.accumulate_dtype != self.dtype and not self._rounds_once(2)
+        return self._function if plain and not widens else None
+
     def _rounds_once(self, num_inputs: int) -> bool:
         """Return whether one operation in the element type has the same result as in the wider type."""
         if self.dtype in _WITHOUT_ROWS:

@@ -47,6 +47,7 @@ class Waiter:
             it exists.
         num_calls: Number of calls that this rank has begun with this memory.
         num_published: Number of its announcements.
+        bare_polls: Number of polls before the first system call.
     """
 
     def __init__(self, control: ControlPage, address: int, peers: list[Peer], names: list[str]) -> None:
@@ -65,11 +66,12 @@ class Waiter:
         self._names = names
         self._own = control.counter_index[control.rank]
         self._own_bell = control.bell_index[control.rank]
+        self._sleepers = control.sleepers
         num_cores = len(os.sched_getaffinity(0))
         self._max_spin_us = float(knobs.spin_us())
         # With more ranks than cores, polling slows down the rank that it waits for: yield at once.
         self._is_crowded = control.num_ranks > num_cores
-        self._bare_polls = 1 if self._is_crowded else _BARE_POLLS
+        self.bare_polls = 1 if self._is_crowded else _BARE_POLLS
         # Number of waits without a yield: remaining now, and after the next yield that costs a time slice.
         self._unyielding, self._next_unyielding = 0, _MIN_UNYIELDING
         self._let_threads_run = let_threads_run()
@@ -88,8 +90,10 @@ class Waiter:
         # Last: a peer that missed the counts above has read an older bell, so it does not fall asleep.
         words[self._own_bell] = progress
         self._full_fence()
-        if self._control.has_sleepers():
-            self._futex.wake(self._own_bell * 8)
+        for index in self._sleepers:
+            if words[index]:
+                self._futex.wake(self._own_bell * 8)
+                break
 
     def wait(self, peer: int, kind: int, value: int, deadline: float, what: str) -> None:
         """Return once the count `kind` of local rank `peer` is at least `value`.
@@ -109,7 +113,7 @@ class Waiter:
         words, index = self._words, self._counters[peer] + kind
         if words[index] >= value:
             return
-        for _ in range(self._bare_polls):
+        for _ in range(self.bare_polls):
             if words[index] >= value:
                 return
         started = time.monotonic()
@@ -120,7 +124,7 @@ class Waiter:
     def poll(self, peer: int, kind: int, value: int) -> bool:
         """Return whether the count of `peer` reaches `value` within the time that `wait` polls."""
         words, index = self._words, self._counters[peer] + kind
-        for _ in range(self._bare_polls):
+        for _ in range(self.bare_polls):
             if words[index] >= value:
                 return True
         if self._spin(index, value, time.monotonic() + self._spin_us * 1e-6):
