@@ -44,6 +44,7 @@ class Rules:
     skip_wait_to_write: bool = False
     record_before_put: bool = False
     count_before_progress: bool = False
+    never_announces_a_take: bool = False
 
 
 # Kind of a collective: in one pass, all to all; in two passes, in which every rank folds its share, or rank 0 folds all; in one pass to
@@ -51,8 +52,9 @@ class Rules:
 ONE, SPLIT, LEADER, TO_ROOT, FROM_ROOT = "one pass", "split", "leader", "to root", "from root"
 Micro = tuple[str, Any]
 # State of a rank's host: its call, what it has written, read and finished of it, whether it has checked, and what it must still announce
-# (None for nothing).
+# (None for nothing, `LATER` for what waits for the next action).
 Host = tuple[int, int, int, int, bool, Any]
+LATER = ("later", ())
 _CHUNK_BYTES = 64
 
 
@@ -256,7 +258,7 @@ class Explorer:
             if moved is not None:
                 result.append(moved)
         if hosts[rank][0] < len(self.calls) and (self.device or not queues[rank]):
-            moved = self._announce(state, rank) if hosts[rank][5] else self._host_move(state, rank)
+            moved = self._announce(state, rank) if hosts[rank][5] not in (None, LATER) else self._host_move(state, rank)
             if moved is not None:
                 result.append(moved)
         return result
@@ -269,6 +271,9 @@ class Explorer:
         peers = [(r, r * NUM_COUNTS) for r in self.ranks if r != rank]
         action = course.next(flat, peers)
         number, is_checked = hosts[rank][0], hosts[rank][4]
+        if hosts[rank][5] and not course.joins(action) and not self.rules.never_announces_a_take:
+            queues = _set(queues, rank, (*queues[rank], *self._record(counts, rank)))
+            return _set(hosts, rank, (*hosts[rank][:5], (self.steps[0], ()))), queues, counts, memory, words, waits
         if action is Action.AWAIT:
             return None
         if action is not Action.PUT and not is_checked:
@@ -284,7 +289,11 @@ class Explorer:
         late = self._issue(course, action, rank, self.calls[number][1], now, issued, flat, peers)
         course.after(action)
         left = None
-        if action is not Action.TAKE or not course.is_over():  # the last TAKE is announced with the next call
+        if action is Action.TAKE and course.is_over():
+            pass  # it is announced with the next call
+        elif course.waits_for_next(action):
+            left = LATER
+        else:
             left = (self.steps[0], tuple(late))
             issued += self._record(counts, rank)
         host = (number, course.written, course.read, course.done, is_checked, left)

@@ -51,6 +51,7 @@ WRONG = {
     "a word written before the slot": (Rules(record_before_put=True), True, ONE),
     "a slot written again at once": (Rules(skip_wait_to_write=True), True, TO_ROOT),
     "counts that are stored before the counter": (Rules(count_before_progress=True), True, ONE),
+    "a TAKE that is never announced": (Rules(never_announces_a_take=True), False, FROM_ROOT),
     "one buffer for the leader": (Rules(buffers=1), True, LEADER),
     "the leader publishes before it has folded": (Rules(publish_before_fold=True), False, LEADER),
     "no wait for the leader": (Rules(skip_wait=True), True, LEADER),

@@ -147,8 +147,7 @@ class Executor:
             GroupClosedError: This is a forked child of the group's process.
             RuntimeError: This thread runs another call.
         """
-        if os.getpid() != self._pid:
-            self._check_process()
+        self._check_process()
         if self._queue:
             self._run_queued(lambda: True)
         with self._turn:

@@ -115,6 +115,7 @@ class Engine:
     def _run_actions(self, call: Call, what: str) -> None:
         transport, waiter, observer, put = self.transport, self.waiter, self.observer, call.put
         words, others, terms, is_checked = self.control.words, self._others, call.terms, False
+        is_pending = False
         first = self.last_chunk + 1
         course = Course(
             first,
@@ -133,6 +134,9 @@ class Engine:
             self._publish(course)
         while True:
             action = course.next(words, others)
+            if is_pending and not course.joins(action):
+                self._publish(course)
+                is_pending = False
             chunk = course.chunk
             if action is _AWAIT:
                 if observer is not None:
@@ -152,6 +156,7 @@ class Engine:
                 put(chunk - first, chunk)
                 course.after(action)
                 self._publish(course)
+                is_pending = False
                 continue
             if not is_checked:
                 if observer is not None:
@@ -175,7 +180,9 @@ class Engine:
             course.after(action)
             if action is _TAKE and course.is_over():
                 break  # the next call announces this chunk
-            self._publish(course)
+            is_pending = course.waits_for_next(action)
+            if not is_pending:
+                self._publish(course)
         self.last_chunk = course.last
 
     def _publish(self, course: Course) -> None:

@@ -18,8 +18,9 @@ the collective. The rules:
 
 If several actions are possible, a rank prefers TAKE, then FOLD, then PUT: on an idle machine each chunk is used while
 it is in the caches. If a peer is late, a rank continues with later chunks while slots are free; if it can do nothing,
-it waits for what its lowest chunk needs. The last TAKE of a collective is announced with the next collective's first
-announcement, which is early enough with two or more slots. Every wait ends: the rank with the lowest chunk, at the
+it waits for what its lowest chunk needs. In one pass a TAKE is announced with the PUT after it if that can begin at once.
+The last TAKE of a collective is announced with the next collective's first announcement, which is early enough with two
+or more slots. Every wait ends: the rank with the lowest chunk, at the
 earliest action, waits for no other rank. tests/ipc tests this code in every interleaving of small cases.
 """
 
@@ -129,6 +130,14 @@ class Course:
     def is_over(self) -> bool:
         """Return whether this rank has written, read and taken all its chunks."""
         return self.done == self.last == self.written == self.read
+
+    def waits_for_next(self, action: Action) -> bool:
+        """Return whether the announcement of an action that `next` returned waits until the next action is known."""
+        return action is _TAKE and not self.two_passes
+
+    def joins(self, action: Action | None) -> bool:
+        """Return whether the next action, which `next` has returned, begins at once and will announce the last one too."""
+        return action is _PUT and self.done == self.written
 
     def lags(self, words: Sequence[int], peers: Sequence[tuple[int, int]]) -> bool:
         """Return whether a chunk before the one to PUT waits for another rank; if so, set `peer`, `kind` and `value`.
