@@ -119,6 +119,26 @@ def ipc_collectives(num_ranks: int) -> str:
     return table(columns, rows)
 
 
+def checkouts_setting() -> str:
+    """Return the machine and the two commits of the newest comparison."""
+    name, result = newest_result("checkouts")
+    machine = machine_of(result)
+    return (
+        f"`benchmarks/results/{name}`: {machine['num_cpus']} cores of {machine['cpu']}, torch {machine['torch']}, "
+        f"commit {result['old']} and commit {result['new']}"
+    )
+
+
+def checkouts() -> str:
+    """Return a table of the newest comparison of two commits."""
+    rows = []
+    for row in newest_result("checkouts")[1]["rows"]:
+        *words, last, unit = row["case"].replace(",", "").split()
+        name = f"{' '.join(words)}, {size_text(int(last))}" if unit == "bytes" else row["case"]
+        rows.append([name, *(three_digits(row[key]) for key in ("old_ms", "new_ms")), f"{row['new_over_old']:.2f}"])
+    return table(["case", "before", "after", "after / before"], rows)
+
+
 def ipc_ddp() -> str:
     """Return a table of a DDP step by backend."""
     rows = [
@@ -322,6 +342,8 @@ TEXTS: dict[str, Callable[[], str]] = {
     "ipc ddp": ipc_ddp,
     "ipc busy": ipc_busy,
     "ipc demo": ipc_demo,
+    "checkouts setting": checkouts_setting,
+    "checkouts": checkouts,
     "counts setting": counts_setting,
     "counts ipc": lambda: counts("ipc"),
     "counts staged": lambda: counts("staged", "gloo"),

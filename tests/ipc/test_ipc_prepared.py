@@ -308,7 +308,15 @@ def interrupted(job: Job) -> Any:
         all_reduce(pg, torch.ones(4))
     store = job.store()
     if job.rank == 0:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        waiter = pg._local.engine.waiter
+        begun = waiter.num_published
+
+        def interrupt() -> None:
+            while waiter.num_published == begun:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             all_reduce(pg, torch.ones(4))
         store.set("interrupted", "")

@@ -41,12 +41,12 @@ def prepare_all_reduce(
         timeout_s: Returns the time limit in seconds of a call with given options.
 
     Returns:
-        None if such a tensor needs several chunks, or two passes, or if the group is closed.
+        None if such a tensor needs several chunks or two passes, for a single rank, or if the group is closed.
     """
     engine, plan, size, own = collectives.engine, collectives.plan, collectives.num_ranks, collectives.rank
     memory, num_bytes = engine.transport, tensor.nbytes
     one_pass = size < plan.two_pass_ranks or num_bytes <= plan.one_pass_bytes
-    if not isinstance(memory, HostMemory) or not one_pass or num_bytes > memory.chunk_bytes:
+    if not isinstance(memory, HostMemory) or size == 1 or not one_pass or num_bytes > memory.chunk_bytes:
         return None
     control, waiter, words, peers = engine.control, engine.waiter, engine.control.words, engine.peers
     views, places = memory.slots(tensor.dtype, tensor.numel()), memory.slot_places
