@@ -316,6 +316,8 @@ def interrupted(job: Job) -> Any:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGINT)
 
+        # A shell's background jobs ignore this signal.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             all_reduce(pg, torch.ones(4))
