@@ -5,7 +5,7 @@ usage: python benchmarks/small_call.py [--rounds 40] [--calls 200] [--bytes 4096
 In each round every case is timed in turn, so a slow moment of the machine affects all of them. Microseconds on rank 0,
 medians of the rounds:
 
-``ipc``           ``all_reduce``, one directly after the other; both ranks run on cores of their own
+``ipc``           ``all_reduce``, one directly after the other; needs two free cores
 ``call layer``    the same call to a Python process group that does nothing: torch.distributed's wrapper and dispatch
 ``two copies``    the necessary work on the tensors: a copy into the slot and a copy out of it
 ``ctypes call``   a call of an almost empty C function: the cost of calling compiled code

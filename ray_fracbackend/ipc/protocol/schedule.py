@@ -1,7 +1,8 @@
 """The slot protocol: the next action of a rank, given the progress of the others. Pure; standard library only.
 
 A collective moves its tensors in chunks, whose numbers continue from one collective to the next. Chunk ``c`` uses entry
-``c % num_slots`` of every rank's tables of slots and folded areas (see `host.memory`). Each rank has three counts, each the last chunk for which this is true:
+``c % num_slots`` of every rank's tables of slots and folded areas (see `host.memory`). Each rank has three counts, each
+the last chunk for which this is true:
 
 * WRITTEN: its part is in its slot;
 * READ: it has read its data from the slots, and written its folded share;
@@ -20,8 +21,8 @@ If several actions are possible, a rank prefers TAKE, then FOLD, then PUT: on an
 it is in the caches. If a peer is late, a rank continues with later chunks while slots are free; if it can do nothing,
 it waits for what its lowest chunk needs. In one pass a TAKE is announced with the PUT after it if that can begin at once.
 The last TAKE of a collective is announced with the next collective's first announcement, which is early enough with two
-or more slots. Every wait ends: the rank with the lowest chunk, at the
-earliest action, waits for no other rank. tests/ipc tests this code in every interleaving of small cases.
+or more slots. Every wait ends: the rank with the lowest chunk, at the earliest action, waits for no other rank. tests/ipc
+tests this code in every interleaving of small cases.
 """
 
 from __future__ import annotations
