@@ -1,7 +1,7 @@
 """Environment variables of the backends ipc and staged, and their defaults. Imports the standard library only.
 
-The values may differ between ranks. The rank that creates a host's memory decides its layout; the first rank of a
-device decides how to reduce there. Device memory uses the smallest chunk of all ranks. Polling and host are per rank.
+The values may differ between ranks. The rank that creates a host's memory decides its layout and how to
+reduce there, the first rank of a device how to reduce on the device. Device memory uses the smallest chunk of all ranks. Polling and host are per rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ DEFAULT_SPIN_US = 200
 # With this number of ranks on a host or more, each rank reduces a share (two passes) instead of everything.
 TWO_PASS_RANKS = 3
 # Up to this size one pass is faster than two, for any number of ranks.
-ONE_PASS_BYTES = 32 * 1024
+ONE_PASS_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_ONE_PASS_BYTES"
+DEFAULT_ONE_PASS_BYTES = 128 * 1024
 
 # How CUDA tensors travel: "auto" (device memory if the ranks can share it, else staged), "memory" (an error if they
 # cannot share it) or "staged". For tests and benchmarks.
@@ -89,6 +90,15 @@ def num_slots() -> int:
         ValueError: The variable is not an integer in range.
     """
     return _int_in(SLOTS_ENV_VAR, DEFAULT_SLOTS, MIN_SLOTS, MAX_SLOTS)
+
+
+def one_pass_bytes() -> int:
+    """Return the size in bytes up to which an all_reduce in host memory runs in one pass.
+
+    Raises:
+        ValueError: The variable is not an integer in range.
+    """
+    return _int_in(ONE_PASS_BYTES_ENV_VAR, DEFAULT_ONE_PASS_BYTES, 0, 1 << 62)
 
 
 def spin_us() -> int:

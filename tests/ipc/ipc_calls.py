@@ -13,12 +13,14 @@ import torch.distributed as dist
 from ipc_harness import Job, rank_backend
 from torch._C import _distributed_c10d as c10d
 
-from ray_fracbackend.ipc import IpcProcessGroup
+from ray_fracbackend.ipc import IpcProcessGroup, knobs
 from ray_fracbackend.ipc.protocol.schedule import Action
 from ray_fracbackend.staged import StagedProcessGroup
 
 CHUNK_BYTES = 64 * 1024
-SMALL_CHUNKS = {"RAY_FRACBACKEND_IPC_CHUNK_BYTES": str(CHUNK_BYTES)}
+# Below it, so that a call of one chunk can have two passes.
+ONE_PASS_BYTES = 32 * 1024
+SMALL_CHUNKS = {knobs.CHUNK_BYTES_ENV_VAR: str(CHUNK_BYTES), knobs.ONE_PASS_BYTES_ENV_VAR: str(ONE_PASS_BYTES)}
 # Two of these chunks and a little more.
 NUMEL = 40_000
 SMALL_NUMEL = 4
@@ -142,7 +144,7 @@ def points(call: Call, num_ranks: int) -> list[Point]:
     per_chunk = CHUNK_BYTES
     if "scatter" in call.name or call.name.startswith("all_to_all"):
         per_chunk = CHUNK_BYTES // num_ranks // 64 * 64
-    two_passes = call.name in ("all_reduce", "reduce") and num_ranks > 2 and num_bytes > 32 * 1024
+    two_passes = call.name in ("all_reduce", "reduce") and num_ranks > 2 and num_bytes > ONE_PASS_BYTES
     num_chunks = 0 if call.name == "barrier" else max(1, -(-num_bytes // per_chunk))
     entries += actions_of(num_chunks, two_passes=two_passes)
     return [(action, entries[:index].count(action)) for index, action in enumerate(entries)]

@@ -20,6 +20,7 @@ import ray_fracbackend.staged  # noqa: F401 (registers both backends)
 Group = dist.ProcessGroup
 SMALL_CHUNKS = {
     "RAY_FRACBACKEND_IPC_CHUNK_BYTES": "65536",
+    "RAY_FRACBACKEND_IPC_ONE_PASS_BYTES": "32768",
     "RAY_FRACBACKEND_IPC_DEVICE_CHUNK_BYTES": "65536",
     "RAY_FRACBACKEND_IPC_DEVICE_ONE_PASS_BYTES": "16384",
 }

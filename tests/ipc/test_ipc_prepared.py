@@ -214,6 +214,28 @@ def test_it_is_used_for_what_it_can_do() -> None:
         assert {name for name, (_, is_used) in found.items() if is_used} == prepared
 
 
+def passes(job: Job) -> list[tuple[bool, bool]]:
+    """For the largest size in one pass and the next: whether it uses the path, and has the result of two passes."""
+    one = bare_group(job, "one", job.rank, job.size, 30.0)
+    os.environ[knobs.ONE_PASS_BYTES_ENV_VAR] = "0"
+    two = bare_group(job, "two", job.rank, job.size, 30.0)
+    found, unused = [], spy(two)
+    for numel in (32_768, 32_769):
+        used = spy(one)
+        for seed in (1, 2):
+            tensor = data(torch.float32, (numel,), 10 * seed + job.rank)
+            results = [all_reduce(pg, tensor.clone()).view(torch.uint8) for pg in (one, two)]
+            same = torch.equal(*results)
+        found.append((bool(used), same))
+    assert not unused
+    return found
+
+
+def test_up_to_128_kib_are_reduced_in_one_pass() -> None:
+    """With three ranks too; the result is the same as in two passes."""
+    assert values(run_ranks(passes, 3, limit_s=60)) == [[(True, True), (False, True)]] * 3
+
+
 def without_memory(job: Job) -> list[bool]:
     """Return whether tensors would use the prepared path."""
     pg = bare_group(job, "without memory", job.rank, job.size, 30.0)

@@ -187,9 +187,9 @@ def test_much_too_little_memory_is_an_error_on_every_rank() -> None:
 def set_up(job: Job) -> float:
     """Set up a group and compute sums large enough for two passes."""
     pg = bare_group(job, "knobs", job.rank, job.size, 30.0)
-    tensor = torch.full((30_000,), float(job.rank + 1))
+    tensor = torch.full((40_000,), float(job.rank + 1))
     pg.allreduce([tensor], options("Allreduce")).wait()
-    return tensor.sum().item() / 30_000
+    return tensor.sum().item() / 40_000
 
 
 @pytest.mark.parametrize(
@@ -197,6 +197,7 @@ def set_up(job: Job) -> float:
     [
         (knobs.SPIN_US_ENV_VAR, "an integer from 0"),
         (knobs.CHUNK_BYTES_ENV_VAR, "an integer from 65536"),
+        (knobs.ONE_PASS_BYTES_ENV_VAR, "an integer from 0"),
         (knobs.DEVICE_CHUNK_BYTES_ENV_VAR, "an integer from 65536"),
         (knobs.DEVICE_ONE_PASS_BYTES_ENV_VAR, "an integer from 0"),
         (knobs.DEVICE_REDUCE_ENV_VAR, "'leader' or 'split'; unset it for 'leader'"),
@@ -219,6 +220,7 @@ def test_ranks_with_different_knobs_compute_the_same() -> None:
         "RAY_FRACBACKEND_IPC_TWO_PASS_RANKS": different[rank],
         knobs.SPIN_US_ENV_VAR: different[rank],
         knobs.CHUNK_BYTES_ENV_VAR: str(65536 * (rank + 1)),
+        knobs.ONE_PASS_BYTES_ENV_VAR: ["0", "1000000", "1000"][rank],
     }
     assert values(run_ranks(set_up, 3, limit_s=60, env=env)) == [6.0] * 3
 

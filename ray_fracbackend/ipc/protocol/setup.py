@@ -85,7 +85,7 @@ def join(
     members = membership.local_ranks
     engine, keep_fd, error = None, -1, None
     try:
-        arena, (chunk_bytes, num_slots), keep_fd = _open_arena(store, rank, members)
+        arena, (chunk_bytes, num_slots, one_pass_bytes), keep_fd = _open_arena(store, rank, members)
         data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(len(members)) :]
         folded = _folded_bytes(chunk_bytes, len(members))
         local_rank = members.index(rank)
@@ -101,7 +101,7 @@ def join(
         if keep_fd >= 0:
             os.close(keep_fd)
     assert engine is not None
-    plan = ReductionPlan(knobs.ONE_PASS_BYTES, knobs.TWO_PASS_RANKS, False)
+    plan = ReductionPlan(one_pass_bytes, knobs.TWO_PASS_RANKS, False)
     return membership, LocalCollectives(engine, plan)
 
 
@@ -167,30 +167,33 @@ def _folded_bytes(chunk_bytes: int, num_ranks: int) -> list[int]:
     return [share_bytes(chunk_bytes, num_ranks)] * num_ranks
 
 
-def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena, tuple[int, int], int]:
+def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena, tuple[int, int, int], int]:
     """Create or attach this host's arena.
 
     Returns:
-        The arena, the size and number of its slots, and a descriptor to close once all ranks have attached, or -1.
+        The arena; the size and number of its slots, and the largest all_reduce in one pass, in bytes; a descriptor to
+        close once all ranks have attached, or -1.
 
     Raises:
         IpcUnavailableError: The first rank could not create it, or this process cannot open it.
         OSError: The kernel does not provide the memory.
-        ValueError: The user set an invalid chunk size or number of slots.
+        ValueError: The user set an invalid value of one of these.
     """
     key = f"arena/{members[0]}"
     if rank == members[0]:
         try:
+            one_pass_bytes = knobs.one_pass_bytes()
             arena, name, slots = _create_largest(len(members))
         except (OSError, ValueError) as error:
             store.set(key, json.dumps({"error": str(error)}))
             raise
-        store.set(key, json.dumps({"error": None, "name": asdict(name), "slots": slots}))
-        return arena, slots, name.fd
+        sizes = (*slots, one_pass_bytes)
+        store.set(key, json.dumps({"error": None, "name": asdict(name), "sizes": sizes}))
+        return arena, sizes, name.fd
     announced = json.loads(store.get(key))
     if announced["error"] is not None:
         raise IpcUnavailableError(announced["error"])
-    return attach_arena(ArenaName(**announced["name"])), tuple(announced["slots"]), -1
+    return attach_arena(ArenaName(**announced["name"])), tuple(announced["sizes"]), -1
 
 
 def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, tuple[int, int]]:
