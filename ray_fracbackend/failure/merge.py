@@ -103,6 +103,7 @@ def _combined(
     addresses: Mapping[int, WorkerAddress],
     step: str,
 ) -> FracBackendError:
+    failures = _by_precedence(failures)
     ranks_of: dict[str, list[int]] = {}
     for rank, error in failures.items():
         ranks_of.setdefault(_text(error), []).append(rank)
@@ -112,7 +113,7 @@ def _combined(
     ours = [(rank, error) for rank, error in failures.items() if isinstance(error, FracBackendError)]
     if not ours:
         return RendezvousError(f"{step} failed: {message}", ranks=silent or failures, step=step)
-    rank, first = min(ours, key=lambda each: _precedence(each[1]))
+    rank, first = ours[0]
     found = late or f"{where([rank], addresses)}: {first.found}"
     blamed = {rank for _, error in ours for rank in error.ranks}
     error = first.restated(message, found=found, ranks=silent or blamed or failures)
@@ -120,10 +121,24 @@ def _combined(
     return error
 
 
-def _precedence(error: FracBackendError) -> tuple[bool, int, int]:
+def _by_precedence(failures: Mapping[int, BaseException]) -> dict[int, BaseException]:
+    """Return the errors, the most specific first and then by rank, without those that only name ranks with an error of their own."""
+    waited_for = {
+        rank: error.ranks
+        for rank, error in failures.items()
+        if type(error) is RendezvousError and error.ranks and rank not in error.ranks
+    }
+    explained = failures.keys() - waited_for.keys()
+    kept = [rank for rank in failures if rank not in waited_for or not explained.issuperset(waited_for[rank])]
+    return {rank: failures[rank] for rank in sorted(kept, key=lambda rank: (*_precedence(failures[rank]), rank))}
+
+
+def _precedence(error: BaseException) -> tuple[bool, bool, int, int]:
+    if not isinstance(error, FracBackendError):
+        return True, True, 0, 0
     by_class = next(place for place, kind in enumerate(_ORDER) if isinstance(error, kind))
     by_kind = _KINDS.index(error.kind) if error.kind in _KINDS else len(_KINDS)
-    return error.kind not in _CAUSES, by_class, by_kind
+    return False, error.kind not in _CAUSES, by_class, by_kind
 
 
 def where(ranks: Sequence[int], addresses: Mapping[int, WorkerAddress]) -> str:

@@ -1,0 +1,63 @@
+"""The error of a start that several ranks report."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from ray_fracbackend.decide.worker_info import WorkerAddress
+from ray_fracbackend.errors import GroupFormationError, RendezvousError, UnreachableMasterError
+from ray_fracbackend.failure.merge import merged
+
+ADDRESSES = {rank: WorkerAddress(rank, "10.0.0.3", 100 + rank, "node") for rank in range(8)}
+UNREACHABLE = UnreachableMasterError("cannot reach rank 0's store.", advice="Open the port.")
+
+
+def of_start(failures):
+    return merged(failures, (), ADDRESSES, "starting gloo", 60.0)
+
+
+def test_the_order_of_arrival_does_not_matter():
+    """The most specific error is first, then they have the order of their ranks."""
+    failures = {
+        0: GroupFormationError("gloo failed.", ranks=(0,)),
+        1: UNREACHABLE,
+        2: OSError("disk full"),
+        3: GroupFormationError("gloo failed here.", ranks=(3,)),
+    }
+    texts = {str(of_start({rank: failures[rank] for rank in order})) for order in permutations(failures)}
+    assert texts == {
+        f"{ADDRESSES[1].text}: cannot reach rank 0's store. Open the port; {ADDRESSES[0].text}: gloo failed; "
+        f"{ADDRESSES[3].text}: gloo failed here; {ADDRESSES[2].text}: OSError: disk full"
+    }
+
+
+def test_the_most_specific_error_is_among_many():
+    failures = {rank: GroupFormationError(f"failure {rank}.", ranks=(rank,)) for rank in range(7)}
+    error = of_start({**failures, 7: UNREACHABLE})
+    assert isinstance(error, UnreachableMasterError)
+    assert str(error).startswith(f"{ADDRESSES[7].text}: cannot reach")
+    assert "failure 2" in str(error)
+    assert "failure 3" not in str(error)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_rank_that_only_waited_is_not_named(order):
+    failures = {0: RendezvousError("rank 1 did not connect.", ranks=(1,)), 1: UNREACHABLE}
+    error = of_start({rank: failures[rank] for rank in order})
+    assert str(error) == f"{ADDRESSES[1].text}: cannot reach rank 0's store. Open the port."
+    assert error.ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param({}, id="no error of the other rank"),
+        pytest.param({1: RendezvousError("rank 0 did not connect.", ranks=(0,))}, id="each waited for the other"),
+        pytest.param({2: UNREACHABLE}, id="only one of two ranks has an error"),
+    ],
+)
+def test_a_rank_that_waited_for_a_rank_without_an_error_is_named(others):
+    error = of_start({0: RendezvousError("ranks 1,2 did not connect.", ranks=(1, 2)), **others})
+    assert f"{ADDRESSES[0].text}: ranks 1,2 did not connect" in str(error)
