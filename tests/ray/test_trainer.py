@@ -11,8 +11,10 @@ import pytest
 import ray.train
 import ray.train.torch
 import torch
+from ray import PlacementGroupID
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from ray_fracbackend import FracTorchConfig, MissingDeviceError, UnreachableMasterError
 from tests.processes import train_worker_processes, wait_until
@@ -91,6 +93,10 @@ def test_stock_fails_on_logical_gpus(tmp_path):
     with pytest.raises(TRAINING_FAILED) as caught:
         fit(look_around, tmp_path, TorchConfig(), TWO_HALF_GPUS)
     assert re.search("nccl|cuda", causes(caught.value), re.IGNORECASE)
+    # Stock keeps its placement group until the driver ends; later modules have the same driver.
+    for name, group in placement_group_table().items():
+        if group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(name)))
 
 
 def fails_once(config):
