@@ -231,9 +231,11 @@ def passes(job: Job) -> list[tuple[bool, bool]]:
     return found
 
 
-def test_up_to_128_kib_are_reduced_in_one_pass() -> None:
-    """With three ranks too; the result is the same as in two passes."""
-    assert values(run_ranks(passes, 3, limit_s=60)) == [[(True, True), (False, True)]] * 3
+@pytest.mark.parametrize(("chunk_bytes", "prepared"), [(1 << 20, True), (1 << 16, False)])
+def test_up_to_128_kib_are_reduced_in_one_pass(chunk_bytes: int, prepared: bool) -> None:
+    """With three ranks too, in one chunk and in several; the result is the same as in two passes."""
+    env = {knobs.CHUNK_BYTES_ENV_VAR: str(chunk_bytes)}
+    assert values(run_ranks(passes, 3, limit_s=60, env=env)) == [[(prepared, True), (False, True)]] * 3
 
 
 def without_memory(job: Job) -> list[bool]:
