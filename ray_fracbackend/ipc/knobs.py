@@ -1,7 +1,8 @@
 """Environment variables of the backends ipc and staged, and their defaults. Imports the standard library only.
 
-The values may differ between ranks. The rank that creates a host's memory decides its layout and how to
-reduce there, the first rank of a device how to reduce on the device. Device memory uses the smallest chunk of all ranks. Polling and host are per rank.
+The values may differ between ranks. The rank that creates a host's memory decides its layout and how to reduce there;
+the first rank of a device decides how to reduce on the device. Device memory uses the smallest chunk of all ranks.
+Polling and host are per rank.
 """
 
 from __future__ import annotations

@@ -220,13 +220,14 @@ def passes(job: Job) -> list[tuple[bool, bool]]:
     os.environ[knobs.ONE_PASS_BYTES_ENV_VAR] = "0"
     two = bare_group(job, "two", job.rank, job.size, 30.0)
     found, unused = [], spy(two)
-    for numel in (32_768, 32_769):
-        used = spy(one)
-        for seed in (1, 2):
-            tensor = data(torch.float32, (numel,), 10 * seed + job.rank)
-            results = [all_reduce(pg, tensor.clone()).view(torch.uint8) for pg in (one, two)]
-            same = torch.equal(*results)
-        found.append((bool(used), same))
+    for dtype, largest in (torch.float32, 32_768), (torch.bfloat16, 65_536):
+        for numel in (largest, largest + 1):
+            used, same = spy(one), []
+            for seed in (1, 2):  # the first call of a size uses the engine
+                tensor = data(dtype, (numel,), 10 * seed + job.rank)
+                results = [all_reduce(pg, tensor.clone()).view(torch.uint8) for pg in (one, two)]
+                same.append(torch.equal(*results))
+            found.append((bool(used), all(same)))
     assert not unused
     return found
 
@@ -235,7 +236,7 @@ def passes(job: Job) -> list[tuple[bool, bool]]:
 def test_up_to_128_kib_are_reduced_in_one_pass(chunk_bytes: int, prepared: bool) -> None:
     """With three ranks too, in one chunk and in several; the result is the same as in two passes."""
     env = {knobs.CHUNK_BYTES_ENV_VAR: str(chunk_bytes)}
-    assert values(run_ranks(passes, 3, limit_s=60, env=env)) == [[(prepared, True), (False, True)]] * 3
+    assert values(run_ranks(passes, 3, limit_s=60, env=env)) == [[(prepared, True), (False, True)] * 2] * 3
 
 
 def without_memory(job: Job) -> list[bool]:
