@@ -5,6 +5,8 @@ from __future__ import annotations
 from ipc_calls import CALLS, SMALL_CHUNKS, bare_group
 from ipc_harness import Job, run_ranks, values
 
+from ray_fracbackend.ipc import knobs
+
 
 def order_of(job: Job) -> list[str]:
     """Return the steps of a rank in an all_reduce of several chunks: actions, stores of its counter, and fences."""
@@ -30,7 +32,7 @@ def order_of(job: Job) -> list[str]:
 
 
 def order_of_a_prepared_call(job: Job) -> list[str]:
-    """Return the steps of a rank in a call on the prepared path."""
+    """Return the steps of a rank in a call on the prepared path, with the fence after a copy as "copied"."""
     pg = bare_group(job, "fences", job.rank, job.size, 20.0)
     engine, log = pg._local.engine, []
     memory, waiter = engine.transport, engine.waiter
@@ -45,8 +47,10 @@ def order_of_a_prepared_call(job: Job) -> list[str]:
     CALLS["all_reduce_small"](pg).wait()
     # The second call is prepared, with these functions.
     memory.release_fence = logged("release", memory.release_fence)
+    memory.copy_fence = logged("copied", memory.copy_fence)
     memory.acquire = logged("acquire", memory.acquire)
     memory.prepare_put = logged("PUT", memory.prepare_put)
+    memory.prepare_fold = logged("FOLD", memory.prepare_fold)
     waiter._full_fence = logged("full", waiter._full_fence)
     waiter.publish = logged("store", waiter.publish)
     wait = waiter.wait
@@ -58,7 +62,7 @@ def order_of_a_prepared_call(job: Job) -> list[str]:
 
     waiter.wait = unlogged_wait
     (reduction,) = pg._reductions.values()
-    reduction._function = logged("TAKE", reduction._function)
+    reduction._function = logged("reduce", reduction._function)
     CALLS["all_reduce_small"](pg).wait()
     pg.shutdown()
     return log
@@ -67,7 +71,16 @@ def order_of_a_prepared_call(job: Job) -> list[str]:
 def test_a_prepared_call_has_the_same_fences() -> None:
     """It reads and writes memory only between them."""
     for log in values(run_ranks(order_of_a_prepared_call, 2, limit_s=120)):
-        assert log[:7] == ["acquire", "PUT", "release", "store", "full", "acquire", "TAKE"]
+        assert log[:7] == ["acquire", "PUT", "copied", "store", "full", "acquire", "reduce"]
+
+
+def test_a_prepared_call_in_two_passes_has_the_same_fences() -> None:
+    """The sum of a share is announced behind a fence for torch's kernels, and read behind another one."""
+    env = {knobs.ONE_PASS_BYTES_ENV_VAR: "0"}
+    for log in values(run_ranks(order_of_a_prepared_call, 3, limit_s=120, env=env)):
+        assert log[:5] == ["acquire", "PUT", "copied", "store", "full"]
+        assert log[5:12] == ["acquire", "FOLD", "reduce", "reduce", "release", "store", "full"]
+        assert log[12] == "acquire"
 
 
 def test_every_counter_is_stored_and_read_behind_its_fence() -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_fracbackend.ipc import knobs
 from ray_fracbackend.ipc.group import small_calls
+from ray_fracbackend.ipc.protocol.prepared import _Outputs
 from ray_fracbackend.ipc.protocol.schedule import Action
 
 OPS = {
@@ -55,9 +57,9 @@ def data(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def announcements(pg: Any) -> list[tuple[Any, ...]]:
-    """Return a list that gets this rank's announcements, and the chunks for which it chooses a slot."""
+    """Return a list that gets this rank's announcements, and the chunks for which it chooses a slot or a folded area."""
     waiter, memory, found = pg._local.engine.waiter, pg._local.engine.transport, []
-    publish, prepare_put = waiter.publish, memory.prepare_put
+    publish, prepare_put, prepare_fold = waiter.publish, memory.prepare_put, memory.prepare_fold
 
     def noted_publish(written: int, read: int, done: int) -> None:
         found.append((waiter.num_calls, written, read, done))
@@ -68,7 +70,12 @@ def announcements(pg: Any) -> list[tuple[Any, ...]]:
         found.append((chunk, list(readers)))
         prepare_put(chunk, read, readers)
 
-    waiter.publish, memory.prepare_put = noted_publish, noted_put
+    def noted_fold(chunk: int, done: int) -> None:
+        assert chunk - memory.num_slots <= done < chunk
+        found.append(("fold", chunk))
+        prepare_fold(chunk, done)
+
+    waiter.publish, memory.prepare_put, memory.prepare_fold = noted_publish, noted_put, noted_fold
     return found
 
 
@@ -87,14 +94,14 @@ def both_paths(job: Job, seed: int) -> list[bool]:
 
     mixed._small_calls.all_reduce = sometimes
     calls, same = random.Random(seed), []
-    shapes = [(), (1,), (3, 5), (1024,), (4096,), (0,), (20_000,)]
+    shapes = [(), (1,), (3, 5), (1024,), (4096,), (0,), (20_000,), (41, 1001), (100_003,)]
     for number in range(300):
         dtype = calls.choice(list(OPS))
         op, shape = calls.choice(OPS[dtype]), calls.choice(shapes)
         tensor = data(dtype, shape, 1000 * number + job.rank)
-        is_async, results = calls.random() < 0.2, []
+        is_async, big_numel, results = calls.random() < 0.2, calls.choice((30_000, 200_000)), []
         for pg in (plain, mixed):
-            big = torch.ones(30_000)
+            big = torch.ones(big_numel)
             work = pg.allreduce([big], options("Allreduce", asyncOp=True)) if is_async else None
             results.append(all_reduce(pg, tensor.clone(), op))
             if work is not None:
@@ -116,10 +123,17 @@ def both_paths(job: Job, seed: int) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
-def test_ranks_on_either_path_have_bitwise_the_results_of_the_engine(size: int) -> None:
-    """Whichever path each rank uses for a call."""
-    for same in values(run_ranks(both_paths, size, 7, limit_s=120)):
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("size", "slots"),
+    [(2, 4), (3, 2), *(pytest.param(*sizes, marks=FULL) for sizes in ((2, 2), (3, 4), (4, 2), (4, 4)))],
+)
+def test_ranks_on_either_path_have_bitwise_the_results_of_the_engine(size: int, slots: int) -> None:
+    """Whichever path each rank uses for a call; with three or more ranks also in two passes."""
+    env = {knobs.SLOTS_ENV_VAR: str(slots)}
+    for same in values(run_ranks(both_paths, size, 7, limit_s=120, env=env)):
         assert same == [True] * 300
 
 
@@ -161,8 +175,11 @@ def paths(job: Job) -> dict[str, tuple[bool, bool]]:
     check("transposed", torch.ones(2, 4).t())
     check("sparse", torch.ones(4, 2).to_sparse())
     with torch.inference_mode():
-        check("an inference tensor", torch.ones(4, 2))
-        check("in inference mode", torch.ones(4, 2).clone())
+        inference = torch.ones(4, 2)
+        check("in inference mode", torch.ones(4, 2))
+        check("in inference mode, at a new address", torch.ones(1 << 16)[-8:].view(4, 2))
+    assert inference.is_inference()
+    check("an inference tensor", inference)
     normal = torch.ones(4, 2)
     with torch.inference_mode():
         check("in inference mode, a normal tensor", normal)
@@ -185,13 +202,15 @@ def paths(job: Job) -> dict[str, tuple[bool, bool]]:
 
 def spy(pg: Any) -> list[bool]:
     """Return a list that gets an entry at each use of the prepared path."""
-    used, run = [], pg._run_small
+    used, find = [], pg._small_calls.all_reduce
 
     def noted(*args: Any) -> Any:
-        used.append(True)
-        return run(*args)
+        found = find(*args)
+        if found is not None:
+            used.append(True)
+        return found
 
-    pg._run_small = noted
+    pg._small_calls.all_reduce = noted
     return used
 
 
@@ -206,6 +225,9 @@ def test_it_is_used_for_what_it_can_do() -> None:
         "a slice",
         "in autocast",
         "AVG",
+        "in inference mode",
+        "in inference mode, at a new address",
+        "an inference tensor",
         "in inference mode, a normal tensor",
         "one element",
     }
@@ -214,21 +236,34 @@ def test_it_is_used_for_what_it_can_do() -> None:
         assert {name for name, (_, is_used) in found.items() if is_used} == prepared
 
 
-def passes(job: Job) -> list[tuple[bool, bool]]:
-    """For the largest size in one pass and the next: whether it uses the path, and has the result of two passes."""
+def folds(pg: Any) -> list[int]:
+    """Return a list that gets each chunk that this rank reduces in two passes."""
+    memory, found = pg._local.engine.transport, []
+    prepare_fold = memory.prepare_fold
+
+    def noted(chunk: int, done: int) -> None:
+        found.append(chunk)
+        prepare_fold(chunk, done)
+
+    memory.prepare_fold = noted
+    return found
+
+
+def passes(job: Job) -> list[tuple[bool, ...]]:
+    """For the largest size in one pass and the next: whether each call used the path, two passes, and has their result."""
     one = bare_group(job, "one", job.rank, job.size, 30.0)
     os.environ[knobs.ONE_PASS_BYTES_ENV_VAR] = "0"
     two = bare_group(job, "two", job.rank, job.size, 30.0)
-    found, unused = [], spy(two)
+    found, used, folded, always_folded = [], spy(one), folds(one), folds(two)
     for dtype, largest in (torch.float32, 32_768), (torch.bfloat16, 65_536):
         for numel in (largest, largest + 1):
-            used, same = spy(one), []
             for seed in (1, 2):  # the first call of a size uses the engine
+                for noted in (used, folded, always_folded):
+                    noted.clear()
                 tensor = data(dtype, (numel,), 10 * seed + job.rank)
                 results = [all_reduce(pg, tensor.clone()).view(torch.uint8) for pg in (one, two)]
-                same.append(torch.equal(*results))
-            found.append((bool(used), all(same)))
-    assert not unused
+                assert always_folded
+                found.append((bool(used), bool(folded), torch.equal(*results)))
     return found
 
 
@@ -236,7 +271,64 @@ def passes(job: Job) -> list[tuple[bool, bool]]:
 def test_up_to_128_kib_are_reduced_in_one_pass(chunk_bytes: int, prepared: bool) -> None:
     """With three ranks too, in one chunk and in several; the result is the same as in two passes."""
     env = {knobs.CHUNK_BYTES_ENV_VAR: str(chunk_bytes)}
-    assert values(run_ranks(passes, 3, limit_s=60, env=env)) == [[(prepared, True), (False, True)] * 2] * 3
+    expected = [(False, False, True), (prepared, False, True), (False, True, True), (prepared, True, True)]
+    assert values(run_ranks(passes, 3, limit_s=60, env=env)) == [expected * 2] * 3
+
+
+def addresses(job: Job) -> tuple[bool, int]:
+    """Return whether calls on more tensors than a call keeps views of are right, and the largest number of views."""
+    pg = bare_group(job, "addresses", job.rank, job.size, 30.0)
+    all_reduce(pg, torch.ones(64, 2))
+    kept, right = [torch.empty(64, 2) for _ in range(50)], []
+    for number in [*range(50)] * 2 + [0, 0, 1]:
+        kept[number].fill_(number + job.rank)
+        right.append(bool((all_reduce(pg, kept[number]) == 2 * number + 1).all()))
+        # The memory of a freed tensor has a new owner, with other contents.
+        freed = torch.full((64, 2), float(job.rank))
+        right.append(bool((all_reduce(pg, freed) == 1).all()))
+        del freed
+        other = torch.full((64, 2), 7.0)
+        all_reduce(pg, torch.full((64, 2), float(job.rank)))
+        right.append(bool((other == 7).all()))
+    ((_, call),) = pg._small_calls._kinds[torch.float32, torch.Size((64, 2))]
+    (finish,) = [
+        cell.cell_contents for cell in call.__closure__ if getattr(cell.cell_contents, "__name__", "") == "reduce_pair"
+    ]
+    (outputs,) = [cell.cell_contents for cell in finish.__closure__ if isinstance(cell.cell_contents, _Outputs)]
+    return all(right), len(outputs)
+
+
+def test_the_views_of_outputs_are_of_the_tensors_of_the_call() -> None:
+    """Only some are kept; a new tensor may be at the address of an old one."""
+    for right, num_views in values(run_ranks(addresses, 2, limit_s=60)):
+        assert right
+        assert 1 <= num_views <= 16
+
+
+def works(job: Job) -> list[Any]:
+    """Return what the Work of a prepared call says, from Python and from torch's C++."""
+    pg = bare_group(job, "works", job.rank, job.size, 30.0)
+    all_reduce(pg, torch.ones(4))
+    used, found = spy(pg), []
+    for start in (pg.allreduce, partial(dist.ProcessGroup.allreduce, pg)):
+        tensor, calls = torch.ones(4), []
+        before = pg._get_sequence_number_for_group()
+        work = start([tensor], options("Allreduce"))
+        (value,) = work.get_future().wait()
+        work.get_future().then(lambda future, calls=calls: calls.append(future.value()))
+        assert value.data_ptr() == tensor.data_ptr()
+        assert start is not pg.allreduce or work.result()[0] is tensor
+        assert start is not pg.allreduce or (work.is_completed(), work.is_success()) == (True, True)
+        found.append((work.wait(), work.wait(timedelta(seconds=1)), len(calls)))
+        assert work.exception() is None
+        found.append((tensor.tolist(), pg._get_sequence_number_for_group() - before))
+    return [len(used), *found]
+
+
+def test_the_work_of_a_prepared_call() -> None:
+    """It has finished."""
+    once = [(True, True, 1), ([2.0] * 4, 1)]
+    assert values(run_ranks(works, 2, limit_s=60)) == [[2, *once, *once]] * 2
 
 
 def without_memory(job: Job) -> list[bool]:
@@ -324,6 +416,50 @@ def test_a_fault_of_a_peer_is_reported(name: str) -> None:
     assert (first[0], text in first[1]) == (error_type, True), first
     assert second[0] in ("GroupPoisonedError", "GroupClosedError"), second
     assert num_used >= 3
+
+
+BETWEEN: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "killed": (FAULTS["killed"][0], "PeerLostError", "rank 2 (pid "),
+    "stopped": (
+        FAULTS["stopped"][0],
+        "CollectiveTimeoutError",
+        ", stopped) did not reach all_reduce(float32[65536], SUM)",
+    ),
+    "failed": (
+        lambda pg: 1 / 0,
+        "GroupPoisonedError",
+        "ZeroDivisionError: division by zero in all_reduce(float32[65536]",
+    ),
+}
+
+
+def fault_between(job: Job, name: str) -> Any:
+    """Rank 2 has a fault between the two passes of a prepared call; return the errors of this call and of the next."""
+    pg = bare_group(job, "between", job.rank, job.size, 1.0)
+    used, memory, prepare_fold = spy(pg), pg._local.engine.transport, pg._local.engine.transport.prepare_fold
+
+    def fold(chunk: int, done: int) -> None:
+        if job.rank == 2 and len(used) == 2:
+            BETWEEN[name][0](pg)
+        prepare_fold(chunk, done)
+
+    memory.prepare_fold = fold
+    for _ in range(2):
+        assert bool((all_reduce(pg, torch.ones(65_536)) == job.size).all())
+    errors = [error_of(lambda: all_reduce(pg, torch.ones(65_536))) for _ in range(2)]
+    assert len(used) >= 2
+    return errors
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_fault_between_the_passes_is_reported(name: str) -> None:
+    """To all ranks that wait for the folded share."""
+    _, error_type, text = BETWEEN[name]
+    outcome = run_ranks(fault_between, 3, name, limit_s=60, needed=2)
+    for first, second in values(outcome[:2]):
+        # A rank may learn of the fault from the other one.
+        assert (first[0] in (error_type, "GroupPoisonedError"), text in first[1]) == (True, True), first
+        assert second[0] in ("GroupPoisonedError", "GroupClosedError"), second
 
 
 def interrupted(job: Job) -> Any:

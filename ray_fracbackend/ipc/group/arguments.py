@@ -25,7 +25,9 @@ _NO_TIME = timedelta(0)
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
 
-def takes(options: str, *tensors: str, also: Sequence[str] = ()) -> Callable[[_Method], _Method]:
+def takes(
+    options: str, *tensors: str, also: Sequence[str] = (), first: Callable[..., Any] | None = None
+) -> Callable[[_Method], _Method]:
     """Decorate a method of ``(self, *tensors, opts)`` so that it can be called in torch's other forms.
 
     Args:
@@ -33,6 +35,8 @@ def takes(options: str, *tensors: str, also: Sequence[str] = ()) -> Callable[[_M
         tensors: Names of the arguments before the options; alternatives with ``/`` between them.
         also: Arguments that may replace the options, in torch's order: some of ``root``, ``op`` and ``timeout``.
             ``root`` has no default.
+        first: Method that is tried first if the call has this form. It makes the call and returns its Work, or returns
+            None and does nothing.
 
     Returns:
         A decorator. The undecorated method checks a call and returns a function that starts it; the decorated method
@@ -47,6 +51,10 @@ def takes(options: str, *tensors: str, also: Sequence[str] = ()) -> Callable[[_M
             if active_transform() is not None:
                 return outside_transforms(call, (self, *args), kwargs)
             if not kwargs and len(args) == len(names) + 1 and isinstance(args[-1], classes):
+                if first is not None:
+                    work = first(self, *args)
+                    if work is not None:
+                        return work
                 return method(self, *args)()
             return method(self, *_read(method.__name__, classes, names, also, args, kwargs))()
 
@@ -115,7 +123,8 @@ def _value_of(method: str, name: str, value: Any) -> Any:
 
 def wants_async(opts: Any) -> bool:
     """Return whether the call is asynchronous; True for torch before 2.8, whose options do not have this field."""
-    return bool(getattr(opts, "asyncOp", True))
+    is_async: bool = getattr(opts, "asyncOp", True)
+    return is_async
 
 
 def timeout_of(opts: Any, default_s: float) -> float:

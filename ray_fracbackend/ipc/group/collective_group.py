@@ -43,7 +43,6 @@ from ..device.side import DeviceSide
 from ..errors import CollectiveMismatchError, IpcError
 from ..protocol.collectives import Collectives, HostCollectives
 from ..protocol.description import Terms, describe_call, description_text, operation_of, through_gloo
-from ..protocol.prepared import PreparedCall
 from ..protocol.reductions import Reduction, check_reduces, plain_op, premul_factor, scaled
 from .arguments import (
     check_class,
@@ -68,7 +67,7 @@ from .arguments import (
 from .executor import DONE, Executor
 from .observers import PLAIN, hide_package, is_without_data, recorded, run_hidden
 from .small_calls import SmallCalls
-from .work import IpcWork, ReceiveWork, keep_work_of_reducers
+from .work import FinishedWork, IpcWork, ReceiveWork, keep_work_of_reducers
 
 logger = logging.getLogger(__name__)
 
@@ -498,20 +497,23 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             reduction = self._reductions[dtype, kind] = Reduction(dtype, kind, self._num_ranks)
         return reduction, premul_factor(op) if kind is RedOpType.PREMUL_SUM else None
 
-    @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"))
+    def _small_all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Make a call on its prepared path and return its Work; None if it needs the general path."""
+        if type(tensors) is not list or len(tensors) != 1:
+            return None
+        tensor = tensors[0]
+        call = self._small_calls.all_reduce(self._host, tensor, opts)
+        if call is None or not self._executor.run(*call, opts):
+            return None
+        self._num_calls += 1
+        work = FinishedWork()
+        work.tensors = [tensor]
+        return work
+
+    @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"), first=_small_all_reduce)
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
         """All-reduce in place; results are bitwise equal on all ranks."""
-        tensor = single(tensors, "all_reduce")
-        small = self._small_calls.all_reduce(self._host, tensor, opts)
-        if small is not None:
-            return partial(self._run_small, small[0], tensor, small[1], opts)
-        return self._reduce("all_reduce", "allreduce", tensor, None, opts)
-
-    def _run_small(self, call: PreparedCall, tensor: torch.Tensor, address: int, opts: Any) -> Any:
-        if not self._executor.run(call, tensor, address, opts):
-            return self._reduce("all_reduce", "allreduce", tensor, None, opts)()
-        self._num_calls += 1
-        return IpcWork(DONE, self._executor, [tensor])
+        return self._reduce("all_reduce", "allreduce", single(tensors, "all_reduce"), None, opts)
 
     def _reduce(self, operation: str, gloo: str, tensor: torch.Tensor, root: int | None, opts: Any) -> Any:
         """Reduce into the root's tensor, or into every rank's tensor if root is None."""

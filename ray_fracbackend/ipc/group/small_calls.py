@@ -21,7 +21,6 @@ from .arguments import wants_async
 from .observers import PLAIN
 
 _MAX_SHAPES = 256
-_STRIDED = torch.strided
 
 
 class SmallCalls:
@@ -44,7 +43,14 @@ class SmallCalls:
         """Return the prepared path of an all_reduce and the address of the tensor; None if it needs the general path."""
         if type(tensor) not in PLAIN or wants_async(opts) or dispatch_modes() or profiler_enabled():
             return None
-        if not (tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous()):
+        if not tensor.is_cpu:
+            return None
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a sparse tensor, or one in a transform of torch.func
+            return None
+        # 0 for an empty tensor, and for a tensor of zeros that has no memory.
+        if not address or not tensor.is_contiguous() or tensor.is_neg():
             return None
         reduce_op, kinds = opts.reduceOp, self._kinds.get((tensor.dtype, tensor.shape))
         if kinds is None:
@@ -65,14 +71,7 @@ class SmallCalls:
                 return None
             call = self._prepare(host, tensor, reduction, kind)
             kinds.append((kind, call))
-        if call is None or tensor.is_neg() or tensor.is_inference():
-            return None
-        try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # in a transform of torch.func, a tensor has no memory of its own
-            return None
-        # 0 for an empty tensor, and for a tensor of zeros that has no memory.
-        return (call, address) if address else None
+        return None if call is None else (call, address)
 
     def _prepare(
         self, host: HostCollectives, tensor: torch.Tensor, reduction: Reduction, kind: Any

@@ -8,11 +8,12 @@ A counter is an aligned 8-byte word, which CPython reads and writes in one acces
 * ``acquire`` after a counter was seen to advance: the data is not read too early;
 * ``full`` between storing a counter and reading whether a rank sleeps on it (and vice versa in the sleeping rank): no
   wake-up is lost;
-* ``store`` between the stores of two counters.
+* ``store`` between the stores of two counters, and of a counter after the copy of its data by libc's ``memmove``.
 
 On x86-64 loads stay in order, so ``acquire`` needs no instruction. ``full`` needs a locked instruction; acquiring a
 ``threading.Lock`` is one. ``release`` uses it too: ordinary stores stay in order (TSO), but the non-temporal stores of
-a copy routine for large blocks do not. ``store`` needs no instruction, as counters are written by ordinary stores.
+a copy routine for large blocks do not. ``store`` needs no instruction: counters are written by ordinary stores, and
+``memmove`` ends its non-temporal stores with a fence, since a release in C++ is an ordinary store on this CPU.
 Other CPUs use libatomic's ``atomic_thread_fence`` for all four; without libatomic they are not supported.
 """
 

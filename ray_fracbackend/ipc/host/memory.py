@@ -105,8 +105,10 @@ class SlotMemory:
         chunk_bytes: See above.
         num_slots: See above.
         slot_places: For each local rank, the number of the slot of a chunk, indexed by chunk modulo `num_slots`.
+        folded_places: The same for its folded areas.
         stacks: Whether it is faster to reduce all slots at once than one after the other.
         release_fence: Fence: orders this rank's earlier accesses before its later stores of a counter.
+        copy_fence: The same after accesses by `copy_function` only.
         acquire: Fence: orders this rank's later accesses after those of ranks whose counters it has read.
     """
 
@@ -119,7 +121,7 @@ class SlotMemory:
         self.num_slots = num_slots
         self._rank = rank
         fences = make_fences()
-        self.release_fence = fences.release
+        self.release_fence, self.copy_fence = fences.release, fences.store
         self.acquire = fences.acquire
         # Indexed by slot number, then by local rank.
         num_ranks = len(folded_bytes)
@@ -131,7 +133,7 @@ class SlotMemory:
         self._folded = [[areas[r] for areas in folded] for r in range(num_ranks)]
         same = bytes(range(num_slots))
         self.slot_places: list[Sequence[int]] = [same] * num_ranks
-        self._folded_places: list[Sequence[int]] = [same] * num_ranks
+        self.folded_places: list[Sequence[int]] = [same] * num_ranks
         # Views are cached: creating them would take too long for a small collective.
         self._views: dict[tuple[bool, torch.dtype, int, int], list[_Views]] = {}
 
@@ -155,11 +157,11 @@ class SlotMemory:
         `local.ReductionPlan.folded_bytes` is the size of the area.
         """
         views = self._views.get((True, dtype, 0, end)) or self._make_views(True, dtype, 0, end)
-        return views[rank][self._folded_places[rank][chunk % self.num_slots]]
+        return views[rank][self.folded_places[rank][chunk % self.num_slots]]
 
-    def slots(self, dtype: torch.dtype, numel: int) -> list[_Views]:
-        """Return the first `numel` elements of all slots, by local rank and number of the slot; nothing after `close`."""
-        return self._views.get((False, dtype, 0, numel)) or self._make_views(False, dtype, 0, numel)
+    def views(self, folded: bool, dtype: torch.dtype, start: int, end: int) -> list[_Views]:
+        """Return elements `start` to `end` of all slots or folded areas, by local rank and number of the area."""
+        return self._views.get((folded, dtype, start, end)) or self._make_views(folded, dtype, start, end)
 
     def _make_views(self, folded: bool, dtype: torch.dtype, start: int, end: int) -> list[_Views]:
         if len(self._views) >= _MAX_VIEWS // self.num_slots:
@@ -210,6 +212,8 @@ class HostMemory(SlotMemory):
 
     Attributes:
         own_addresses: Addresses of this rank's slots, by number of the slot.
+        folded_addresses: For each local rank, the addresses of its folded areas.
+        is_closed: Whether `close` was called.
     """
 
     def __init__(
@@ -218,23 +222,31 @@ class HostMemory(SlotMemory):
         super().__init__(memory, chunk_bytes, folded_bytes, num_slots, rank)
         self._own_slots, self._own_folded = Places(num_slots), Places(num_slots)
         self.own_addresses = [slot.data_ptr() for slot in self._slots[rank]]
+        self.folded_addresses = [[area.data_ptr() for area in of_rank] for of_rank in self._folded]
+        self.is_closed = False
 
     def attach(self, words: Sequence[int], counters: Sequence[int], places: Sequence[memoryview]) -> None:
         """See `SlotMemory.attach`."""
         self.slot_places = [table[:MAX_PLACES] for table in places]
-        self._folded_places = [table[MAX_PLACES:] for table in places]
+        self.folded_places = [table[MAX_PLACES:] for table in places]
         self._own_table = places[self._rank]
 
     def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
         """Choose the slot."""
-        self._own_table[chunk % self.num_slots] = self._own_slots.choose(chunk, read)
+        self._announce(chunk % self.num_slots, self._own_slots.choose(chunk, read))
 
     def prepare_fold(self, chunk: int, done: int) -> None:
         """Choose the area."""
-        self._own_table[MAX_PLACES + chunk % self.num_slots] = self._own_folded.choose(chunk, done)
+        self._announce(MAX_PLACES + chunk % self.num_slots, self._own_folded.choose(chunk, done))
+
+    def _announce(self, index: int, area: int) -> None:
+        # A store takes the cache line from the other ranks, also if the value is the same.
+        if self._own_table[index] != area:
+            self._own_table[index] = area
 
     def close(self) -> None:
         """See `SlotMemory.close`."""
         super().close()
-        self.slot_places, self._folded_places = [], []
+        self.is_closed = True
+        self.slot_places, self.folded_places = [], []
         self._own_table = memoryview(b"")

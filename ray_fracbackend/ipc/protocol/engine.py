@@ -12,7 +12,7 @@ from ..errors import CollectiveMismatchError, GroupClosedError, IpcError
 from ..host.arena import Arena
 from ..host.liveness import Peer
 from ..host.memory import SlotMemory
-from .control import POISON_WORD, ControlPage
+from .control import ControlPage
 from .description import KEY_BYTES, Terms, description_text
 from .schedule import DONE, READ, WRITTEN, Action, Course
 from .waiting import Waiter
@@ -67,6 +67,7 @@ class Engine:
         observer: Called as ``observer(action, chunk)`` before each action; for tests that inject failures.
         on_failure: Called with the reason after a call has failed here, to inform ranks that do not share this page.
         on_raise: Called before a call of this process raises because the group is broken.
+        is_closed: Whether this rank has left the group.
         has_raised: Whether a call of this process has reported that the group is broken.
     """
 
@@ -85,7 +86,7 @@ class Engine:
         self._others = [(peer, self.control.counter_index[peer]) for peer in self.peers]
         transport.attach(self.control.words, self.control.counter_index, self.control.places)
         self.last_chunk = 0
-        self._closed = False
+        self.is_closed = False
 
     def run(self, call: Call) -> None:
         """Run one collective; block until this rank's part is done.
@@ -94,7 +95,7 @@ class Engine:
             IpcError: This or another rank failed; the group cannot be used any more.
         """
         what = description_text(call.terms.description)
-        if self._closed:
+        if self.is_closed:
             raise _closed_error(what)
         try:
             self.waiter.raise_if_poisoned(what)
@@ -107,10 +108,6 @@ class Engine:
         """Poison the group after an error in a call: this rank is out of step, and the others must not wait for it."""
         self._raises()
         self.fail(str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}")
-
-    def is_hindered(self) -> bool:
-        """Return whether `run` would raise at once, or reports each step to a test."""
-        return self._closed or self.observer is not None or self.control.words[POISON_WORD] != 0
 
     def _run_actions(self, call: Call, what: str) -> None:
         transport, waiter, observer, put = self.transport, self.waiter, self.observer, call.put
@@ -213,7 +210,7 @@ class Engine:
         Raises:
             IpcError: The group was closed, or a rank poisoned it.
         """
-        if self._closed:
+        if self.is_closed:
             raise _closed_error(what)
         try:
             self.waiter.raise_if_poisoned(what)
@@ -238,7 +235,7 @@ class Engine:
 
     def abort(self, reason: str) -> None:
         """Poison the group, so that every rank raises, then close it. May be called repeatedly and from any thread."""
-        if not self._closed:
+        if not self.is_closed:
             self.fail(reason)
         self.close(keeps_memory=True)
 
@@ -248,9 +245,9 @@ class Engine:
         Args:
             keeps_memory: Whether this rank may still use other ranks' memory; if so, they must not free it.
         """
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         self.control.set_closed(keeps_memory)
         self.waiter.wake_all()
 

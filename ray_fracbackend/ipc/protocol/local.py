@@ -53,21 +53,26 @@ class LocalCollectives:
     Args:
         engine: Runs the calls.
         plan: Algorithm of reductions.
+
+    Attributes:
+        engine: See above.
+        plan: See above.
+        memory: The engine's memory for tensors.
     """
 
     def __init__(self, engine: Engine, plan: ReductionPlan) -> None:
         self.engine = engine
         self.rank = engine.rank
         self.num_ranks = engine.num_ranks
-        self._memory = engine.transport
+        self.memory = engine.transport
         self.plan = plan
 
     def _chunking(self, numel: int, itemsize: int, parts: int = 1) -> tuple[int, int]:
         """Return elements per chunk and number of chunks, for slots that hold `parts` pieces of each chunk."""
         if parts == 1:
-            per_chunk = self._memory.chunk_bytes // itemsize
+            per_chunk = self.memory.chunk_bytes // itemsize
         else:
-            per_chunk = self._memory.chunk_bytes // parts // _LINE_BYTES * _LINE_BYTES // itemsize
+            per_chunk = self.memory.chunk_bytes // parts // _LINE_BYTES * _LINE_BYTES // itemsize
         return per_chunk, max(1, -(-numel // per_chunk))
 
     def raise_if_unusable(self, what: str) -> None:
@@ -86,7 +91,7 @@ class LocalCollectives:
         """Leave the group, and release the memory if no call is in progress. May be called repeatedly."""
         self.engine.close()
         if idle:
-            self._memory.close()
+            self.memory.close()
 
     def barrier(self, terms: Terms) -> None:
         """Return once every rank has called this."""
@@ -107,7 +112,7 @@ class LocalCollectives:
         final, out = partial is None, None
         if root in (None, self.rank):
             out = tensor if partial is None else partial
-        dtype, own, memory = tensor.dtype, self.rank, self._memory
+        dtype, own, memory = tensor.dtype, self.rank, self.memory
         per_chunk, num_chunks = self._chunking(tensor.shape[0], tensor.itemsize)
 
         def put(index: int, chunk: int) -> None:
@@ -137,7 +142,7 @@ class LocalCollectives:
         self, tensor: torch.Tensor, out: torch.Tensor | None, reduction: Reduction, terms: Terms, put: ChunkFunction
     ) -> Call:
         """Return a call that reduces in two passes: each rank or the leader folds, then all take the results."""
-        dtype, numel, own, memory, size = tensor.dtype, tensor.shape[0], self.rank, self._memory, self.num_ranks
+        dtype, numel, own, memory, size = tensor.dtype, tensor.shape[0], self.rank, self.memory, self.num_ranks
         per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
         by_leader = self.plan.by_leader
         folders = (LEADER,) if by_leader else range(size)
@@ -174,7 +179,7 @@ class LocalCollectives:
 
     def _stacks(self, reduction: Reduction) -> bool:
         """Return whether to reduce all ranks' parts at once; not for two ranks, which need only one kernel anyway."""
-        return self._memory.stacks and self.num_ranks > 2 and reduction.stacks
+        return self.memory.stacks and self.num_ranks > 2 and reduction.stacks
 
     def _reduce_slots(
         self,
@@ -186,7 +191,7 @@ class LocalCollectives:
         final: bool = True,
     ) -> None:
         """Reduce the slots of a chunk, from element `start`, into `out`; `own` replaces this rank's (empty) slot."""
-        memory, end = self._memory, start + out.shape[0]
+        memory, end = self.memory, start + out.shape[0]
         if own is None and self._stacks(reduction):
             reduction.reduce_stack(out, memory.stack(chunk, reduction.dtype, start, end), final=final)
             return
@@ -209,7 +214,7 @@ class LocalCollectives:
 
     def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
         """Reduce ``inputs[r]`` of all ranks into rank r's `output`; all have the same size."""
-        dtype, memory = output.dtype, self._memory
+        dtype, memory = output.dtype, self.memory
         per_chunk, num_chunks = self._chunking(output.numel(), output.itemsize, self.num_ranks)
         result = torch.empty_like(output) if overlaps_shifted(output, inputs) else output
 
@@ -248,7 +253,7 @@ class LocalCollectives:
         readers: Sequence[int] | None = None,
     ) -> None:
         """Put ``sources[p]`` into part p of this rank's slot; take `part` of every rank into ``targets[rank]``."""
-        memory, num_parts, rank = self._memory, len(sources), self.rank
+        memory, num_parts, rank = self.memory, len(sources), self.rank
         inputs = [None if tensor is None else as_bytes(tensor) for tensor in sources]
         outputs = [None if tensor is None else as_bytes(tensor) for tensor in targets]
         received = [output for output in outputs if output is not None]

@@ -7,21 +7,29 @@ is looked up once: the slots, the descriptions, the function of torch. The steps
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..host.memory import HostMemory, copy_function
+from .control import POISON_WORD
 from .description import KEY_BYTES, description_text
 from .local import LocalCollectives
 from .reductions import Reduction
-from .schedule import READ, WRITTEN
+from .schedule import DONE, READ, WRITTEN
 
-# Runs the call on a tensor, from its address, with torch's options. False if this rank cannot begin: another rank still
+# Views of outputs that a call keeps.
+_MAX_OUTPUTS = 16
+# Runs the call on the tensor at an address, with torch's options. False if this rank cannot begin: another rank still
 # needs the slot, or the group is closed or broken. Nothing has happened then.
-PreparedCall = Callable[[torch.Tensor, int, Any], bool]
+PreparedCall = Callable[[int, Any], bool]
+# The rest of a call, once all ranks have written the chunk: address of the tensor, number of the chunk, options.
+_Finish = Callable[[int, int, Any], None]
+# Waits until the count of a kind has reached a chunk on all other ranks: kind, number of the chunk, options.
+_Meet = Callable[[int, int, Any], None]
 
 
 def prepare_all_reduce(
@@ -41,30 +49,41 @@ def prepare_all_reduce(
         timeout_s: Returns the time limit in seconds of a call with given options.
 
     Returns:
-        None if such a tensor needs several chunks or two passes, for a single rank, or if the group is closed.
+        None if such a tensor needs several chunks, for a single rank, or if the group is closed.
     """
-    engine, plan, size, own = collectives.engine, collectives.plan, collectives.num_ranks, collectives.rank
-    memory, num_bytes = engine.transport, tensor.nbytes
-    one_pass = size < plan.two_pass_ranks or num_bytes <= plan.one_pass_bytes
-    if not isinstance(memory, HostMemory) or size == 1 or not one_pass or num_bytes > memory.chunk_bytes:
+    engine, plan, size, memory = collectives.engine, collectives.plan, collectives.num_ranks, collectives.memory
+    if not isinstance(memory, HostMemory) or size == 1 or tensor.nbytes > memory.chunk_bytes or memory.is_closed:
         return None
     control, waiter, words, peers = engine.control, engine.waiter, engine.control.words, engine.peers
-    views, places = memory.slots(tensor.dtype, tensor.numel()), memory.slot_places
-    if not views:  # the group is closed
-        return None
-    own_slots, own_places, slots = memory.own_addresses, places[own], list(zip(views, places, strict=True))
-    read = [control.counter_index[rank] + READ for rank in peers]
-    written = [(rank, control.counter_index[rank] + WRITTEN) for rank in peers]
+    counts = {kind: [(rank, control.counter_index[rank] + kind) for rank in peers] for kind in (WRITTEN, READ)}
+    read = [at for _, at in counts[READ]]
     descriptions, key = [control.keys_of(rank, KEY_BYTES) for rank in peers], description[:KEY_BYTES]
-    function, (first_slots, first_places) = reduction.pair_function if size == 2 else None, slots[peers[0]]
-    num_slots, what, is_first, is_flat = memory.num_slots, description_text(description), own == 0, tensor.dim() == 1
+    own_slots, own_places = memory.own_addresses, memory.slot_places[collectives.rank]
+    num_slots, num_bytes, what = memory.num_slots, tensor.nbytes, description_text(description)
     # Bound methods, because looking them up takes as long as a call.
     copy, monotonic, describe, prepare_put = copy_function(), time.monotonic, control.describe, memory.prepare_put
-    acquire, release, publish, wait = memory.acquire, memory.release_fence, waiter.publish, waiter.wait
+    acquire, after_copy, publish, wait = memory.acquire, memory.copy_fence, waiter.publish, waiter.wait
     polls = range(waiter.bare_polls)
 
-    def run(tensor: torch.Tensor, address: int, opts: Any) -> bool:
-        if engine.is_hindered():
+    def meet(kind: int, chunk: int, opts: Any) -> None:
+        for rank, at in counts[kind]:
+            for _ in polls:
+                if words[at] >= chunk:
+                    break
+            else:
+                wait(rank, kind, chunk, monotonic() + timeout_s(opts), what)
+        acquire()
+
+    readers: Sequence[int] = peers
+    if size >= plan.two_pass_ranks and num_bytes > plan.one_pass_bytes:
+        readers = range(size)
+        finish = _two_passes(collectives, memory, tensor, reduction, meet)
+    else:
+        finish = _one_pass(collectives, memory, tensor, reduction)
+
+    def run(address: int, opts: Any) -> bool:
+        # The engine raises the error, and reports each step to an observer.
+        if engine.is_closed or engine.observer is not None or words[POISON_WORD]:
             return False
         before = engine.last_chunk
         chunk, least = before + 1, before
@@ -74,35 +93,19 @@ def prepare_all_reduce(
                 least = count
         if least < chunk - num_slots:
             return False
-        index = chunk % num_slots
         try:
             waiter.num_calls = number = waiter.num_calls + 1
             describe(number, description)
             acquire()
-            prepare_put(chunk, least, peers)
-            copy(own_slots[own_places[index]], address, num_bytes)
-            release()
+            prepare_put(chunk, least, readers)
+            copy(own_slots[own_places[chunk % num_slots]], address, num_bytes)
+            after_copy()
             publish(chunk, before, before)
-            for rank, at in written:
-                for _ in polls:
-                    if words[at] >= chunk:
-                        break
-                else:
-                    wait(rank, WRITTEN, chunk, monotonic() + timeout_s(opts), what)
-            acquire()
+            meet(WRITTEN, chunk, opts)
             for of_rank in descriptions:
                 if of_rank[number & 1].tobytes() != key:
                     engine.check(description)
-            # Not detach(), see `flat_view`.
-            out = tensor.data if is_flat else tensor.data.view(-1)
-            # With two ranks, each can read its own part in place; with more, the output would overwrite it too early.
-            if function is None:
-                parts = [out if size == 2 and r == own else s[p[index]] for r, (s, p) in enumerate(slots)]
-                reduction.reduce(out, parts)
-            elif is_first:
-                function(out, first_slots[first_places[index]], out=out)
-            else:
-                function(first_slots[first_places[index]], out, out=out)
+            finish(address, chunk, opts)
         except BaseException as error:
             engine.failed(error, what)
             raise
@@ -110,3 +113,75 @@ def prepare_all_reduce(
         return True
 
     return run
+
+
+class _Outputs(dict[int, torch.Tensor]):
+    """Views of the caller's tensors, by address, because ``tensor.data`` takes five times as long as looking one up.
+
+    They do not own the memory: one may be used only while a tensor at its address exists.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._dtype, self._block = tensor.dtype, ctypes.c_char * tensor.nbytes
+
+    def __missing__(self, address: int) -> torch.Tensor:
+        if len(self) >= _MAX_OUTPUTS:
+            self.clear()
+        with torch.inference_mode(False):
+            out = self[address] = torch.frombuffer(self._block.from_address(address), dtype=self._dtype)
+        return out
+
+
+def _one_pass(collectives: LocalCollectives, memory: HostMemory, tensor: torch.Tensor, reduction: Reduction) -> _Finish:
+    """Return a function that reduces all ranks' slots into the tensor."""
+    size, own, num_slots, outputs = collectives.num_ranks, collectives.rank, memory.num_slots, _Outputs(tensor)
+    slots = list(zip(memory.views(False, tensor.dtype, 0, tensor.numel()), memory.slot_places, strict=True))
+    function, (theirs, their_places), is_first = reduction.pair_function, slots[own - 1], own == 0
+
+    def reduce_pair(address: int, chunk: int, opts: Any) -> None:
+        assert function is not None
+        # Each rank reads its own part in place.
+        out, slot = outputs[address], theirs[their_places[chunk % num_slots]]
+        if is_first:
+            function(out, slot, out=out)
+        else:
+            function(slot, out, out=out)
+
+    def reduce_all(address: int, chunk: int, opts: Any) -> None:
+        out, index = outputs[address], chunk % num_slots
+        parts = [views[places[index]] for views, places in slots]
+        if size == 2:  # with more, the output would overwrite the own part too early
+            parts[own] = out
+        reduction.reduce(out, parts)
+
+    return reduce_pair if size == 2 and function is not None else reduce_all
+
+
+def _two_passes(
+    collectives: LocalCollectives, memory: HostMemory, tensor: torch.Tensor, reduction: Reduction, meet: _Meet
+) -> _Finish:
+    """Return a function that reduces this rank's share of all slots into its folded area, then copies all ranks' shares."""
+    assert not collectives.plan.by_leader
+    engine, own, size, dtype = collectives.engine, collectives.rank, collectives.num_ranks, tensor.dtype
+    bounds = [tensor.numel() * rank // size for rank in range(size + 1)]
+    low, high = bounds[own], bounds[own + 1]
+    slots = list(zip(memory.views(False, dtype, low, high), memory.slot_places, strict=True))
+    areas, own_places = memory.views(True, dtype, 0, high - low)[own], memory.folded_places[own]
+    edges = [bound * tensor.itemsize for bound in bounds]
+    shares = list(zip(edges, edges[1:], memory.folded_addresses, memory.folded_places, strict=False))
+    words, done = engine.control.words, [engine.control.counter_index[rank] + DONE for rank in engine.peers]
+    copy, prepare_fold, num_slots = copy_function(), memory.prepare_fold, memory.num_slots
+    release, publish = memory.release_fence, engine.waiter.publish
+
+    def finish(address: int, chunk: int, opts: Any) -> None:
+        index, before = chunk % num_slots, chunk - 1
+        # All have announced this chunk, so they are done with all but the one before it; two areas are enough.
+        prepare_fold(chunk, min(before, *[words[at] for at in done]))
+        reduction.reduce(areas[own_places[index]], [views[places[index]] for views, places in slots])
+        release()
+        publish(chunk, chunk, before)
+        meet(READ, chunk, opts)
+        for start, end, addresses, places in shares:
+            copy(address + start, addresses[places[index]], end - start)
+
+    return finish
