@@ -183,6 +183,8 @@ def paths(job: Job) -> dict[str, tuple[bool, bool]]:
     normal = torch.ones(4, 2)
     with torch.inference_mode():
         check("in inference mode, a normal tensor", normal)
+    normal.fill_(1)
+    check("the same afterwards", normal)
     negative = torch.complex(torch.zeros(1), -torch.ones(1)).conj().imag
     assert negative.is_neg()
     assert negative.is_contiguous()
@@ -229,6 +231,7 @@ def test_it_is_used_for_what_it_can_do() -> None:
         "in inference mode, at a new address",
         "an inference tensor",
         "in inference mode, a normal tensor",
+        "the same afterwards",
         "one element",
     }
     for found in values(run_ranks(paths, 2, limit_s=120)):
@@ -351,6 +354,23 @@ def without_memory(job: Job) -> list[bool]:
 def test_a_tensor_without_memory_does_not_use_it() -> None:
     """It has no address: a tensor of zeros only, or one in a transform of torch.func."""
     assert values(run_ranks(without_memory, 2, limit_s=60)) == [[True, False, False]] * 2
+
+
+def closed_between(job: Job) -> bool:
+    """Close the group, as another thread may do, between the choice of the path and the call; return whether it ran."""
+    pg = bare_group(job, "closed", job.rank, job.size, 30.0)
+    for _ in range(2):
+        all_reduce(pg, torch.ones(4))
+    tensor = torch.ones(4)
+    run, address = pg._small_calls.all_reduce(pg._host, tensor, options("Allreduce"))
+    pg.barrier(options("Barrier")).wait()
+    pg.shutdown()
+    return bool(run(address, options("Allreduce")))
+
+
+def test_a_closed_group_does_not_use_it() -> None:
+    """Its memory may be freed."""
+    assert values(run_ranks(closed_between, 2, limit_s=60)) == [False, False]
 
 
 def behind(job: Job) -> list[float]:

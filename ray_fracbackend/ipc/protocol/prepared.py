@@ -19,7 +19,7 @@ from .control import POISON_WORD
 from .description import KEY_BYTES, description_text
 from .local import LocalCollectives
 from .reductions import Reduction
-from .schedule import DONE, READ, WRITTEN
+from .schedule import READ, WRITTEN
 
 # Views of outputs that a call keeps.
 _MAX_OUTPUTS = 16
@@ -169,14 +169,13 @@ def _two_passes(
     areas, own_places = memory.views(True, dtype, 0, high - low)[own], memory.folded_places[own]
     edges = [bound * tensor.itemsize for bound in bounds]
     shares = list(zip(edges, edges[1:], memory.folded_addresses, memory.folded_places, strict=False))
-    words, done = engine.control.words, [engine.control.counter_index[rank] + DONE for rank in engine.peers]
     copy, prepare_fold, num_slots = copy_function(), memory.prepare_fold, memory.num_slots
     release, publish = memory.release_fence, engine.waiter.publish
 
     def finish(address: int, chunk: int, opts: Any) -> None:
         index, before = chunk % num_slots, chunk - 1
-        # All have announced this chunk, so they are done with all but the one before it; two areas are enough.
-        prepare_fold(chunk, min(before, *[words[at] for at in done]))
+        # All have written this chunk in this call, so they have finished the calls before it.
+        prepare_fold(chunk, before)
         reduction.reduce(areas[own_places[index]], [views[places[index]] for views, places in slots])
         release()
         publish(chunk, chunk, before)
