@@ -1,6 +1,7 @@
 """Compare two checkouts: on_start and the ipc backend of both, in turn, in one run.
 
-    python benchmarks/checkouts.py OLD [--turns 3] [--starts 3] [--workers 2] [--ranks 2] [--out FOLDER]
+    python benchmarks/checkouts.py OLD [--turns 3] [--starts 3] [--workers 2] [--ranks 2]
+        [--sizes BYTES ...] [--out FOLDER]
 
 OLD is a folder with the other checkout, for example from ``git worktree add --detach OLD REVISION``; the new one is the
 checkout of this script. Each turn runs benchmarks/start.py and benchmarks/ipc of both in separate processes, in
@@ -21,6 +22,7 @@ from typing import Any
 
 from common import environment, parser, save
 
+SIZES = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 25 << 20, 100 << 20]
 NEW = Path(__file__).resolve().parents[1]
 
 
@@ -70,9 +72,11 @@ def main() -> None:
     options.add_argument("--starts", type=int, default=3, help="of each kind in one turn")
     options.add_argument("--workers", type=int, nargs="+", default=[2], help="of a start")
     options.add_argument("--ranks", type=int, nargs="+", default=[2], help="of an all_reduce")
+    options.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the float32 tensors")
     chosen = options.parse_args()
     of_starts = ["--starts", str(chosen.starts), "--workers", *map(str, chosen.workers)]
-    of_ipc = ["--ranks", *map(str, chosen.ranks), "--rounds", "1", "--starts", "4", "--operations", "all_reduce"]
+    of_ipc = ["--ranks", *map(str, chosen.ranks), "--sizes", *map(str, chosen.sizes), "--operations", "all_reduce"]
+    of_ipc += ["--rounds", "1", "--starts", "4"]
     found: dict[str, dict[str, list[float]]] = {}
     for turn in range(chosen.turns):
         sides = [("old", chosen.old.resolve()), ("new", NEW)]
