@@ -4,8 +4,8 @@
         [--sizes BYTES ...] [--out FOLDER]
 
 OLD is a folder with the other checkout, for example from ``git worktree add --detach OLD REVISION``; the new one is the
-checkout of this script. Each turn runs benchmarks/start.py and benchmarks/ipc of both in separate processes, in
-alternating order. It writes one dated JSON with the medians over all turns and their ratios. Run it on a quiet machine.
+checkout of this script. Each turn runs benchmarks/start.py of both, then four times benchmarks/ipc of both, in separate
+processes and in alternating order. It writes one dated JSON with the medians over all turns and their ratios. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 
 from common import environment, parser, save
 
+# Starts of the processes of an all_reduce in one turn.
+IPC_STARTS = 4
 SIZES = [4 << 10, 64 << 10, 256 << 10, 1 << 20, 25 << 20, 100 << 20]
 NEW = Path(__file__).resolve().parents[1]
 
@@ -76,16 +78,20 @@ def main() -> None:
     chosen = options.parse_args()
     of_starts = ["--starts", str(chosen.starts), "--workers", *map(str, chosen.workers)]
     of_ipc = ["--ranks", *map(str, chosen.ranks), "--sizes", *map(str, chosen.sizes), "--operations", "all_reduce"]
-    of_ipc += ["--rounds", "1", "--starts", "4"]
+    of_ipc += ["--rounds", "1", "--starts", "1"]
     found: dict[str, dict[str, list[float]]] = {}
     for turn in range(chosen.turns):
-        sides = [("old", chosen.old.resolve()), ("new", NEW)]
-        for side, checkout in sides if turn % 2 == 0 else reversed(sides):
-            values = dict(starts(run(checkout, "benchmarks/start.py", *of_starts)))
-            values |= dict(collectives(run(checkout, *ipc_command(checkout), *of_ipc)))
-            for name, milliseconds in values.items():
-                found.setdefault(name, {}).setdefault(side, []).extend(milliseconds)
-            print(f"turn {turn + 1} of {chosen.turns}: {side}", flush=True)
+        # In short parts: a slow minute of the machine then affects both sides.
+        for part in range(1 + IPC_STARTS):
+            sides = [("old", chosen.old.resolve()), ("new", NEW)]
+            for side, checkout in sides if (turn + part) % 2 == 0 else reversed(sides):
+                if part == 0:
+                    values = dict(starts(run(checkout, "benchmarks/start.py", *of_starts)))
+                else:
+                    values = dict(collectives(run(checkout, *ipc_command(checkout), *of_ipc)))
+                for name, milliseconds in values.items():
+                    found.setdefault(name, {}).setdefault(side, []).extend(milliseconds)
+            print(f"turn {turn + 1} of {chosen.turns}, part {part + 1} of {1 + IPC_STARTS}", flush=True)
     rows = []
     for name, by_side in found.items():
         old, new = (statistics.median(by_side[side]) for side in ("old", "new"))
