@@ -23,8 +23,9 @@ Attributes of objects that Ray passes in need no import:
 ==============================================  ====================================================================
 V1 worker groups                                ``.workers``, ``.num_gpus_per_worker``, ``._remote_cls``, and no
                                                 ``.get_workers``, which those of V2 have
-V2 worker groups                                ``.get_workers()``, ``.abort()``, ``._worker_group_state``,
-                                                ``._storage_context``, ``._callbacks``
+V2 worker groups                                ``.get_workers()``, ``._worker_group_state``, ``._clear_state()``,
+                                                ``._worker_group_context``, ``._storage_context``, ``._callbacks``
+V2's StateManagerCallback                       ``._state_manager``, ``._run_id``
 workers of both                                 ``.metadata``, ``.actor``
 ``TorchTrainer``                                ``._param_dict`` (V1), 2.40 to 2.60; ``._register_sigint_handler`` (V2),
                                                 2.48 to 2.60
@@ -107,25 +108,44 @@ def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
     return dict(_workers(worker_group)[0].resources)
 
 
-def release_workers(worker_group: Any) -> None:
+def release_workers(worker_group: Any, error: BaseException) -> None:
     """End the workers of a V2 group whose start failed, and V1 workers that are still busy with the failed start.
 
     After an exception in ``on_start`` V2 drops its reference to the new group, but the workers and the placement group
-    stay (WorkerGroup.create and _start, 2.48 to 2.60). ``abort`` ends them without a graceful shutdown of the backend,
-    which would wait for a hanging rank. In 2.48 ``abort`` does not end the workers, so this function shuts them down.
-    V1 ends its workers itself, after a graceful shutdown that waits 30 s for a hanging worker
-    (BackendExecutor.shutdown, 2.40 to 2.60).
+    stay (WorkerGroup.create and _start, 2.48 to 2.60). V1 ends its workers itself, after a graceful shutdown that waits
+    30 s for a hanging worker (BackendExecutor.shutdown, 2.40 to 2.60).
+
+    Args:
+        worker_group: The group.
+        error: Why the start failed, for Ray's record of the attempt.
     """
+    _logged(_end_busy_workers, worker_group)
+    state = getattr(worker_group, "_worker_group_state", None)  # V2's
+    if state is None:
+        return
+    context, callbacks = worker_group._worker_group_context, worker_group._callbacks
+    _logged(state.shutdown)
+    _logged(worker_group._clear_state)
+    # The callbacks' own starts may not have run, so WorkerGroup.abort would often fail before it ends the workers.
+    for callback in callbacks:
+        if hasattr(callback, "after_worker_group_abort"):  # of Ray's data executors and preemption watcher, for example
+            _logged(callback.after_worker_group_abort, context)
+        _logged(_record_error, callback, context, error)
+
+
+def _logged(step: Callable[..., None], *arguments: Any) -> None:
+    """Run a step of the release; the start's own error is the one to report, and the next step runs anyway."""
     try:
-        _end_busy_workers(worker_group)
-        if _is_v1(worker_group):
-            return
-        worker_group.abort()
-        left = getattr(worker_group, "_worker_group_state", None)
-        if left is not None:
-            left.shutdown()
-    except Exception as error:  # the start's own error is the one to report
-        logger.warning("the workers of the failed start may still be running: %s", error)
+        step(*arguments)
+    except Exception as error:
+        logger.warning("releasing the workers of the failed start: %s: %s", type(error).__name__, error)
+
+
+def _record_error(callback: Any, context: Any, error: BaseException) -> None:
+    """Record in Ray's state of the run, if it is tracked, that the attempt failed and why."""
+    manager = getattr(callback, "_state_manager", None)
+    if manager is not None:
+        manager.update_train_run_attempt_errored(callback._run_id, context.run_attempt_id, str(error))
 
 
 def _end_busy_workers(worker_group: Any) -> None:

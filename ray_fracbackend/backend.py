@@ -59,7 +59,7 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
             try:
                 report = start.run()
             except BaseException as error:
-                _ray.release_workers(worker_group)
+                _ray.release_workers(worker_group, error)
                 path = save_report(worker_group, start.failed_report(error)) if isinstance(error, Exception) else None
                 from ray_fracbackend.failure.merge import as_engine_error
 
@@ -224,7 +224,7 @@ class Start:
             results = gather(refs, self._addresses, attempt, step, slack_s=slack_s)
         except FracBackendError as error:
             # Do not assign it to a variable: the error would keep this frame alive, and the frame the start.
-            raise self._explained(error, report, plans, attempt) from error.__cause__
+            raise self._explained(error, report, plans, attempt, refs) from error.__cause__
         finally:
             self._add_seconds("start", started)
         return report.with_figures(results[0], self._seconds)
@@ -246,7 +246,12 @@ class Start:
         return int(port)
 
     def _explained(
-        self, error: FracBackendError, report: StartReport, plans: Sequence[WorkerPlan], deadline: Deadline
+        self,
+        error: FracBackendError,
+        report: StartReport,
+        plans: Sequence[WorkerPlan],
+        deadline: Deadline,
+        refs: list[Any],
     ) -> FracBackendError:
         """Return the error, explained from the reports of all ranks, and with the fault if it ends the start."""
         from ray_fracbackend.failure.explain import explained  # not on the good path
@@ -255,7 +260,10 @@ class Start:
         told = explained(error, report.plan, report.workers, report.master_addr)
         if report.plan.falls_back_from(told) or not self._settings.verify:
             return told
-        return with_faults(told, self._group, plans, self._addresses, deadline, self._settings.start_timeout_s)
+        _, pending = ray.wait(refs, num_returns=len(refs), timeout=0)
+        busy = {rank for rank, ref in enumerate(refs) if ref in pending}  # a call to them would wait for the start
+        limit_s = self._settings.start_timeout_s
+        return with_faults(told, self._group, plans, self._addresses, deadline, limit_s, busy)
 
     @property
     def _one_node(self) -> bool:

@@ -12,6 +12,7 @@ attributes and never parses its message. Each error can be pickled, because it u
 ``stalled``        a call did not return in time
 ``own_failure``    NCCL or CUDA failed on the rank itself
 ``failed``         a call failed for another reason, such as a lost peer
+``killed_for_memory``  Ray's memory monitor killed a worker: V2 does not restart the run, as with TorchConfig
 =================  ==============================================================================================
 
 For all other errors the kind is the ``reason``.

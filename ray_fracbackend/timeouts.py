@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 _T = TypeVar("_T")
+_CHECK: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
+# How often a long wait runs the check.
+_CHECK_EVERY_S = 1.0
 
 
 class Deadline:
@@ -38,6 +43,16 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
+@contextmanager
+def ended_by(check: Callable[[], None] | None) -> Iterator[None]:
+    """Run a check every second in all waits of ``bounded`` in the block; an error that it raises ends the wait."""
+    token = _CHECK.set(check)
+    try:
+        yield
+    finally:
+        _CHECK.reset(token)
+
+
 def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
     """Run a call that has no timeout in a thread.
 
@@ -50,7 +65,7 @@ def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
 
     Raises:
         TimeoutError: The call did not finish in time.
-        BaseException: The call raised it.
+        BaseException: The call, or the check of ``ended_by``, raised it.
     """
     outcome: list[_T | BaseException] = []
     calls = [call]  # removed before it runs, so no error references it: a cleared frame still has its closure
@@ -63,7 +78,12 @@ def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(min(timeout_s, threading.TIMEOUT_MAX))
+    end, check = time.monotonic() + timeout_s, _CHECK.get()
+    while not outcome and (left_s := end - time.monotonic()) > 0:
+        thread.join(min(left_s, _CHECK_EVERY_S if check else threading.TIMEOUT_MAX))
+        if check and not outcome:
+            with ended_by(None):
+                check()
     if not outcome:
         raise TimeoutError(f"no answer within {timeout_s:.3g} s")
     result = outcome.pop()

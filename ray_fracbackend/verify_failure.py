@@ -19,7 +19,7 @@ from ray_fracbackend.decide.error_texts import (
     refused_ranks,
 )
 from ray_fracbackend.decide.worker_info import ranks_text
-from ray_fracbackend.errors import SharedDeviceError, VerificationError
+from ray_fracbackend.errors import FracBackendError, SharedDeviceError, VerificationError
 from ray_fracbackend.timeouts import bounded
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def raise_failure(verification: Verification, error: Exception) -> None:
         torch.cuda.OutOfMemoryError: The device was full for its context or for NCCL.
         VerificationError: The collective failed or did not return; with the step, the rank and the missing ranks.
     """
-    if isinstance(error, (VerificationError, torch.cuda.OutOfMemoryError)):
+    if isinstance(error, (FracBackendError, torch.cuda.OutOfMemoryError)):
         _record(verification, "failed")
         return
     if _has_no_memory(error, verification.device):

@@ -107,8 +107,8 @@ def _start(group: ProbeGroup, settings: FracTorchConfig) -> StartReport:
     start = Start(group, settings)
     try:
         return start.run()
-    except BaseException:
-        release_workers(group)
+    except BaseException as error:
+        release_workers(group, error)
         raise
 
 

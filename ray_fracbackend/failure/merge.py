@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 from ray.exceptions import NodeDiedError, RayActorError, RayError
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
@@ -39,6 +40,7 @@ _ORDER = (
 # A refusal of NCCL is the cause of all other errors; within one class a rank that lost a peer knows least.
 _CAUSES = ("refused", "invalid_usage")
 _KINDS = (*_CAUSES, "wrong_answer", "own_failure", "stalled")
+_PEER_LOST = ("failed", "stalled")
 _REFUSALS = (MissingDeviceError, BackendUnavailableError)
 # If Ray's memory monitor kills a worker, Ray raises a separate error.
 _DEATHS = (RayActorError, NodeDiedError, RayOutOfMemoryError)
@@ -70,10 +72,12 @@ def merged(
     """
     if dead := [rank for rank, error in failures.items() if isinstance(error, _DEATHS)]:
         cause = cause_of(failures[dead[0]])
+        is_killed = any(isinstance(failures[rank], RayOutOfMemoryError) for rank in dead)
         return WorkerDiedError(
             f"{where(dead, addresses)} died during start-up ({step}): {cause}",
             advice=advise("worker died"),
             ranks=dead,
+            kind="killed_for_memory" if is_killed else "",
             step=step,
             cause=cause,
         )
@@ -124,13 +128,17 @@ def _combined(
 def _by_precedence(failures: Mapping[int, BaseException]) -> dict[int, BaseException]:
     """Return the errors, the most specific first and then by rank, without those that only name ranks with an error of their own."""
     waited_for = {
-        rank: error.ranks
-        for rank, error in failures.items()
-        if type(error) is RendezvousError and error.ranks and rank not in error.ranks
+        rank: error.ranks for rank, error in failures.items() if _lost_a_peer(error) and rank not in error.ranks
     }
     explained = failures.keys() - waited_for.keys()
     kept = [rank for rank in failures if rank not in waited_for or not explained.issuperset(waited_for[rank])]
     return {rank: failures[rank] for rank in sorted(kept, key=lambda rank: (*_precedence(failures[rank]), rank))}
+
+
+def _lost_a_peer(error: BaseException) -> TypeGuard[FracBackendError]:
+    """Return whether this rank names ranks that it waited for, and no failure of its own."""
+    is_wait = type(error) is RendezvousError or isinstance(error, VerificationError) and error.kind in _PEER_LOST
+    return is_wait and bool(error.ranks)  # type: ignore[attr-defined]
 
 
 def _precedence(error: BaseException) -> tuple[bool, bool, int, int]:
@@ -171,13 +179,16 @@ def _text(error: BaseException) -> str:
 def as_engine_error(error: BaseException, worker_group: object) -> BaseException:
     """Convert a dead worker's error into the class on which the engine restarts the workers; return others unchanged.
 
+    As with TorchConfig, V2 does not restart the workers if Ray's memory monitor killed one.
+
     Args:
         error: Why the start failed. It becomes the cause of an error of another class.
         worker_group: The worker group of the failed start.
     """
-    if not isinstance(error, WorkerDiedError) or not restarts_lost_workers(worker_group):
+    is_lost = isinstance(error, WorkerDiedError) and error.kind != "killed_for_memory"
+    if not is_lost or not restarts_lost_workers(worker_group):
         return error
-    lost = LostWorkerError(str(error), ranks=error.ranks)
+    lost = LostWorkerError(str(error), ranks=error.ranks)  # type: ignore[attr-defined]
     lost.__dict__.update(vars(error))
     lost.__cause__ = error
     return lost

@@ -46,6 +46,7 @@ def with_faults(
     addresses: Sequence[WorkerAddress],
     deadline: Deadline,
     start_timeout_s: float,
+    busy: object = (),
 ) -> FracBackendError:
     """Add the ranks, nodes and links at fault to the error of a group that did not form or failed its verification.
 

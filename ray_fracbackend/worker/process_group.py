@@ -23,13 +23,14 @@ from ray_fracbackend.decide.interfaces import IFNAME
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import AGENT_STORE
 from ray_fracbackend.decide.worker_info import ranks_text
-from ray_fracbackend.errors import GroupFormationError, RendezvousError, VerificationError
-from ray_fracbackend.timeouts import Deadline, bounded
+from ray_fracbackend.errors import GroupFormationError, RendezvousError, UnreachableMasterError, VerificationError
+from ray_fracbackend.timeouts import Deadline, bounded, ended_by
 from ray_fracbackend.verify import verify_process_group
 from ray_fracbackend.verify_result import VerificationResult
 from ray_fracbackend.worker import environment, memory_cap, store
 from ray_fracbackend.worker.group_end import ABORT_S, destroy_process_groups, end_process_group
 from ray_fracbackend.worker.network import check_gloo_device, route_interface
+from ray_fracbackend.worker.peers import Peers
 from ray_fracbackend.worker.reach import REACH_S, check_reachable
 from ray_fracbackend.worker.start_failure import named_step, refused_by_cuda
 from ray_fracbackend.worker.state import STATE
@@ -56,28 +57,32 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
         BackendUnavailableError: Gloo cannot send CUDA tensors here.
     """
     deadline = Deadline(plan.budget_s)
-    before = environment.snapshot()
+    before, peers = environment.snapshot(), Peers(plan)
     STATE.report = None
     try:
-        end_process_group()  # a failed attempt in this process may have left one
-        environment.clear()
-        environment.set_always(plan.rendezvous.start_env)
-        _prepare(plan)
-        _check_network(plan, deadline)
-        common = _connect(plan, deadline)
-        if plan.verify and plan.is_trial and plan.backends.has_nccl and _HANDLING in os.environ:
-            _try_nccl(plan, common, deadline)
-        result = _form(plan, common, deadline)
+        with ended_by(peers.look):
+            end_process_group()  # a failed attempt in this process may have left one
+            environment.clear()
+            environment.set_always(plan.rendezvous.start_env)
+            _prepare(plan)
+            _check_network(plan, deadline)
+            common = _connect(plan, deadline)
+            if plan.verify and plan.is_trial and plan.backends.has_nccl and _HANDLING in os.environ:
+                _try_nccl(plan, common, deadline)
+            result = _form(plan, common, deadline)
         common.set_timeout(timedelta(seconds=plan.timeout_s))
         environment.clear(plan.rendezvous.start_env)
     except BaseException as error:
+        # At the deadline all ranks end by themselves.
+        if deadline.left_s > _SILENCE_S and not isinstance(error, UnreachableMasterError):
+            peers.tell_failure()
         _release_frames(error)
         end_process_group(failed=True)
         memory_cap.set_cap(None)
         environment.restore(before)
+        # Rank 0's store stays open: the other ranks look there for the failure.
         raise
-    finally:
-        store.release_store()
+    store.release_store()
     STATE.report = (plan.report, result)
     return result if plan.rank == 0 else None
 
@@ -198,7 +203,7 @@ def _init_process_group(plan: WorkerPlan, common: PrefixStore, deadline: Deadlin
         common.set_timeout(timedelta(seconds=left_s))
         try:
             bounded(partial(_create, plan, common, abandoned, prefix), left_s + _SILENCE_S)
-        except TimeoutError:
+        except BaseException:
             abandoned.set()
             raise
 

@@ -63,9 +63,9 @@ def import_package():
     import ray_fracbackend.worker.process_group  # noqa: F401
 
 
-def warm_workers(resources):
-    """Two workers that have imported what a start needs."""
-    group = WorkerGroup(num_workers=2, resources_per_worker=resources)
+def warm_workers(resources, num_workers=2):
+    """Workers that have imported what a start needs."""
+    group = WorkerGroup(num_workers=num_workers, resources_per_worker=resources)
     group.execute(import_package)
     yield group
     group.shutdown(patience_s=0)
@@ -74,6 +74,11 @@ def warm_workers(resources):
 @pytest.fixture(scope="module")
 def two_workers(cluster):
     yield from warm_workers(ONE_CPU)
+
+
+@pytest.fixture(scope="module")
+def three_workers(cluster):
+    yield from warm_workers(ONE_CPU, 3)
 
 
 @pytest.fixture
