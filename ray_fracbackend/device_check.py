@@ -6,13 +6,14 @@ The processes exchange data in a store before any process group exists. The deci
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from ray_fracbackend.decide.device_sharing import ShareGroup
 from ray_fracbackend.decide.error_texts import cause_of
 from ray_fracbackend.decide.settings import Settings, is_seconds
 from ray_fracbackend.decide.table import decide_start
-from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, ranks_text
+from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, from_plain, ranks_text
 from ray_fracbackend.errors import IncompatibleWorkersError, MissingDeviceError, RendezvousError
 from ray_fracbackend.worker.devices import boot_id
 from ray_fracbackend.worker.missing_cuda import why_no_cuda
@@ -84,8 +85,8 @@ def check_devices(
 ) -> DeviceCheck:
     """Find processes that share a CUDA device, and whether NCCL accepts them, before they create a process group.
 
-    All processes must call it, with a common store or with an existing process group. It sends no tensor. The processes
-    exchange pickled data, so use a store that only they can reach.
+    All processes must call it, with a common store or with an existing process group. It sends no tensor. Values
+    of the store are read as JSON and checked: what anything else writes to it can make the call fail, and is never executed.
 
     Args:
         group: The processes are the ranks of this group; the default group if None and no store is given.
@@ -105,7 +106,7 @@ def check_devices(
         IncompatibleWorkersError: The processes have different versions of NCCL or of this package, or different values
             of ``world_size``, or some are on Windows and some on other systems.
         BackendUnavailableError: The backend that would replace NCCL cannot run on these processes.
-        RendezvousError: Processes did not call in time (``ranks`` names them), or the store failed.
+        RendezvousError: Processes did not call in time (``ranks`` names them), the store failed, or something else wrote to it.
         ValueError: An argument breaks its rule.
     """
     if not is_seconds(timeout_s):
@@ -166,6 +167,38 @@ def _probe_process(rank: int, device: torch.device | None = None) -> WorkerInfo:
     )
 
 
+def _read(kind: Any, text: str | bytes, rank: int, key: str) -> Any:
+    """Return a value of the store, which anything may have written.
+
+    Raises:
+        RendezvousError: It is not the JSON of this type; the message names rank and key.
+    """
+    try:
+        return from_plain(kind, json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise _foreign(rank, key, str(error)) from None
+
+
+def _foreign(rank: int, key: str, found: str) -> RendezvousError:
+    return RendezvousError(
+        f"check_devices: the value of rank {rank} in the store (key {key}) is not a report of ray_fracbackend: {found}. "
+        "Something else writes to this store: use a store that only these processes reach.",
+        ranks=[rank],
+    )
+
+
+def _compare(reports: Sequence[Sequence[object]]) -> None:
+    """Raise IncompatibleWorkersError if the reports have different versions or world sizes."""
+    for place, name in enumerate(("version of ray_fracbackend", "world_size")):
+        values = [each[place] for each in reports]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise IncompatibleWorkersError(
+                f"check_devices: {name} is {values[0]} on rank 0 and {values[other]} on rank {other}. All processes need the same.",
+                ranks=[other],
+            )
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -220,10 +253,10 @@ class _Meeting:
         """Return the reports of all ranks, by rank, on every rank."""
         try:
             self._store = PrefixStore(str(self._store.add(f"calls/{self._rank}", 1)), self._store)
-            self._put(f"rank/{self._rank}", (__version__, self._world_size, pickle.dumps(info)))
+            self._put(f"rank/{self._rank}", [__version__, self._world_size, json.dumps(asdict(info))])
             # Rank 0 reads all reports: with many ranks the store could not serve reads of every rank by every other rank.
             told = self._collect() if self._rank == 0 else self._answer()
-            self._part(len(told))
+            self._part(sum(each is not None for each in told))
         except RendezvousError:
             raise
         except (RuntimeError, OSError) as error:  # errors of the store: c10d raises RuntimeErrors
@@ -234,7 +267,7 @@ class _Meeting:
             ) from error
         return self._checked(told)
 
-    def _collect(self) -> dict[int, bytes]:
+    def _collect(self) -> Sequence[str | None]:
         """Wait for all ranks, read their reports, and store them for the others."""
         awaited = list(range(self._world_size))
 
@@ -245,20 +278,22 @@ class _Meeting:
 
         self._wait(all_came, self._end)
         came = [rank for rank in range(self._world_size) if not awaited or self._came(rank)]
-        told = {rank: self._store.get(f"rank/{rank}") for rank in came}
+        # Every byte is a character of latin-1: all ranks check the same values.
+        read = {rank: self._store.get(f"rank/{rank}").decode("latin-1") for rank in came}
+        told = [read.get(rank) for rank in range(self._world_size)]
         self._put("answer", told)
         return told
 
     def _put(self, key: str, value: object) -> None:
-        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes too
+        self._store.set(key, json.dumps(value))
 
     def _came(self, rank: int) -> bool:
         return self._store.check([f"rank/{rank}"])
 
-    def _answer(self) -> dict[int, bytes]:
+    def _answer(self) -> Sequence[str | None]:
         if not self._wait(lambda: self._store.check(["answer"]), self._end + _ANSWER_S):
             raise self._late([rank for rank in range(self._world_size) if not self._came(rank)] or [0])
-        answer: dict[int, bytes] = pickle.loads(self._store.get("answer"))
+        answer: tuple[str | None, ...] = _read(tuple[str | None, ...], self._store.get("answer"), 0, "answer")
         return answer
 
     def _part(self, num_came: int) -> None:
@@ -267,20 +302,20 @@ class _Meeting:
         with suppress(RuntimeError, OSError):  # the host has ended, so all ranks have read the answer
             self._wait(lambda: self._store.add("read", 0) >= num_came, time.monotonic() + _ANSWER_S)
 
-    def _checked(self, told: dict[int, bytes]) -> list[WorkerInfo]:
+    def _checked(self, told: Sequence[str | None]) -> list[WorkerInfo]:
         """Return the workers if all ranks called, with the same world size and the same version of this package."""
-        if absent := [rank for rank in range(self._world_size) if rank not in told]:
+        texts = dict(enumerate(told))
+        if absent := [rank for rank in range(self._world_size) if texts.get(rank) is None]:
             raise self._late(absent)
-        by_rank = [pickle.loads(told[rank]) for rank in range(self._world_size)]
-        for place, name in enumerate(("version of ray_fracbackend", "world_size")):
-            values = [each[place] for each in by_rank]
-            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-            if other is not None:
-                raise IncompatibleWorkersError(
-                    f"check_devices: {name} is {values[0]} on rank 0 and {values[other]} on rank {other}. All processes need the same.",
-                    ranks=[other],
-                )
-        return [pickle.loads(info) for _, _, info in by_rank]
+        keys = {rank: f"rank/{rank}" for rank in range(self._world_size)}
+        # Another version may have other fields, so compare the versions first.
+        reports = [_read(tuple[str, int, str], texts[rank] or "", rank, key) for rank, key in keys.items()]
+        _compare(reports)
+        workers = [_read(WorkerInfo, reports[rank][2], rank, key) for rank, key in keys.items()]
+        for rank, worker in enumerate(workers):
+            if worker.rank != rank:
+                raise _foreign(rank, keys[rank], f"it is of rank {worker.rank}")
+        return workers
 
     def _late(self, absent: list[int]) -> RendezvousError:
         return RendezvousError(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from ray_fracbackend import (
     IncompatibleWorkersError,
@@ -19,6 +25,7 @@ from ray_fracbackend import (
     check_devices,
     device_check,
 )
+from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerInfo, from_plain
 from ray_fracbackend.worker.store import uses_libuv
 from tests.processes import run_processes
 from tests.unit.builders import gpu, mig, worker
@@ -173,6 +180,75 @@ def test_processes_that_disagree(name):
     assert str(found[0]).startswith(f"check_devices: {name} is ")
     assert found[0].ranks == (1,)
     assert isinstance(found[1], (IncompatibleWorkersError, RendezvousError))
+
+
+class Stranger:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("/dev/null/a stranger's code ran",)
+
+
+VERSION = device_check.__version__
+INFO = asdict(worker(1, gpu("a")))
+HOW = "Something else writes to this store: use a store that only these processes reach."
+
+
+def told_to_rank_0(value):
+    """Return the error of rank 0 if a stranger has written this value for rank 1."""
+    store = dist.HashStore()
+    store.set("ray_fracbackend/check_devices/1/rank/1", value)
+    with (
+        mock.patch.object(device_check, "_probe_process", lambda rank, device: worker(rank, gpu("a"))),
+        mock.patch.object(device_check, "_ANSWER_S", 0.0),
+        pytest.raises(RendezvousError) as caught,
+    ):
+        check_devices(store=store, rank=0, world_size=2, timeout_s=5)
+    return str(caught.value)
+
+
+@given(st.binary())
+@example(pickle.dumps(Stranger()))
+@example(pickle.dumps((VERSION, 2, pickle.dumps(worker(1)))))
+@example(b"[" * 100_000)
+@example(json.dumps([VERSION, 2.0, json.dumps(INFO)]).encode())
+@example(json.dumps([VERSION, 2, INFO]).encode())
+def test_a_value_of_a_stranger(value):
+    """Nothing in the store is executed; the error names rank and key."""
+    told = told_to_rank_0(value)
+    assert told.startswith(
+        "check_devices: the value of rank 1 in the store (key rank/1) is not a report of ray_fracbackend: "
+    )
+    assert told.endswith(HOW)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"rank": 0}, "it is of rank 0"),
+        ({"pid": "1"}, "pid is '1'"),
+        ({"gpu_ids": [1]}, "gpu_ids is 1"),
+        ({"nccl_version": [2, 30]}, r"nccl_version is \[2, 30\]"),
+        ({"nccl_available": 1}, "nccl_available is 1"),
+        ({"resources": {"GPU": True}}, "resources is True"),
+        ({"env": {"NCCL_P2P": None}}, "env is None"),
+        ({"devices": [{}]}, r"devices is \{\}"),
+        ({"new": 1}, r"report is \{'rank': 1"),
+    ],
+    ids=str,
+)
+def test_a_report_of_other_fields_or_types(change, found):
+    """The message names the field."""
+    value = json.dumps([VERSION, 2, json.dumps({**INFO, **change})])
+    with pytest.raises(RendezvousError, match=rf"of ray_fracbackend: {found}.*{HOW}$"):
+        raise RendezvousError(told_to_rank_0(value))
+
+
+def test_every_field_survives_json():
+    """A report with a value of each type is equal after the exchange."""
+    network = NetworkInfo(interfaces={"eth0": ("10.0.0.1", "fd88::1")}, store_port=1, master_addrs=("10.0.0.1",))
+    info = worker(1, mig("1"), env={"NCCL_DEBUG": "\udcff"}, gpu_ids=("0",), network=network)
+    assert from_plain(WorkerInfo, json.loads(json.dumps(asdict(info)))) == info
 
 
 def host_dies(rank, size, port):
