@@ -79,9 +79,9 @@ class Job:
         return [worker.rank for worker in self.workers if not worker.nccl_available]
 
     @cached_property
-    def nccl_versions(self) -> set[NcclVersion | None]:
-        """Versions of NCCL that the workers have loaded."""
-        return {worker.nccl_version for worker in self.workers}
+    def nccl_versions(self) -> set[NcclVersion]:
+        """Known versions of NCCL that the workers have loaded."""
+        return {worker.nccl_version for worker in self.workers if worker.nccl_version}
 
     @cached_property
     def shared(self) -> tuple[ShareGroup, ...]:
