@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from ray_fracbackend.decide.backends import parse_backend, similar_backend
 
 # Ray resources of accelerators for which Ray starts the group itself.
-_FOREIGN_ACCELERATORS = ("TPU", "HPU", "NPU", "neuron_cores")
+_FOREIGN_ACCELERATORS = ("TPU", "HPU", "NPU", "RBLN", "FURIOSA", "TTNPU", "MBLT", "neuron_cores")
 # Case and result, in the format of the table's rows.
 LEFT_TO_RAY = (
-    "`backend` has [another name](#whose-backend), or the workers use `TPU`, `HPU`, `NPU` or `neuron_cores`",
+    "`backend` has [another name](#whose-backend), or the workers use `TPU`, `HPU`, `NPU`, `RBLN`, `FURIOSA`, `TTNPU`, `MBLT` or `neuron_cores`",
     "Ray Train starts the group itself. This is decided before the workers are probed: there is no verification and no report",
 )
 

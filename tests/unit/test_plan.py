@@ -79,7 +79,7 @@ class TestLeftToRay:
         """The backends of the table are ours."""
         assert left_to_ray(backend, {"CPU": 1, "GPU": 0.5}) is None
 
-    @pytest.mark.parametrize("resource", ["TPU", "HPU", "NPU", "neuron_cores"])
+    @pytest.mark.parametrize("resource", ["TPU", "HPU", "NPU", "RBLN", "FURIOSA", "TTNPU", "MBLT", "neuron_cores"])
     def test_other_accelerators(self, resource):
         """Workers on an accelerator without CUDA go to stock Ray Train."""
         assert left_to_ray("auto", {"CPU": 1, resource: 1})
@@ -209,6 +209,11 @@ class TestOwnDevices:
         with pytest.raises(IncompatibleWorkersError, match=r"rank 0: 2\.28\.9; rank 1: 2\.30\.7"):
             plan(workers)
         assert plan(workers, backend="gloo").backend == "gloo"
+
+    def test_unknown_nccl_version(self):
+        """A version that could not be read is no different version: nccl, as stock."""
+        found = plan([worker(0, gpu("a")), worker(1, gpu("b"), nccl_version=None)])
+        assert (found.backend, found.reason[-30:]) == ("nccl", "of unknown version and 2.28.9)")
 
     def test_windows_and_linux(self):
         """Gloo cannot connect Windows and Linux, so no backend can: the error names the ranks on Windows."""
