@@ -33,6 +33,8 @@ _V2_GROUPS = "ray.train.v2._internal.execution.worker_group"
 REACHED = (
     "ray.train.torch.config:_TorchBackend.on_start",
     "ray.train.torch.config:_TorchBackend.on_shutdown",
+    # Its fields: FracTorchConfig has them too.
+    "ray.train.torch.config:TorchConfig",
     "ray.train._internal.worker_group:WorkerGroup.execute_single_async",
     "ray.train._internal.worker_group:WorkerGroup.get_resources_per_worker",
     "ray.train._internal.worker_group:WorkerMetadata",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from ray.train.backend import BackendConfig
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend.backend import FracTorchBackend
-from ray_fracbackend.decide.settings import Settings, names_checked
+from ray_fracbackend.decide.settings import Settings, names_checked, setting_names
 from ray_fracbackend.log import logger
 from ray_fracbackend.worker.memory_cap import explain_out_of_memory
 from ray_fracbackend.wrong_config import not_a_config, property_of_an_object
@@ -68,6 +68,18 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
         return self.to_plain()
 
 
+def unknown_fields_warning(config: TorchConfig) -> str | None:
+    """Return a warning about fields that a newer Ray has added to TorchConfig and a start ignores; None if all have their default."""
+    stock = TorchConfig()
+    added = [each.name for each in fields(TorchConfig) if each.name not in setting_names()]
+    given = [f"{name}={getattr(config, name)!r}" for name in added if getattr(config, name) != getattr(stock, name)]
+    if not given:
+        return None
+    return (
+        f"{', '.join(given)} of this Ray's TorchConfig has no effect with FracTorchConfig; omit it, or use TorchConfig"
+    )
+
+
 def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> TorchConfig:
     """Return the configuration to use instead of a script's own.
 
@@ -90,5 +102,5 @@ def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> Torc
                 "%s is used unchanged: FracTorchConfig replaces only plain TorchConfig objects", type(config).__name__
             )
         return config
-    own = {"backend": config.backend, "init_method": config.init_method, "timeout_s": config.timeout_s}
+    own = {each.name: getattr(config, each.name) for each in fields(TorchConfig) if each.init}
     return FracTorchConfig(**{**own, **settings})

@@ -2,6 +2,8 @@
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +118,30 @@ def test_spellings_of_a_backend(given, taken):
     """All spellings that torch accepts are accepted, also in another script's TorchConfig."""
     assert FracTorchConfig(backend=given).backend == taken
     assert frac_config(TorchConfig(backend=given), {}).backend == taken
+
+
+_NEWER_RAY = """
+import dataclasses, ray.train.torch, ray.train.torch.config as config
+@dataclasses.dataclass
+class TorchConfig(config.TorchConfig):
+    bind_device: bool = False
+ray.train.torch.TorchConfig = config.TorchConfig = TorchConfig
+from ray_fracbackend import FracTorchConfig
+from ray_fracbackend.config import frac_config, unknown_fields_warning
+taken = frac_config(TorchConfig(backend="gloo", bind_device=True), {"verify": False})
+print(taken, unknown_fields_warning(taken), unknown_fields_warning(FracTorchConfig(verify=False)), sep="\\n")
+"""
+
+
+def test_a_field_that_a_newer_ray_adds():
+    """It is taken from the script's TorchConfig; a value that is not the default is in the warning, and no other setting."""
+    command = [sys.executable, "-c", _NEWER_RAY]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
+    assert lines == [
+        "FracTorchConfig(backend='gloo', bind_device=True, verify=False)",
+        "bind_device=True of this Ray's TorchConfig has no effect with FracTorchConfig; omit it, or use TorchConfig",
+        "None",
+    ]
 
 
 @pytest.mark.parametrize(("backend", "handed_over"), [("mine", "mine"), ("auto", None)])
