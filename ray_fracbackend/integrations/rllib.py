@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,15 +42,20 @@ def for_learners(torch_config: TorchConfig) -> TorchConfig:
     Args:
         torch_config: The configuration, of any subclass.
     """
+    changed = copy.copy(torch_config)
+    changed.__class__ = _learner_class(torch_config.backend_cls, type(torch_config))  # type: ignore[arg-type]
+    return changed
 
-    class _RLlibTorchBackend(torch_config.backend_cls):  # type: ignore[misc]
+
+# Ray keeps every backend class that it has started for the life of the process.
+@functools.cache
+def _learner_class(backend_cls: type, config_cls: type) -> type:
+    class _RLlibTorchBackend(backend_cls):  # type: ignore[misc]
         share_cuda_visible_devices = False
 
-    class RLlibTorchConfig(type(torch_config)):  # type: ignore[misc]
+    class RLlibTorchConfig(config_cls):  # type: ignore[misc]
         @property
         def backend_cls(self) -> type:
             return _RLlibTorchBackend
 
-    changed = copy.copy(torch_config)
-    changed.__class__ = RLlibTorchConfig
-    return changed
+    return RLlibTorchConfig

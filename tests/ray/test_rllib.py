@@ -58,6 +58,8 @@ def test_subclasses_keep_their_backend():
         backend_cls = Backend
 
     changed = for_learners(Config(backend="gloo", timeout_s=5))
+    # Ray keeps every class: all algorithms use the same.
+    assert {type(for_learners(Config())) for _ in range(3)} == {type(changed)}
     assert isinstance(changed, Config)
     assert (changed.backend, changed.timeout_s) == ("gloo", 5)
     assert issubclass(changed.backend_cls, Backend)
