@@ -61,7 +61,7 @@ def test_a_worker_that_ray_s_memory_monitor_killed_is_dead(failure_of: Any, deat
 
 
 def test_the_most_specific_rank_is_reported(failure_of: Any) -> None:
-    """Kind, cause and the sentence for a fallback's warning come from NCCL's refusal, even if another class comes first."""
+    """Kind, cause and the sentence for a fallback's warning come from NCCL's refusal; a peer that only lost it says nothing."""
     refused = GroupFormationError(
         "creating failed (Duplicate GPU).", advice="Look.", kind="refused", cause="Duplicate GPU"
     )
@@ -70,7 +70,6 @@ def test_the_most_specific_rank_is_reported(failure_of: Any) -> None:
         error = failure_of(*failures)
         assert (type(error), error.kind, error.cause) == (GroupFormationError, "refused", "Duplicate GPU")
         assert error.found == f"rank {rank} (node 10.0.0.{rank}, pid 4711): creating failed (Duplicate GPU)"
-        assert "closed" in str(error)
     stalled = VerificationError("barrier failed (no answer).", kind="stalled")
     assert failure_of(lost, stalled).kind == "stalled"
 

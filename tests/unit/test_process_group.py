@@ -29,7 +29,7 @@ from ray_fracbackend.errors import (
 from ray_fracbackend.timeouts import Deadline
 from ray_fracbackend.worker import gloo_trial, process_group, start_failure
 from ray_fracbackend.worker.process_group import start_worker
-from ray_fracbackend.worker.store import connect_store, hold_store
+from ray_fracbackend.worker.store import connect_store, hold_store, release_store
 from tests.processes import CONTEXT, free_port, loopback_name, run_processes, wait_for_port
 from tests.unit.test_missing_cuda import RELEASES, recorded
 
@@ -133,6 +133,7 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
 
 def test_the_advice_after_a_rendezvous_that_failed() -> None:
     """The advice is about the store's address and port, because Gloo has not connected yet."""
+    release_store()  # of a start that failed in this process
     with pytest.raises(RendezvousError, match="Check that every node reaches that address and port") as caught:
         start_worker(plan_of("gloo", "cpu"))  # rank 0, which has no store
     assert "Gloo" not in str(caught.value)
