@@ -15,13 +15,13 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from common import parser, save
 from planning import made_up_workers
 
-from ray_fracbackend import backend, collect
+from ray_fracbackend import __version__, backend, collect
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
@@ -56,9 +56,9 @@ class SimulatedGroup:
             total_s=0.01,
         )
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-        # As real workers answer: WorkerInfo of each; the verification result from rank 0.
+        # As real workers answer: version and WorkerInfo of each; the verification result from rank 0.
         self.answers: dict[str, list[Any]] = {
-            probe.probe_worker.__name__: facts,
+            probe.probe_worker.__name__: [(__version__, asdict(each)) for each in facts],
             process_group.start_worker.__name__: [figures] + [None] * (num_workers - 1),
         }
 

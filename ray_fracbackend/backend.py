@@ -26,7 +26,7 @@ from ray_fracbackend.decide.plan import Decision, StartPlan, WorkerPlan
 from ray_fracbackend.decide.rendezvous import NOTE_10049, Rendezvous, plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import decide_start
-from ray_fracbackend.decide.worker_info import WorkerAddress, WorkerInfo
+from ray_fracbackend.decide.worker_info import WorkerAddress, WorkerInfo, workers_of
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.log import logger
 from ray_fracbackend.report import StartReport
@@ -190,7 +190,7 @@ class Start:
         common = (settings.master_addr, settings.master_port, self._one_node, settings.may_use_shared_memory)
         port_wait_s = _port_wait_s(deadline)
         refs = self._execute(probe_worker, ((address.rank, *common, port_wait_s) for address in self._addresses))
-        self._workers = tuple(gather(refs, self._addresses, deadline, "probing the workers"))
+        self._workers = workers_of(gather(refs, self._addresses, deadline, "probing the workers"))
         self._add_seconds("probe", started)
         return self._workers
 

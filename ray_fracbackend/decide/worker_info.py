@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
+
+from ray_fracbackend import __version__
+from ray_fracbackend.errors import IncompatibleWorkersError
 
 NcclVersion = tuple[int, int, int]
 # In place of the reason why a backend cannot be used, where no start may choose it.
@@ -37,7 +41,7 @@ class WorkerAddress:
         return self.text
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
     """One CUDA device as seen by one worker.
 
@@ -73,7 +77,7 @@ class DeviceInfo:
         return ", ".join(filter(None, (f"cuda:{self.index} {self.name}", self.uuid, memory, slice_of, mode)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class NetworkInfo:
     """Network of one worker's node, as torch can use it.
 
@@ -98,7 +102,7 @@ class NetworkInfo:
     master_addr_missing: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
     """One worker of the job, before any process group exists.
 
@@ -194,7 +198,7 @@ def from_plain(kind: Any, value: Any, name: str = "report") -> Any:
     """
     origin, args = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         if isinstance(value, dict) and value.keys() == hints.keys():
             return kind(**{key: from_plain(hints[key], each, key) for key, each in value.items()})
     elif origin is UnionType:  # with None
@@ -209,6 +213,41 @@ def from_plain(kind: Any, value: Any, name: str = "report") -> Any:
     elif isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool):
         return value
     raise ValueError(f"{name} is {value!r:.80}")
+
+
+_hints = cache(get_type_hints)
+
+
+def workers_of(answers: Sequence[tuple[str, Any]]) -> tuple[WorkerInfo, ...]:
+    """Rebuild the workers from the answers of the probe.
+
+    Args:
+        answers: Of each rank, its version of this package, and its `WorkerInfo` as plain values.
+
+    Raises:
+        IncompatibleWorkersError: Ranks have another version than this process.
+    """
+    versions = [version for version, _ in answers]
+    for version in versions:
+        if version != __version__:
+            ranks = [rank for rank, each in enumerate(versions) if each == version]
+            raise _other_version(ranks, f"version {version}")
+    found = []
+    for rank, (_, plain) in enumerate(answers):
+        try:
+            found.append(from_plain(WorkerInfo, plain))
+        except ValueError as error:
+            raise _other_version([rank], f"another build of version {__version__} ({error})") from None
+    return tuple(found)
+
+
+def _other_version(ranks: list[int], found: str) -> IncompatibleWorkersError:
+    return IncompatibleWorkersError(
+        f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {found} of ray_fracbackend, and the controller has "
+        f"{__version__}. Install one version on every node and in the environment of the driver, or ship it to all with py_modules "
+        "in ray.init(runtime_env=...).",
+        ranks=ranks,
+    )
 
 
 def version_text(version: NcclVersion | None) -> str:

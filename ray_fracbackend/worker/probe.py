@@ -11,12 +11,13 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ray_fracbackend import __version__
 from ray_fracbackend.decide.rendezvous import AGENT_STORE
 from ray_fracbackend.decide.secret_names import may_be_secret
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
@@ -37,7 +38,7 @@ def probe_worker(
     one_node: bool = False,
     ask_ipc: bool = False,
     port_wait_s: float = 0.0,
-) -> WorkerInfo:
+) -> tuple[str, dict[str, Any]]:
     """Collect devices, network and versions of the calling worker; rank 0 also creates the TCPStore of the rendezvous.
 
     Args:
@@ -49,14 +50,14 @@ def probe_worker(
         port_wait_s: Seconds to wait for a configured port that is taken.
 
     Returns:
-        Devices, network and versions of the worker.
+        The version of this package here, and the `WorkerInfo` as plain values: the driver may have another version.
 
     Raises:
         PortInUseError: The configured port, or every port of the range, is taken on rank 0's node.
     """
     info = probe_devices(rank, ask_ipc)
     store_port = hold_store(master_port, one_node and master_addr is None, port_wait_s) if rank == 0 else None
-    return replace(info, network=network_info(info.boot_id, master_addr, store_port))
+    return __version__, asdict(replace(info, network=network_info(info.boot_id, master_addr, store_port)))
 
 
 def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:

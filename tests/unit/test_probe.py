@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ray_fracbackend import _ray
-from ray_fracbackend.decide.worker_info import WorkerInfo
+from ray_fracbackend.decide.worker_info import WorkerInfo, workers_of
 from ray_fracbackend.worker import devices as devices_module
 from ray_fracbackend.worker import probe
 from ray_fracbackend.worker.cuda_driver import DriverFacts
@@ -413,7 +413,7 @@ def test_a_start_does_not_ask_for_ipc(monkeypatch, half_a_gpu):
 
     monkeypatch.setattr(probe, "ipc_support", fail)
     assert ipc_missing(probe.probe_devices(0)) == _NOT_PROBED
-    assert ipc_missing(probe.probe_worker(1)) == _NOT_PROBED
+    assert ipc_missing(*workers_of([probe.probe_worker(1)])) == _NOT_PROBED
 
 
 def test_ipc_on_demand(monkeypatch, half_a_gpu):
@@ -421,7 +421,7 @@ def test_ipc_on_demand(monkeypatch, half_a_gpu):
     answer = {"ipc_host_memory_missing": None, "ipc_device_memory_missing": "a reason"}
     monkeypatch.setattr(probe, "ipc_support", lambda devices: answer if devices else {})
     assert ipc_missing(probe.probe_devices(0, ask_ipc=True)) == (None, "a reason")
-    assert ipc_missing(probe.probe_worker(1, None, None, True, ask_ipc=True)) == (None, "a reason")
+    assert ipc_missing(*workers_of([probe.probe_worker(1, None, None, True, ask_ipc=True)])) == (None, "a reason")
 
 
 def test_the_doctor_asks_for_ipc():

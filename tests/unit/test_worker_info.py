@@ -1,0 +1,35 @@
+"""The answers of the probe: versions, and the workers from plain values."""
+
+from dataclasses import asdict
+
+import pytest
+
+from ray_fracbackend import IncompatibleWorkersError, __version__
+from ray_fracbackend.decide.worker_info import workers_of
+from tests.unit.builders import gpu, worker
+
+
+def test_answers_of_one_version():
+    """The workers are equal to those that the ranks sent."""
+    workers = worker(0, gpu("a")), worker(1)
+    assert workers_of([(__version__, asdict(each)) for each in workers]) == workers
+
+
+@pytest.mark.parametrize(
+    ("version", "change", "text"),
+    [
+        ("0.0.9", {"cgroup": ""}, "ranks 1,2 have version 0.0.9 of"),
+        (__version__, {"cgroup": ""}, f"rank 1 has another build of version {__version__} (report is {{'rank': 1"),
+    ],
+    ids=["version", "fields"],
+)
+def test_other_versions(version, change, text):
+    """The error names the ranks and both versions, before the report is interpreted."""
+    workers = [worker(0), worker(1), worker(2)]
+    answers = [
+        (version if each.rank else __version__, asdict(each) | (change if each.rank else {})) for each in workers
+    ]
+    with pytest.raises(IncompatibleWorkersError) as caught:
+        workers_of(answers)
+    assert str(caught.value).startswith(text)
+    assert f"and the controller has {__version__}. Install one version on every node" in str(caught.value)
