@@ -264,6 +264,12 @@ def _decided(
     if on not in backends.by_device:
         warnings += (f"backend={backend!r} has no backend for {on} tensors, and the workers train on {on}",)
     hints = device_hints(job, backend, groups, warnings) if on == "cuda" else reservation_hints(job)
+    detail = [w.rank for w in job.workers if w.env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"]
+    if detail and set(backends.by_device.values()) == {"gloo"}:
+        warnings += (
+            f"TORCH_DISTRIBUTED_DEBUG=DETAIL on {ranks_text(detail)}: in torch 2.13.0, DDP on Gloo ends the process with SIGSEGV under "
+            "DETAIL; use INFO, or backend='ipc'",
+        )
     return Decision(
         backend=backend,
         device_type=on,

@@ -28,7 +28,7 @@ from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 from ray_fracbackend.worker.network import network_info
 from ray_fracbackend.worker.store import hold_store
 
-_ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV", AGENT_STORE)
+_ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV", "TORCH_DISTRIBUTED_DEBUG", AGENT_STORE)
 
 
 def probe_worker(

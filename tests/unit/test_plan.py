@@ -38,6 +38,17 @@ class TestWithoutGpus:
         found = plan(job(None, None))
         assert (found.backend, found.device_type, dict(found.env_defaults)) == ("gloo", "cpu", {})
 
+    @pytest.mark.parametrize(
+        ("level", "options", "warns"),
+        [("detail", {}, True), ("INFO", {}, False), ("DETAIL", {"backend": "ipc"}, False)],
+    )
+    def test_debug_level_that_ends_ddp_on_gloo(self, level, options, warns):
+        """A warning for Gloo names the ranks."""
+        found = plan([worker(0, **_IPC), worker(1, env={"TORCH_DISTRIBUTED_DEBUG": level}, **_IPC)], **options)
+        assert [warning.partition(":")[0] for warning in found.warnings] == (
+            ["TORCH_DISTRIBUTED_DEBUG=DETAIL on rank 1"] if warns else []
+        )
+
     def test_explicit_nccl_needs_gpus(self):
         """backend='nccl' for workers without GPUs is an error that names the ranks and the advice."""
         with pytest.raises(MissingDeviceError, match=r"needs GPUs and NCCL; ranks 0,1 lack one of them.*use_gpu=True"):
