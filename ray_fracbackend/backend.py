@@ -22,11 +22,12 @@ from ray_fracbackend import _ray
 from ray_fracbackend.collect import gather
 from ray_fracbackend.decide.addresses import bracketed
 from ray_fracbackend.decide.left_to_ray import left_to_ray
+from ray_fracbackend.decide.plain import workers_of
 from ray_fracbackend.decide.plan import Decision, StartPlan, WorkerPlan
 from ray_fracbackend.decide.rendezvous import NOTE_10049, Rendezvous, plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import decide_start
-from ray_fracbackend.decide.worker_info import WorkerAddress, WorkerInfo, workers_of
+from ray_fracbackend.decide.worker_info import WorkerAddress, WorkerInfo
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.log import logger
 from ray_fracbackend.report import StartReport

@@ -22,9 +22,10 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 from ray_fracbackend import __version__
 from ray_fracbackend.decide.device_sharing import ShareGroup
 from ray_fracbackend.decide.error_texts import cause_of
+from ray_fracbackend.decide.plain import from_plain
 from ray_fracbackend.decide.settings import Settings, is_seconds
 from ray_fracbackend.decide.table import decide_start
-from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, from_plain, ranks_text
+from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, ranks_text
 from ray_fracbackend.errors import IncompatibleWorkersError, MissingDeviceError, RendezvousError
 from ray_fracbackend.worker.devices import boot_id
 from ray_fracbackend.worker.missing_cuda import why_no_cuda

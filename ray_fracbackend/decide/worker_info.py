@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
-from functools import cache
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
-
-from ray_fracbackend import __version__
-from ray_fracbackend.errors import IncompatibleWorkersError
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 NcclVersion = tuple[int, int, int]
 # In place of the reason why a backend cannot be used, where no start may choose it.
@@ -183,71 +177,6 @@ class WorkerInfo:
         from ray_fracbackend.decide.texts import worker_text
 
         return worker_text(self)
-
-
-def from_plain(kind: Any, value: Any, name: str = "report") -> Any:
-    """Rebuild a `WorkerInfo`, or a value of one of its types, from ``dataclasses.asdict``, also after JSON.
-
-    Args:
-        kind: The class or type.
-        value: Untrusted plain value.
-        name: Name of the value, for the message.
-
-    Raises:
-        ValueError: The value has another type, or a field is missing or unknown; the message names it.
-    """
-    origin, args = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = _hints(kind)
-        if isinstance(value, dict) and value.keys() == hints.keys():
-            return kind(**{key: from_plain(hints[key], each, key) for key, each in value.items()})
-    elif origin is UnionType:  # with None
-        return None if value is None else from_plain(args[0], value, name)
-    elif origin is tuple:
-        kinds = args[:1] * len(value) if isinstance(value, (list, tuple)) and args[-1] is ... else args
-        if isinstance(value, (list, tuple)) and len(value) == len(kinds):
-            return tuple(from_plain(each, item, name) for each, item in zip(kinds, value, strict=True))
-    elif origin is Mapping:
-        if isinstance(value, dict):
-            return {from_plain(args[0], key, name): from_plain(args[1], each, name) for key, each in value.items()}
-    elif isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool):
-        return value
-    raise ValueError(f"{name} is {value!r:.80}")
-
-
-_hints = cache(get_type_hints)
-
-
-def workers_of(answers: Sequence[tuple[str, Any]]) -> tuple[WorkerInfo, ...]:
-    """Rebuild the workers from the answers of the probe.
-
-    Args:
-        answers: Of each rank, its version of this package, and its `WorkerInfo` as plain values.
-
-    Raises:
-        IncompatibleWorkersError: Ranks have another version than this process.
-    """
-    versions = [version for version, _ in answers]
-    for version in versions:
-        if version != __version__:
-            ranks = [rank for rank, each in enumerate(versions) if each == version]
-            raise _other_version(ranks, f"version {version}")
-    found = []
-    for rank, (_, plain) in enumerate(answers):
-        try:
-            found.append(from_plain(WorkerInfo, plain))
-        except ValueError as error:
-            raise _other_version([rank], f"another build of version {__version__} ({error})") from None
-    return tuple(found)
-
-
-def _other_version(ranks: list[int], found: str) -> IncompatibleWorkersError:
-    return IncompatibleWorkersError(
-        f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {found} of ray_fracbackend, and the controller has "
-        f"{__version__}. Install one version on every node and in the environment of the driver, or ship it to all with py_modules "
-        "in ray.init(runtime_env=...).",
-        ranks=ranks,
-    )
 
 
 def version_text(version: NcclVersion | None) -> str:

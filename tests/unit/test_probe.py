@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ray_fracbackend import _ray
-from ray_fracbackend.decide.worker_info import WorkerInfo, workers_of
+from ray_fracbackend.decide.plain import workers_of
+from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.worker import devices as devices_module
 from ray_fracbackend.worker import probe
 from ray_fracbackend.worker.cuda_driver import DriverFacts

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from ray_fracbackend import IncompatibleWorkersError, __version__
-from ray_fracbackend.decide.worker_info import workers_of
+from ray_fracbackend.decide.plain import workers_of
 from tests.unit.builders import gpu, worker
 
 
