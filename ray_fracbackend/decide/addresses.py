@@ -2,7 +2,7 @@
 
 An IPv6 address may have a scope and several spellings: ``fe80::1%eth0`` is link-local, and ``0:0:0:0:0:0:0:1`` and
 ``::ffff:127.0.0.1`` are loopback. A host name is not an address: it is parsed to None and is neither loopback nor
-link-local.
+link-local, except that ``localhost`` is loopback.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def normal(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True for 127.0.0.0/8 and ::1, in any spelling."""
+    """Return True for 127.0.0.0/8 and ::1, in any spelling, and ``localhost``."""
+    if address == "localhost":
+        return True
     found = parsed(address)
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return (mapped or found or ipaddress.IPv4Address(0)).is_loopback

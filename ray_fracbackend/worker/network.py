@@ -12,7 +12,7 @@ import socket
 import sys
 from pathlib import Path
 
-from ray_fracbackend.decide.addresses import is_link_local, normal, parsed
+from ray_fracbackend.decide.addresses import is_link_local, is_loopback, normal, owner_of, parsed
 from ray_fracbackend.decide.error_texts import cause_of, has_no_transport
 from ray_fracbackend.decide.interfaces import IFNAME, gloo_doubt
 from ray_fracbackend.decide.worker_info import NetworkInfo
@@ -171,6 +171,25 @@ def resolve(name: str, timeout_s: float = RESOLVE_S) -> tuple[str, ...]:
     entries = bounded(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), timeout_s)
     addresses = dict.fromkeys(str(entry[4][0]) for entry in entries)
     return tuple(sorted(addresses, key=lambda address: ":" in address))
+
+
+def node_address(node_ip: str) -> str:
+    """Return Ray's address of this node as a literal IP: Ray may know the node by a host name.
+
+    Args:
+        node_ip: Ray's address, or the name with which ``ray start`` registered the node.
+
+    Returns:
+        The name's address on an interface of this node, else its first one that is not loopback; the name if it has none.
+    """
+    if parsed(node_ip) is not None:
+        return node_ip
+    try:
+        addresses = [address for address in resolve(node_ip) if not is_loopback(address)]
+    except (OSError, UnicodeError):
+        return node_ip
+    known = interfaces()
+    return next((address for address in addresses if owner_of(known, address)), (*addresses, node_ip)[0])
 
 
 def _master_addrs(value: str | None) -> tuple[tuple[str, ...], str | None]:

@@ -25,7 +25,7 @@ from ray_fracbackend.worker.devices import boot_id, described, mps_reachable, wo
 from ray_fracbackend.worker.environment import user_environment
 from ray_fracbackend.worker.missing_cuda import nvml_session
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
-from ray_fracbackend.worker.network import network_info
+from ray_fracbackend.worker.network import network_info, node_address
 from ray_fracbackend.worker.store import hold_store
 
 _ENV_PREFIXES = ("NCCL_", "GLOO_", "CUDA_MPS", "USE_LIBUV", "TORCH_DISTRIBUTED_DEBUG", AGENT_STORE)
@@ -84,7 +84,7 @@ def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
         ask_ipc,
         rank=rank,
         node_id=node_id,
-        node_ip=node_ip,
+        node_ip=node_address(node_ip),
         ray_version=ray.__version__,
         resources=dict(resources),
         gpu_ids=tuple(map(str, _ray.accelerator_ids().get("GPU", []))),

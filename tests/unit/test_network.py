@@ -29,6 +29,32 @@ def fake_nics(monkeypatch: pytest.MonkeyPatch, nics: dict[str, tuple[bool, list[
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
 
 
+@pytest.mark.parametrize(
+    ("resolved", "address"),
+    [
+        (("127.0.1.1", "172.16.0.9", "10.0.0.1", "fd88::1"), "10.0.0.1"),
+        (("172.16.0.9", "fd88::9"), "172.16.0.9"),
+        (("127.0.1.1",), "head.pods.local"),
+        (None, "head.pods.local"),
+    ],
+    ids=["own", "translated", "loopback", "unknown"],
+)
+def test_a_node_that_ray_knows_by_name(
+    monkeypatch: pytest.MonkeyPatch, resolved: tuple[str, ...] | None, address: str
+) -> None:
+    """The address of the name that other nodes reach; a name without one stays. Literal addresses are not looked up."""
+
+    def lookup(name: str) -> tuple[str, ...]:
+        if resolved is None:
+            raise OSError(name)
+        return resolved
+
+    monkeypatch.setattr(network, "resolve", lookup)
+    fake_nics(monkeypatch, {"eth0": (True, [(socket.AF_INET, "10.0.0.1"), (socket.AF_INET6, "fd88::1")])})
+    assert network.node_address("head.pods.local") == address
+    assert network.node_address("10.9.9.9") == "10.9.9.9"
+
+
 def test_interfaces_that_are_down_or_link_local_only_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Container interfaces with only fe80 addresses are not sent to the driver; scopes are removed."""
     fake_nics(

@@ -463,8 +463,11 @@ def test_macos_and_linux_in_one_job() -> None:
 
 
 def test_kinds_of_addresses() -> None:
-    """Loopback and link-local addresses are detected in every spelling; names are neither."""
-    assert [is_loopback(a) for a in ("127.0.1.1", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1", "10.0.0.1", "head")] == [
+    """Loopback and link-local addresses are detected in every spelling; names other than localhost are neither."""
+    assert [
+        is_loopback(a) for a in ("127.0.1.1", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1", "localhost", "10.0.0.1", "head")
+    ] == [
+        True,
         True,
         True,
         True,
