@@ -12,7 +12,7 @@ from ray.train.backend import BackendConfig
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend.backend import FracTorchBackend
-from ray_fracbackend.decide.settings import Settings, names_checked, setting_names
+from ray_fracbackend.decide.settings import Settings, names_checked
 from ray_fracbackend.log import logger
 from ray_fracbackend.worker.memory_cap import explain_out_of_memory
 from ray_fracbackend.wrong_config import not_a_config, property_of_an_object
@@ -66,18 +66,6 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain values, for Ray Train's state export."""
         return self.to_plain()
-
-
-def unknown_fields_warning(config: TorchConfig) -> str | None:
-    """Return a warning about fields that a newer Ray has added to TorchConfig and a start ignores; None if all have their default."""
-    stock = TorchConfig()
-    added = [each.name for each in fields(TorchConfig) if each.name not in setting_names()]
-    given = [f"{name}={getattr(config, name)!r}" for name in added if getattr(config, name) != getattr(stock, name)]
-    if not given:
-        return None
-    return (
-        f"{', '.join(given)} of this Ray's TorchConfig has no effect with FracTorchConfig; omit it, or use TorchConfig"
-    )
 
 
 def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> TorchConfig:

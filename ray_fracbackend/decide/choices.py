@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ray_fracbackend.decide.backends import STAGED, parse_backend
-from ray_fracbackend.decide.cost import why_not_nccl, without_nccl_warning
+from ray_fracbackend.decide.cost import debug_level_warnings, why_not_nccl, without_nccl_warning
 from ray_fracbackend.decide.device_sharing import ShareGroup, share_text
 from ray_fracbackend.decide.hints import device_hints, reservation_hints
 from ray_fracbackend.decide.job import Job
@@ -264,12 +264,8 @@ def _decided(
     if on not in backends.by_device:
         warnings += (f"backend={backend!r} has no backend for {on} tensors, and the workers train on {on}",)
     hints = device_hints(job, backend, groups, warnings) if on == "cuda" else reservation_hints(job)
-    detail = [w.rank for w in job.workers if w.env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"]
-    if detail and set(backends.by_device.values()) == {"gloo"}:
-        warnings += (
-            f"TORCH_DISTRIBUTED_DEBUG=DETAIL on {ranks_text(detail)}: in torch 2.13.0, DDP on Gloo ends the process with SIGSEGV under "
-            "DETAIL; use INFO, or backend='ipc'",
-        )
+    if set(backends.by_device.values()) == {"gloo"}:
+        warnings += debug_level_warnings(job)
     return Decision(
         backend=backend,
         device_type=on,

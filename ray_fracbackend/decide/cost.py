@@ -25,6 +25,17 @@ def why_not_nccl(job: Job) -> str:
     return f"NCCL {version} refuses shared devices{' by default' if can else ''}"
 
 
+def debug_level_warnings(job: Job) -> tuple[str, ...]:
+    """Return the warning about a debug level under which DDP on Gloo crashes, if a rank has it."""
+    ranks = [w.rank for w in job.workers if w.env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"]
+    if not ranks:
+        return ()
+    return (
+        f"TORCH_DISTRIBUTED_DEBUG=DETAIL on {ranks_text(ranks)}: in torch 2.13.0, DDP on Gloo ends the process with SIGSEGV under "
+        "DETAIL; use INFO, or backend='ipc'",
+    )
+
+
 def without_nccl_warning(job: Job, backend: str) -> str:
     """Return the warning about the cost of another backend instead of NCCL.
 

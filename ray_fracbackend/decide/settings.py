@@ -200,6 +200,22 @@ def setting_names() -> tuple[str, ...]:
     return tuple(setting.name for setting in fields(Settings))
 
 
+def unknown_fields_warning(config: Settings, stock: Any) -> str | None:
+    """Return a warning about fields that a newer Ray has added to TorchConfig, because a start does not use them.
+
+    Args:
+        config: The user's.
+        stock: A TorchConfig with the defaults.
+
+    Returns:
+        The warning, None if these fields have their defaults.
+    """
+    added = [each.name for each in fields(stock) if each.name not in setting_names()]
+    given = [f"{name}={getattr(config, name)!r}" for name in added if getattr(config, name) != getattr(stock, name)]
+    ignored = "of this Ray's TorchConfig has no effect with FracTorchConfig; omit it, or use TorchConfig"
+    return f"{', '.join(given)} {ignored}" if given else None
+
+
 def _broken_rule(name: str, value: object) -> str | None:
     """Return the rule that a value of a setting breaks, None if it breaks none."""
     choices = CHOICES.get(name)
