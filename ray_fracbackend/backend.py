@@ -11,7 +11,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -189,7 +189,7 @@ class Start:
         started, settings = time.perf_counter(), self._settings
         self._addresses = _ray.worker_addresses(self._group)
         common = (settings.master_addr, settings.master_port, self._one_node, settings.may_use_shared_memory)
-        port_wait_s = _port_wait_s(deadline)
+        port_wait_s = min(_PORT_WAIT_S, deadline.left_s / 2)
         refs = self._execute(probe_worker, ((address.rank, *common, port_wait_s) for address in self._addresses))
         self._workers = workers_of(gather(refs, self._addresses, deadline, "probing the workers"))
         self._add_seconds("probe", started)
@@ -197,7 +197,7 @@ class Start:
 
     def _decide(self, workers: Sequence[WorkerInfo]) -> Decision:
         may_share = any(0 < worker.gpu_fraction < 1 for worker in workers)
-        self._decision = decide_start(workers, self._settings, _gpus_by_node() if may_share else None)
+        self._decision = decide_start(workers, self._settings, _ray.gpus_by_node() if may_share else None)
         return self._decision
 
     def _plan(self, decision: Decision, workers: Sequence[WorkerInfo], store_port: int | None) -> StartPlan:
@@ -240,7 +240,11 @@ class Start:
     def _reopen_store(self, deadline: Deadline) -> int:
         """Open a store on rank 0 for the fallback: the first attempt closed its own."""
         started, settings = time.perf_counter(), self._settings
-        arguments = (settings.master_port, self._one_node and settings.master_addr is None, _port_wait_s(deadline))
+        arguments = (
+            settings.master_port,
+            self._one_node and settings.master_addr is None,
+            min(_PORT_WAIT_S, deadline.left_s / 2),
+        )
         refs = [self._group.execute_single_async(0, hold_store, *arguments)]
         (port,) = gather(refs, self._addresses[:1], deadline, "opening a store for the fallback")
         self._add_seconds("probe", started)
@@ -276,16 +280,3 @@ class Start:
     def _add_seconds(self, phase: str, started: float) -> None:
         """Add to the time of a phase; a start with a fallback has each phase twice."""
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
-
-
-def _port_wait_s(deadline: Deadline) -> float:
-    return min(_PORT_WAIT_S, deadline.left_s / 2)
-
-
-def _gpus_by_node() -> Mapping[str, float]:
-    """Return num_gpus of each node by Ray's node id; empty if Ray does not answer. Used for hints only."""
-    try:
-        return {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]}
-    except Exception as error:  # a hint must not make a start fail
-        logger.debug("Ray did not list its nodes: %s", error)
-        return {}

@@ -137,7 +137,7 @@ def _by_precedence(failures: Mapping[int, BaseException]) -> dict[int, BaseExcep
 
 def _lost_a_peer(error: BaseException) -> TypeGuard[FracBackendError]:
     """Return whether this rank names ranks that it waited for, and no failure of its own."""
-    is_wait = type(error) is RendezvousError or isinstance(error, VerificationError) and error.kind in _PEER_LOST
+    is_wait = type(error) is RendezvousError or (isinstance(error, VerificationError) and error.kind in _PEER_LOST)
     return is_wait and bool(error.ranks)  # type: ignore[attr-defined]
 
 

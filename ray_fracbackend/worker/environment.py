@@ -38,26 +38,6 @@ def clear(names: Iterable[str] | None = None) -> None:
             del os.environ[name]
 
 
-def snapshot() -> tuple[dict[str, str], dict[str, str]]:
-    """Return copies of the environment and of the variables that starts have set, to restore both after a failure."""
-    return dict(os.environ), dict(STATE.variables)
-
-
-def restore(before: tuple[dict[str, str], dict[str, str]]) -> None:
-    """Restore only the variables that changed: threads of libraries may read the others at the same time."""
-    variables, set_by_us = before
-    for name in {*os.environ, *variables}:
-        value = variables.get(name)
-        if os.environ.get(name) == value:
-            continue
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
-    STATE.variables.clear()
-    STATE.variables.update(set_by_us)
-
-
 def _set(name: str, value: str) -> None:
     # A value that the user has already set stays the user's, even if the start would set the same value.
     if os.environ.get(name) != value or name in STATE.variables:

@@ -41,7 +41,7 @@ _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def start_worker(plan: WorkerPlan) -> VerificationResult | None:
-    """Initialize this worker's process group. On failure the group is destroyed and os.environ restored.
+    """Initialize this worker's process group. On failure the group is destroyed and its variables are removed.
 
     Args:
         plan: The worker's plan.
@@ -56,8 +56,7 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
         VerificationError: The group formed but failed its verification.
         BackendUnavailableError: Gloo cannot send CUDA tensors here.
     """
-    deadline = Deadline(plan.budget_s)
-    before, peers = environment.snapshot(), Peers(plan)
+    deadline, peers = Deadline(plan.budget_s), Peers(plan)
     STATE.report = None
     try:
         with ended_by(peers.look):
@@ -79,7 +78,7 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
         _release_frames(error)
         end_process_group(failed=True)
         memory_cap.set_cap(None)
-        environment.restore(before)
+        environment.clear()
         # Rank 0's store stays open: the other ranks look there for the failure.
         raise
     store.release_store()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not v2_enabled(), reason="needs the V2 engine of
 
 HOOKS = ("before_worker_group_abort", "after_worker_group_abort", "before_worker_group_shutdown")
 # A process of its own: Ray reads whether it tracks the state of runs when it starts.
-_SCRIPT = '''
+_SCRIPT = """
 import sys, time
 import ray
 from ray.train import RunConfig, ScalingConfig
@@ -53,7 +53,7 @@ for hook in hooks:
 for attempts in ray.get(get_state_actor().get_train_run_attempts.remote()).values():
     for attempt in attempts.values():
         print(attempt.status.name, "torch cannot use" in attempt.status_detail)
-'''
+"""
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -16,9 +17,8 @@ NAME = "RFB_TEST_VARIABLE"
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(STATE, "variables", {})
-    before = environment.snapshot()
-    yield
-    environment.restore(before)
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def test_defaults_leave_the_users_value() -> None:
@@ -58,37 +58,6 @@ def test_setting_the_users_own_value_leaves_it_his() -> None:
     environment.set_always({NAME: "same"})
     environment.clear()
     assert os.environ[NAME] == "same"
-
-
-def test_a_failed_start_restores_the_variables_of_the_last() -> None:
-    """After a start and a failed start, the first one's variable is still not a setting of the user."""
-    environment.set_always({NAME: "first"})
-    before = environment.snapshot()
-    environment.clear()
-    environment.set_always({NAME: "second", f"{NAME}_2": "second"})
-    environment.restore(before)
-    assert (os.environ[NAME], f"{NAME}_2" in os.environ) == ("first", False)
-    assert NAME not in environment.user_environment()
-
-
-def test_restore_touches_only_changed_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries' threads may read the environment at any time, so an unchanged variable is never missing."""
-    os.environ[NAME] = "before"
-    before = environment.snapshot()
-    os.environ[f"{NAME}_2"] = "new"
-    del os.environ[NAME]
-    calls: list[str] = []
-    for name in ("__setitem__", "__delitem__"):
-        original = getattr(type(os.environ), name)
-
-        def recorded(self: object, key: str, *value: str, _original: object = original) -> None:
-            calls.append(key)
-            _original(self, key, *value)  # type: ignore[operator]
-
-        monkeypatch.setattr(type(os.environ), name, recorded)
-    environment.restore(before)
-    assert sorted(calls) == [NAME, f"{NAME}_2"]
-    assert os.environ[NAME] == "before"
 
 
 def test_variables_of_the_start_are_removed() -> None:
