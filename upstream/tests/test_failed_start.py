@@ -49,6 +49,29 @@ def test_failed_backend_releases_the_worker_group(ray_start_4_cpus, tmp_path):
     assert wait_until_released()
 
 
+class Tracker(WorkerGroupCallback):
+    """Opens its run when the group has started, and closes it on abort."""
+
+    def after_worker_group_start(self, worker_group):
+        self.run = object()
+
+    def before_worker_group_abort(self, worker_group_context):
+        del self.run
+
+
+def test_callback_that_raises_on_abort(ray_start_4_cpus, tmp_path):
+    """A callback whose own start has not run keeps no resources, and does not hide the error."""
+    trainer = TorchTrainer(
+        lambda: None,
+        torch_config=FailingConfig(),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path), callbacks=[Tracker()]),
+    )
+    with pytest.raises(TrainingFailedError, match="the backend does not start"):
+        trainer.fit()
+    assert wait_until_released()
+
+
 class NotLoadable:
     """A train function that can be pickled but not unpickled."""
 
