@@ -406,6 +406,13 @@ _NOT_PROBED = ipc_missing(WorkerInfo(rank=0, node_id="", node_ip="", hostname=""
 _NO_DEVICE = "the worker has no CUDA device" if sys.platform == "linux" else "the ipc backend needs Linux"
 
 
+def test_a_node_known_by_name(monkeypatch, half_a_gpu):
+    """The probe returns the address of the node's name, with which the driver decides."""
+    monkeypatch.setattr(_ray, "node_ids", lambda: ("node", "head"))
+    monkeypatch.setattr(probe, "node_address", {"head": "10.0.0.1"}.get)
+    assert probe.probe_devices(0).node_ip == "10.0.0.1"
+
+
 def test_a_start_does_not_ask_for_ipc(monkeypatch, half_a_gpu):
     """A worker's probe does not check ipc unless requested."""
 
