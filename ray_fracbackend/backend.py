@@ -25,7 +25,7 @@ from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.plain import workers_of
 from ray_fracbackend.decide.plan import Decision, StartPlan, WorkerPlan
 from ray_fracbackend.decide.rendezvous import NOTE_10049, Rendezvous, plan_rendezvous
-from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.decide.settings import Settings, unknown_fields_warning
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import WorkerAddress, WorkerInfo
 from ray_fracbackend.errors import FracBackendError
@@ -56,6 +56,8 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
         settings = backend_config.checked_copy()
         left = left_to_ray(settings.backend, _ray.resources_per_worker(worker_group))
         if left is None:
+            if warning := unknown_fields_warning(backend_config, TorchConfig()):
+                logger.warning("%s", warning)
             start = Start(worker_group, settings)
             try:
                 report = start.run()
@@ -263,7 +265,8 @@ class Start:
         from ray_fracbackend.isolation.search import with_faults
 
         told = explained(error, report.plan, report.workers, report.master_addr)
-        if report.plan.falls_back_from(told) or not self._settings.verify:
+        has_said = told.ranks and told.kind != "stalled"  # a rank has said what is wrong
+        if has_said or report.plan.falls_back_from(told) or not self._settings.verify:
             return told
         _, pending = ray.wait(refs, num_returns=len(refs), timeout=0)
         busy = {rank for rank, ref in enumerate(refs) if ref in pending}  # a call to them would wait for the start
