@@ -8,7 +8,7 @@ could not distinguish a bad rank from a bad link.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,22 +124,23 @@ class Fault:
     text: str
 
 
-def diagnose(findings: Mapping[int, Findings], where: Sequence[str]) -> list[Fault]:
+def diagnose(findings: Mapping[int, Findings], where: Sequence[str], busy: Collection[int] = ()) -> list[Fault]:
     """Return the faults, the most severe first.
 
     Args:
         findings: Findings of the ranks whose helper answered, by rank.
         where: Rank, node and process of every rank, for the messages.
+        busy: Ranks that are not called silent if their helper did not answer.
 
     Returns:
         At least one fault. If all tests succeed, the fault is that the failure occurs only in the whole group.
     """
-    return list(_Diagnosis(findings, where).faults())
+    return list(_Diagnosis(findings, where, busy).faults())
 
 
 class _Diagnosis:
-    def __init__(self, findings: Mapping[int, Findings], where: Sequence[str]) -> None:
-        self._findings = findings
+    def __init__(self, findings: Mapping[int, Findings], where: Sequence[str], busy: Collection[int]) -> None:
+        self._findings, self._busy = findings, busy
         self._where = where
         self._live = sorted(findings)
         # A device that was not tested is neither fast nor slow.
@@ -166,7 +167,7 @@ class _Diagnosis:
         return self._findings[i].links[j].connected, self._findings[j].links[i].connected
 
     def _silent(self) -> Iterator[Fault]:
-        silent = [rank for rank in range(len(self._where)) if rank not in self._findings]
+        silent = [rank for rank in range(len(self._where)) if rank not in self._findings and rank not in self._busy]
         if silent:
             yield Fault(
                 "silent rank",

@@ -10,7 +10,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -46,7 +46,7 @@ def with_faults(
     addresses: Sequence[WorkerAddress],
     deadline: Deadline,
     start_timeout_s: float,
-    busy: object = (),
+    busy: Collection[int] = (),
 ) -> FracBackendError:
     """Add the ranks, nodes and links at fault to the error of a group that did not form or failed its verification.
 
@@ -59,22 +59,27 @@ def with_faults(
         deadline: Deadline of the start.
         start_timeout_s: Time limit of the start in seconds. The search may use the time that is left of it, at least a
             quarter.
+        busy: Ranks that are still in the failed start. They are not called silent: a call to them waits for it.
     """
     if not isinstance(error, (GroupFormationError, VerificationError)):
         return error
     search_s = min(_MAX_S, max(deadline.left_s, start_timeout_s * _PART))
     if search_s >= MIN_S:
         logger.info("the start failed: searching for the rank or link at fault, up to %s s", seconds_text(search_s))
-    faults = find_faults(worker_group, plans, addresses, Deadline(search_s))
+    faults = find_faults(worker_group, plans, addresses, Deadline(search_s), busy)
     if not faults:
         return error
     found = "; ".join(fault.text for fault in faults[:_NUM_FAULTS])
     ranks = {rank for fault in faults for rank in fault.ranks}
-    return error.restated(f"{error} Search for the fault: {found}.", ranks=ranks or None)
+    return error.restated(f"{error} Search for the fault: {found}.", ranks={*error.ranks, *ranks})
 
 
 def find_faults(
-    worker_group: Any, plans: Sequence[WorkerPlan], addresses: Sequence[WorkerAddress], deadline: Deadline
+    worker_group: Any,
+    plans: Sequence[WorkerPlan],
+    addresses: Sequence[WorkerAddress],
+    deadline: Deadline,
+    busy: Collection[int] = (),
 ) -> list[Fault]:
     """Find the fault of a failed start, in two remote calls per worker and ``ceil(log2(N))`` rounds of pairs.
 
@@ -83,6 +88,7 @@ def find_faults(
         plans: Plan of each rank, by rank.
         addresses: Node and process of each rank.
         deadline: Deadline of the search.
+        busy: As in `with_faults`.
 
     Returns:
         The faults, the most severe first; empty if too little time is left.
@@ -110,7 +116,7 @@ def find_faults(
         refs.append(worker_group.execute_single_async(rank, run_helper, task))
     answers = collect(refs, link_s + rounds * round_s + _ANSWER_S)
     findings = {rank: answers[index] for index, rank in enumerate(helpers) if index in answers}
-    return diagnose(findings, [address.text for address in addresses])
+    return diagnose(findings, [address.text for address in addresses], busy)
 
 
 def open_helper(rendezvous: WorkerRendezvous, timeout_s: float) -> HelperAddress:

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ray_fracbackend.errors import VerificationError
 from ray_fracbackend.isolation import helper as isolation_helper
+from ray_fracbackend.isolation import search
 from ray_fracbackend.isolation.faults import (
     MAX_MESH,
     Fault,
@@ -25,6 +27,7 @@ from ray_fracbackend.isolation.faults import (
     partner,
     peers_of,
 )
+from ray_fracbackend.timeouts import Deadline
 
 KINDS = (
     "silent rank",
@@ -284,3 +287,22 @@ def test_seconds_are_measured_on_a_fine_clock(monkeypatch: pytest.MonkeyPatch) -
     assert connected
     assert seconds is not None
     assert seconds > 0
+
+
+def test_a_rank_that_is_busy_in_the_start_is_not_silent():
+    """A call to it waits for the start, so it says nothing about the rank."""
+    findings = {
+        rank: replace(found, pairs=()) for rank, found in model("silent rank", (1,), 4, random.Random(0)).items()
+    }
+    where = [f"rank {rank}" for rank in range(4)]
+    assert [fault.kind for fault in diagnose(findings, where)] == ["silent rank"]
+    assert [fault.kind for fault in diagnose(findings, where, busy={1})] == ["scale"]
+
+
+def test_the_search_adds_ranks(monkeypatch):
+    """The ranks that the error named stay."""
+    monkeypatch.setattr(search, "find_faults", lambda *args: [Fault("cut rank", (2,), "rank 2 is cut off")])
+    error = VerificationError("barrier failed.", ranks=[1], kind="stalled")
+    found = search.with_faults(error, None, [], [], Deadline(20), 60.0, {1})
+    assert found.ranks == (1, 2)
+    assert str(found) == "barrier failed. Search for the fault: rank 2 is cut off."
