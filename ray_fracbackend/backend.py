@@ -21,6 +21,7 @@ from ray.train.torch import TorchConfig
 from ray_fracbackend import _ray
 from ray_fracbackend.collect import gather
 from ray_fracbackend.decide.addresses import bracketed
+from ray_fracbackend.decide.error_texts import is_lost_connection
 from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.plain import workers_of
 from ray_fracbackend.decide.plan import Decision, StartPlan, WorkerPlan
@@ -240,7 +241,7 @@ class Start:
         logger.info("%s with %s, up to %s s%s", step, workers, seconds_text(attempt.left_s), then)
 
     def _reopen_store(self, deadline: Deadline) -> int:
-        """Open a store on rank 0 for the fallback: the first attempt closed its own."""
+        """Open a store on rank 0 for the fallback, in place of the first attempt's."""
         started, settings = time.perf_counter(), self._settings
         arguments = (
             settings.master_port,
@@ -265,7 +266,8 @@ class Start:
         from ray_fracbackend.isolation.search import with_faults
 
         told = explained(error, report.plan, report.workers, report.master_addr)
-        has_said = told.ranks and told.kind != "stalled"  # a rank has said what is wrong
+        # Whether a rank has said what is wrong.
+        has_said = told.ranks and told.kind != "stalled" and not is_lost_connection(told.cause)
         if has_said or report.plan.falls_back_from(told) or not self._settings.verify:
             return told
         _, pending = ray.wait(refs, num_returns=len(refs), timeout=0)

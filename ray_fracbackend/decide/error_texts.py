@@ -142,6 +142,11 @@ def has_no_port(error: BaseException) -> bool:
     return "bind: Address already in use" in str(error)
 
 
+def is_lost_connection(text: str) -> bool:
+    """Return whether Gloo or c10d did not reach a peer in time, which does not say whose fault it is."""
+    return re.search(r"connectFullMesh|timed? ?out", text, re.IGNORECASE) is not None
+
+
 def is_address_in_use(error: BaseException) -> bool:
     """Return True for c10d's and the system's errors if a port is in use."""
     # Python maps Windows' 10013 to another errno and keeps the original code beside it.

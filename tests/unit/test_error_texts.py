@@ -6,6 +6,7 @@ from ray_fracbackend.decide.error_texts import (
     cause_of,
     is_cuda_out_of_memory,
     is_invalid_usage,
+    is_lost_connection,
     is_out_of_memory,
     is_own_failure,
     is_timeout,
@@ -126,3 +127,17 @@ def test_only_the_first_line_is_about_the_device(text, untried, full):
     """torch appends lines with other errors: a failed device is not reported as a full or busy one."""
     assert says_nothing_of_device(RuntimeError(text)) is untried
     assert is_cuda_out_of_memory(RuntimeError(text)) is full
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        ("Gloo connectFullMesh failed with [pair.cc:143] no error, remote=[10.0.0.4]:1", True),
+        ("wait timeout after 5000ms, keys: /default_pg/0//cpu//0/0", True),
+        ("Timed out waiting 10000ms for recv operation to complete", True),
+        ("[device.cc] bind: Address already in use", False),
+    ],
+)
+def test_a_lost_connection_does_not_name_the_fault(text, is_lost):
+    """After it the start searches for the fault; a rank with a failure of its own has said it."""
+    assert is_lost_connection(text) is is_lost
