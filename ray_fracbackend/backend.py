@@ -21,7 +21,6 @@ from ray.train.torch import TorchConfig
 from ray_fracbackend import _ray
 from ray_fracbackend.collect import gather
 from ray_fracbackend.decide.addresses import bracketed
-from ray_fracbackend.decide.error_texts import is_lost_connection
 from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.plain import workers_of
 from ray_fracbackend.decide.plan import Decision, StartPlan, WorkerPlan
@@ -228,7 +227,7 @@ class Start:
             results = gather(refs, self._addresses, attempt, step, slack_s=slack_s)
         except FracBackendError as error:
             # Do not assign it to a variable: the error would keep this frame alive, and the frame the start.
-            raise self._explained(error, report, plans, attempt, refs) from error.__cause__
+            raise self._explained(error, report, plans, refs) from error.__cause__
         finally:
             self._add_seconds("start", started)
         return report.with_figures(results[0], self._seconds)
@@ -258,7 +257,6 @@ class Start:
         error: FracBackendError,
         report: StartReport,
         plans: Sequence[WorkerPlan],
-        deadline: Deadline,
         refs: list[Any],
     ) -> FracBackendError:
         """Return the error, explained from the reports of all ranks, and with the fault if it ends the start."""
@@ -266,14 +264,11 @@ class Start:
         from ray_fracbackend.isolation.search import with_faults
 
         told = explained(error, report.plan, report.workers, report.master_addr)
-        # Whether a rank has said what is wrong.
-        has_said = told.ranks and told.kind != "stalled" and not is_lost_connection(told.cause)
-        if has_said or report.plan.falls_back_from(told) or not self._settings.verify:
+        if report.plan.falls_back_from(told) or not self._settings.verify:
             return told
         _, pending = ray.wait(refs, num_returns=len(refs), timeout=0)
-        busy = {rank for rank, ref in enumerate(refs) if ref in pending}  # a call to them would wait for the start
-        limit_s = self._settings.start_timeout_s
-        return with_faults(told, self._group, plans, self._addresses, deadline, limit_s, busy)
+        busy = {rank for rank, ref in enumerate(refs) if ref in pending}
+        return with_faults(told, self._group, plans, self._addresses, self._settings.start_timeout_s, busy)
 
     @property
     def _one_node(self) -> bool:

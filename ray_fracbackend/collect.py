@@ -78,12 +78,11 @@ def gather(
     return [results[ref] for ref in refs]
 
 
-def collect(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float) -> dict[int, Any]:
-    """Wait for calls, and return the results of those that succeed in time, by index."""
+def collect(refs: Sequence[ray.ObjectRef[Any]], timeout_s: float) -> list[tuple[Any, BaseException | None] | None]:
+    """Wait for calls, and return value and error of each in the order of the references; None if it did not end in time."""
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s, fetch_local=True) if refs else ([], [])
-    index_of = {ref: index for index, ref in enumerate(refs)}
-    # Leave out calls that failed for any reason: the worker may be gone.
-    return {index_of[ref]: value for ref, (value, error) in zip(done, _answers(done), strict=True) if error is None}
+    outcomes = dict(zip(done, _answers(done), strict=True))
+    return [outcomes.get(ref) for ref in refs]
 
 
 def _answers(refs: list[ray.ObjectRef[Any]]) -> list[tuple[Any, BaseException | None]]:

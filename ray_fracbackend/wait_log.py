@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from ray_fracbackend.decide.worker_info import WorkerAddress
+from ray_fracbackend.decide.worker_info import WorkerAddress, named
 from ray_fracbackend.log import logger
 from ray_fracbackend.timeouts import seconds_text
 
@@ -39,12 +39,10 @@ class WaitLog:
         if waited_s < self._next_s:
             return
         self._next_s = next(self._times)
-        from ray_fracbackend.failure.merge import where  # not imported by a quick start
-
         logger.info(
             "%s: no answer from %s after %s s, waiting up to %s s more",
             self._step,
-            where([address.rank for address in silent], {address.rank: address for address in silent}),
+            named([address.rank for address in silent], {address.rank: address for address in silent}),
             seconds_text(waited_s),
             seconds_text(max(0.0, left_s)),
         )

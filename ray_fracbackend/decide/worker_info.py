@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 NcclVersion = tuple[int, int, int]
 # In place of the reason why a backend cannot be used, where no start may choose it.
 NOT_PROBED = "not probed"
+_NUM_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +192,16 @@ def ranks_text(ranks: tuple[int, ...] | list[int], limit: int = 8) -> str:
     if len(ranks) <= limit:
         return "ranks " + ",".join(map(str, ranks))
     return "ranks " + ",".join(map(str, ranks[:limit])) + f",... ({len(ranks)} in all)"
+
+
+def named(ranks: Sequence[int], addresses: Mapping[int, WorkerAddress] | Sequence[WorkerAddress]) -> str:
+    """Format ranks with their nodes and processes; of many ranks the nodes only.
+
+    Args:
+        ranks: Ranks to name, at least one.
+        addresses: Node and process of each of them, by rank.
+    """
+    if len(ranks) > _NUM_NAMED:
+        nodes = sorted({addresses[rank].node_ip for rank in ranks})
+        return f"{ranks_text(list(ranks))} (nodes {', '.join(nodes[:_NUM_NAMED])})"
+    return ", ".join(addresses[rank].text for rank in ranks)

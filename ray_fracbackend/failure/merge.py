@@ -11,7 +11,7 @@ from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 from ray_fracbackend._ray import restarts_lost_workers
 from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.error_texts import cause_of, without_allocator
-from ray_fracbackend.decide.worker_info import WorkerAddress, ranks_text
+from ray_fracbackend.decide.worker_info import WorkerAddress, named
 from ray_fracbackend.errors import (
     BackendUnavailableError,
     FracBackendError,
@@ -37,10 +37,11 @@ _ORDER = (
     RendezvousError,
     FracBackendError,
 )
+# A rank that did not reach its peers, which does not say whose fault it is.
+PEER_LOST = ("failed", "stalled")
 # A refusal of NCCL is the cause of all other errors; within one class a rank that lost a peer knows least.
 _CAUSES = ("refused", "invalid_usage")
 _KINDS = (*_CAUSES, "wrong_answer", "own_failure", "stalled")
-_PEER_LOST = ("failed", "stalled")
 _REFUSALS = (MissingDeviceError, BackendUnavailableError)
 # If Ray's memory monitor kills a worker, Ray raises a separate error.
 _DEATHS = (RayActorError, NodeDiedError, RayOutOfMemoryError)
@@ -70,27 +71,18 @@ def merged(
         step: What the ranks were called for.
         budget_s: Time limit in seconds, as set by the user.
     """
-    if dead := [rank for rank, error in failures.items() if isinstance(error, _DEATHS)]:
-        cause = cause_of(failures[dead[0]])
-        is_killed = any(isinstance(failures[rank], RayOutOfMemoryError) for rank in dead)
-        return WorkerDiedError(
-            f"{where(dead, addresses)} died during start-up ({step}): {cause}",
-            advice=advise("worker died"),
-            ranks=dead,
-            kind="killed_for_memory" if is_killed else "",
-            step=step,
-            cause=cause,
-        )
+    if died := dead_workers(failures, addresses, step):
+        return died
     if starved := [rank for rank, error in failures.items() if _is_out_of_memory(error)]:
         cause = without_allocator(cause_of(failures[starved[0]]))  # its advice on the allocator is not about a start
         return OutOfMemoryError(
-            f"{where(starved, addresses)} ran out of device memory during start-up ({step}): {cause}.",
+            f"{named(starved, addresses)} ran out of device memory during start-up ({step}): {cause}.",
             advice=advise("device full"),
             ranks=starved,
             step=step,
             cause=cause,
         )
-    late = f"{where(silent, addresses)} did not answer ({step}, start_timeout_s={budget_s:g})" if silent else ""
+    late = f"{named(silent, addresses)} did not answer ({step}, start_timeout_s={budget_s:g})" if silent else ""
     if not failures:
         return StartTimeoutError(f"{late}.", advice=advise("no answer"), ranks=silent, step=step)
     # A worker without a device ends, and then its peers fail too.
@@ -98,6 +90,25 @@ def merged(
     if refused:
         late, silent, failures = "", (), refused
     return _combined(failures, late, silent, addresses, step)
+
+
+def dead_workers(
+    failures: Mapping[int, BaseException], addresses: Mapping[int, WorkerAddress], step: str
+) -> WorkerDiedError | None:
+    """Return the error of the ranks whose process ended during a step, None if none did; arguments as in `merged`."""
+    dead = [rank for rank, error in failures.items() if isinstance(error, _DEATHS)]
+    if not dead:
+        return None
+    cause = cause_of(failures[dead[0]])
+    is_killed = any(isinstance(failures[rank], RayOutOfMemoryError) for rank in dead)
+    return WorkerDiedError(
+        f"{named(dead, addresses)} died during start-up ({step}): {cause}",
+        advice=advise("worker died"),
+        ranks=dead,
+        kind="killed_for_memory" if is_killed else "",
+        step=step,
+        cause=cause,
+    )
 
 
 def _combined(
@@ -111,14 +122,14 @@ def _combined(
     ranks_of: dict[str, list[int]] = {}
     for rank, error in failures.items():
         ranks_of.setdefault(_text(error), []).append(rank)
-    said = [f"{where(ranks, addresses)}: {text}" for text, ranks in list(ranks_of.items())[:_NUM_NAMED]]
+    said = [f"{named(ranks, addresses)}: {text}" for text, ranks in list(ranks_of.items())[:_NUM_NAMED]]
     texts = [late, *said] if late else said
     message = "; ".join([*(text.rstrip(".") for text in texts[:-1]), texts[-1]])
     ours = [(rank, error) for rank, error in failures.items() if isinstance(error, FracBackendError)]
     if not ours:
         return RendezvousError(f"{step} failed: {message}", ranks=silent or failures, step=step)
     rank, first = ours[0]
-    found = late or f"{where([rank], addresses)}: {first.found}"
+    found = late or f"{named([rank], addresses)}: {first.found}"
     blamed = {rank for _, error in ours for rank in error.ranks}
     error = first.restated(message, found=found, ranks=silent or blamed or failures)
     error.step = error.step or step  # a worker's check may not know for which step it runs
@@ -137,7 +148,7 @@ def _by_precedence(failures: Mapping[int, BaseException]) -> dict[int, BaseExcep
 
 def _lost_a_peer(error: BaseException) -> TypeGuard[FracBackendError]:
     """Return whether this rank names ranks that it waited for, and no failure of its own."""
-    is_wait = type(error) is RendezvousError or (isinstance(error, VerificationError) and error.kind in _PEER_LOST)
+    is_wait = type(error) is RendezvousError or (isinstance(error, VerificationError) and error.kind in PEER_LOST)
     return is_wait and bool(error.ranks)  # type: ignore[attr-defined]
 
 
@@ -147,19 +158,6 @@ def _precedence(error: BaseException) -> tuple[bool, bool, int, int]:
     by_class = next(place for place, kind in enumerate(_ORDER) if isinstance(error, kind))
     by_kind = _KINDS.index(error.kind) if error.kind in _KINDS else len(_KINDS)
     return False, error.kind not in _CAUSES, by_class, by_kind
-
-
-def where(ranks: Sequence[int], addresses: Mapping[int, WorkerAddress]) -> str:
-    """Format ranks with their nodes and processes; of many ranks the nodes only.
-
-    Args:
-        ranks: Ranks to name, at least one.
-        addresses: Node and process of each of them, by rank.
-    """
-    if len(ranks) > _NUM_NAMED:
-        nodes = sorted({addresses[rank].node_ip for rank in ranks})
-        return f"{ranks_text(list(ranks))} (nodes {', '.join(nodes[:_NUM_NAMED])})"
-    return ", ".join(addresses[rank].text for rank in ranks)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -1,42 +1,32 @@
-"""Search for the fault of a failed start with a helper process on every worker.
-
-Runs only after a failure. ``with_faults`` and ``find_faults`` run on the driver, the other functions on the workers.
-"""
+"""Search for the fault of a failed start: every rank that can answer tests its device and its links. Runs on the driver."""
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
-import subprocess
-import sys
-from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ray_fracbackend.collect import collect
-from ray_fracbackend.decide.interfaces import IFNAME
+from ray_fracbackend.decide.error_texts import is_lost_connection
 from ray_fracbackend.decide.plan import WorkerPlan
-from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.errors import FracBackendError, GroupFormationError, VerificationError
-from ray_fracbackend.isolation.faults import Fault, Findings, diagnose, num_rounds, partner, peers_of
-from ray_fracbackend.isolation.helper import HelperAddress, HelperTask
+from ray_fracbackend.failure.merge import PEER_LOST, dead_workers
+from ray_fracbackend.isolation.faults import Fault, diagnose, peers_of
+from ray_fracbackend.isolation.rank_tests import open_listener, run_tests
 from ray_fracbackend.log import logger
-from ray_fracbackend.timeouts import Deadline, bounded, seconds_text
-from ray_fracbackend.worker.network import route_address, route_interface
-from ray_fracbackend.worker.state import STATE
+from ray_fracbackend.timeouts import Deadline, seconds_text
 
-# The search may use the time that is left of the start, but at least this part of it and at most _MAX_S.
-_PART = 0.25
-_MAX_S = 60.0
+# The search takes at most this part of the start's time limit, and at most _MAX_S.
+_PART, _MAX_S = 0.25, 15.0
+# Parts of the search's time: until the listeners are open, and for the links. The rest is for devices.
+_OPENING, _LINKS = 0.25, 0.4
 _NUM_FAULTS = 4
-# Minimum time for a helper to import torch and run a test, and maximum time for each of its steps.
-MIN_S = 10.0
-_LINK_S, _ROUND_S, _ANSWER_S = 3.0, 3.0, 1.0
 
-# A helper's resolver waits one second for a name server that does not answer, not ten.
-_RESOLVER = "timeout:1"
+# Calls a function on ranks with these arguments. Returns answers and errors by rank, of those that come in time.
+Call = Callable[
+    [Callable[..., Any], Mapping[int, tuple[Any, ...]], float], tuple[dict[int, Any], dict[int, BaseException]]
+]
 
 
 def with_faults(
@@ -44,29 +34,41 @@ def with_faults(
     worker_group: Any,
     plans: Sequence[WorkerPlan],
     addresses: Sequence[WorkerAddress],
-    deadline: Deadline,
     start_timeout_s: float,
     busy: Collection[int] = (),
 ) -> FracBackendError:
-    """Add the ranks, nodes and links at fault to the error of a group that did not form or failed its verification.
+    """Add the ranks, nodes and links at fault to the error of a start in which no rank has said what is wrong.
 
     Args:
-        error: The error of the start. An error of another class is returned unchanged, and so is this one if no fault is
-            found.
+        error: The error of the start. It is returned unchanged if a rank has said what is wrong, if it names a busy rank, or
+            if no fault is found.
         worker_group: Workers whose start has failed.
         plans: Plan of each rank, by rank.
         addresses: Node and process of each rank.
-        deadline: Deadline of the start.
-        start_timeout_s: Time limit of the start in seconds. The search may use the time that is left of it, at least a
-            quarter.
-        busy: Ranks that are still in the failed start. They are not called silent: a call to them waits for it.
+        start_timeout_s: Time limit of the start in seconds.
+        busy: Ranks that are still in the failed start. They run no tests: a call to them waits for it.
+
+    Returns:
+        WorkerDiedError if a worker turns out to be dead, else an error of the same class.
     """
-    if not isinstance(error, (GroupFormationError, VerificationError)):
+    if not isinstance(error, (GroupFormationError, VerificationError)) or not {*error.ranks}.isdisjoint(busy):
         return error
-    search_s = min(_MAX_S, max(deadline.left_s, start_timeout_s * _PART))
-    if search_s >= MIN_S:
-        logger.info("the start failed: searching for the rank or link at fault, up to %s s", seconds_text(search_s))
-    faults = find_faults(worker_group, plans, addresses, Deadline(search_s), busy)
+    if error.kind not in PEER_LOST and not is_lost_connection(error.cause):
+        return error
+
+    def call(function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], timeout_s: float) -> Any:
+        refs = [worker_group.execute_single_async(rank, function, *each) for rank, each in arguments.items()]
+        outcomes = dict(zip(arguments, collect(refs, timeout_s), strict=True))
+        answers = {rank: outcome[0] for rank, outcome in outcomes.items() if outcome and outcome[1] is None}
+        return answers, {rank: outcome[1] for rank, outcome in outcomes.items() if outcome and outcome[1]}
+
+    search_s = min(_MAX_S, start_timeout_s * _PART)
+    logger.info("the start failed: searching for the rank, device or link at fault, up to %s s", seconds_text(search_s))
+    faults, failures = find_faults(
+        call, {plan.rank: plan for plan in plans if plan.rank not in busy}, addresses, search_s
+    )
+    if died := dead_workers(failures, {address.rank: address for address in addresses}, error.step):
+        return died
     if not faults:
         return error
     found = "; ".join(fault.text for fault in faults[:_NUM_FAULTS])
@@ -75,113 +77,34 @@ def with_faults(
 
 
 def find_faults(
-    worker_group: Any,
-    plans: Sequence[WorkerPlan],
-    addresses: Sequence[WorkerAddress],
-    deadline: Deadline,
-    busy: Collection[int] = (),
-) -> list[Fault]:
-    """Find the fault of a failed start, in two remote calls per worker and ``ceil(log2(N))`` rounds of pairs.
+    call: Call, plans: Mapping[int, WorkerPlan], addresses: Sequence[WorkerAddress], search_s: float
+) -> tuple[list[Fault], dict[int, BaseException]]:
+    """Find the fault of a failed start, in two calls of each rank.
 
     Args:
-        worker_group: Workers whose start has failed.
-        plans: Plan of each rank, by rank.
+        call: Calls a function on ranks.
+        plans: Plan of each rank that is not busy, by rank.
         addresses: Node and process of each rank.
-        deadline: Deadline of the search.
-        busy: As in `with_faults`.
+        search_s: Time limit in seconds.
 
     Returns:
-        The faults, the most severe first; empty if too little time is left.
+        The faults, and the errors of ranks whose call failed, which is no fault.
     """
-    if deadline.left_s < MIN_S:
-        return []
-    opening_s = deadline.left_s / 2
-    refs = [worker_group.execute_single_async(plan.rank, open_helper, plan.rendezvous, opening_s) for plan in plans]
-    helpers: dict[int, HelperAddress] = collect(refs, opening_s + _ANSWER_S)
-    left_s, rounds = deadline.left_s - _ANSWER_S, num_rounds(len(addresses))
-    link_s, round_s = min(_LINK_S, left_s * 0.4), min(_ROUND_S, left_s * 0.6 / max(1, rounds))
-    token = secrets.token_hex(16)
-    refs = []
-    for rank in helpers:
-        partners = [partner(rank, number, len(addresses)) for number in range(rounds)]
-        task = HelperTask(
-            rank=rank,
-            token=token,
-            peers={peer: helpers[peer] for peer in peers_of(rank, len(addresses)) if peer in helpers},
-            partners=tuple(peer if peer in helpers else None for peer in partners),
-            device=plans[rank].device,
-            link_s=link_s,
-            round_s=round_s,
+    deadline = Deadline(search_s)
+    word = secrets.token_bytes(16)
+    arguments = {rank: (plan.rendezvous, word, search_s) for rank, plan in plans.items()}
+    listeners, failures = call(open_listener, arguments, search_s * _OPENING)
+    peers = peers_of(addresses)
+    tests = {
+        rank: (
+            plans[rank].device,
+            {peer: listeners[peer] for peer in peers[rank] if peer in listeners},
+            word,
+            search_s * _LINKS,
         )
-        refs.append(worker_group.execute_single_async(rank, run_helper, task))
-    answers = collect(refs, link_s + rounds * round_s + _ANSWER_S)
-    findings = {rank: answers[index] for index, rank in enumerate(helpers) if index in answers}
-    return diagnose(findings, [address.text for address in addresses], busy)
-
-
-def open_helper(rendezvous: WorkerRendezvous, timeout_s: float) -> HelperAddress:
-    """Start this worker's helper. It listens on this node's address on its route to rank 0.
-
-    Args:
-        rendezvous: The worker's part of the rendezvous.
-        timeout_s: Time limit in seconds.
-
-    Raises:
-        TimeoutError: The helper did not start in time.
-        RuntimeError: The helper ended.
-    """
-    close_helper()
-    # The helper can import everything that this process can import.
-    env = {
-        **os.environ,
-        "RES_OPTIONS": f"{os.environ.get('RES_OPTIONS', '')} {_RESOLVER}".strip(),
-        **rendezvous.env,
-        **rendezvous.start_env,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        for rank in listeners
     }
-    interface = route_interface(rendezvous.master_addr) if rendezvous.interface_by_route else None
-    if interface:
-        env.setdefault(IFNAME, interface)
-    address = route_address(rendezvous.master_addr) or rendezvous.master_addr
-    command = [sys.executable, "-m", "ray_fracbackend.isolation.helper", address]
-    helper = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    STATE.fault_helper = helper
-    try:
-        return HelperAddress(**_answer(helper, timeout_s))
-    except BaseException:
-        close_helper()
-        raise
-
-
-def run_helper(task: HelperTask) -> Findings:
-    """Run the task of this worker's helper, and end the helper.
-
-    Raises:
-        TimeoutError: The helper did not answer in time.
-        RuntimeError: The helper ended.
-    """
-    helper = STATE.fault_helper
-    if helper is None or helper.stdin is None:
-        raise RuntimeError("open_helper was not called in this process")
-    try:
-        print(json.dumps(asdict(task)), file=helper.stdin, flush=True)
-        return Findings.from_json(_answer(helper, task.link_s + len(task.partners) * task.round_s + _ANSWER_S))
-    finally:
-        close_helper()
-
-
-def close_helper() -> None:
-    """Kill this worker's helper, if there is one."""
-    if STATE.fault_helper is not None:
-        STATE.fault_helper.kill()
-        STATE.fault_helper.communicate()
-    STATE.fault_helper = None
-
-
-def _answer(helper: subprocess.Popen[str], timeout_s: float) -> Any:
-    stdout = helper.stdout
-    assert stdout is not None
-    line = bounded(stdout.readline, timeout_s)
-    if not line:
-        raise RuntimeError(f"the helper ended with exit code {helper.wait(timeout_s)}")
-    return json.loads(line)
+    findings, failures_of_tests = call(run_tests, tests, deadline.left_s)
+    failures |= failures_of_tests
+    silent = plans.keys() - findings.keys() - failures.keys()
+    return diagnose(findings, silent, addresses), failures

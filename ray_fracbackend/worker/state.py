@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +21,12 @@ class WorkerState:
         store: Rank 0's store between the probe and the start.
         variables: Environment variables that a start has set, with these values.
         memory_cap: Fraction and device of the cap on the process's CUDA memory.
-        fault_helper: Helper process of the search for the fault.
         report: Ray's reference to the report of the last start, fetched only on use, and this worker's verification.
     """
 
     store: TCPStore | None = None
     variables: dict[str, str] = field(default_factory=dict)
     memory_cap: tuple[float, torch.device] | None = None
-    fault_helper: subprocess.Popen[str] | None = None
     report: tuple[Any, VerificationResult | None] | None = None
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from ray.train.torch.config import _setup_torch_process_group
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.ipc import host_memory_support
-from ray_fracbackend.isolation import helper
 from ray_fracbackend.worker.devices import boot_id
 from ray_fracbackend.worker.environment import user_environment
 from ray_fracbackend.worker.network import network_info
@@ -95,26 +93,3 @@ def stay_silent(address: str) -> None:
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind((address, 53))
     _occupied.append(server)
-
-
-_helpers: list[helper.Helper] = []
-
-
-def open_finder(address: str) -> dict[str, Any]:
-    """Open the sockets of a helper of the search for the fault."""
-    torch.set_num_threads(1)
-    _helpers.append(helper.Helper(address))
-    return asdict(_helpers[-1].address)
-
-
-def find_alone(task: str, wrong: bool) -> dict[str, Any]:
-    """Run the helper's search; a bad rank adds wrong numbers to every collective."""
-    if wrong:
-        helper.ProcessGroupGloo = _WrongGroup
-    return asdict(_helpers[-1].run(helper.HelperTask.from_json(task)))
-
-
-class _WrongGroup(dist.ProcessGroupGloo):
-    def allreduce(self, tensor: torch.Tensor) -> Any:
-        tensor[3] += 1
-        return super().allreduce(tensor)

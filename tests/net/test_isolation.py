@@ -1,34 +1,120 @@
-"""The search for the fault of a failed start, with real processes, sockets and Gloo groups on separate nodes."""
+"""The search for the fault of a failed start, with real processes and sockets on separate nodes."""
 
 from __future__ import annotations
 
-import random
-import shutil
-from collections.abc import Iterator
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
+import net_calls
 import pytest
-from net_faults import KINDS, Planting, network, search
-from net_nodes import Node
+from net_nodes import Node, Switch, Worker, run
 
-pytestmark = pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
-# A busy machine looks like slow ranks and links.
-TRIES = 3
+from ray_fracbackend.decide.plan import WorkerPlan
+from ray_fracbackend.decide.rendezvous import WorkerRendezvous
+from ray_fracbackend.decide.worker_info import WorkerAddress
+from ray_fracbackend.isolation.search import find_faults
+
+NUM_NODES = 4
 
 
 @pytest.fixture(scope="module")
-def nodes(full: bool) -> Iterator[list[Node]]:
-    with network(7 if full else 3) as nodes:
-        yield nodes
+def network() -> Iterator[tuple[list[Node], Switch]]:
+    """Nodes at one switch, one for each rank."""
+    name = f"rfb-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+    nodes: list[Node] = []
+    switch = None
+    try:
+        nodes.extend(Node(f"{name}-{number}", f"node-{number}", number + 1) for number in range(NUM_NODES))
+        switch = Switch(f"{name}-switch", nodes)
+        yield nodes, switch
+    finally:
+        for node in nodes:
+            node.close()
+        if switch is not None:
+            switch.close()
+
+
+def lose(node: Node, *others: Node) -> None:
+    """Send the node's packets to the others to a device that does not exist."""
+    for other in others:
+        node.ip_command("neigh", "replace", other.ip, "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
+
+
+def plant(kind: str, nodes: list[Node], switch: Switch, workers: list[Worker]) -> None:
+    if kind == "silent rank":
+        os.kill(workers[1].pid, signal.SIGSTOP)
+    if kind == "cut rank":
+        lose(nodes[1], nodes[0], nodes[2], nodes[3])
+    if kind == "cut link":
+        lose(nodes[1], nodes[2])
+    if kind == "small packets":  # the switch drops larger ones, without a message to the sender
+        run("ip", "-n", switch.name, "link", "set", "port1", "mtu", "600")
+        for node in nodes:
+            node.ip_command("link", "set", "eth0", "gso_max_segs", "1")
+
+
+def repair(nodes: list[Node], switch: Switch) -> None:
+    run("ip", "-n", switch.name, "link", "set", "port1", "mtu", "1500")
+    for node in nodes:
+        node.ip_command("link", "set", "eth0", "gso_max_segs", "65535")
+        node.ip_command("neigh", "flush", "dev", "eth0", "nud", "permanent")
+        node.reset()
+
+
+def search(nodes: list[Node], workers: list[Worker]) -> list[tuple[tuple[int, ...], str]]:
+    def call(function: Any, arguments: Mapping[int, Any], timeout_s: float) -> Any:
+        end = time.monotonic() + timeout_s
+        for rank, each in arguments.items():
+            workers[rank].send(function, *each)
+        answers = {rank: workers[rank].answer(end) for rank in arguments}
+        return {rank: answer for rank, answer in answers.items() if not isinstance(answer, BaseException)}, {}
+
+    plans = {
+        rank: WorkerPlan(
+            rank=rank,
+            world_size=NUM_NODES,
+            backend="gloo",
+            device="cpu",
+            rendezvous=WorkerRendezvous(master_addr=nodes[0].ip, master_port=29500),
+            timeout_s=1800,
+            budget_s=60,
+            attempt="first",
+            verify=True,
+        )
+        for rank in range(NUM_NODES)
+    }
+    addresses = [WorkerAddress(rank, node.ip, workers[rank].pid, node.name) for rank, node in enumerate(nodes)]
+    faults, failures = find_faults(call, plans, addresses, 15)
+    assert failures == {}
+    return [(fault.ranks, fault.text.partition("rank")[0]) for fault in faults]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_planted_fault_is_named(nodes: list[Node], kind: str) -> None:
-    """The diagnosis is the planted fault and its ranks and nothing else. The program net_faults.py makes many more plantings."""
-    planting = Planting.random(random.Random(kind), len(nodes), kind)
-    found = []
-    for _ in range(TRIES):
-        found.append(search(nodes, planting))
-        if planting.named_by(found[-1]):
-            return
-    raise AssertionError((planting, found))
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("no fault", []),
+        ("silent rank", [((1,), "no answer from ")]),
+        ("cut rank", [((1,), "no connections between other nodes and ")]),
+        ("cut link", [((1, 2), "no connections between ")]),
+        ("small packets", [((1,), "no connections between other nodes and ")]),
+    ],
+)
+def test_a_planted_fault_is_named(
+    network: tuple[list[Node], Switch], tmp_path: Path, kind: str, found: list[tuple[tuple[int, ...], str]]
+) -> None:
+    """The search names the fault and its ranks, and nothing else."""
+    nodes, switch = network
+    try:
+        workers = [node.spawn(tmp_path) for node in nodes]
+        for worker in workers:
+            worker.call(net_calls.gloo_env)
+        plant(kind, nodes, switch, workers)
+        assert search(nodes, workers) == found
+    finally:
+        repair(nodes, switch)

@@ -1,308 +1,242 @@
-"""The diagnosis from the findings of all ranks, with a model of a network with one planted fault."""
+"""The search for the fault: the diagnosis of planted faults, and the tests of a rank over real sockets on this machine."""
 
 from __future__ import annotations
 
-import json
-import math
 import random
-import threading
+import socket
 import time
-from dataclasses import asdict, replace
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import ActorDiedError
 
-from ray_fracbackend.errors import VerificationError
-from ray_fracbackend.isolation import helper as isolation_helper
-from ray_fracbackend.isolation import search
-from ray_fracbackend.isolation.faults import (
-    MAX_MESH,
-    Fault,
-    Findings,
-    LinkFinding,
-    PairFinding,
-    diagnose,
-    num_rounds,
-    partner,
-    peers_of,
-)
-from ray_fracbackend.timeouts import Deadline
+from ray_fracbackend.decide.rendezvous import WorkerRendezvous
+from ray_fracbackend.decide.worker_info import WorkerAddress
+from ray_fracbackend.errors import FracBackendError, GroupFormationError, RendezvousError, VerificationError
+from ray_fracbackend.isolation import rank_tests, search
+from ray_fracbackend.isolation.faults import MAX_MESH, Findings, diagnose, peers_of
 
-KINDS = (
-    "silent rank",
-    "wrong rank",
-    "wrong sums",
-    "slow rank",
-    "starved rank",
-    "cut rank",
-    "boundary",
-    "cut link",
-    "one-way link",
-    "slow link",
-    "pair",
-    "scale",
-)
+KINDS = ("silent rank", "device", "cut node", "cut link", "no connections from", "nothing")
+WORD = b"sixteen bytes ok"
 
 
-def model(kind: str, ranks: tuple[int, ...], world_size: int, rng: random.Random) -> dict[int, Findings]:
-    """Return the findings of all ranks if `kind` is planted at `ranks`."""
+def on_nodes(*sizes: int) -> list[WorkerAddress]:
+    """Return addresses of ranks on nodes with these numbers of ranks."""
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    return [WorkerAddress(rank, f"10.0.0.{node}", 4711 + rank, f"node{node}") for rank, node in enumerate(nodes)]
 
-    def crosses(i: int, j: int) -> bool:
-        return (i in ranks) != (j in ranks)
 
-    def link(i: int, j: int) -> LinkFinding:
-        on_it = {i, j} == set(ranks)
-        dead = kind == "silent rank" and (i in ranks or j in ranks)
-        cut = dead or (kind == "cut link" and on_it) or (kind in ("cut rank", "boundary") and crosses(i, j))
-        one_way = kind == "one-way link" and on_it
-        slow = (kind in ("slow rank", "starved rank") and crosses(i, j)) or (kind == "slow link" and on_it)
-        seconds = rng.uniform(0.001, 0.02) * (200 if slow else 1) + (1.0 if slow else 0.0)
-        endless = cut or one_way or (slow and rng.random() < 0.3)
-        return LinkFinding(
-            connected=not cut and not one_way,
-            # Packets pass only from the first rank of a one-way link to the second.
-            heard=not cut and (not one_way or (j, i) == ranks),
-            seconds=None if endless else seconds,
+def planted(kind: str, rng: random.Random, num_nodes: int) -> tuple[dict[int, Findings], set[int], Any, set[int]]:
+    """Return findings, silent ranks and addresses with one fault, and the ranks at fault."""
+    addresses = on_nodes(*(rng.randint(1, 4) for _ in range(num_nodes)))
+    nodes: dict[str, set[int]] = {}
+    for address in addresses:
+        nodes.setdefault(address.node_id, set()).add(address.rank)
+    one = rng.randrange(num_nodes)
+    other = (one + 1) % num_nodes  # also tested if there are many nodes
+    rank, first, second = rng.randrange(len(addresses)), nodes[f"node{one}"], nodes[f"node{other}"]
+
+    def is_reached(source: int, target: int) -> bool:
+        if kind == "cut node":
+            return (source in first) == (target in first)
+        forward, back = source in first and target in second, source in second and target in first
+        return not (forward or back) if kind == "cut link" else not (forward and kind == "no connections from")
+
+    silent = {rank} if kind == "silent rank" else set()
+    findings = {
+        source: Findings(
+            device_fault="broken" if kind == "device" and source == rank else "",
+            links={target: is_reached(source, target) for target in targets if target not in silent},
         )
-
-    def pair(i: int, j: int) -> PairFinding:
-        if not link(i, j).connected or (kind == "pair" and {i, j} == set(ranks)):
-            return PairFinding(peer=j, outcome="failed", error="connectFullMesh failed")
-        wrong = kind == "wrong rank" and (i in ranks or j in ranks)
-        return PairFinding(peer=j, outcome="wrong" if wrong else "ok", seconds=0.01)
-
-    found = {}
-    for rank in range(world_size):
-        if kind == "silent rank" and rank in ranks:
-            continue
-        partners = [partner(rank, number, world_size) for number in range(num_rounds(world_size))]
-        starved = kind == "starved rank" and rank in ranks
-        found[rank] = Findings(
-            right=not (kind == "wrong sums" and rank in ranks),
-            seconds=None if starved and rng.random() < 0.5 else rng.uniform(0.005, 0.03) + (2 if starved else 0),
-            links={peer: link(rank, peer) for peer in peers_of(rank, world_size)},
-            pairs=[pair(rank, peer) for peer in partners if peer is not None],
-        )
-    return found
-
-
-def plant(kind: str, world_size: int, rng: random.Random) -> tuple[int, ...]:
-    if kind == "scale":
-        return ()
-    if kind == "boundary":
-        return tuple(sorted(rng.sample(range(world_size), rng.randint(2, (world_size - 1) // 2))))
-    if kind == "pair":
-        rank = rng.randrange(world_size - 1) & ~1
-        return rank, rank + 1
-    return tuple(rng.sample(range(world_size), 2 if "link" in kind else 1))
-
-
-def smallest(kind: str) -> int:
-    """Return the smallest world size in which a fault is distinguishable: with only one peer a rank's fault is also its link's."""
-    return {"boundary": 5, "cut rank": 3, "slow rank": 3, "wrong rank": 3}.get(kind, 2)
-
-
-def verdict(kind: str) -> str:
-    return {"wrong sums": "wrong rank", "starved rank": "slow rank"}.get(kind, kind)
+        for source, targets in enumerate(peers_of(addresses))
+        if source not in silent
+    }
+    at_fault = {"silent rank": {rank}, "device": {rank}, "cut node": first, "nothing": set()}
+    return findings, silent, addresses, at_fault.get(kind, first | second)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_planted_fault_is_named(kind: str) -> None:
-    """For every world size from 2 to 16 and random positions, the diagnosis is the kind and the ranks and nothing else."""
-    rng = random.Random(7)
-    for number in range(300):
-        world_size = rng.randint(smallest(kind), 16)
-        ranks = plant(kind, world_size, rng)
-        faults = diagnose(model(kind, ranks, world_size, rng), [f"rank {rank}" for rank in range(world_size)])
-        found = [(fault.kind, set(fault.ranks)) for fault in faults]
-        assert found == [(verdict(kind), set(ranks))], (number, world_size, ranks, faults)
+    """Only the planted fault, with its ranks and no others."""
+    rng = random.Random(kind)
+    for num_nodes in [*range(3, 20), MAX_MESH, MAX_MESH + 1, 200]:
+        findings, silent, addresses, at_fault = planted(kind, rng, num_nodes)
+        faults = diagnose(findings, silent, addresses)
+        assert [set(fault.ranks) for fault in faults] == ([at_fault] if at_fault else [])
 
 
-@pytest.mark.parametrize("kind", ["cut rank", "cut link", "slow rank", "wrong rank"])
-def test_a_fault_among_thousands_is_named(kind: str) -> None:
-    """Only some links are tested, but they are enough, and the diagnosis comes while the start still waits for it."""
-    ranks = (6, 7) if kind == "cut link" else (77,)
-    faults = diagnose(model(kind, ranks, 2000, random.Random(1)), [f"rank {rank}" for rank in range(2000)])
-    assert [(fault.kind, fault.ranks) for fault in faults] == [(kind, ranks)]
+def test_the_text_of_each_fault() -> None:
+    """Ranks, nodes and processes, and the direction if only one fails."""
+    addresses = on_nodes(1, 1)
+    first, second = "rank 0 (node 10.0.0.0, pid 4711)", "rank 1 (node 10.0.0.1, pid 4712)"
+    both, one = {0: Findings(links={1: False}), 1: Findings(links={0: False})}, {0: Findings(links={1: True})}
+    one[1] = Findings(links={0: False}, device_fault="CUDA error: uncorrectable ECC error encountered")
+    assert [fault.text for fault in diagnose(both, {}, addresses)] == [f"no connections between {first} and {second}"]
+    assert [fault.text for fault in diagnose(one, {}, addresses)] == [
+        f"the device of {second} fails in a test without other ranks (CUDA error: uncorrectable ECC error encountered)",
+        f"no connections from {second} to {first}",
+    ]
+    assert [fault.text for fault in diagnose({1: Findings()}, {0}, addresses)] == [
+        f"no answer from {first}: the process is stopped, or it or its device hangs"
+    ]
 
 
-def test_a_rank_that_alone_sees_wrong_answers_is_named_among_two() -> None:
-    """If only one side of the only pair has a wrong result, that side is named."""
-    found = model("scale", (), 2, random.Random(1))
-    wrong = PairFinding(peer=0, outcome="wrong", seconds=0.01)
-    found[1] = Findings(right=True, seconds=found[1].seconds, links=found[1].links, pairs=[wrong])
-    (fault,) = diagnose(found, ["rank 0", "rank 1"])
-    assert (fault.kind, fault.ranks) == ("wrong rank", (1,))
-    assert fault.text == "rank 1 gets wrong results in collectives with rank 0"
+def test_links_are_between_nodes_and_bounded() -> None:
+    """Every rank tests a link to one rank of each other node, of many nodes only to some; both ends test each link."""
+    assert peers_of(on_nodes(2, 3, 1)) == [[2, 5], [3, 5], [5, 0], [5, 1], [5, 0], [0, 2]]
+    assert peers_of(on_nodes(8)) == [[]] * 8
+    peers = peers_of(on_nodes(*[1] * 1000))
+    assert {len(each) for each in peers} == {18}
+    assert all(rank in peers[peer] for rank, each in enumerate(peers) for peer in each)
 
 
-def test_two_that_both_see_wrong_answers_are_named_both() -> None:
-    """With two ranks there is no third rank to compare with."""
-    (fault,) = diagnose(model("wrong rank", (0,), 2, random.Random(1)), ["rank 0", "rank 1"])
-    assert fault == Fault("wrong rank", (0, 1), "rank 0 or rank 1 gets wrong results in collectives")
+def listener(master_addr: str = "127.0.0.1", word: bytes = WORD, life_s: float = 30) -> tuple[str, int]:
+    return rank_tests.open_listener(WorkerRendezvous(master_addr=master_addr, master_port=29500), word, life_s)
 
 
-def test_a_firewall_is_distinguished_from_a_cut() -> None:
-    """Datagrams pass but connections do not, in one or both directions."""
-    for other, expected in (
-        (False, "passes UDP datagrams but no TCP connections: a firewall"),
-        (True, "only rank 1 can open"),
-    ):
-        found = model("scale", (), 4, random.Random(1))
-        for i, j, connected in ((0, 1, False), (1, 0, other)):
-            links = {**found[i].links, j: LinkFinding(connected=connected, heard=True)}
-            found[i] = Findings(right=True, seconds=0.01, links=links, pairs=found[i].pairs)
-        (fault,) = diagnose(found, [f"rank {rank}" for rank in range(4)])
-        assert fault.ranks == (0, 1)
-        assert expected in fault.text
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_only_a_listener_of_this_search_is_reached(address: str) -> None:
+    """Not a closed port, a server that says nothing, or another search's listener."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as mute, socket.create_server(("127.0.0.1", 0)) as closing:
+        closed = closing.getsockname()[:2]
+        closing.close()
+        peers = {1: listener(address), 2: closed, 3: mute.getsockname()[:2], 4: listener(word=b"some other word.")}
+        found = rank_tests.run_tests("cpu", peers, WORD, 2.0)
+    assert found == Findings(links={1: True, 2: False, 3: False, 4: False})
 
 
-def test_the_direction_of_a_one_way_link_is_reported() -> None:
-    """The rank that receives nothing is at the failing end."""
-    (fault,) = diagnose(model("one-way link", (3, 1), 5, random.Random(1)), [f"rank {rank}" for rank in range(5)])
-    assert "passes packets from rank 3 to rank 1 but none back" in fault.text
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 6, 7, 8, 100, 1000])
-def test_rounds_pair_every_rank_with_every_part_of_the_job(world_size: int) -> None:
-    """There are ceil(log2 N) rounds, each rank is in at most one pair per round, and partners agree."""
-    rounds = num_rounds(world_size)
-    assert rounds == math.ceil(math.log2(world_size))
-    for number in range(rounds):
-        for rank in range(world_size):
-            other = partner(rank, number, world_size)
-            assert other is None or partner(other, number, world_size) == rank
-    for rank in range(world_size):
-        peers = peers_of(rank, world_size)
-        assert rank not in peers
-        assert len(peers) == world_size - 1 if world_size <= MAX_MESH else len(peers) <= rounds + 2
-        assert all(rank in peers_of(peer, world_size) for peer in peers)
-
-
-def test_findings_survive_json() -> None:
-    """A helper prints the findings as JSON, and its worker reads them."""
-    for findings in model("one-way link", (0, 2), 3, random.Random(3)).values():
-        assert Findings.from_json(json.loads(json.dumps(asdict(findings)))) == findings
-
-
-def sound(world_size: int) -> dict[int, Findings]:
-    return model("scale", (), world_size, random.Random(0))
-
-
-def test_an_untested_device_is_not_at_fault() -> None:
-    """Out of memory beside the worker is not a fault of the device; it is reported only if nothing else was found."""
-    findings = sound(4)
-    findings[1] = replace(findings[1], seconds=0.0, untried="CUDA out of memory")
-    (fault,) = diagnose(findings, [f"rank {rank} (node n{rank})" for rank in range(4)])
-    assert (fault.kind, fault.ranks) == ("scale", ())
-    assert fault.text.endswith("; the device of rank 1 (node n1) could not be tested (CUDA out of memory)")
-
-
-def test_an_untested_device_is_not_reported_beside_a_fault() -> None:
-    """If a link is at fault, a full device is not reported, because it explains nothing."""
-    findings = model("cut link", (1, 2), 4, random.Random(0))
-    findings[0] = replace(findings[0], seconds=0.0, untried="CUDA out of memory")
-    (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(4)])
-    assert (fault.kind, "could not be tested" in fault.text) == ("cut link", False)
-
-
-def test_many_untested_devices() -> None:
-    """One full GPU with many ranks is quoted only for some of them, so the message stays short."""
-    findings = {rank: replace(each, seconds=0.0, untried="full") for rank, each in sound(64).items()}
-    (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(64)])
-    assert fault.text.count("(full)") == 4
-    assert fault.text.endswith("(full); nor could the devices of ranks 4,5,6,7,8,9,10,11,... (60 in all)")
-
-
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_slow_on_all_ranks_is_no_ranks_fault(world_size: int) -> None:
-    """If a device starts slowly on all ranks, other findings decide."""
-    findings = {rank: replace(each, seconds=None) for rank, each in sound(world_size).items()}
-    (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(world_size)])
-    assert (fault.kind, fault.ranks) == ("scale", ())
-
-
-def test_a_device_that_fails_by_itself_is_named() -> None:
-    """An error of the device is a finding with CUDA's message, not a wrong sum."""
-    findings = sound(3)
-    findings[2] = replace(findings[2], seconds=0.0, failure="CUDA error: uncorrectable ECC error encountered")
-    (fault,) = diagnose(findings, [f"rank {rank}" for rank in range(3)])
-    assert (fault.kind, fault.ranks) == ("failing device", (2,))
-    assert (
-        fault.text
-        == "the device of rank 2 failed in a test without other ranks (CUDA error: uncorrectable ECC error encountered)"
-    )
-    assert Findings.from_json(json.loads(json.dumps(asdict(findings[2])))) == findings[2]
+def test_strangers_do_not_keep_a_peer_from_its_listener() -> None:
+    """They connect and do not read, or send something. After its time the port is closed."""
+    life_s = 8.0
+    begun = time.monotonic()
+    address = listener(life_s=life_s)
+    strangers = [socket.create_connection(address) for _ in range(100)]
+    try:
+        for stranger in strangers[:50]:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        assert rank_tests.run_tests("cpu", {1: address}, WORD, 5.0).links == {1: True}
+        time.sleep(max(0.0, begun + life_s + 1 - time.monotonic()))
+        with pytest.raises(OSError, match=r"refused|actively"):
+            socket.create_connection(address)
+    finally:
+        for stranger in strangers:
+            stranger.close()
 
 
 @pytest.mark.parametrize(
-    ("error", "field"),
+    ("error", "is_fault"),
     [
-        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), "untried"),
-        (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), "untried"),
-        (RuntimeError("CUDA error: invalid device ordinal"), "untried"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "untried"),
-        (
-            RuntimeError("CUDA error: MPS client failed to connect to the MPS control daemon or the MPS server"),
-            "untried",
-        ),
-        (RuntimeError("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"), "untried"),
-        (AssertionError("Torch not compiled with CUDA enabled"), "untried"),
-        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "failure"),
-        (RuntimeError("CUDA error: unspecified launch failure"), "failure"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasDgemm(...)`"), "failure"),
-        (RuntimeError("CUDA error: invalid device function"), "failure"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), False),
+        (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), False),
+        (RuntimeError("CUDA error: invalid device ordinal"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False),
+        (RuntimeError("CUDA error: MPS client failed to connect to the MPS control daemon or the MPS server"), False),
+        (RuntimeError("Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"), False),
+        (AssertionError("Torch not compiled with CUDA enabled"), False),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("CUDA error: unspecified launch failure"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasDgemm(...)`"), True),
+        (RuntimeError("CUDA error: invalid device function"), True),
     ],
 )
-def test_only_a_compared_sum_is_wrong(monkeypatch: pytest.MonkeyPatch, error: Exception, field: str) -> None:
-    """CUDA's errors are quoted and never reported as a wrong sum."""
+def test_a_device_that_could_not_be_tested_is_not_at_fault(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_fault: bool
+) -> None:
+    """CUDA's errors are quoted, unless they are about memory or the process."""
 
     def fail(device: object) -> bool:
         raise error
 
-    monkeypatch.setattr(isolation_helper, "sums_are_right", fail)
-    task = SimpleNamespace(device="cpu", link_s=3.0)
-    found = isolation_helper.Helper._alone(None, task)  # type: ignore[arg-type]
-    assert (found.right, getattr(found, field)) == (True, str(error))
+    monkeypatch.setattr(rank_tests, "sums_are_right", fail)
+    assert rank_tests.run_tests("cpu", {}, WORD, 1.0) == Findings(device_fault=str(error) if is_fault else "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine where torch sees no CUDA device")
-def test_a_device_that_the_helper_does_not_have() -> None:
-    """torch's own error of any class does not end the helper, and the device is not at fault."""
-    found = isolation_helper.Helper._alone(None, SimpleNamespace(device="cuda:0", link_s=30.0))  # type: ignore[arg-type]
-    assert (found.right, found.failure) == (True, "")
-    assert found.untried
+def test_a_device_that_this_process_does_not_have() -> None:
+    """torch's own error of any class is not a fault of the device."""
+    assert rank_tests.run_tests("cuda:0", {}, WORD, 1.0) == Findings()
 
 
-def test_seconds_are_measured_on_a_fine_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Windows time.monotonic() advances every 16 ms, but shorter sums and links still have a duration."""
-    clock = SimpleNamespace(monotonic=lambda: 1000.0, perf_counter=time.perf_counter, sleep=time.sleep)
-    monkeypatch.setattr(isolation_helper, "time", clock)
-    task = SimpleNamespace(device="cpu", link_s=90.0)
-    assert isolation_helper.Helper._alone(None, task).seconds > 0  # type: ignore[arg-type, operator]
-    helper = isolation_helper.Helper("127.0.0.1")
-    threading.Thread(target=helper._answer, args=(b"token",), daemon=True).start()
-    connected, seconds = isolation_helper._try_link(helper.address, "token", 1030.0)
-    assert connected
-    assert seconds is not None
-    assert seconds > 0
+class Group:
+    """A worker group of threads; calls of some ranks do not end, or raise."""
+
+    def __init__(self, outcomes: Mapping[int, BaseException | None]) -> None:
+        self._outcomes, self._pool = outcomes, ThreadPoolExecutor(8)
+        self.asked: set[int] = set()
+
+    def execute_single_async(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        self.asked.add(rank)
+        return None if rank in self._outcomes else self._pool.submit(function, *args), self._outcomes.get(rank)
 
 
-def test_a_rank_that_is_busy_in_the_start_is_not_silent():
-    """A call to it waits for the start, so it says nothing about the rank."""
-    findings = {
-        rank: replace(found, pairs=()) for rank, found in model("silent rank", (1,), 4, random.Random(0)).items()
-    }
-    where = [f"rank {rank}" for rank in range(4)]
-    assert [fault.kind for fault in diagnose(findings, where)] == ["silent rank"]
-    assert [fault.kind for fault in diagnose(findings, where, busy={1})] == ["scale"]
+def collected(refs: list[Any], timeout_s: float) -> list[Any]:
+    return [(None, error) if error else None if future is None else (future.result(), None) for future, error in refs]
 
 
-def test_the_search_adds_ranks(monkeypatch):
-    """The ranks that the error named stay."""
-    monkeypatch.setattr(search, "find_faults", lambda *args: [Fault("cut rank", (2,), "rank 2 is cut off")])
-    error = VerificationError("barrier failed.", ranks=[1], kind="stalled")
-    found = search.with_faults(error, None, [], [], Deadline(20), 60.0, {1})
-    assert found.ranks == (1, 2)
-    assert str(found) == "barrier failed. Search for the fault: rank 2 is cut off."
+STALLED = VerificationError("barrier failed.", ranks=[1], kind="stalled", step="starting gloo")
+NOT_REACHED = GroupFormationError("Gloo failed.", cause="Gloo connectFullMesh failed: timed out")
+
+
+@pytest.mark.parametrize(
+    ("error", "outcomes", "kind", "ranks", "text"),
+    [
+        (STALLED, {}, VerificationError, (1,), "barrier failed."),
+        (STALLED, {2: None}, VerificationError, (1, 2), "barrier failed. Search for the fault: no answer from rank 2 "),
+        (NOT_REACHED, {2: None}, GroupFormationError, (2,), "Gloo failed. Search for the fault: no answer from rank 2"),
+        (STALLED, {2: OSError("cannot listen")}, VerificationError, (1,), "barrier failed."),
+        (STALLED, {2: ActorDiedError()}, FracBackendError, (2,), "rank 2 (node 10.0.0.2, pid 4713) died during"),
+    ],
+)
+def test_the_search_adds_ranks(
+    monkeypatch: pytest.MonkeyPatch, error: FracBackendError, outcomes: Any, kind: type, ranks: Any, text: str
+) -> None:
+    """The ranks that the error named stay; a rank that cannot be tested is not at fault; a dead one is a dead worker."""
+    monkeypatch.setattr(search, "collect", collected)
+    group = Group(outcomes)
+    found = search.with_faults(error, group, plans(3), on_nodes(1, 1, 1), 20.0)
+    assert isinstance(found, kind)
+    assert found.ranks == ranks
+    assert str(found).startswith(text)
+    assert group.asked == {0, 1, 2}
+
+
+def test_a_rank_that_is_busy_in_the_start_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call to it would wait for the start, so it says nothing about the rank."""
+    monkeypatch.setattr(search, "collect", collected)
+    group = Group({2: None})
+    assert search.with_faults(STALLED, group, plans(3), on_nodes(1, 1, 1), 20.0, {2}) is STALLED
+    assert group.asked == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RendezvousError("rank 1 raised OSError", ranks=[1]),
+        VerificationError("wrong sum.", ranks=[1], kind="wrong_answer"),
+        GroupFormationError("Gloo failed.", ranks=[1], cause="bind: Address already in use"),
+    ],
+)
+def test_no_search_if_a_rank_has_said_what_is_wrong(error: FracBackendError) -> None:
+    """The error is returned as it is."""
+    assert search.with_faults(error, None, [], [], 20.0) is error
+
+
+def test_no_search_if_the_error_names_a_rank_that_still_hangs() -> None:
+    """It is the fault: all waits of a start have ended by then."""
+    assert search.with_faults(STALLED, None, [], [], 20.0, busy={1}) is STALLED
+
+
+def plans(number: int) -> list[Any]:
+    rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=29500)
+    return [Plan(rank, rendezvous) for rank in range(number)]
+
+
+class Plan:
+    device = "cpu"
+
+    def __init__(self, rank: int, rendezvous: WorkerRendezvous) -> None:
+        self.rank, self.rendezvous = rank, rendezvous

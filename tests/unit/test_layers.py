@@ -180,7 +180,7 @@ def test_without_ray():
     """The verification, its errors and the NCCL version can be used without Ray installed, or without importing it."""
     code = (
         "import sys; sys.modules['ray'] = None; from ray_fracbackend.worker.nccl_library import loaded_nccl_version; "
-        "import ray_fracbackend.isolation.helper, ray_fracbackend.cli; "
+        "import ray_fracbackend.isolation.rank_tests, ray_fracbackend.cli; "
         "from ray_fracbackend import check_devices, verify_process_group, FracBackendError"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
