@@ -40,6 +40,8 @@ from ray_fracbackend.worker.store import hold_store
 
 # Workers have the same deadline as the driver; this is extra time for their answers to arrive.
 _ANSWER_S = 3.0
+# How often start_timeout_s the first worker may take for the probe: it may import torch from a cold file system.
+_FIRST_ANSWER = 3
 # Time for processes of an earlier start of the run to release master_port. With CUDA they take longest to end.
 _PORT_WAIT_S = 20.0
 
@@ -101,7 +103,7 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
 
 
 class Start:
-    """One start of one worker group.
+    """One start of one worker group. After a failure end its workers: rank 0's process holds the store of the start open.
 
     Args:
         worker_group: Of Ray Train, or one that has ``workers``, ``execute_single_async``, ``execute_async`` and
@@ -132,8 +134,7 @@ class Start:
             raise error.with_warnings(self._warnings) from error.__cause__
 
     def _run(self) -> StartReport:
-        # Imports on a cold file system take minutes: the probe has its own time limit.
-        workers = self._probe(Deadline(self._settings.start_timeout_s))
+        workers = self._probe()
         deadline = Deadline(self._settings.start_timeout_s)
         decision, store_port = self._decide(workers), workers[0].network.store_port
         while True:
@@ -153,7 +154,7 @@ class Start:
         Raises:
             FracBackendError: The start would fail; the message says why and what to do.
         """
-        workers = self._probe(Deadline(self._settings.start_timeout_s))
+        workers = self._probe()
         try:
             plan = self._plan(self._decide(workers), workers, workers[0].network.store_port)
         except FracBackendError as error:
@@ -187,13 +188,15 @@ class Start:
                 self._logged.append(warning)
                 logger.warning("%s", warning)
 
-    def _probe(self, deadline: Deadline) -> tuple[WorkerInfo, ...]:
-        started, settings = time.perf_counter(), self._settings
+    def _probe(self) -> tuple[WorkerInfo, ...]:
+        started, settings, limit_s = time.perf_counter(), self._settings, self._settings.start_timeout_s
         self._addresses = _ray.worker_addresses(self._group)
         common = (settings.master_addr, settings.master_port, self._one_node, settings.may_use_shared_memory)
-        port_wait_s = min(_PORT_WAIT_S, deadline.left_s / 2)
+        port_wait_s = min(_PORT_WAIT_S, limit_s / 2)
         refs = self._execute(probe_worker, ((address.rank, *common, port_wait_s) for address in self._addresses))
-        self._workers = workers_of(gather(refs, self._addresses, deadline, "probing the workers"))
+        deadline = Deadline(_FIRST_ANSWER * limit_s)
+        answers = gather(refs, self._addresses, deadline, "probing the workers", since_first_s=limit_s)
+        self._workers = workers_of(answers)
         self._add_seconds("probe", started)
         return self._workers
 

@@ -27,6 +27,7 @@ def gather(
     deadline: Deadline,
     step: str,
     slack_s: float = 0,
+    since_first_s: float | None = None,
 ) -> list[Any]:
     """Wait for the results of one call on every worker.
 
@@ -37,6 +38,7 @@ def gather(
         step: The current step, for error messages and for the lines about a long wait.
         slack_s: Seconds to wait past the deadline for workers that have the same deadline, to receive their own errors
             first.
+        since_first_s: Time limit in seconds from the first answer on, None for no separate limit.
 
     Returns:
         The results, in the order of the references.
@@ -50,7 +52,7 @@ def gather(
     results: dict[Any, Any] = {}
     failures: dict[int, BaseException] = {}
     pending = list(refs)
-    left_s = deadline.left_s + slack_s
+    left_s, budget_s = deadline.left_s + slack_s, since_first_s or deadline.budget_s
     end = time.monotonic() + left_s
     wait_log = WaitLog(step)
     # After a failure at the deadline, the wait ends with the grace period, which may be shorter than the slack.
@@ -63,6 +65,9 @@ def gather(
                 results[ref] = value
             else:
                 failures[address_of[ref].rank] = error
+        if done and since_first_s is not None:
+            due = end = min(end, time.monotonic() + since_first_s)
+            since_first_s = None
         if failures and not had_failures:
             end = min(end, time.monotonic() + _GRACE_S)
         left_s = end - time.monotonic()
@@ -74,7 +79,7 @@ def gather(
         # If the grace period of an earlier failure ended the wait, ranks without an answer wait for the failed rank.
         silent = [address_of[ref].rank for ref in pending] if time.monotonic() >= due else []
         known = {address.rank: address for address in addresses}
-        raise merged(failures, silent, known, step, deadline.budget_s) from next(iter(failures.values()), None)
+        raise merged(failures, silent, known, step, budget_s) from next(iter(failures.values()), None)
     return [results[ref] for ref in refs]
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ray_fracbackend import __version__
+from ray_fracbackend import __version__, _torch
 from ray_fracbackend.decide.device_sharing import ShareGroup
 from ray_fracbackend.decide.error_texts import cause_of
 from ray_fracbackend.decide.plain import from_plain
@@ -235,11 +235,11 @@ def _place(
             "check_devices() needs a store or a process group: pass store=, rank= and world_size=, or call "
             "torch.distributed.init_process_group first."
         )
-    group = group or distributed_c10d._get_default_group()
+    group = group or _torch.default_group()
     own_rank = dist.get_rank(group)
     if own_rank < 0:
         raise ValueError("only the ranks of the group may call check_devices(), and this rank is not in it.")
-    return distributed_c10d._get_process_group_store(group), own_rank, dist.get_world_size(group)
+    return _torch.store_of(group), own_rank, dist.get_world_size(group)
 
 
 class _Meeting:

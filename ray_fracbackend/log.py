@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,3 +23,12 @@ class _PrefixedLogger(_Adapter):
 
 # Ray configures level and handlers only for "ray.train", in its controller and workers.
 logger = _PrefixedLogger(logging.getLogger("ray.train.fracbackend"), {})
+
+
+@contextmanager
+def slow_logged(limit_s: float, text: str) -> Iterator[None]:
+    """Log a warning, with the seconds that the block took in place of its ``%``, if these are more than the limit."""
+    started = time.monotonic()
+    yield
+    if (seconds := time.monotonic() - started) > limit_s:
+        logger.warning(text, seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import posixpath
 from typing import Any
 
@@ -14,8 +15,9 @@ from ray_fracbackend.timeouts import bounded
 # A later start of the same run, after a failure or a resize, replaces the file.
 REPORT_FILE = "start_report.json"
 _SAVE_S = 2.0
-# Number of the newest report by folder, in this process: all starts of a run are in one process.
+# Number of the newest report by folder, of the last folders: all starts of a run are in one process.
 _NEWEST: dict[str, int] = {}
+_NUM_FOLDERS = 100
 _NUMBERS = itertools.count()
 
 
@@ -25,12 +27,14 @@ def save_report(worker_group: Any, report: dict[str, Any]) -> str | None:
     Slow storage delays the start by a few seconds; an error of the storage does not fail the start.
 
     Args:
-        worker_group: A worker group of Ray Train. Without a run nothing is written.
+        worker_group: A worker group of Ray Train. Without a run, and with RAY_FRACBACKEND_START_REPORT=0, nothing is written.
         report: The report as plain values.
 
     Returns:
         Path of the file, followed by the kind of storage unless it is local; None if no file was written.
     """
+    if os.environ.get("RAY_FRACBACKEND_START_REPORT") == "0":
+        return None
     number = next(_NUMBERS)
 
     def write() -> str | None:
@@ -38,9 +42,11 @@ def save_report(worker_group: Any, report: dict[str, Any]) -> str | None:
         if folder is None:
             return None
         file_system, path = folder
-        _NEWEST[path] = max(number, _NEWEST.get(path, 0))
+        _NEWEST[path] = max(number, _NEWEST.pop(path, 0))
+        if len(_NEWEST) > _NUM_FOLDERS:
+            del _NEWEST[next(iter(_NEWEST))]
         file_system.create_dir(path, recursive=True)
-        if _NEWEST[path] > number:
+        if _NEWEST.get(path, number) > number:
             return None  # the storage was so slow that a later start has written its report
         file = posixpath.join(path, REPORT_FILE)
         with file_system.open_output_stream(file) as stream:

@@ -14,8 +14,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from ray_fracbackend import _torch
 from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.settings import is_seconds
 from ray_fracbackend.errors import VerificationError
@@ -71,7 +72,7 @@ def verify_process_group(
         raise ValueError(
             "verify_process_group() needs a process group: call torch.distributed.init_process_group first."
         )
-    group = group or distributed_c10d._get_default_group()
+    group = group or _torch.default_group()
     if dist.get_rank(group) < 0:
         raise ValueError("only the ranks of the group may call verify_process_group(), and this rank is not in it.")
     devices = [torch.device(device)] if device is not None else _default_devices(group)
@@ -151,7 +152,7 @@ class Verification:
         self.rank = dist.get_rank(group)
         self.global_ranks = dist.get_process_group_ranks(group)
         self.own_rank = self.global_ranks[self.rank]
-        self.store = PrefixStore("ray_fracbackend/verify", distributed_c10d._get_process_group_store(group))
+        self.store = PrefixStore("ray_fracbackend/verify", _torch.store_of(group))
         self.step = ""
 
     @property

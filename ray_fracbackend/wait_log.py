@@ -40,7 +40,7 @@ class WaitLog:
             return
         self._next_s = next(self._times)
         logger.info(
-            "%s: no answer from %s after %s s, waiting up to %s s more",
+            "%s: waiting for %s, %s s so far, up to %s s more",
             self._step,
             named([address.rank for address in silent], {address.rank: address for address in silent}),
             seconds_text(waited_s),

@@ -173,6 +173,10 @@ class StartPlan(Decision):
                 attempt=attempt,
                 verify=settings.verify,
                 is_trial=self.is_trial,
+                bind_device=settings.verify
+                and self.backends.has_nccl
+                and worker.device is not None
+                and not self.share_groups,
                 train_on_cpu=self.train_on_cpu and worker.gpu_fraction > 0,
                 set_distributed_env=set_distributed_env,
                 memory_fraction=self.memory_fraction_of(worker) if settings.limit_gpu_memory else None,
@@ -198,6 +202,8 @@ class WorkerPlan:
         attempt: Id of this attempt, the same on all ranks: prefix of its keys in rank 0's store.
         verify: Whether to verify the group.
         is_trial: Whether the process continues with a group of another backend if the verification fails.
+        bind_device: Whether to bind the group to the device after the verification, when NCCL is connected, as
+            ``init_process_group(device_id=...)`` does.
         train_on_cpu: Whether ``get_device()`` must return cpu, because torch cannot use the GPUs that Ray reserved.
         set_distributed_env: Whether to set RANK, WORLD_SIZE, LOCAL_RANK, ... before ``init_process_group``, as Ray
             Train V2 does.
@@ -216,6 +222,7 @@ class WorkerPlan:
     attempt: str
     verify: bool
     is_trial: bool = False
+    bind_device: bool = False
     train_on_cpu: bool = False
     set_distributed_env: bool = False
     memory_fraction: float | None = None

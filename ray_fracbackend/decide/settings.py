@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ray_fracbackend.decide.backends import Backends, parse_backend
 from ray_fracbackend.decide.suggestions import nearest
@@ -137,23 +137,6 @@ class Settings:
             value = getattr(self, name)
             if broken := _broken_rule(name, value):
                 raise ValueError(f"FracTorchConfig({name}={value!r}): {name} {broken}.")
-
-    if not TYPE_CHECKING:  # a type checker would accept every name
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute.
-
-            Raises:
-                AttributeError: There is no such setting, but a similar one. Other names can be set, as on TorchConfig.
-            """
-            # A subclass that is no dataclass has attributes of its own.
-            own = vars(type(self)).get("__dataclass_fields__")
-            is_known = name.startswith("_") or hasattr(type(self), name) or name in vars(self)
-            if own is not None and name not in own and not is_known and (meant := nearest(name, setting_names())):
-                raise AttributeError(
-                    f"{type(self).__name__}.{name} = {value!r}: there is no setting {name}; did you mean {meant}?"
-                )
-            super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         """Return the call that makes these settings: those that are not the defaults."""

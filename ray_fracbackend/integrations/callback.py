@@ -58,7 +58,7 @@ class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[mis
         torch_trainers = sys.modules.get("ray.train.torch")
         if torch_trainers is None or not isinstance(config, torch_trainers.TorchConfig):
             return config
-        from ray_fracbackend.config import frac_config
+        from ray_fracbackend.integrations.trainers import frac_config
 
         # TorchTrainer has already written "nccl" if the script set no backend.
         left_open = {"backend": "auto"} if config.backend == "nccl" else {}

@@ -5,15 +5,45 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any
 
+from ray.train.backend import BackendConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import _ray
-from ray_fracbackend.config import FracTorchConfig, frac_config
+from ray_fracbackend.config import FracTorchConfig
+from ray_fracbackend.log import logger
+from ray_fracbackend.wrong_config import not_a_config
 
 _Announce = Callable[[TorchConfig, TorchTrainer, bool], None]
 _AroundFit = Callable[[TorchTrainer], AbstractContextManager[None]]
+
+
+def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> TorchConfig:
+    """Return the configuration to use instead of a script's own.
+
+    Args:
+        config: The script's own, None if it has none. A FracTorchConfig is used unchanged, and so is the configuration of any
+            other backend.
+        settings: Settings of FracTorchConfig that override the script's.
+
+    Raises:
+        TypeError: ``config`` is a class, or not a configuration; the message has the fix.
+        ValueError: A setting breaks its rule.
+    """
+    if not config:  # as TorchTrainer reads it
+        return FracTorchConfig(**settings)
+    if not isinstance(config, BackendConfig):
+        raise TypeError(not_a_config(config))
+    if type(config) is not TorchConfig:
+        if not isinstance(config, FracTorchConfig):
+            logger.warning(
+                "%s is used unchanged: FracTorchConfig replaces only plain TorchConfig objects", type(config).__name__
+            )
+        return config
+    own = {each.name: getattr(config, each.name) for each in fields(TorchConfig) if each.init}
+    return FracTorchConfig(**{**own, **settings})
 
 
 def replace_torch_config(
@@ -22,7 +52,7 @@ def replace_torch_config(
     """Start every TorchTrainer that this process creates from now on with FracTorchConfig.
 
     Args:
-        settings: As for :func:`ray_fracbackend.config.frac_config`.
+        settings: As for `frac_config`.
         announce: Called with the configuration of each trainer, the trainer, and whether the configuration is the script's own.
         around_fit: Creates the context in which each trainer fits.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from ray_fracbackend import _torch
 from ray_fracbackend.log import logger
 from ray_fracbackend.timeouts import bounded
 from ray_fracbackend.verify import backends_by_device
@@ -23,9 +23,7 @@ def end_process_group(*, failed: bool = False) -> None:
             destroy their group, and they may have failed.
     """
     if not dist.is_initialized():
-        # torch puts its count of groups into the store's keys and does not decrease it after a failure. The ranks of
-        # the next start would then wait under different keys.
-        distributed_c10d._world.group_count = 0
+        _torch.reset_group_count()  # otherwise the ranks of the next start would wait under different keys
         return
     try:
         backends = set(backends_by_device().values())
@@ -46,7 +44,7 @@ def destroy_process_groups() -> None:
     """
     backends = [
         group._get_backend(torch.device(kind))
-        for group in distributed_c10d._world.pg_map
+        for group in _torch.groups()
         for kind, name in backends_by_device(group).items()
         if name == "gloo"
     ]
@@ -57,9 +55,7 @@ def destroy_process_groups() -> None:
 
 
 def _abort() -> None:
-    # torch before 2.6 does not have this function; there destroying aborts NCCL.
-    abort = getattr(distributed_c10d, "_abort_process_group", destroy_process_groups)
     try:
-        abort()
+        (_torch.abort_groups or destroy_process_groups)()
     except RuntimeError:  # a backend that cannot be aborted, such as the Gloo of a pair
         destroy_process_groups()

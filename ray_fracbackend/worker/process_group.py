@@ -10,15 +10,15 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     DebugLevel,
     PrefixStore,
-    distributed_c10d,
     get_debug_level,
 )
 
-from ray_fracbackend import _ray
+from ray_fracbackend import _ray, _torch
 from ray_fracbackend.decide.interfaces import IFNAME
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import AGENT_STORE
@@ -29,6 +29,7 @@ from ray_fracbackend.verify import verify_process_group
 from ray_fracbackend.verify_result import VerificationResult
 from ray_fracbackend.worker import environment, memory_cap, store
 from ray_fracbackend.worker.group_end import ABORT_S, destroy_process_groups, end_process_group
+from ray_fracbackend.worker.nccl_env import nccl_env
 from ray_fracbackend.worker.network import check_gloo_device, route_interface
 from ray_fracbackend.worker.peers import Peers
 from ray_fracbackend.worker.reach import REACH_S, check_reachable
@@ -83,6 +84,8 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
         raise
     store.release_store()
     STATE.report = (plan.report, result)
+    has_communicator = plan.rank == 0 and plan.verify and plan.backends.has_nccl
+    STATE.nccl_env = nccl_env() if has_communicator else None
     return result if plan.rank == 0 else None
 
 
@@ -106,6 +109,8 @@ def _form(
     _set_group_timeout(plan, deadline.left_s + (ABORT_S if plan.backends.has_nccl else 0))
     result = _verify(plan, deadline)
     _set_group_timeout(plan, plan.timeout_s)
+    if plan.bind_device:
+        _torch.default_group().bound_device_id = torch.device(plan.device)
     return result
 
 
@@ -228,6 +233,4 @@ def _set_group_timeout(plan: WorkerPlan, timeout_s: float) -> None:
     """
     in_python = plan.backends.has_ipc or plan.backends.has_staged
     if in_python or get_debug_level() != DebugLevel.DETAIL:
-        # torch 2.14 has a public function for this, and a FutureWarning for the old one.
-        set_timeout = getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)
-        set_timeout(timedelta(seconds=timeout_s))
+        _torch.set_group_timeout(timedelta(seconds=timeout_s))

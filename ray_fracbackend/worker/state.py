@@ -21,12 +21,14 @@ class WorkerState:
         store: Rank 0's store between the probe and the start.
         variables: Environment variables that a start has set, with these values.
         memory_cap: Fraction and device of the cap on the process's CUDA memory.
+        nccl_env: NCCL's variables when a start created NCCL's communicator, on rank 0; else None.
         report: Ray's reference to the report of the last start, fetched only on use, and this worker's verification.
     """
 
     store: TCPStore | None = None
     variables: dict[str, str] = field(default_factory=dict)
     memory_cap: tuple[float, torch.device] | None = None
+    nccl_env: dict[str, str] | None = None
     report: tuple[Any, VerificationResult | None] | None = None
 
 

@@ -22,13 +22,18 @@ from ray_fracbackend.decide.addresses import bracketed
 from ray_fracbackend.decide.error_texts import cause_of, is_address_in_use
 from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import PortInUseError, RendezvousError
+from ray_fracbackend.log import logger, slow_logged
 from ray_fracbackend.worker.state import STATE
 
 _NUM_TRIES = 3
 _CONNECTED = "ray_fracbackend/connected"
 _PAUSE_S = 0.3
 # c10d looks up the name of every peer for its log, so its own connection waits for a name server that does not answer.
-_OPEN_S = 60.0
+_OPEN_S, _SLOW_S = 60.0, 3.0
+_CONNECTING = (
+    "connecting to rank 0's store took %.0f s, usually because a name server does not answer: correct it, or add the nodes' "
+    "addresses to /etc/hosts"
+)
 # The largest value that the kernel allows, because all ranks connect at the same time.
 _BACKLOG = 4096
 
@@ -61,6 +66,8 @@ def hold_store(port: int | tuple[int, int] | None, one_node: bool = False, wait_
         except (RuntimeError, OSError) as error:
             if not is_address_in_use(error):
                 raise
+            if not clash and isinstance(port, int):
+                logger.info("port %s is taken on rank 0's node: waiting for it, up to %.0f s", port, wait_s)
             clash = cause_of(error)
             continue
         return int(STATE.store.port)
@@ -92,7 +99,8 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
     """
     timeout = timedelta(seconds=timeout_s)
     if rank > 0:
-        client = TCPStore(address, port, None, False, timeout, wait_for_workers=False, use_libuv=uses_libuv())
+        with slow_logged(_SLOW_S, _CONNECTING):
+            client = TCPStore(address, port, None, False, timeout, wait_for_workers=False, use_libuv=uses_libuv())
         store = PrefixStore(prefix, client)
         store.set(f"{_CONNECTED}/{rank}", "")
         return store
@@ -153,18 +161,19 @@ def open_store(port: int = 0, host: str | None = None) -> TCPStore:
         # port.
         with _listen(0, None) as free:
             port = free.getsockname()[1]
-    return TCPStore(
-        host or "127.0.0.1",
-        port,
-        None,
-        True,
-        timedelta(seconds=_OPEN_S),
-        wait_for_workers=False,
-        # A train function that creates a group from MASTER_ADDR and MASTER_PORT finds this store by its port.
-        multi_tenant=True,
-        master_listen_fd=listener.detach() if listener else None,
-        use_libuv=uses_libuv() and (listener is None or _libuv_takes_sockets()),
-    )
+    with slow_logged(_SLOW_S, _CONNECTING):
+        return TCPStore(
+            host or "127.0.0.1",
+            port,
+            None,
+            True,
+            timedelta(seconds=_OPEN_S),
+            wait_for_workers=False,
+            # A train function that creates a group from MASTER_ADDR and MASTER_PORT finds this store by its port.
+            multi_tenant=True,
+            master_listen_fd=listener.detach() if listener else None,
+            use_libuv=uses_libuv() and (listener is None or _libuv_takes_sockets()),
+        )
 
 
 def _listen(port: int, host: str | None) -> socket.socket:

@@ -21,6 +21,7 @@ from ray_fracbackend.errors import (
     MissingDeviceError,
     OutOfMemoryError,
     RendezvousError,
+    StartTimeoutError,
     VerificationError,
     WorkerDiedError,
 )
@@ -143,3 +144,20 @@ def test_a_rank_without_an_answer(
     assert caught.value.ranks == ((1,) if is_named else (0,))
     named = f"rank 1 (node 10.0.0.7, pid 4711) did not answer (starting ipc, start_timeout_s={budget_s:g})"
     assert (named in str(caught.value)) is is_named
+
+
+@pytest.mark.parametrize("has_answer", [True, False])
+def test_the_time_after_the_first_answer(monkeypatch: pytest.MonkeyPatch, has_answer: bool) -> None:
+    """The first worker may import torch for minutes; the others then have the limit, which the error names."""
+
+    def wait(refs: Any, timeout: float, **options: Any) -> tuple[list[int], list[int]]:
+        time.sleep(min(timeout, 0.05))
+        return [rank for rank in refs if rank == 0 and has_answer], [rank for rank in refs if rank or not has_answer]
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda refs: [None] * len(refs))
+    addresses = [WorkerAddress(rank, "10.0.0.7", 4711, "node") for rank in (0, 1)]
+    deadline = Deadline(600.0 if has_answer else 0.5)
+    with pytest.raises(StartTimeoutError, match=r"start_timeout_s=0\.2") as caught:
+        gather([0, 1], addresses, deadline, "probing", since_first_s=0.2)  # type: ignore[list-item]
+    assert caught.value.ranks == ((1,) if has_answer else (0, 1))

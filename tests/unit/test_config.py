@@ -11,7 +11,7 @@ from ray.train.torch import TorchConfig
 
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend.backend import FracTorchBackend
-from ray_fracbackend.config import frac_config
+from ray_fracbackend.integrations.trainers import frac_config
 
 _DEFAULTS = {
     "backend": "auto",
@@ -127,7 +127,7 @@ class TorchConfig(config.TorchConfig):
     bind_device: bool = False
 ray.train.torch.TorchConfig = config.TorchConfig = TorchConfig
 from ray_fracbackend import FracTorchConfig
-from ray_fracbackend.config import frac_config
+from ray_fracbackend.integrations.trainers import frac_config
 from ray_fracbackend.decide.settings import unknown_fields_warning
 taken = frac_config(TorchConfig(backend="gloo", bind_device=True), {"verify": False})
 print(taken, *(unknown_fields_warning(each, TorchConfig()) for each in (taken, FracTorchConfig(verify=False))), sep="\\n")

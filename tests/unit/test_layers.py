@@ -19,6 +19,7 @@ _PARTS = (
     "timeouts",
     "log",
     "decide",
+    "_torch",
     "_ray",
     "verify_failure",
     "verify_result",
@@ -47,6 +48,7 @@ _IPC_PARTS = ("errors", "knobs", "_torch", "host", "protocol", "device", "group"
 _PURE = ("errors", "timeouts", "log", "decide")
 _WITHOUT_RAY = (
     "log",
+    "_torch",
     "verify",
     "verify_failure",
     "verify_result",

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ray_fracbackend.decide.left_to_ray import left_to_ray
-from ray_fracbackend.decide.plan import WorkerPlan
-from ray_fracbackend.decide.rendezvous import WorkerRendezvous
+from ray_fracbackend.decide.plan import StartPlan, WorkerPlan
+from ray_fracbackend.decide.rendezvous import WorkerRendezvous, plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.errors import (
@@ -24,6 +24,15 @@ from tests.unit.builders import gpu, job, mig, worker
 
 def plan(workers, node_gpus=None, **options):
     return decide_start(workers, Settings(**options), node_gpus)
+
+
+def bound(workers, **options):
+    """Return of each worker whether its group is bound to its device."""
+    settings = Settings(**options)
+    decision = decide_start(workers, settings)
+    rendezvous = plan_rendezvous(workers, settings, decision.backend, 29500)
+    told = StartPlan.of(decision, rendezvous).worker_plans(workers, settings, budget_s=1.0, attempt="a")
+    return [each.bind_device for each in told]
 
 
 _IPC = {"ipc_host_memory_missing": None, "ipc_device_memory_missing": None}
@@ -181,6 +190,14 @@ class TestOwnDevices:
         found = plan(job(gpu("a"), gpu("b", index=1), num_visible_devices=2))
         assert (found.backend, found.device_type, dict(found.env_defaults)) == ("nccl", "cuda", {})
         assert (found.share_groups, found.warnings, found.hints) == ((), (), ())
+
+    def test_the_group_is_bound_to_devices_of_its_own(self):
+        """After the verification, because a new group splits the communicator that it has connected."""
+        own, shared = job(gpu("a"), gpu("b", index=1), num_visible_devices=2), job(gpu("a"), gpu("a"))
+        assert bound(own) == [True, True]
+        assert bound(own, verify=False) == bound(own, backend="gloo") == bound(job(None, None)) == [False, False]
+        assert bound(shared, on_shared_device="gloo") == [False, False]
+        assert bound(own, backend="cpu:gloo,cuda:nccl") == [True, True]
 
     @pytest.mark.parametrize(
         ("policy", "fallback"),

@@ -86,3 +86,17 @@ def test_storage_that_is_not_local(tmp_path, warnings):
     remote = SubTreeFileSystem(str(tmp_path), LocalFileSystem())
     assert save_report(group("bucket/run", remote), REPORT) == "bucket/run/start_report.json (subtree)"
     assert (tmp_path / "bucket" / "run" / REPORT_FILE).exists()
+
+
+def test_it_can_be_turned_off(tmp_path, monkeypatch):
+    """The report contains addresses and variables."""
+    monkeypatch.setenv("RAY_FRACBACKEND_START_REPORT", "0")
+    assert save_report(group(tmp_path), REPORT) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_last_folders_are_remembered(tmp_path):
+    """A process may start thousands of runs."""
+    for number in range(report_file._NUM_FOLDERS + 10):
+        save_report(group(tmp_path / str(number)), REPORT)
+    assert len(report_file._NEWEST) <= report_file._NUM_FOLDERS

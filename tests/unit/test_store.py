@@ -172,6 +172,21 @@ def test_a_port_that_is_freed_in_time_is_taken(monkeypatch: pytest.MonkeyPatch) 
     assert store.hold_store(port) == port
 
 
+def test_what_a_slow_worker_waits_for_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A taken port, and a connection that takes as long as a name server that does not answer."""
+    logged: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(store.logger, level, lambda text, *values: logged.append(text % values))
+    with listener() as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError):
+            store.hold_store(port, wait_s=0.6)
+    assert logged == [f"port {port} is taken on rank 0's node: waiting for it, up to 1 s"]
+    monkeypatch.setattr(store, "_SLOW_S", -1.0)
+    store.hold_store(None)
+    assert logged[1].startswith("connecting to rank 0's store took 0 s, usually because a name server does not answer")
+
+
 def test_a_port_that_c10d_finds_taken_is_skipped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows c10d binds the port itself, and its error counts like the system's."""
     first = free_range(2)

@@ -1,0 +1,37 @@
+"""Private names of torch.distributed that a start uses. ipc/ has its own, in ipc/_torch.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
+
+# Aborts all process groups of this process. torch before 2.6 has no such function; there destroying aborts NCCL.
+abort_groups: Callable[[], None] | None = getattr(distributed_c10d, "_abort_process_group", None)
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the default process group."""
+    return distributed_c10d._get_default_group()
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """Return the store of a process group."""
+    return distributed_c10d._get_process_group_store(group)
+
+
+def groups() -> list[dist.ProcessGroup]:
+    """Return all process groups of this process."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def reset_group_count() -> None:
+    """Count the groups from 0 again: torch puts the count into the store's keys, and does not decrease it after a failure."""
+    distributed_c10d._world.group_count = 0
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the default group's collectives. torch 2.14 has a public function, and a FutureWarning for the old one."""
+    getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)(timeout)
