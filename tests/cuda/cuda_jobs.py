@@ -36,6 +36,12 @@ def look_and_train(config: dict[str, Any]) -> None:
         found["report"] = get_start_report().to_dict()
     if not config["stock"] and device.type == "cuda":
         check = check_devices()
+        found["bound"] = dist.group.WORLD.bound_device_id is not None  # type: ignore[union-attr]
+        # A group of torch's own: if the default group is bound to a device, NCCL splits its communicator.
+        total, group = torch.ones(1, device=device), dist.new_group()
+        dist.all_reduce(total, group=group)
+        found["new_group"] = total.item()
+        dist.barrier()
         found["check"] = [check.backend, [group.ranks for group in check.share_groups]]
     tell(config, found)
     with tempfile.TemporaryDirectory() as folder:

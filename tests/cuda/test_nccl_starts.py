@@ -135,10 +135,11 @@ def test_a_collective_that_hangs_in_training(engine):
 
 
 def test_the_same_ray_goes_on(engine, expected):
-    """After all of these the next job uses NCCL on both devices."""
+    """After all of these the next job uses NCCL on both devices, bound to them."""
     ranks, text = run(engine, OWN)
     assert text == ""
     trained(ranks, expected, "nccl")
+    assert [(rank["bound"], rank["new_group"]) for rank in ranks] == [(True, 2.0)] * 2
     assert engine.start_report()["verification"]["device"].startswith("cuda:")
 
 
