@@ -10,8 +10,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -215,6 +215,25 @@ class Switch:
 
     def close(self) -> None:
         run("ip", "netns", "del", self.name, check=False)
+
+
+@contextmanager
+def network(num_nodes: int) -> Iterator[tuple[list[Node], Switch]]:
+    """Connect nodes to one switch."""
+    name = f"rfb-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+    nodes: list[Node] = []
+    switch = None
+    try:
+        nodes.extend(Node(f"{name}-{number}", f"node-{number}", number + 1) for number in range(num_nodes))
+        switch = Switch(f"{name}-switch", nodes)
+        for node in nodes:
+            node.start_agent()
+        yield nodes, switch
+    finally:
+        for node in nodes:
+            node.close()
+        if switch is not None:
+            switch.close()
 
 
 def address(node: Node, interface: str) -> None:

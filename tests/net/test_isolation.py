@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import net_calls
 import pytest
-from net_nodes import Node, Switch, Worker, run
+from net_nodes import Node, Switch, Worker, network, run
 
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import WorkerRendezvous
@@ -23,20 +22,10 @@ NUM_NODES = 4
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[tuple[list[Node], Switch]]:
-    """Nodes at one switch, one for each rank."""
-    name = f"rfb-{os.getpid()}-{uuid.uuid4().hex[:4]}"
-    nodes: list[Node] = []
-    switch = None
-    try:
-        nodes.extend(Node(f"{name}-{number}", f"node-{number}", number + 1) for number in range(NUM_NODES))
-        switch = Switch(f"{name}-switch", nodes)
-        yield nodes, switch
-    finally:
-        for node in nodes:
-            node.close()
-        if switch is not None:
-            switch.close()
+def nodes_and_switch() -> Iterator[tuple[list[Node], Switch]]:
+    """One node for each rank."""
+    with network(NUM_NODES) as nodes_and_switch:
+        yield nodes_and_switch
 
 
 def lose(node: Node, *others: Node) -> None:
@@ -106,10 +95,10 @@ def search(nodes: list[Node], workers: list[Worker]) -> list[tuple[tuple[int, ..
     ],
 )
 def test_a_planted_fault_is_named(
-    network: tuple[list[Node], Switch], tmp_path: Path, kind: str, found: list[tuple[tuple[int, ...], str]]
+    nodes_and_switch: tuple[list[Node], Switch], tmp_path: Path, kind: str, found: list[tuple[tuple[int, ...], str]]
 ) -> None:
     """The search names the fault and its ranks, and nothing else."""
-    nodes, switch = network
+    nodes, switch = nodes_and_switch
     try:
         workers = [node.spawn(tmp_path) for node in nodes]
         for worker in workers:

@@ -22,8 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from net_faults import network
-from net_nodes import Node, why_not
+from net_nodes import Node, network, why_not
 from net_nodes import run as run_command
 
 from tests.processes import left_files, mark_processes, shared_files
@@ -74,7 +73,7 @@ class Soak:
             self._network.close()
             self._nodes = []
         if not self._nodes:
-            self._nodes = self._network.enter_context(network(starts.NUM_NODES))
+            self._nodes, _ = self._network.enter_context(network(starts.NUM_NODES))
         return self._nodes
 
     def close(self) -> list[str]:

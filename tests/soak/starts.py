@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from net_faults import drop
 from net_nodes import Node, address
 from net_starts import instructions, probe_workers
 
@@ -228,7 +227,11 @@ class _Played:
         if strike.kind == "unplug":
             node.ip_command("link", "set", "eth0", "down")
         elif strike.kind == "drop":
-            drop(node, [other.ip for other in self._nodes if other is not node], ("saddr", "daddr"))
+            chains = [
+                f"add chain inet t {hook} {{ type filter hook {hook} priority 0; }}" for hook in ("input", "output")
+            ]
+            rules = ["add rule inet t input iifname eth0 drop", "add rule inet t output oifname eth0 drop"]
+            node.execute("nft", "; ".join(["add table inet t", *chains, *rules]))
         else:
             os.kill(worker.pid, signal.SIGKILL if strike.kind == "kill" else signal.SIGSTOP)
         if strike.for_s is not None:
