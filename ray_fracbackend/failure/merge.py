@@ -137,19 +137,21 @@ def _combined(
 
 
 def _by_precedence(failures: Mapping[int, BaseException]) -> dict[int, BaseException]:
-    """Return the errors, the most specific first and then by rank, without those that only name ranks with an error of their own."""
-    waited_for = {
-        rank: error.ranks for rank, error in failures.items() if _lost_a_peer(error) and rank not in error.ranks
-    }
-    explained = failures.keys() - waited_for.keys()
-    kept = [rank for rank in failures if rank not in waited_for or not explained.issuperset(waited_for[rank])]
+    """Return the errors, the most specific first and then by rank, without those of ranks that only lost a peer.
+
+    Such an error stays if it names a rank without an error of its own, and if all ranks lost a peer.
+    """
+    lost = {rank: error.ranks for rank, error in failures.items() if _lost_a_peer(error) and rank not in error.ranks}
+    explained = failures.keys() - lost.keys()
+    kept = [rank for rank in failures if rank not in lost or not explained or not explained.issuperset(lost[rank])]
     return {rank: failures[rank] for rank in sorted(kept, key=lambda rank: (*_precedence(failures[rank]), rank))}
 
 
 def _lost_a_peer(error: BaseException) -> TypeGuard[FracBackendError]:
-    """Return whether this rank names ranks that it waited for, and no failure of its own."""
-    is_wait = type(error) is RendezvousError or (isinstance(error, VerificationError) and error.kind in PEER_LOST)
-    return is_wait and bool(error.ranks)  # type: ignore[attr-defined]
+    """Return whether this rank waited for others, and names no failure of its own."""
+    if isinstance(error, VerificationError):
+        return error.kind in PEER_LOST
+    return type(error) is RendezvousError and bool(error.ranks)
 
 
 def _precedence(error: BaseException) -> tuple[bool, bool, int, int]:

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from ray_fracbackend.decide.worker_info import WorkerAddress
-from ray_fracbackend.errors import GroupFormationError, RendezvousError, UnreachableMasterError
+from ray_fracbackend.errors import GroupFormationError, RendezvousError, UnreachableMasterError, VerificationError
 from ray_fracbackend.failure.merge import merged
 
 ADDRESSES = {rank: WorkerAddress(rank, "10.0.0.3", 100 + rank, "node") for rank in range(8)}
@@ -61,3 +61,15 @@ def test_a_rank_that_only_waited_is_not_named(order):
 def test_a_rank_that_waited_for_a_rank_without_an_error_is_named(others):
     error = of_start({0: RendezvousError("ranks 1,2 did not connect.", ranks=(1, 2)), **others})
     assert f"{ADDRESSES[0].text}: ranks 1,2 did not connect" in str(error)
+
+
+def test_a_rank_that_lost_a_peer_is_not_named_beside_the_rank_with_the_wrong_result() -> None:
+    """Gloo's message names no rank. If all ranks lost a peer, all are named."""
+    wrong = VerificationError("all_reduce computed a wrong result.", kind="wrong_answer")
+    lost = VerificationError("all_reduce failed (Connection closed by peer).", kind="failed")
+    addresses = {rank: WorkerAddress(rank, "10.0.0.1", 4711, "node") for rank in range(3)}
+    error = merged({0: lost, 1: wrong}, (), addresses, "starting gloo", 10)
+    assert (error.ranks, str(error)) == ((1,), "rank 1 (node 10.0.0.1, pid 4711): all_reduce computed a wrong result.")
+    assert merged({0: lost, 1: lost}, (), addresses, "starting gloo", 10).ranks == (0, 1)
+    both = merged({0: lost, 2: VerificationError("failed.", kind="failed", ranks=[1])}, (), addresses, "starting", 10)
+    assert both.ranks == (1,)
