@@ -1,11 +1,10 @@
-"""Run cells of fault, phase and configuration in separate drivers with time limits, and check the answers."""
+"""Run cases in separate drivers with time limits, and check the answers."""
 
 from __future__ import annotations
 
 import json
 import os
 import queue
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,38 +18,31 @@ from typing import Any
 
 import psutil
 
-from tests.faults.planted import FAULT, FAULTS, Planting, told_at
+from tests.faults.cases import STEPS, V2_HOOKS, Case
+from tests.faults.planted import FAULT, told_at
 
 _ROOT = Path(__file__).parents[2]
-START_PHASES = ("probe", "rendezvous", "init", "verify")
-PHASES = (*START_PHASES, "train", "shutdown")
 # Maximum wait of a user in our start beyond start_timeout_s.
 SLACK_S = 10.0
 # Tolerance for a busy machine.
 _PATIENCE_S = 120.0
 _POLL_S = 0.5
-_NOTHING = {"on_start_s": None, "start_s": None, "fault_s": None}
-
-
-def plantings() -> list[Planting]:
-    """Return every cell of one engine."""
-    rows = [(phase, fault) for phase in PHASES for fault in FAULTS if fault != "wrong" or phase == "verify"]
-    found = [Planting("ours", backend, *row) for backend in ("gloo", "ipc") for row in rows]
-    # Stock has neither a probe nor a verification.
-    return found + [Planting("stock", "gloo", *row) for row in rows if row[0] not in ("probe", "verify")]
 
 
 class Driver:
     """A driver process with its own Ray; close() kills it with all its processes."""
 
-    def __init__(self, engine: str, timeout_s: float) -> None:
+    def __init__(self, engine: str, ray: str, timeout_s: float) -> None:
+        self.ray = ray
         self._timeout_s = timeout_s
+        # Ray adds the driver's current directory to the path of each worker.
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.driver"],
+            [sys.executable, "-m", "tests.faults.driver", ray],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=_ROOT,
+            cwd=self._folder.name,
             env={
                 **os.environ,
                 "PYTHONPATH": str(_ROOT),
@@ -66,13 +58,13 @@ class Driver:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can run another cell."""
+        """Whether it can run another case."""
         return not self._gave_up and self._process.poll() is None
 
-    def run(self, planting: Planting, limit_s: float) -> dict[str, Any] | None:
+    def run(self, case: Case, limit_s: float) -> dict[str, Any] | None:
         """Return the user's view and what was left, None if the fit did not end ``limit_s`` after the fault."""
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            task = {"planting": asdict(planting), "timeout_s": self._timeout_s, "folder": folder}
+            task = {"case": asdict(case), "timeout_s": self._timeout_s, "folder": folder}
             print(json.dumps(task), file=self._process.stdin, flush=True)
             # A busy machine may take long to reach the fault.
             end = time.monotonic() + 2 * _PATIENCE_S
@@ -81,16 +73,14 @@ class Driver:
                 if time.monotonic() > end or (struck is not None and time.time() > struck + limit_s):
                     self._gave_up = True
                     return None
-            return {**_NOTHING, **seen, **(self._answer(_PATIENCE_S) or {})}
+            return {**seen, **(self._answer(_PATIENCE_S) or {})}
 
     def _answer(self, limit_s: float) -> Any:
         try:
             line = self._lines.get(timeout=limit_s)
         except queue.Empty:
             return None
-        if not line:
-            return {"error": {"cause_class": "DriverEnded", "cause": f"exit code {self._process.wait()}"}}
-        return json.loads(line)
+        return json.loads(line) if line else {"left": [f"the driver ended, exit code {self._process.wait()}"]}
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -106,20 +96,29 @@ class Driver:
                 one.kill()
         self._process.wait()
         self._reader.join()
+        self._folder.cleanup()
 
 
-def run_cells(
-    cells: Sequence[Planting], engine: str, timeout_s: float, limit_s: float
-) -> Iterator[tuple[Planting, dict[str, Any] | None]]:
-    """Run cells one after the other; after one that did not end or left something, the next one gets a new driver."""
+def run_cases(
+    cases: Sequence[Case], engine: str, timeout_s: float, limit_s: float
+) -> Iterator[tuple[Case, dict[str, Any] | None]]:
+    """Run the cases that the engine can have, one after the other.
+
+    After one that did not end, left something or lost a node, the next one gets a new driver.
+    """
     driver = None
     try:
-        for planting in cells:
-            driver = driver or Driver(engine, timeout_s)
-            answer = driver.run(planting, limit_s)
-            yield planting, answer
-            # The left processes hold CPUs that the next cell needs.
-            if not driver.is_alive or (answer or {}).get("left"):
+        for case in cases:
+            if case.why_not(engine) is not None:
+                continue
+            if driver is None or driver.ray != case.ray:
+                if driver is not None:
+                    driver.close()
+                driver = Driver(engine, case.ray, timeout_s)
+            answer = driver.run(case, limit_s)
+            yield case, answer
+            # The left processes hold CPUs that the next case needs.
+            if not driver.is_alive or (answer or {}).get("left") or case.fault == "node":
                 driver.close()
                 driver = None
     finally:
@@ -127,31 +126,44 @@ def run_cells(
             driver.close()
 
 
-def problems(planting: Planting, answer: dict[str, Any] | None) -> list[str]:
-    """Return the problems of one of our cells, except its duration."""
-    if answer is None:
+def problems(case: Case, engine: str, seen: dict[str, Any] | None, timeout_s: float) -> list[str]:
+    """Return what is wrong with the end of a case."""
+    if seen is None:
         return ["no end"]
-    found = [f"left: {name}" for name in answer.get("left", ["no word of it"])]
-    if answer["fault_s"] is None:
-        found.append("the fault did not strike")
-    error = answer["error"]
-    if error is None:
+    if "starts" not in seen:
+        return list(seen["left"])
+    found = [f"left: {name}" for name in seen["left"]]
+    if case.step not in STEPS or seen["starts"] == 0:
         return found
-    if planting.phase in START_PHASES and not is_named(planting, error):
-        found.append(f"the rank is not named: {error['cause_class']}: {error['cause']}")
+    if seen["starts"] - case.is_repeated != case.num_starts(engine):
+        found.append(f"{seen['starts']} starts")
+    if seen["start_s"] is not None and seen["start_s"] > timeout_s + SLACK_S:
+        found.append("too late")
+    if case.ends_well(engine):
+        return found + ([f"not trained: {seen['error']}"] if seen["error"] else [])
+    return found + _in_the_error(case, seen)
+
+
+def _in_the_error(case: Case, seen: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the error of a failed start, its report and Ray's record."""
+    error, found = seen["error"], []
+    if error is None:
+        return ["no error"]
+    culprits = [0] if case.fault == "port" else [0, 1] if case.fault == "device" else sorted(set(seen["struck"]))
+    if error["ranks"] is None:
+        found.append(f"not ours: {error['cause_class']}: {error['cause']}")
+    elif error["ranks"] != culprits and case.fault != "memory":
+        found.append(f"names ranks {error['ranks']}: {error['cause']}")
+    if not (seen["report"] or {}).get("message", "").startswith(error["cause"][:40]):
+        found.append("the report does not name the error")
+    if seen["again"] is not None:
+        found.append(f"the second run failed: {seen['again']}")
+    recorded = seen["attempts"] or []
+    if any(status != "ERRORED" or error["cause"][:40] not in detail for status, detail in recorded):
+        found.append(f"Ray's record: {recorded}")
     return found
 
 
-def is_named(planting: Planting, error: dict[str, str]) -> bool:
-    """Return whether the error names the rank."""
-    return re.search(rf"\brank {planting.rank}\b", error["cause"], re.IGNORECASE) is not None
-
-
-def too_late(planting: Planting, answer: dict[str, Any] | None, timeout_s: float) -> bool:
-    """Return whether one of our starts took too long to fail, including Ray's shutdown."""
-    if planting.phase not in START_PHASES:
-        return False
-    if answer is None or answer["on_start_s"] is None:
-        return True
-    # If Ray restarts the workers, the failed start counts.
-    return bool(answer["on_start_s" if answer["error"] is None else "start_s"] > timeout_s + SLACK_S)
+def is_of_v2(case: Case) -> bool:
+    """Return whether the case has a hook of V2's callbacks."""
+    return case.hook in V2_HOOKS
