@@ -8,6 +8,8 @@ from dataclasses import dataclass
 STEPS = ("probe", "store", "connect", "create", "verify")
 # Faults after which a worker's process is gone; V2 restarts the workers.
 LOST = ("kill", "node")
+# Faults of the package on the node of a worker.
+PACKAGES = ("other version", "no package")
 # Hooks of V2's callbacks, in the order in which a failing start reaches them.
 V2_HOOKS = (
     "after_controller_state_update",
@@ -25,6 +27,8 @@ V2_HOOKS = (
 )
 # Hooks of Tune's callbacks, which run in the driver.
 V1_HOOKS = ("on_trial_start", "on_trial_error", "on_experiment_end")
+# Hooks whose own error takes the place of the start's in the error of fit().
+HIDING_HOOKS = ("before_controller_execute_failure_decision", "on_experiment_end")
 
 
 @dataclass(frozen=True)
@@ -109,13 +113,14 @@ def cases() -> list[Case]:
         Case("raise", is_repeated=True),
     ]
     found += [Case("raise", hook=hook) for hook in V1_HOOKS]
+    found += [Case("raise", hook=hook, is_first=first) for hook in V2_HOOKS for first in (True, False)]
+    found += [Case("", "after it", hook="after_worker_group_start")]
     found += [Case(fault, "train") for fault in ("kill", "stop", "raise", "hang")]
     found += [Case("stop", "train", backend="ipc"), Case("kill", "shutdown"), Case("raise", "shutdown")]
     found += [Case(fault, ray="state tracking") for fault in ("kill", "raise")]
     found += [
-        Case("raise", ray="state tracking", hook=hook, is_first=first) for hook in V2_HOOKS for first in (True, False)
+        Case("raise", ray="state tracking", hook="after_worker_group_abort", is_first=first) for first in (True, False)
     ]
-    found += [Case("", "start", ray="state tracking", hook="after_worker_group_start")]
     found += [Case("memory", ray="little memory")]
     found += [Case("other version", "probe", ray="other version"), Case("no package", "probe", ray="no package")]
     found += [Case("node", step, ray="two nodes") for step in ("connect", "verify")]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend.backend import FracTorchBackend
-from tests.faults.cases import Case
+from tests.faults.cases import PACKAGES, Case
 
 # Events of a run, recorded in its folder.
 BEGIN, END, FAULT, TRAINED = "on_start begins", "on_start ends", "fault", "trained"
@@ -40,7 +40,6 @@ _STEPS = {
 }
 # Faults of a worker in one of these steps. The others are there before the start begins.
 _OF_A_STEP = ("kill", "stop", "raise", "hang", "wrong", "memory", "node")
-_PACKAGES = ("other version", "no package")
 _BLOCK, _MAX_BLOCKS = 2**28, 32
 
 
@@ -145,7 +144,7 @@ class PlantedBackend(FracTorchBackend):
         """Plant the fault, import in every worker what the start needs, and start."""
         case, folder = backend_config.case, backend_config.folder
         is_planted = case.is_lasting or told_at(folder, BEGIN) is None
-        if case.fault not in _PACKAGES:
+        if case.fault not in PACKAGES:
             worker_group.execute(importlib.import_module, "ray_fracbackend.worker.process_group")
         if is_planted and case.step in _STEPS and case.fault in _OF_A_STEP:
             nodes = worker_group.execute(node_id)

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from tests.faults.cases import STEPS, V2_HOOKS, Case
+from tests.faults.cases import HIDING_HOOKS, PACKAGES, STEPS, Case
 from tests.faults.planted import FAULT, told_at
 
 _ROOT = Path(__file__).parents[2]
@@ -27,6 +27,8 @@ SLACK_S = 10.0
 # Tolerance for a busy machine.
 _PATIENCE_S = 120.0
 _POLL_S = 0.5
+# Characters of a message that tell it from others.
+_TELLING = 60
 
 
 class Driver:
@@ -146,24 +148,21 @@ def problems(case: Case, engine: str, seen: dict[str, Any] | None, timeout_s: fl
 
 def _in_the_error(case: Case, seen: dict[str, Any]) -> list[str]:
     """Return what is wrong with the error of a failed start, its report and Ray's record."""
-    error, found = seen["error"], []
+    error, report, found = seen["error"], seen["report"] or {}, []
     if error is None:
         return ["no error"]
+    if case.hook in HIDING_HOOKS:
+        error = {**report, "cause": report.get("message", "no report"), "ranks": report.get("ranks")}
     culprits = [0] if case.fault == "port" else [0, 1] if case.fault == "device" else sorted(set(seen["struck"]))
     if error["ranks"] is None:
-        found.append(f"not ours: {error['cause_class']}: {error['cause']}")
-    elif error["ranks"] != culprits and case.fault != "memory":
+        found.append(f"not ours: {error['cause']}")
+    elif error["ranks"] != culprits and case.fault not in ("memory", *PACKAGES):
         found.append(f"names ranks {error['ranks']}: {error['cause']}")
-    if not (seen["report"] or {}).get("message", "").startswith(error["cause"][:40]):
+    if report.get("message", "")[:_TELLING] != error["cause"][:_TELLING]:
         found.append("the report does not name the error")
     if seen["again"] is not None:
         found.append(f"the second run failed: {seen['again']}")
     recorded = seen["attempts"] or []
-    if any(status != "ERRORED" or error["cause"][:40] not in detail for status, detail in recorded):
+    if any(status != "ERRORED" or error["cause"][:_TELLING] not in detail for status, detail in recorded):
         found.append(f"Ray's record: {recorded}")
     return found
-
-
-def is_of_v2(case: Case) -> bool:
-    """Return whether the case has a hook of V2's callbacks."""
-    return case.hook in V2_HOOKS
