@@ -11,9 +11,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 from common import RESULTS, machine_of, newest
+
+sys.path.append(str(RESULTS.parents[1]))
+
+from tests.faults.cases import Case, cases
 
 ROOT = RESULTS.parents[1]
 DOCS = ROOT / "docs"
@@ -179,60 +184,68 @@ def ipc_demo() -> str:
 
 
 def faults_setting() -> str:
-    """Return the machine and timeouts of the runs with faults."""
+    """Return the machine and timeouts of the failing starts."""
     name, result = newest_result("faults")
     where = result["environment"]
-    loads = [cell["load"] for cell in result["cells"]]
+    loads = [cell["load"] for cell in result["cells"] if "load" in cell]
     return (
         f"`benchmarks/results/{name}`: {where['num_cpus']} cores of {where['cpu']}, Ray {where['ray']}, torch {where['torch']}, "
-        f"load average {min(loads):.0f} to {max(loads):.0f}, {len(loads)} cells; {result['num_workers']} CPU workers, `start_timeout_s`, `timeout_s` and "
+        f"load average {min(loads):.0f} to {max(loads):.0f}, {len(loads)} runs; {result['num_workers']} CPU workers, `start_timeout_s`, `timeout_s` and "
         f"TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S at {result['timeout_s']:g} s"
     )
 
 
-def faults_rows() -> dict[tuple[str, str], dict[tuple[str, str, str], Any]]:
-    """Return the observations by phase and fault, then by configuration, backend and engine."""
-    rows: dict[tuple[str, str], dict[tuple[str, str, str], Any]] = {}
+def faults_rows() -> list[tuple[list[str], dict[str, Any]]]:
+    """Return step, fault and conditions of each case, and its cells by engine."""
+    rows: dict[Case, dict[str, Any]] = {case: {} for case in cases()}
+    names = [field.name for field in fields(Case)]
     for cell in newest_result("faults")[1]["cells"]:
-        row = rows.setdefault((cell["phase"], cell["fault"]), {})
-        row[cell["config"], cell["backend"], cell["engine"]] = cell["seen"]
-    return rows
+        rows[Case(**{name: cell[name] for name in names})][cell["engine"]] = cell
+    return [([case.step, case.fault or "-", case.conditions], row) for case, row in rows.items()]
 
 
-def fault_seen(seen: Any, limit_s: float) -> str:
-    """``VerificationError, 0.3 s``: the error and the seconds from the fault to the end of ``fit()``."""
-    if seen is None:
+def fault_seen(cell: Any, limit_s: float) -> str:
+    """``VerificationError, rank 1, 0.3 s``: the error, the seconds from the fault to the end of ``fit()``, and the starts if not one."""
+    if "why_not" in cell:
+        return f"- ({cell['why_not']})"
+    seen = cell["seen"]
+    if seen is None or "starts" not in seen:
         return f"no end in {limit_s:g} s"
-    kind = seen["error"]["cause_class"] if seen["error"] else "trained"
-    if seen["fault_s"] is None:
-        return kind
-    return f"{kind}, {seen['fault_s']:.{0 if seen['fault_s'] >= 10 else 1}f} s"
+    error = seen["error"]
+    found = [error["cause_class"] if error else "trained"]
+    if error and error["ranks"]:
+        found.append(f"rank{'s' * (len(error['ranks']) > 1)} {', '.join(map(str, error['ranks']))}")
+    elif not error and seen["trained"] != [2]:
+        found.append("one worker")
+    found.append(f"{seen['fault_s']:.{0 if seen['fault_s'] >= 10 else 1}f} s")
+    if seen["starts"] != 1:
+        found.append(f"{seen['starts']} starts")
+    if error and seen["trained"]:
+        found.append("then trained")
+    found += [f"left: {', '.join(sorted({first_word(name) for name in seen['left']}))}"] if seen["left"] else []
+    return ", ".join(found)
+
+
+def first_word(name: str) -> str:
+    """``worker``: the kind of something left behind."""
+    return "workers" if "RayTrainWorker" in name else "placement group" if "placement" in name else name
 
 
 def faults() -> str:
-    """Return error and seconds of every cell; an empty cell if it did not run."""
+    """Return the end of every case with both engines."""
     limit_s = newest_result("faults")[1]["limit_s"]
-    configs = (("ours", "gloo"), ("ours", "ipc"), ("stock", "gloo"))
-    keys = [(*config, engine) for config in configs for engine in ("V1", "V2")]
-    rows = [
-        [phase, fault, *(fault_seen(row[key], limit_s) if key in row else _missing(key, phase) for key in keys)]
-        for (phase, fault), row in faults_rows().items()
-    ]
-    names = [f"{backend if config == 'ours' else config} {engine}" for config, backend, engine in keys]
-    return table(["phase", "fault", *names], rows)
-
-
-def _missing(key: tuple[str, str, str], phase: str) -> str:
-    return "-" if key[0] == "stock" and phase in ("probe", "verify") else ""
+    rows = [[*names, *(fault_seen(row[engine], limit_s) for engine in ("V1", "V2"))] for names, row in faults_rows()]
+    return table(["step", "fault", "with", "V1", "V2"], rows)
 
 
 def faults_text() -> str:
-    """Return the first line of every error with V2, ours with Gloo beside stock's."""
+    """Return the first line of each error, of V1 unless only V2 has one."""
     rows = []
-    for names, row in faults_rows().items():
-        seen = [row.get((config, "gloo", "V2")) for config in ("ours", "stock")]
-        rows.append([*names, *(first_line(one["error"]["cause"]) if one and one["error"] else "-" for one in seen)])
-    return table(["phase", "fault", "ours", "stock"], rows)
+    for names, row in faults_rows():
+        errors = [each["seen"]["error"] for each in (row["V1"], row["V2"]) if (each.get("seen") or {}).get("error")]
+        if errors:
+            rows.append([*names, first_line(errors[0]["cause"])])
+    return table(["step", "fault", "with", "first line"], rows)
 
 
 def peers_setting() -> str:

@@ -249,7 +249,11 @@ def _found(files: set[str], sockets: dict[str, set[int]]) -> list[str]:
     ]
     total, free = ray.cluster_resources(), ray.available_resources()
     taken = [f"{total[name] - free.get(name, 0):g} {name}" for name in ("CPU", "GPU") if free.get(name) != total[name]]
-    new = [f"sockets of {process}: {ports}" for process, ports in listening().items() if _has_new(ports, sockets.get(process))]
+    new = [
+        f"sockets of {process}: {ports}"
+        for process, ports in listening().items()
+        if _has_new(ports, sockets.get(process))
+    ]
     return [*_processes(), *groups, *taken, *new, *(f"/dev/shm/{name}" for name in left_files(files))]
 
 
@@ -270,7 +274,9 @@ def listening() -> dict[str, set[int]]:
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         with suppress(psutil.Error):
             name = f"{process.pid} {' '.join(process.cmdline()).strip()[:40]}"
-            found[name] = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+            found[name] = {
+                each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN
+            }
     return found
 
 

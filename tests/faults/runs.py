@@ -48,6 +48,8 @@ class Driver:
             env={
                 **os.environ,
                 "PYTHONPATH": str(_ROOT),
+                # V2's PlacementGroupCleaner asks the cluster that this folder names: another one would let each fit end 12 s later.
+                "RAY_TMPDIR": self._folder.name,
                 "RAY_TRAIN_V2_ENABLED": "0" if engine == "V1" else "1",
                 "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": str(round(timeout_s)),
             },
