@@ -27,6 +27,8 @@ SLACK_S = 10.0
 # Tolerance for a busy machine.
 _PATIENCE_S = 120.0
 _POLL_S = 0.5
+# V2's error for a lost worker after the last restart; the start's own is its cause, which the driver does not receive (2.60).
+_RAYS_OWN = "WorkerGroupStartupFailedError"
 # Characters of a message that tell it from others.
 _TELLING = 60
 
@@ -50,6 +52,8 @@ class Driver:
                 "PYTHONPATH": str(_ROOT),
                 # V2's PlacementGroupCleaner asks the cluster that this folder names: another one would let each fit end 12 s later.
                 "RAY_TMPDIR": self._folder.name,
+                # How long V2 waits for the CPUs of a lost node before it tries a smaller group.
+                "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
                 "RAY_TRAIN_V2_ENABLED": "0" if engine == "V1" else "1",
                 "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": str(round(timeout_s)),
             },
@@ -136,8 +140,10 @@ def problems(case: Case, engine: str, seen: dict[str, Any] | None, timeout_s: fl
         return ["no end"]
     if "starts" not in seen:
         return list(seen["left"])
+    if not case.fault or (not seen["starts"] and (case.hook or case.fault == "no package")):
+        return []  # it ended in Ray, before our start or after it
     found = [f"left: {name}" for name in seen["left"]]
-    if case.step not in STEPS or seen["starts"] == 0:
+    if case.step not in STEPS:
         return found
     if seen["starts"] - case.is_repeated != case.num_starts(engine):
         found.append(f"{seen['starts']} starts")
@@ -153,7 +159,7 @@ def _in_the_error(case: Case, seen: dict[str, Any]) -> list[str]:
     error, report, found = seen["error"], seen["report"] or {}, []
     if error is None:
         return ["no error"]
-    if case.hook in HIDING_HOOKS:
+    if case.hook in HIDING_HOOKS or error["cause_class"] == _RAYS_OWN:
         error = {**report, "cause": report.get("message", "no report"), "ranks": report.get("ranks")}
     culprits = [0] if case.fault == "port" else [0, 1] if case.fault == "device" else sorted(set(seen["struck"]))
     if error["ranks"] is None:
