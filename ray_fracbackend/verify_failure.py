@@ -91,9 +91,12 @@ def _failed(verification: Verification, error: Exception, kind: str) -> Verifica
         _record(verification, "failed")
         kind, ranks = "own_failure", [verification.own_rank]
     else:
-        ranks = _absent(verification)
-        if ranks:
-            text += f": {ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} not in it"
+        absent = _absent(verification)
+        # Gloo ends a wait for peers at the same time limit by itself, so a call that does not return hangs on this rank.
+        hangs = isinstance(error, TimeoutError) and verification.backend == "gloo"
+        ranks = absent or ([verification.own_rank] if hangs else [])
+        if absent:
+            text += f": {ranks_text(absent)} {'is' if len(absent) == 1 else 'are'} not in it"
         if kind == "stalled":
             cause = f"no answer within {verification.timeout_s:.3g} s"
     if is_cuda_out_of_memory(error):  # and the device has free memory

@@ -18,11 +18,13 @@ _ADVICE = {
     "Gloo cannot connect": "Gloo connects every pair of ranks on random ports, on this node {interface}: check that all nodes allow them, "
     "or set GLOO_SOCKET_IFNAME to an interface that the others reach; and that rank 0 and the other ranks do not hang.",
     "rank 0 hangs": "Rank 0 hangs, the network to it is cut, or another rank did not connect: look at that process and at the nodes.",
+    "fails by itself": "Look at that worker's log.",
     "store not reached": "Check that every node reaches that address and port.",
     # The reports of all ranks together show the cause.
     "worker died": "Look for the cause in that node's logs; the usual causes are too little memory and a preempted node.",
+    "killed for memory": "Use fewer workers per node, or less memory in each.",
     "device full": "End other processes on the device, or ask for a larger GPU fraction so that fewer workers share it.",
-    "no answer": "Look at those workers' logs and nodes, or raise start_timeout_s if they are only slow.",
+    "no answer": "Look whether these processes are stopped or hang, and at their nodes, or raise start_timeout_s if they are only slow.",
     "several ranks hang": "NCCL hangs where one GPU has too few resources for all of its ranks: set NCCL_MAX_CTAS lower, put fewer ranks on "
     "the GPU, run the MPS daemon{or_gloo}.",
     "refused with the user's settings": "The user set {settings}, which was kept: unset it{or_gloo}.",

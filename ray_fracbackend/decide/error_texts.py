@@ -147,6 +147,12 @@ def is_lost_connection(text: str) -> bool:
     return re.search(r"connectFullMesh|timed? ?out", text, re.IGNORECASE) is not None
 
 
+def awaited_ranks(text: str) -> tuple[int, ...]:
+    """Return the rank whose address a rank waited for while Gloo connected the ranks, from the last part of the store's key."""
+    found = re.search(r"wait timeout after \d+ms, keys: \S*//cpu//\d+/(\d+)$", text)
+    return (int(found[1]),) if found else ()
+
+
 def is_address_in_use(error: BaseException) -> bool:
     """Return True for c10d's and the system's errors if a port is in use."""
     # Python maps Windows' 10013 to another errno and keeps the original code beside it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
-from ray.exceptions import NodeDiedError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, NodeDiedError, RayActorError, RayError
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
 from ray_fracbackend._ray import restarts_lost_workers
@@ -101,9 +101,10 @@ def dead_workers(
         return None
     cause = cause_of(failures[dead[0]])
     is_killed = any(isinstance(failures[rank], RayOutOfMemoryError) for rank in dead)
+    ended = "cannot be reached" if isinstance(failures[dead[0]], ActorUnavailableError) else "died"
     return WorkerDiedError(
-        f"{named(dead, addresses)} died during start-up ({step}): {cause}",
-        advice=advise("worker died"),
+        f"{named(dead, addresses)} {ended} during start-up ({step}): {cause.rstrip('.')}.",
+        advice=advise("killed for memory" if is_killed else "worker died"),
         ranks=dead,
         kind="killed_for_memory" if is_killed else "",
         step=step,
@@ -121,10 +122,14 @@ def _combined(
     failures = _by_precedence(failures)
     ranks_of: dict[str, list[int]] = {}
     for rank, error in failures.items():
-        ranks_of.setdefault(_text(error), []).append(rank)
+        # What a rank advises that waited for a silent one does not help.
+        text = error.found if silent and isinstance(error, FracBackendError) else _text(error)
+        ranks_of.setdefault(text.rstrip("."), []).append(rank)
     said = [f"{named(ranks, addresses)}: {text}" for text, ranks in list(ranks_of.items())[:_NUM_NAMED]]
     texts = [late, *said] if late else said
-    message = "; ".join([*(text.rstrip(".") for text in texts[:-1]), texts[-1]])
+    message = f"{'; '.join(texts)}."
+    if silent:
+        message += f" {advise('no answer')}"
     ours = [(rank, error) for rank, error in failures.items() if isinstance(error, FracBackendError)]
     if not ours:
         return RendezvousError(f"{step} failed: {message}", ranks=silent or failures, step=step)
@@ -171,7 +176,7 @@ def _text(error: BaseException) -> str:
     if isinstance(error, FracBackendError):
         return str(error)
     text = f"{type(error).__name__}: {error}".strip()
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "ray_fracbackend":
+    if "No module named 'ray_fracbackend" in text:  # Ray's RaySystemError has it too
         text += ". Install ray_fracbackend on every node, or ship its folder with runtime_env={'py_modules': [PATH]}"
     return text
 

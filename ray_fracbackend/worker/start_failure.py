@@ -9,6 +9,7 @@ from functools import partial
 
 from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.error_texts import (
+    awaited_ranks,
     cause_of,
     has_no_port,
     is_cuda_error,
@@ -50,10 +51,12 @@ def named_step(step: str, plan: WorkerPlan, kind: type[RendezvousError]) -> Iter
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{plan.rendezvous.master_addr}:{plan.rendezvous.master_port}"
         cause = cause_of(error)
+        if not isinstance(error, (RuntimeError, TimeoutError)):  # not torch's
+            cause = f"{type(error).__name__}: {cause}"
         raise kind(
             f"{step} at {where} failed ({cause}).",
             advice=_advice(plan, kind, error),
-            ranks=(plan.rank,),
+            ranks=awaited_ranks(cause) or (plan.rank,),
             kind="stalled" if isinstance(error, TimeoutError) else nccl_kind(error),
             step=step,
             cause=refusal_in(str(error)) or cause,
@@ -83,6 +86,8 @@ def refused_by_cuda(plan: WorkerPlan, failed: VerificationError) -> FracBackendE
 
 
 def _advice(plan: WorkerPlan, kind: type[RendezvousError], error: Exception) -> str:
+    if not isinstance(error, (RuntimeError, TimeoutError)):
+        return advise("fails by itself")
     if has_no_port(error):
         return advise("Gloo has no port", ports=port_range())
     if kind is GroupFormationError and plan.backends.connects_with_gloo:

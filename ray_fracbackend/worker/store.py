@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.torch_version import TorchVersion
 
 from ray_fracbackend.decide.addresses import bracketed
+from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.error_texts import cause_of, is_address_in_use
 from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import PortInUseError, RendezvousError
@@ -118,8 +119,8 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
         if not absent:
             raise
         raise RendezvousError(
-            f"{ranks_text(absent)} did not connect to rank 0's store at {bracketed(address)}:{port} within {timeout_s:.3g} s. Look "
-            "at the logs of these workers and at their nodes.",
+            f"{ranks_text(absent)} did not connect to rank 0's store at {bracketed(address)}:{port} within {timeout_s:.3g} s.",
+            advice=advise("no answer"),
             ranks=absent,
         ) from error
     return store

@@ -3,6 +3,7 @@
 import pytest
 
 from ray_fracbackend.decide.error_texts import (
+    awaited_ranks,
     cause_of,
     is_cuda_out_of_memory,
     is_invalid_usage,
@@ -141,3 +142,10 @@ def test_only_the_first_line_is_about_the_device(text, untried, full):
 def test_a_lost_connection_does_not_name_the_fault(text, is_lost):
     """After it the start searches for the fault; a rank with a failure of its own has said it."""
     assert is_lost_connection(text) is is_lost
+
+
+def test_the_rank_that_gloo_waited_for():
+    """c10d names the key of its address in the store; another key has no rank."""
+    text = "wait timeout after 10000ms, keys: /441fe9d2/default_pg/0//cpu//0/1"
+    assert awaited_ranks(text) == (1,)
+    assert awaited_ranks("wait timeout after 10000ms, keys: /441fe9d2/default_pg/0/barrier/1") == ()

@@ -5,9 +5,17 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
+from ray.exceptions import ActorUnavailableError, NodeDiedError, RaySystemError
+from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
 from ray_fracbackend.decide.worker_info import WorkerAddress
-from ray_fracbackend.errors import GroupFormationError, RendezvousError, UnreachableMasterError, VerificationError
+from ray_fracbackend.errors import (
+    GroupFormationError,
+    RendezvousError,
+    UnreachableMasterError,
+    VerificationError,
+    WorkerDiedError,
+)
 from ray_fracbackend.failure.merge import merged
 
 ADDRESSES = {rank: WorkerAddress(rank, "10.0.0.3", 100 + rank, "node") for rank in range(8)}
@@ -29,7 +37,7 @@ def test_the_order_of_arrival_does_not_matter():
     texts = {str(of_start({rank: failures[rank] for rank in order})) for order in permutations(failures)}
     assert texts == {
         f"{ADDRESSES[1].text}: cannot reach rank 0's store. Open the port; {ADDRESSES[0].text}: gloo failed; "
-        f"{ADDRESSES[3].text}: gloo failed here; {ADDRESSES[2].text}: OSError: disk full"
+        f"{ADDRESSES[3].text}: gloo failed here; {ADDRESSES[2].text}: OSError: disk full."
     }
 
 
@@ -73,3 +81,32 @@ def test_a_rank_that_lost_a_peer_is_not_named_beside_the_rank_with_the_wrong_res
     assert merged({0: lost, 1: lost}, (), addresses, "starting gloo", 10).ranks == (0, 1)
     both = merged({0: lost, 2: VerificationError("failed.", kind="failed", ranks=[1])}, (), addresses, "starting", 10)
     assert both.ranks == (1,)
+
+
+def test_beside_a_silent_rank_the_others_give_no_advice() -> None:
+    """They waited for it. One sentence says where to look."""
+    waited = GroupFormationError("creating the group failed (timed out).", advice="Check the ports.", ranks=(0,))
+    error = merged({0: waited}, (1,), ADDRESSES, "starting gloo", 60.0)
+    assert error.ranks == (1,)
+    assert str(error) == (
+        "rank 1 (node 10.0.0.3, pid 101) did not answer (starting gloo, start_timeout_s=60); rank 0 (node 10.0.0.3, pid 100): "
+        "creating the group failed (timed out). Look whether these processes are stopped or hang, and at their nodes, or raise "
+        "start_timeout_s if they are only slow."
+    )
+
+
+def test_how_a_worker_was_lost() -> None:
+    """Its connection, Ray's memory monitor, or its process; and a worker without the package."""
+    for death, part in (
+        (
+            ActorUnavailableError("Socket closed", None),
+            "rank 1 (node 10.0.0.3, pid 101) cannot be reached during start-up",
+        ),
+        (RayOutOfMemoryError("low on memory"), "low on memory. Use fewer workers per node"),
+        (NodeDiedError("gone"), "died during start-up (starting gloo): gone. Look for the cause"),
+    ):
+        error = of_start({1: death})
+        assert isinstance(error, WorkerDiedError)
+        assert part in str(error)
+    missing = RaySystemError("System error: No module named 'ray_fracbackend'")
+    assert "Install ray_fracbackend on every node" in str(of_start({1: missing}))
