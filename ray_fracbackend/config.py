@@ -36,7 +36,8 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
         verify: Verify the group with collectives of known results before training starts.
         start_timeout_s: Time limit in seconds for rendezvous and verification together, after all workers have answered the
             probe. The probe, which includes the imports of the workers, has a separate limit of the same length from the
-            first worker's answer on; the first worker may take three times as long. After a failure, a search for the rank, device or link at fault may add a quarter of it, 15 s at most.
+            first worker's answer on; the first worker may take three times as long. After a failure, a search for the
+            rank, device or link at fault may add a quarter of it, 15 s at most.
         master_addr: Address of rank 0's node that all other nodes reach, instead of the address that Ray knows.
         master_port: Port on rank 0's node, or an inclusive range ``(low, high)`` to choose one from.
         limit_gpu_memory: Cap each worker's CUDA memory at its fraction of the device. In a worker that needs more, torch

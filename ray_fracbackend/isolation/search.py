@@ -53,7 +53,8 @@ def with_faults(
     """
     if not isinstance(error, (GroupFormationError, VerificationError)) or not {*error.ranks}.isdisjoint(busy):
         return error
-    if error.kind not in PEER_LOST and not is_lost_connection(error.cause):
+    lost_a_peer = isinstance(error, VerificationError) and error.kind in PEER_LOST
+    if not lost_a_peer and error.kind != "stalled" and not is_lost_connection(error.cause):
         return error
 
     def call(function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], timeout_s: float) -> Any:

@@ -217,7 +217,7 @@ def test_a_rank_that_is_busy_in_the_start_is_not_asked(monkeypatch: pytest.Monke
     [
         RendezvousError("rank 1 raised OSError", ranks=[1]),
         VerificationError("wrong sum.", ranks=[1], kind="wrong_answer"),
-        GroupFormationError("Gloo failed.", ranks=[1], cause="bind: Address already in use"),
+        GroupFormationError("Gloo failed.", ranks=[1], kind="failed", cause="bind: Address already in use"),
     ],
 )
 def test_no_search_if_a_rank_has_said_what_is_wrong(error: FracBackendError) -> None:
