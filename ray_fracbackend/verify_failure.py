@@ -92,8 +92,9 @@ def _failed(verification: Verification, error: Exception, kind: str) -> Verifica
         kind, ranks = "own_failure", [verification.own_rank]
     else:
         absent = _absent(verification)
-        # Gloo ends a wait for peers at the same time limit by itself, so a call that does not return hangs on this rank.
-        hangs = isinstance(error, TimeoutError) and verification.backend == "gloo"
+        # Gloo ends a wait for peers at the same time limit by itself, so a call that does not return hangs on this rank,
+        # unless the store does not answer either.
+        hangs = isinstance(error, TimeoutError) and verification.backend == "gloo" and absent is not None
         ranks = absent or ([verification.own_rank] if hangs else [])
         if absent:
             text += f": {ranks_text(absent)} {'is' if len(absent) == 1 else 'are'} not in it"
@@ -120,16 +121,16 @@ def _record(verification: Verification, word: str) -> None:
         verification.store.set(str(verification.rank), word)
 
 
-def _absent(verification: Verification) -> list[int]:
-    """Return the global ranks without a record in the store."""
+def _absent(verification: Verification) -> list[int] | None:
+    """Return the global ranks without a record in the store, None if the store does not answer."""
     try:
         # A call that has not returned may block the store's client.
         return bounded(lambda: _looked_up(verification), 2 * _REPORT_S)
     except TimeoutError:
-        return []
+        return None
 
 
-def _looked_up(verification: Verification) -> list[int]:
+def _looked_up(verification: Verification) -> list[int] | None:
     absent = [rank for rank in range(verification.world_size) if rank != verification.rank]
     end = time.monotonic() + _REPORT_S
     try:
@@ -140,5 +141,5 @@ def _looked_up(verification: Verification) -> list[int]:
             absent = [rank for rank in absent if not verification.store.check([str(rank)])]
             time.sleep(0.02)
     except (RuntimeError, ValueError):  # the process of the store has ended
-        return []
+        return None
     return [verification.global_ranks[rank] for rank in absent]
