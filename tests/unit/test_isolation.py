@@ -111,7 +111,7 @@ def test_only_a_listener_of_this_search_is_reached(address: str) -> None:
 
 def test_strangers_do_not_keep_a_peer_from_its_listener() -> None:
     """They connect and do not read, or send something. After its time the port is closed."""
-    life_s = 8.0
+    life_s = 4.0
     begun = time.monotonic()
     address = listener(life_s=life_s)
     strangers = [socket.create_connection(address) for _ in range(100)]
