@@ -239,13 +239,13 @@ def faults() -> str:
 
 
 def faults_text() -> str:
-    """Return the first line of each error, of V1 unless only V2 has one."""
+    """Return the first line of each error, of V1 unless only V2 has one; not those of a row with a condition, which repeat."""
     rows = []
-    for names, row in faults_rows():
+    for (*names, condition), row in faults_rows():
         errors = [each["seen"]["error"] for each in (row["V1"], row["V2"]) if (each.get("seen") or {}).get("error")]
-        if errors:
+        if errors and not condition:
             rows.append([*names, first_line(errors[0]["cause"])])
-    return table(["step", "fault", "with", "first line"], rows)
+    return table(["step", "fault", "first line"], rows)
 
 
 def peers_setting() -> str:

@@ -1,1 +1,1 @@
-"""Search for the rank, link or node at fault after a failed start."""
+"""Search for the rank, device or link at fault after a failed start."""

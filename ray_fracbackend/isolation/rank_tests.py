@@ -1,6 +1,6 @@
 """Test a rank's device and its links to other nodes. Runs on the worker.
 
-Each rank listens on its node's address and sends a block to whoever connects. It uses nothing that it receives there.
+Each rank listens on its node's address and sends a block over each connection. It uses nothing that it receives there.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from tests.processes import left_files, mark_processes, shared_files
 
 RAYS = ("one node", "two nodes", "other version", "no package", "state tracking", "little memory")
 _GONE_S = 15.0
-# Workers and the helpers of the search for the fault. Ray itself keeps the controller of the last run.
+# Workers and other processes of the package. Ray itself keeps the controller of the last run.
 _OURS = re.compile("RayTrainWorker|ray_fracbackend")
 # What Ray's memory monitor lets the machine use more than now: enough for the workers, less than one allocates.
 _SPARE = 4 * 2**30
