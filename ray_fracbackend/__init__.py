@@ -81,12 +81,7 @@ if not _typing.TYPE_CHECKING:  # a type checker would accept every name
             from importlib import import_module
 
             return getattr(import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}"), name)
-        from ray_fracbackend.decide.suggestions import nearest
-
-        hint = f"; import {__name__}.{name} first" if name in _SUBMODULES else ""
-        if not hint and not name.startswith("_") and (meant := nearest(name, __all__)):
-            hint = f"; did you mean {meant}?"
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

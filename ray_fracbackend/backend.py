@@ -75,7 +75,8 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
             start.log(report)
             save_report(worker_group, report.to_dict())
             return
-        logger.log(logging.WARNING if left.is_probable_typo else logging.INFO, "%s", left.reason)
+        # The name of an unknown backend may be misspelled.
+        logger.log(logging.INFO if settings.backends.is_ours else logging.WARNING, "%s", left)
         # A copy has every field of this Ray version's TorchConfig.
         stock = copy.copy(backend_config)
         stock.backend = None if settings.backends.is_auto else settings.backend

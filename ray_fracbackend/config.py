@@ -11,13 +11,11 @@ from typing import Any
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend.backend import FracTorchBackend
-from ray_fracbackend.decide.settings import Settings, names_checked
+from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.worker.memory_cap import explain_out_of_memory
 from ray_fracbackend.worker.nccl_env import late_nccl_env_logged
-from ray_fracbackend.wrong_config import property_of_an_object
 
 
-@names_checked
 @dataclass(repr=False)
 class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
     """Start torch process groups for Ray Train workers that may share CUDA devices.
@@ -44,7 +42,6 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
             raises its OutOfMemoryError, and the other workers keep their part; workers with whole devices have no cap.
 
     Raises:
-        TypeError: There is no setting of this name, or it cannot be positional; the message suggests the right one.
         ValueError: A setting breaks its rule; the message has value, rule and fix.
 
     Example::
@@ -52,12 +49,12 @@ class FracTorchConfig(Settings, TorchConfig):  # type: ignore[misc]
         TorchTrainer(train_func, scaling_config=..., torch_config=FracTorchConfig())
     """
 
-    @property_of_an_object
+    @property
     def backend_cls(self) -> type[FracTorchBackend]:
         """Ray Train backend class of this configuration."""
         return FracTorchBackend
 
-    @property_of_an_object
+    @property
     def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
         """Context around the train function: Ray's, with a warning about late NCCL variables and the cause of an OutOfMemoryError."""
         context = partial(late_nccl_env_logged, super().train_func_context)

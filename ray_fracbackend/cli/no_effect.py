@@ -45,7 +45,7 @@ def without_effect(
     reasons: dict[str, str] = {}
     backends = parse_backend(backend)
     if left := left_to_ray(backend, {}):
-        reasons.update(dict.fromkeys(set(settings) - set(_OF_RAY), left.reason))
+        reasons.update(dict.fromkeys(set(settings) - set(_OF_RAY), left))
     if only_plans:
         _add(reasons, _OF_A_GROUP, "a plan starts no process group")
     if gpus_per_worker == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
@@ -153,19 +152,6 @@ def _flag(setting: Field[Any]) -> str:
 def setting_options() -> dict[str, str]:
     """Return the option of each setting of FracTorchConfig."""
     return {setting.name: _flag(setting) for setting in fields(Settings)}
-
-
-def advised_options(text: str) -> str:
-    """Return the options of the settings that a text advises as ``FracTorchConfig(NAME=VALUE)``: ``--on-missing-cuda cpu``.
-
-    Empty if it advises none.
-    """
-    options = setting_options()
-    found: dict[str, str] = {}
-    for name, value in re.findall(r"FracTorchConfig\((\w+)=(?:'([^']*)')?", text):
-        if name in options:
-            found.setdefault(name, f"{options[name]} {value}".strip())
-    return ", ".join(found.values())
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

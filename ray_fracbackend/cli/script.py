@@ -25,14 +25,12 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_fracbackend import _ray
 from ray_fracbackend.cli.declared import UsedRay, declaring
 from ray_fracbackend.cli.no_effect import no_effect, option_names, without_effect
-from ray_fracbackend.cli.options import advised_options, options_text
+from ray_fracbackend.cli.options import options_text
 from ray_fracbackend.cli.output import say
 from ray_fracbackend.cli.program import PROGRAM
-from ray_fracbackend.cli.progress import root_cause
 from ray_fracbackend.cli.signals import ended_by
 from ray_fracbackend.cli.waiting import Waits, watching
 from ray_fracbackend.config import FracTorchConfig
-from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.integrations.trainers import replace_torch_config
 
 _WHO = f"{PROGRAM} run"
@@ -74,7 +72,7 @@ def run_script(
     with declaring(declared or {}, announce.say) as used, watching(waits):
         replace_torch_config(settings, announce, functools.partial(_around_fit, waits, used))
         try:
-            code = run_as_main(_WHO, script, arguments, is_module=is_module, after_error=announce.advise)
+            code = run_as_main(_WHO, script, arguments, is_module=is_module)
         except SystemExit as ended:
             if not ended.code:
                 announce.end(script, declared or {}, used)
@@ -95,12 +93,10 @@ class _Announce:
         self._settings = settings
         self._said: set[str] = set()
         self._has_trainer = False
-        self._has_own_config = False
 
     def __call__(self, config: TorchConfig, trainer: TorchTrainer, is_own: bool) -> None:
         """Print the configuration of a trainer, and the settings without an effect on it; ``is_own``: it is the script's."""
         self._has_trainer = True
-        self._has_own_config |= is_own
         text = repr(config) if isinstance(config, FracTorchConfig) else type(config).__name__
         self.say(f"TorchTrainer starts with {text}")
         if is_own and self._settings:
@@ -111,15 +107,6 @@ class _Announce:
         if isinstance(gpus, (int, float)):  # V1 allows search spaces
             for line in without_effect(self._settings, config.backend, gpus):
                 self.say(line)
-
-    def advise(self, error: Exception) -> None:
-        """Name the options of the settings that an error advises as ``FracTorchConfig(...)``, if the script does not set them itself."""
-        cause = root_cause(error)
-        if self._has_own_config or not isinstance(cause, FracBackendError):
-            return
-        if options := advised_options(str(cause)):
-            where = "" if self._has_trainer else ", if the script makes no FracTorchConfig"
-            self.say(f"you can set this with {options} before the script name{where}")
 
     def end(self, script: str, declared: Mapping[str, int], used: UsedRay) -> None:
         """Print what had no effect, after a script that succeeded."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from ray_fracbackend.decide.backends import Backends, parse_backend
-from ray_fracbackend.decide.suggestions import nearest
+from ray_fracbackend.decide.suggestions import did_you_mean
 
 # Over thirty years. torch treats some greater values as zero.
 MAX_S = 1e9
 _Self = TypeVar("_Self", bound="Settings")
-_Class = TypeVar("_Class")
 
 
 def is_seconds(value: object) -> bool:
@@ -24,18 +21,9 @@ def is_seconds(value: object) -> bool:
 
 
 def _is_address(value: object) -> bool:
-    if value is None:
-        return True
     if not isinstance(value, str) or value in ("", "0.0.0.0", "::"):  # the last two are where to listen, not to connect
         return False
-    return not set(value) & set(" \t\n[]/,@") and value.count(":") != 1 and not _is_number(value)
-
-
-def _is_number(text: str) -> bool:
-    """Return True for text that is not a dotted quad but resolves to an address: 6841231 is 0.104.99.143, and 10.1 is 10.0.0.1."""
-    parts = text.rstrip(".").split(".")
-    quad = len(parts) == 4 and all(part.isdecimal() and str(int(part)) == part and int(part) < 256 for part in parts)
-    return not quad and all(re.fullmatch(r"\d+|0[xX][\da-fA-F]*", part) for part in parts)
+    return not set(value) & set(" \t\n[]/,@") and value.count(":") != 1
 
 
 def _is_port(value: object) -> bool:
@@ -45,63 +33,9 @@ def _is_port(value: object) -> bool:
 def _is_ports(value: object) -> bool:
     if isinstance(value, tuple):
         return len(value) == 2 and all(map(_is_port, value)) and value[0] <= value[1]
-    return value is None or _is_port(value)
+    return _is_port(value)
 
 
-def _is_switch(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-_SECONDS = (is_seconds, "must be a finite number of seconds above 0, up to 1e9, such as 300")
-_SWITCH = (_is_switch, "must be True or False")
-# Check and rule by the name of the setting. The rule of backend is in backends.py, that of a choice in its type.
-_RULES: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "timeout_s": _SECONDS,
-    "verify": _SWITCH,
-    "start_timeout_s": _SECONDS,
-    "master_addr": (
-        _is_address,
-        "must be an IP address or a host name of rank 0's node, such as '10.0.0.3' or 'fd00::3', without scheme, port, "
-        "brackets or spaces, and no number such as 10.1 or 6841231; leave it out to use the address that Ray knows for that node",
-    ),
-    "master_port": (
-        _is_ports,
-        "must be a port from 1 to 65535 or an inclusive range (low, high) of such ports, such as 29500 or "
-        "(29500, 29600); leave it out to use any free port",
-    ),
-    "limit_gpu_memory": _SWITCH,
-}
-
-
-def names_checked(cls: type[_Class]) -> type[_Class]:
-    """Decorate a dataclass of settings: a wrong name in its constructor is a TypeError that suggests the right one."""
-    dataclass_init: Any = cls.__init__
-
-    @functools.wraps(dataclass_init)
-    def __init__(self: Any, *args: Any, **settings: Any) -> None:
-        _check_names(cls, args, settings)
-        dataclass_init(self, *args, **settings)
-
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls
-
-
-def _check_names(cls: Any, args: tuple[object, ...], settings: Mapping[str, object]) -> None:
-    names = [each.name for each in fields(cls) if each.init]
-    positional = [each.name for each in fields(cls) if each.init and not each.kw_only]
-    if len(args) > len(positional):
-        raise TypeError(
-            f"FracTorchConfig({', '.join(map(repr, args))}): only {', '.join(positional)} can be given by position. Name the "
-            f"others, such as on_shared_device={args[len(positional)]!r}."
-        )
-    for name, value in settings.items():
-        if name not in names:
-            meant = nearest(name, names)
-            hint = f"did you mean {meant}?" if meant else f"the settings are {', '.join(names)}."
-            raise TypeError(f"FracTorchConfig({name}={value!r}): there is no setting {name}; {hint}")
-
-
-@names_checked
 @dataclass(repr=False)
 class Settings:
     """Settings of :class:`ray_fracbackend.FracTorchConfig`, which documents them.
@@ -109,7 +43,6 @@ class Settings:
     The first three are TorchConfig's and stay positional.
 
     Raises:
-        TypeError: There is no setting of this name. The message has the value and the most similar setting.
         ValueError: A setting breaks its rule. The message has the value, the rule and the fix.
     """
 
@@ -126,17 +59,46 @@ class Settings:
     limit_gpu_memory: bool = False
 
     def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Check every setting; also write backend and master_port in their normal form.
+
+        Raises:
+            ValueError: A setting breaks its rule.
+        """
         try:
             # TorchTrainer replaces a falsy backend by "nccl" or "gloo" before the start can look at the workers.
             self.backend = parse_backend(self.backend).name
         except ValueError as error:
-            raise ValueError(f"FracTorchConfig(backend={self.backend!r}): backend {error}.") from None
+            self._refuse("backend", str(error))
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                hint = did_you_mean(value, choices)
+                self._refuse(name, f"must be one of {', '.join(map(repr, choices))}{hint}")
+        for name in ("timeout_s", "start_timeout_s"):
+            if not is_seconds(getattr(self, name)):
+                self._refuse(name, "must be a finite number of seconds above 0, up to 1e9, such as 300")
+        for name in ("verify", "limit_gpu_memory"):
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "must be True or False")
+        if self.master_addr is not None and not _is_address(self.master_addr):
+            self._refuse(
+                "master_addr",
+                "must be an IP address or a host name of rank 0's node, such as '10.0.0.3' or 'fd00::3', without scheme, port, "
+                "brackets or spaces; leave it out to use the address that Ray knows for that node",
+            )
         if isinstance(self.master_port, list):
             self.master_port = tuple(self.master_port)
-        for name in setting_names():
-            value = getattr(self, name)
-            if broken := _broken_rule(name, value):
-                raise ValueError(f"FracTorchConfig({name}={value!r}): {name} {broken}.")
+        if self.master_port is not None and not _is_ports(self.master_port):
+            self._refuse(
+                "master_port",
+                "must be a port from 1 to 65535 or an inclusive range (low, high) of such ports, such as 29500 or "
+                "(29500, 29600); leave it out to use any free port",
+            )
+
+    def _refuse(self, name: str, rule: str) -> NoReturn:
+        raise ValueError(f"FracTorchConfig({name}={getattr(self, name)!r}): {name} {rule}.") from None
 
     def __repr__(self) -> str:
         """Return the call that makes these settings: those that are not the defaults."""
@@ -168,7 +130,7 @@ class Settings:
             ValueError: A setting was changed since, to a value that breaks its rule.
         """
         settings = copy.copy(self)
-        Settings.__post_init__(settings)
+        settings.validate()
         return settings
 
 
@@ -197,18 +159,3 @@ def unknown_fields_warning(config: Settings, stock: Any) -> str | None:
     given = [f"{name}={getattr(config, name)!r}" for name in added if getattr(config, name) != getattr(stock, name)]
     ignored = "of this Ray's TorchConfig has no effect with FracTorchConfig; omit it, or use TorchConfig"
     return f"{', '.join(given)} {ignored}" if given else None
-
-
-def _broken_rule(name: str, value: object) -> str | None:
-    """Return the rule that a value of a setting breaks, None if it breaks none."""
-    choices = CHOICES.get(name)
-    if choices is not None:
-        if isinstance(value, str) and value in choices:
-            return None
-        meant = nearest(value, choices)
-        hint = f" (did you mean {meant!r}?)" if meant else ""
-        return f"must be one of {', '.join(map(repr, choices))}{hint}"
-    if name not in _RULES:  # backend, which is already checked
-        return None
-    is_ok, rule = _RULES[name]
-    return None if is_ok(value) else rule

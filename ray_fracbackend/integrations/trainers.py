@@ -14,7 +14,6 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_fracbackend import _ray
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.log import logger
-from ray_fracbackend.wrong_config import not_a_config
 
 _Announce = Callable[[TorchConfig, TorchTrainer, bool], None]
 _AroundFit = Callable[[TorchTrainer], AbstractContextManager[None]]
@@ -29,13 +28,13 @@ def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> Torc
         settings: Settings of FracTorchConfig that override the script's.
 
     Raises:
-        TypeError: ``config`` is a class, or not a configuration; the message has the fix.
+        TypeError: ``config`` is not a configuration, such as a class or a dict.
         ValueError: A setting breaks its rule.
     """
     if not config:  # as TorchTrainer reads it
         return FracTorchConfig(**settings)
     if not isinstance(config, BackendConfig):
-        raise TypeError(not_a_config(config))
+        raise TypeError(f"torch_config={config!r} must be an object such as FracTorchConfig().")
     if type(config) is not TorchConfig:
         if not isinstance(config, FracTorchConfig):
             logger.warning(

@@ -140,7 +140,7 @@ def test_command_on_a_machine_without_a_gpu(tmp_path):
     assert "Declare logical GPUs with --num-gpus 2 --num-cpus 4, with --on-missing-cuda cpu if" in done.stderr
     done = plan(*wish, "--num-gpus", "2", "--num-cpus", "4")
     assert done.returncode == 1
-    assert done.stderr.endswith("As an option, here and of ray-fracbackend run: --on-missing-cuda cpu.\n")
+    assert "on_missing_cuda='cpu'" in done.stderr
     done = plan(*wish, "--num-gpus", "2", "--num-cpus", "4", "--on-missing-cuda", "cpu")
     assert done.returncode == 0, done.stderr
     assert "this Ray has 2 logical GPUs and 4 logical CPUs (--num-gpus 2, --num-cpus 4)" in done.stderr

@@ -16,7 +16,7 @@ from pyarrow.fs import LocalFileSystem
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from ray_fracbackend import FracTorchConfig, MissingDeviceError
+from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli import script as run_module
 from ray_fracbackend.integrations.trainers import replace_torch_config
@@ -97,35 +97,14 @@ def test_configs_that_are_no_torch_config_stay(replaced):
         assert (trainer.backend_config if v2_enabled() else trainer._backend_config) is config
 
 
-@pytest.mark.parametrize(
-    ("own_configs", "line"),
-    [
-        ([], "set this with --on-missing-cuda cpu before the script name, if the script makes no FracTorchConfig"),
-        ([False], "set this with --on-missing-cuda cpu before the script name"),
-        ([True], None),
-    ],
-    ids=["trainer elsewhere", "replaced", "the script's own"],
-)
-def test_advice_on_a_setting(capsys, own_configs, line):
-    """An option is named only where it can have an effect; a script with a FracTorchConfig of its own sets it there."""
-    announce = run_module._Announce({})
-    config = FracTorchConfig()
-    for is_own in own_configs:
-        announce(config, TorchTrainer(train_func, torch_config=config), is_own)
-    capsys.readouterr()
-    announce.advise(MissingDeviceError("no GPU", advice="Use FracTorchConfig(on_missing_cuda='cpu')."))
-    assert capsys.readouterr().err == (f"ray-fracbackend run: you can {line}\n" if line else "")
-
-
 @pytest.mark.full
 def test_settings_reach_the_start(tmp_path):
-    """Without --on-missing-cuda the same script ends with our error, with the cause, the option and exit code 1."""
+    """Without --on-missing-cuda the same script ends with our error, with the cause, the setting and exit code 1."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: nothing is missing")
     done = run("--start-timeout-s", "60", SCRIPT, "none", tmp_path)
     assert done.returncode == 1
     assert "on_missing_cuda='cpu'" in done.stderr
-    assert "ray-fracbackend run: you can set this with --on-missing-cuda cpu before the script name\n" in done.stderr
     assert not answers(tmp_path, "none")
 
 

@@ -1,6 +1,7 @@
 """The public configuration: fields, validation, representations."""
 
 import dataclasses
+import inspect
 import pickle
 import subprocess
 import sys
@@ -34,9 +35,6 @@ _BAD = [
     ("backend", "cpu:", "a pair such as"),
     ("backend", "cpu:gloo,cpu:nccl", "each device has one backend"),
     ("backend", "cpu:nccl", "NCCL carries only CUDA tensors"),
-    ("backend", "cpu:gloo,gpu:nccl", "'gpu' is not a device type: write 'cuda'"),
-    ("backend", "cpus:gloo", "'cpus' is not a device type: write 'cpu'"),
-    ("backend", "cud:nccl", "'cud' is not a device type: write 'cuda'"),
     ("backend", 3, "must be 'auto'"),
     ("init_method", "file", "must be one of 'env', 'tcp'"),
     ("init_method", None, "must be one of"),
@@ -49,6 +47,7 @@ _BAD = [
     ("timeout_s", 10**400, "up to 1e9"),
     ("on_shared_device", "share", "must be one of 'auto', 'ipc', 'staged', 'gloo', 'nccl', 'error'"),
     ("on_shared_device", None, "must be one of"),
+    ("on_shared_device", "glo", "(did you mean 'gloo'?)"),
     ("on_missing_cuda", "gpu", "must be one of 'error', 'cpu'"),
     ("verify", "yes", "must be True or False"),
     ("verify", 1, "must be True or False"),
@@ -59,20 +58,6 @@ _BAD = [
     ("master_addr", "10.0.0.1:29500", "without scheme, port"),
     ("master_addr", "[fd00::1]", "brackets"),
     ("master_addr", 10, "must be an IP address"),
-    *(
-        ("master_addr", number, "no number such as 10.1 or 6841231")
-        for number in (
-            "6841231",
-            "10.1",
-            "10.0.1",
-            "0x7f000001",
-            "0x7f.1",
-            "010.0.0.1",
-            "10.0.0.256",
-            "10.0.0.1.2",
-            "1.",
-        )
-    ),
     ("master_port", 0, "from 1 to 65535"),
     ("master_port", 65536, "from 1 to 65535"),
     ("master_port", "29500", "from 1 to 65535"),
@@ -90,12 +75,14 @@ def test_fields_and_defaults_are_the_agreed_ones():
     assert [field.name for field in dataclasses.fields(FracTorchConfig)] == list(_DEFAULTS)
 
 
-def test_stock_fields_stay_positional_and_ours_are_keyword_only():
-    """Code that passes TorchConfig's three fields by position still works; our fields are keyword-only."""
-    config = FracTorchConfig("gloo", "tcp", 60)
-    assert (config.backend, config.init_method, config.timeout_s) == ("gloo", "tcp", 60)
-    with pytest.raises(TypeError):
-        FracTorchConfig("gloo", "tcp", 60, "gloo")
+def test_signature():
+    """help() and editors show names, types and defaults; TorchConfig's three fields stay positional, ours are keyword-only."""
+    parameters = inspect.signature(FracTorchConfig).parameters
+    assert {name: each.default for name, each in parameters.items()} == _DEFAULTS
+    assert [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY] == list(_DEFAULTS)[3:]
+    assert parameters["on_missing_cuda"].annotation == "Literal['error', 'cpu']"
+    with pytest.raises(TypeError, match="on_missing_gpu"):
+        FracTorchConfig(on_missing_gpu="cpu")
 
 
 def test_it_is_a_torch_config_with_its_own_backend():
@@ -163,11 +150,11 @@ def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, backend, handed_
     ("backend", "level", "said"),
     [
         ("glo", "WARNING", "backend 'glo' is left to Ray Train (did you mean 'gloo'?)"),
-        ("mine", "INFO", "backend 'mine' is left to Ray Train"),
+        ("mine", "WARNING", "backend 'mine' is left to Ray Train"),
         ("auto", "INFO", "TPU workers are left to Ray Train"),
     ],
 )
-def test_a_likely_slip_is_a_warning(monkeypatch, caplog, backend, level, said):
+def test_an_unknown_backend_is_a_warning(monkeypatch, caplog, backend, level, said):
     """torch would refuse it later, with a less clear error."""
     monkeypatch.setattr(TorchConfig().backend_cls, "on_start", lambda self, group, config: None)
     caplog.set_level("INFO")
@@ -194,9 +181,7 @@ def test_wrong_values(name, value, rule):
         {"master_port": (29500, 29500)},
         {"master_port": 29500, "master_addr": "node-1.example.com"},
         {"master_addr": "fd00::3"},
-        {"master_addr": "6841231.example.com"},
         {"master_addr": "10.0.0.1"},
-        {"master_addr": "0x.example"},
         {"timeout_s": 0.5, "start_timeout_s": 3},
     ],
 )
@@ -212,6 +197,24 @@ def test_a_change_after_construction_is_checked_by_the_start():
     config.on_shared_device = "maybe"
     with pytest.raises(ValueError, match="on_shared_device='maybe'"):
         config.checked_copy()
+
+
+@pytest.mark.parametrize("given", [TorchConfig, {"backend": "gloo"}, "gloo"])
+def test_what_is_no_config_is_refused(given):
+    """By the command ``run`` and by the callback."""
+    with pytest.raises(TypeError, match=r"torch_config=.* must be an object"):
+        frac_config(given, {})
+
+
+def test_values_that_ray_replaces_by_a_default():
+    """TorchTrainer creates a TorchConfig in place of None and of any other false value; ours is a FracTorchConfig."""
+    assert frac_config({}, {"verify": False}) == frac_config(None, {"verify": False}) == FracTorchConfig(verify=False)
+
+
+def test_repr_is_the_call():
+    """Settings with their defaults are left out."""
+    assert repr(FracTorchConfig()) == "FracTorchConfig()"
+    assert repr(FracTorchConfig("gloo", verify=False)) == "FracTorchConfig(backend='gloo', verify=False)"
 
 
 def test_to_dict_is_json_ready_and_whole():

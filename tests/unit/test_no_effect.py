@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ray_fracbackend.cli.no_effect import without_effect
-from ray_fracbackend.cli.options import advised_options
 
 _GPU_OPTIONS = {"on_shared_device": "ipc", "on_missing_cuda": "cpu", "limit_gpu_memory": True}
 # Settings of the command line, backend, GPUs per worker, lines.
@@ -61,17 +60,3 @@ def test_a_plan_starts_no_group() -> None:
     assert without_effect(settings, "auto", 0.5, only_plans=True) == [
         "--collective-timeout-s, --no-verify: no effect, because a plan starts no process group"
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
-        ("or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU", "--on-missing-cuda cpu"),
-        ("FracTorchConfig(master_port=...) or FracTorchConfig(master_addr=...)", "--master-port, --master-addr"),
-        ("FracTorchConfig(verify=False), FracTorchConfig(verify=False)", "--no-verify"),
-        ("FracTorchConfig(colour='red'), on_missing_cuda='cpu'", ""),
-    ],
-)
-def test_options_of_an_advice(text: str, options: str) -> None:
-    """Each setting that a text advises as FracTorchConfig(NAME=VALUE) has its option once, with a value that is a word."""
-    assert advised_options(text) == options

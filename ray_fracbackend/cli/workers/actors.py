@@ -101,7 +101,7 @@ def check_plannable(scaling_config: ScalingConfig, torch_config: FracTorchConfig
         raise ValueError("a plan needs workers with resources: request CPUs or GPUs for them.")
     left = left_to_ray(torch_config.backend, bundles[-1])
     if left is not None:
-        raise ValueError(f"{left.reason}: there is nothing to plan.")
+        raise ValueError(f"{left}: there is nothing to plan.")
 
 
 @contextmanager

@@ -10,12 +10,10 @@ from ray_fracbackend.cli.connect.address import ClusterError
 from ray_fracbackend.cli.connect.cluster import connected
 from ray_fracbackend.cli.imports import import_or_fail
 from ray_fracbackend.cli.no_effect import without_effect
-from ray_fracbackend.cli.options import advised_options, check_settings, local_ray, settings_of
+from ray_fracbackend.cli.options import check_settings, local_ray, settings_of
 from ray_fracbackend.cli.output import say
 from ray_fracbackend.cli.program import PROGRAM, CommandError, Outcome, wrong_usage
 from ray_fracbackend.errors import FracBackendError
-
-_OPTIONS = f"As an option, here and of {PROGRAM} run"
 
 
 def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome], *, only_plans: bool = False) -> Outcome:
@@ -39,15 +37,9 @@ def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome], *, 
         say(who, line)
     try:
         with connected(options.address, options.wait_s, local_ray(options)) as own:
-            outcome = command(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)
+            return command(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)
     except (ClusterError, FracBackendError) as error:
-        text = str(error)
-        if advised := advised_options(text):
-            text += f" {_OPTIONS}: {advised}."
-        raise CommandError(error.reason, text, ranks=getattr(error, "ranks", ())) from error
-    if advised := advised_options(outcome.text):  # advised by a warning
-        say(who, f"{_OPTIONS}: {advised}")
-    return outcome
+        raise CommandError(error.reason, str(error), ranks=getattr(error, "ranks", ())) from error
 
 
 def _workers(options: argparse.Namespace) -> tuple[Any, Any]:
