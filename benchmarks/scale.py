@@ -144,7 +144,9 @@ def real(num_ranks: int) -> dict[str, Any]:
             world_size=num_ranks,
             backend="gloo",
             device="cpu",
-            rendezvous=rendezvous.of(rank),
+            master_addr=rendezvous.master_addrs[rank],
+            master_port=rendezvous.master_port,
+            env=rendezvous.env_of(facts[rank]),
             timeout_s=600,
             budget_s=600,
             attempt="first",
@@ -172,7 +174,7 @@ def real(num_ranks: int) -> dict[str, Any]:
 def start_one(answers: Any, instruction: WorkerPlan) -> None:
     started = time.perf_counter()
     if instruction.rank == 0:
-        store.hold_store(instruction.rendezvous.master_port, one_node=True)
+        store.hold_store(instruction.master_port, one_node=True)
     figures = process_group.start_worker(instruction)
     answers.put((time.perf_counter() - started, figures))
     answers.close()

@@ -184,15 +184,6 @@ def node_ids() -> tuple[str, str]:
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
 
-def gpus_by_node() -> Mapping[str, float]:
-    """Return num_gpus of each node by Ray's node id; empty if Ray does not answer. Used for hints only."""
-    try:
-        return {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]}
-    except Exception as error:  # a hint must not make a start fail
-        logger.debug("Ray did not list its nodes: %s", error)
-        return {}
-
-
 def assigned_resources() -> Mapping[str, float]:
     """Return the resources that Ray reserved for this worker, such as ``{"CPU": 1.0, "GPU": 0.5}``."""
     resources: Mapping[str, float] = ray.get_runtime_context().get_assigned_resources()

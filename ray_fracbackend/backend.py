@@ -171,10 +171,10 @@ class Start:
     def log(self, report: StartReport) -> None:
         """Log the report in one line, then its hints; the warnings were logged before the wait."""
         # The user allowed training on the CPU, but rarely wants it.
-        logger.log(logging.WARNING if report.plan.train_on_cpu else logging.INFO, "%s", report.log_line())
-        if report.rendezvous.libuv_off:
+        logger.log(logging.WARNING if report.plan.decision.train_on_cpu else logging.INFO, "%s", report.log_line())
+        if report.workers[0].platform == "win32":
             logger.info("%s", NOTE_10049)
-        for hint in report.plan.hints:
+        for hint in report.plan.decision.hints:
             logger.info("hint: %s", hint)
 
     @property
@@ -202,17 +202,16 @@ class Start:
         return self._workers
 
     def _decide(self, workers: Sequence[WorkerInfo]) -> Decision:
-        may_share = any(0 < worker.gpu_fraction < 1 for worker in workers)
-        self._decision = decide_start(workers, self._settings, _ray.gpus_by_node() if may_share else None)
+        self._decision = decide_start(workers, self._settings)
         return self._decision
 
     def _plan(self, decision: Decision, workers: Sequence[WorkerInfo], store_port: int | None) -> StartPlan:
         self._rendezvous = plan_rendezvous(workers, self._settings, decision.backend, store_port)
-        return StartPlan.of(decision, self._rendezvous)
+        return StartPlan(decision, self._rendezvous)
 
     def _start(self, plan: StartPlan, workers: tuple[WorkerInfo, ...], deadline: Deadline) -> StartReport:
         started, settings = time.perf_counter(), self._settings
-        attempt = deadline.share(0.5) if plan.is_trial else deadline
+        attempt = deadline.share(0.5) if plan.decision.is_trial else deadline
         report = StartReport(plan=plan, workers=workers, settings=settings.to_plain())
         plans = plan.worker_plans(
             workers,
@@ -222,11 +221,11 @@ class Start:
             set_distributed_env=_ray.sets_env_before_init(self._group),
             report=ray.put(report),
         )
-        step = f"starting {plan.backend} at {bracketed(report.master_addr)}:{report.master_port}"
+        step = f"starting {report.backend} at {bracketed(report.master_addr)}:{report.master_port}"
         self._log_warnings()
         self._log_step(step, plan, attempt)
         refs = self._execute(start_worker, ((each,) for each in plans))
-        slack_s = _ANSWER_S + (0 if set(plan.backends.by_device.values()) == {"gloo"} else ABORT_S)
+        slack_s = _ANSWER_S + (0 if set(plan.decision.backends.by_device.values()) == {"gloo"} else ABORT_S)
         try:
             results = gather(refs, self._addresses, attempt, step, slack_s=slack_s)
         except FracBackendError as error:
@@ -240,7 +239,7 @@ class Start:
         """Log the step that begins now, and its time limit."""
         num_workers = len(self._addresses)
         workers = f"{num_workers} worker{'s' if num_workers != 1 else ''}"
-        then = f", then {plan.fallback}" if plan.is_trial else ""
+        then = f", then {plan.decision.fallback}" if plan.decision.is_trial else ""
         logger.info("%s with %s, up to %s s%s", step, workers, seconds_text(attempt.left_s), then)
 
     def _reopen_store(self, deadline: Deadline) -> int:
@@ -267,8 +266,8 @@ class Start:
         from ray_fracbackend.failure.explain import explained  # not on the good path
         from ray_fracbackend.isolation.search import with_faults
 
-        told = explained(error, report.plan, report.workers, report.master_addr)
-        if report.plan.falls_back_from(told) or not self._settings.verify:
+        told = explained(error, report.plan.decision, report.workers, report.master_addr)
+        if report.plan.decision.falls_back_from(told) or not self._settings.verify:
             return told
         _, pending = ray.wait(refs, num_returns=len(refs), timeout=0)
         busy = {rank for rank, ref in enumerate(refs) if ref in pending}

@@ -56,24 +56,6 @@ class DeviceCheck:
     devices: tuple[DeviceInfo, ...]
     env: Mapping[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        from ray_fracbackend.decide.texts import aligned
-
-        others = {
-            rank: [other for other in group.ranks if other != rank]
-            for group in self.share_groups
-            for rank in group.ranks
-        }
-        shared = {rank: f", shared with {ranks_text(ranks)}" for rank, ranks in others.items()}
-        return aligned(
-            [
-                ("backend", self.backend),
-                ("reason", self.reason),
-                *((f"rank {rank}", f"{device}{shared.get(rank, '')}") for rank, device in enumerate(self.devices)),
-                ("environment", " ".join(f"{name}={value}" for name, value in self.env.items())),
-            ]
-        )
-
 
 def check_devices(
     group: dist.ProcessGroup | None = None,
@@ -102,7 +84,7 @@ def check_devices(
         The backend that the group can use and the reason, the ranks that share a device, and the device of each rank.
 
     Raises:
-        MissingDeviceError: A process has no CUDA device, or its device is in compute mode PROHIBITED.
+        MissingDeviceError: A process has no CUDA device.
         SharedDeviceError: A shared device is in compute mode EXCLUSIVE_PROCESS, and MPS is not reachable from all its ranks.
         IncompatibleWorkersError: The processes have different versions of NCCL or of this package, or different values
             of ``world_size``, or some are on Windows and some on other systems.

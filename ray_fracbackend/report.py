@@ -10,13 +10,14 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ray_fracbackend import __version__
+from ray_fracbackend.decide.device_sharing import short_uuid
 from ray_fracbackend.decide.plan import Decision, StartPlan
 from ray_fracbackend.decide.rendezvous import Rendezvous
-from ray_fracbackend.decide.worker_info import WorkerInfo
+from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
 from ray_fracbackend.verify_result import VerificationResult
 
 # Schema version of the JSON document. Increase it if a key is removed or changes its meaning, not if one is added.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 def now() -> str:
@@ -72,7 +73,7 @@ class StartReport:
     """One start of a worker group.
 
     Attributes:
-        plan: The decision and the rendezvous, with reasons, hints and warnings.
+        plan: ``plan.decision`` and ``plan.rendezvous``, with reasons, hints and warnings.
         workers: Devices and network of every rank, in rank order.
         verification: Measurements of the verification, None if it is off.
         seconds: Seconds of each phase on the driver (``probe``, ``start``); empty in the workers' copy.
@@ -96,7 +97,7 @@ class StartReport:
     @property
     def backend(self) -> str:
         """Backend of the process group."""
-        return self.plan.backend
+        return self.plan.decision.backend
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -121,7 +122,7 @@ class StartReport:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings of plan and rendezvous, one line each."""
-        return (*self.plan.warnings, *self.rendezvous.warnings)
+        return (*self.plan.decision.warnings, *self.rendezvous.warnings)
 
     @property
     def path(self) -> str | None:
@@ -131,13 +132,13 @@ class StartReport:
     @property
     def reason(self) -> str:
         """Reason for the backend, in one line."""
-        return self.plan.reason
+        return self.plan.decision.reason
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Reason for the backend, reason for the rendezvous, path of the tensors, then all warnings and hints."""
         path = (self.path,) if self.path else ()
-        return (self.plan.reason, self.rendezvous.reason, *path, *self.warnings, *self.plan.hints)
+        return (self.reason, self.rendezvous.reason, *path, *self.warnings, *self.plan.decision.hints)
 
     def log_line(self) -> str:
         """Return the log line: decision, world size, verification."""
@@ -151,7 +152,13 @@ class StartReport:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values for ``json.dumps``; ``schema_version`` is `SCHEMA_VERSION`."""
         return document(
-            self.date, self.settings, self.workers, self.plan, self.rendezvous, self.verification, self.seconds
+            self.date,
+            self.settings,
+            self.workers,
+            self.plan.decision,
+            self.rendezvous,
+            self.verification,
+            self.seconds,
         )
 
     def to_json(self) -> str:
@@ -159,15 +166,16 @@ class StartReport:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_text(self) -> str:
-        """Return the share map as a plain table, then the reasons."""
-        from ray_fracbackend.report_table import text_of  # not imported on the good path
-
-        return text_of(self)
+        """Return one line for each rank with its device and the ranks that share it, the log line, warnings and hints."""
+        sharing = {rank: group.ranks for group in self.plan.decision.share_groups for rank in group.ranks}
+        lines = []
+        for worker in self.workers:
+            device = f"{worker.device.name} {short_uuid(worker.device.uuid)}" if worker.device else "cpu"
+            others = [rank for rank in sharing.get(worker.rank, ()) if rank != worker.rank]
+            shared = f", shared with {ranks_text(others)}" if others else ""
+            lines.append(f"{worker.where}: {worker.gpu_fraction:g} GPU, {device}{shared}")
+        lines += ["", self.log_line(), *(f"warning: {warning}" for warning in self.warnings)]
+        return "\n".join([*lines, *(f"hint: {hint}" for hint in self.plan.decision.hints)])
 
     def __str__(self) -> str:
         return self.to_text()
-
-    def _repr_html_(self) -> str:
-        from ray_fracbackend.report_table import html_of
-
-        return html_of(self)

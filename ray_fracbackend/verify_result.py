@@ -56,22 +56,3 @@ class VerificationResult:
         return (
             f"all_reduce {self.latency_s * 1e3:.2f} ms at 1 KiB, {self.bandwidth_bytes_per_s / 1e6:.0f} MB/s at 1 MiB"
         )
-
-    def __str__(self) -> str:
-        from ray_fracbackend.decide.texts import aligned
-
-        seconds = dict(enumerate(self.rank_seconds))
-        spread = ""
-        if len(seconds) > 1:
-            slow, fast = max(seconds, key=seconds.__getitem__), min(seconds, key=seconds.__getitem__)
-            spread = f"rank {slow}, {seconds[slow] * 1e3:.2f} ms for both sizes (fastest: rank {fast}, {seconds[fast] * 1e3:.2f} ms)"
-        ranks = f"{self.world_size} rank{'s' if self.world_size != 1 else ''}"
-        return aligned(
-            [
-                ("verified", f"{ranks} over {self.backend} on {self.device}: every result is exact"),
-                ("speed", self.speed),
-                ("slowest", spread),
-                ("path", self.path or ""),
-                ("time", f"{self.total_s * 1e3:.0f} ms for the whole verification"),
-            ]
-        )

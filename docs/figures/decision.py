@@ -1,4 +1,4 @@
-"""Draw decision.svg and write the table of docs/how-it-decides.md, both from the rows in ray_fracbackend/decide/table.py.
+"""Draw decision.svg from the table of docs/how-it-decides.md.
 
 usage: python docs/figures/decision.py
 """
@@ -9,15 +9,10 @@ import re
 from html import escape
 from pathlib import Path
 
-from ray_fracbackend.decide.left_to_ray import LEFT_TO_RAY
-from ray_fracbackend.decide.table import ROWS
-
 PICTURE = Path(__file__).with_name("decision.svg")
 PAGE = Path(__file__).parents[1] / "how-it-decides.md"
-_TABLE = re.compile(r"(<!-- the rows of decide/table.py -->\n).*?(<!-- end of the rows -->)", re.DOTALL)
-
-# Case and result of each row, in the order in which they are asked.
-CASES = [LEFT_TO_RAY, *((row.case, row.result) for row in ROWS)]
+# Name, case and result of each row, in the order in which they are asked.
+CASES = re.findall(r"^\| \d+ \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 # By what the result names.
 _COLORS = {"Error": "#b3392f", "gloo": "#2f6db3", "staged": "#1f7a8c", "ipc": "#6a4fa3", "nccl": "#2e7d4f"}
 _INK, _LINE, _GRAY = "#24292f", "#b8bec5", "#8a8a8a"
@@ -26,24 +21,11 @@ _WIDTH, _LEFT, _LEFT_WIDTH, _RIGHT, _HEIGHT, _GAP, _LINE_HEIGHT = 960, 16, 560, 
 _LINE_CHARS = 78
 
 
-def table() -> str:
-    """The rows as a table in markdown, numbered in the order in which they are asked."""
-    lines = ["| # | Case | Result |", "|---|---|---|"]
-    for number, (case, result) in enumerate(CASES, 1):
-        lines.append(f"| {number} | {case} | {result} |")
-    return "\n".join(lines)
-
-
-def page() -> str:
-    """The page with the table of the code."""
-    return _TABLE.sub(lambda found: f"{found[1]}{table()}\n{found[2]}", PAGE.read_text(encoding="utf-8"))
-
-
 def svg() -> str:
     """The picture as one SVG document."""
     body: list[str] = []
     top = _GAP
-    for number, (case, result) in enumerate(CASES, 1):
+    for number, (_, case, result) in enumerate(CASES, 1):
         lines = _wrapped(_plain(case))
         height = _HEIGHT + _LINE_HEIGHT * (len(lines) - 1)
         body += _case(lines, top, height, is_last=number == len(CASES))
@@ -108,4 +90,3 @@ def _text(text: str, x: float, y: float, color: str = _INK, anchor: str = "start
 
 if __name__ == "__main__":
     PICTURE.write_text(svg(), encoding="utf-8")
-    PAGE.write_text(page(), encoding="utf-8")

@@ -135,7 +135,8 @@ def run_group_test(
     with probe_workers(scaling_config, settings, timeout_s, fixed) as group:
         report = _start(group, settings)
         refs = [
-            group.execute_single_async(worker.rank, train, report.plan.device_of(worker)) for worker in report.workers
+            group.execute_single_async(worker.rank, train, report.plan.decision.device_of(worker))
+            for worker in report.workers
         ]
         steps = gather(refs, worker_addresses(group), Deadline(settings.start_timeout_s), f"{NUM_STEPS} DDP steps")
         return GroupTest(report, tuple(steps))

@@ -1,13 +1,12 @@
-"""The choices: the decision of each on these workers, or the error if it cannot be used."""
+"""The outcome of each row of the table: the error of a guard; the decision of a choice, or the error if it cannot be used."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ray_fracbackend.decide.backends import STAGED, parse_backend
-from ray_fracbackend.decide.cost import debug_level_warnings, why_not_nccl, without_nccl_warning
-from ray_fracbackend.decide.device_sharing import ShareGroup, share_text
-from ray_fracbackend.decide.hints import device_hints, reservation_hints
+from ray_fracbackend.decide.backends import STAGED
+from ray_fracbackend.decide.device_sharing import ShareGroup, share_text, sharing_ranks
+from ray_fracbackend.decide.hints import cost_warning, hints
 from ray_fracbackend.decide.job import Job
 from ray_fracbackend.decide.nccl import (
     MULTI_RANK_ENV,
@@ -15,16 +14,86 @@ from ray_fracbackend.decide.nccl import (
     interface_doubts,
     kept_settings,
     multi_rank_env,
-    nvls_demanded,
     versions_text,
 )
-from ray_fracbackend.decide.plan import GLOO_COST, Decision
-from ray_fracbackend.decide.refusals import if_it_helps, mixed_versions
-from ray_fracbackend.decide.worker_info import ranks_text
-from ray_fracbackend.errors import BackendUnavailableError
+from ray_fracbackend.decide.plan import Decision, FallBack
+from ray_fracbackend.decide.worker_info import ranks_text, version_text
+from ray_fracbackend.errors import (
+    BackendUnavailableError,
+    FracBackendError,
+    IncompatibleWorkersError,
+    MissingDeviceError,
+    SharedDeviceError,
+)
 
 # Why Gloo receives no CUDA tensor on Windows, unless the user selects it explicitly.
 _NO_GLOO_ON_WINDOWS = "on Windows an all_reduce of CUDA tensors through Gloo ends the process (pytorch#186535)"
+
+
+# Guards
+
+
+def mixed_systems(job: Job) -> FracBackendError:
+    """Return the error for Windows and other systems in one job."""
+    return IncompatibleWorkersError(
+        f"Windows on {ranks_text(job.on_windows)}, Linux or macOS on the others. Gloo cannot connect Windows with other "
+        "systems (gloo#386); place all workers on nodes of one system.",
+        ranks=job.on_windows,
+    )
+
+
+def nccl_without_gpus(job: Job) -> FracBackendError:
+    """Return the error for an explicit NCCL on workers without any GPU."""
+    ranks = job.cannot_use_nccl
+    return MissingDeviceError(
+        f"backend={job.settings.backend!r} needs GPUs and NCCL, and {ranks_text(ranks)} lack{'s' if len(ranks) == 1 else ''} one of "
+        "them. Ask for GPUs in ScalingConfig(use_gpu=True), or leave backend out.",
+        ranks=ranks,
+    )
+
+
+def missing_cuda(job: Job) -> FracBackendError:
+    """Return the error for GPUs of Ray that torch cannot use."""
+    return MissingDeviceError(
+        f"{job.found_without_cuda}. Every GPU worker needs a CUDA device; correct num_gpus of those nodes or their torch and "
+        "driver, or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU.",
+        ranks=[worker.rank for worker in job.without_cuda],
+    )
+
+
+def compute_mode(job: Job) -> FracBackendError:
+    """Return the error for a compute mode that allows no second process on a device."""
+    group = job.exclusive[0]
+    return SharedDeviceError(
+        f"{group.text}, which is in compute mode EXCLUSIVE_PROCESS: one process at a time without MPS. Run "
+        "`nvidia-smi -c DEFAULT` on that node, or start the MPS daemon (`nvidia-cuda-mps-control -d`).",
+        ranks=group.ranks,
+    )
+
+
+def shared_error(job: Job) -> FracBackendError:
+    """Return the error for shared devices that the policy forbids."""
+    return SharedDeviceError(
+        f"{share_text(job.conflicts)}, and on_shared_device='error' forbids it. Ask for a whole GPU per worker or for fewer "
+        "workers, or set on_shared_device to 'auto' or 'gloo'.",
+        ranks=sharing_ranks(job.conflicts),
+    )
+
+
+def mixed_versions(job: Job) -> IncompatibleWorkersError:
+    """Return the error for different NCCL versions."""
+    ranks_by_version = {
+        version_text(version): [worker.rank for worker in job.workers if worker.nccl_version == version]
+        for version in job.nccl_versions
+    }
+    listed = "; ".join(f"{ranks_text(ranks)}: {version}" for version, ranks in sorted(ranks_by_version.items()))
+    return IncompatibleWorkersError(
+        f"the workers loaded different NCCL versions ({listed}). NCCL needs one version on all ranks; install the same "
+        "torch and nvidia-nccl packages on every node, or use backend='gloo'."
+    )
+
+
+# Choices
 
 
 def without_gpus(job: Job) -> Decision:
@@ -62,38 +131,26 @@ def multi_rank(job: Job) -> Decision:
     """Choose NCCL with its flags for several ranks on one GPU (NCCL env.rst, since 2.30, experimental)."""
     workers, groups, policy = job.workers, job.conflicts, job.settings.on_shared_device
     asked = "on_shared_device='nccl'" if policy == "nccl" else f"{MULTI_RANK_ENV}=1 is set"
-    old = [
-        w.rank for w in workers if not w.nccl_available or w.nccl_version is None or w.nccl_version < NCCL_MULTI_RANK
-    ]
+    old = [w for w in workers if not w.nccl_available or w.nccl_version is None or w.nccl_version < NCCL_MULTI_RANK]
     if old:
-        auto = if_it_helps(job, " or use on_shared_device='auto'", on_shared_device="auto")
+        ranks = [worker.rank for worker in old]
         raise BackendUnavailableError(
-            f"{asked} with NCCL {versions_text([workers[rank] for rank in old])} ({ranks_text(old)}). Several "
-            f"ranks on one GPU need NCCL 2.30 or newer; install a newer nvidia-nccl package{auto}.",
-            ranks=old,
+            f"{asked} with NCCL {versions_text(old)} ({ranks_text(ranks)}). Several ranks on one GPU need NCCL 2.30 or newer; "
+            "install a newer nvidia-nccl package, or use on_shared_device='auto'.",
+            ranks=ranks,
         )
     if len(job.nccl_versions) > 1:
         raise mixed_versions(job)
-    if demanded := nvls_demanded(workers):
-        auto = if_it_helps(job, ", or use on_shared_device='auto'", on_shared_device="auto")
-        raise BackendUnavailableError(
-            f"{asked}, but {demanded}. Unset it or set it to 0{auto}.",
-            ranks=[worker.rank for worker in workers if worker.env.get("NCCL_NVLS_ENABLE") == "1"],
-        )
     fullest = max(len(group.ranks) for group in groups)
     env = multi_rank_env(fullest, len({worker.node_id for worker in workers}) > 1)
     warnings = tuple(f"{setting} was set by the user and is kept" for setting in kept_settings(workers, env))
-    if policy not in ("auto", "nccl"):
-        warnings += (
-            f"on_shared_device={policy!r} is overridden by the user's {MULTI_RANK_ENV}=1, which requests nccl",
-        )
     return _decided(
         job,
         "nccl",
-        f"{share_text(groups)}: using nccl with several ranks per GPU ({asked}, NCCL {versions_text(workers)})",
+        f"using nccl with several ranks per GPU ({asked}, NCCL {versions_text(workers)})",
         groups=groups,
         env=env,
-        fallback=_fallback(job) if policy in ("auto", "gloo") else None,
+        falls_back=FallBack.AFTER_FAILURE if policy == "auto" else FallBack.NEVER,
         warnings=warnings,
     )
 
@@ -103,35 +160,69 @@ def ipc_on_devices(job: Job) -> Decision:
     return _ipc(job, "backend='ipc'" if job.settings.backends.has_ipc else "on_shared_device='ipc'")
 
 
+def staged_on_devices(job: Job) -> Decision:
+    """Choose the staged backend, requested by name or by the policy."""
+    if not job.settings.backends.has_staged:
+        return _staged(job, "using staged (selected by on_shared_device)", job.conflicts)
+    backend = job.settings.backends.name
+    return _staged(job, f"using {backend} as requested", job.shared, backend=backend)
+
+
+def gloo_on_devices(job: Job) -> Decision:
+    """Choose Gloo, requested by name or by the policy."""
+    if job.wants_nccl:
+        return _instead_of_nccl(job, "selected by on_shared_device")
+    backend, warnings = job.settings.backends.name, tuple[str, ...]()
+    if job.on_windows and job.settings.backends.by_device.get("cuda") == "gloo":
+        warnings = (
+            f"{_NO_GLOO_ON_WINDOWS}, seen with torch 2.12; these workers have {job.workers[0].torch_version}. backend={backend!r} is "
+            f"kept as requested, 'auto' would use {STAGED}",
+        )
+    return _gloo(job, f"using {backend} as requested", job.shared, backend=backend, warnings=warnings)
+
+
+def instead_of_nccl(job: Job) -> Decision:
+    """Choose Gloo, on Windows staged, because ranks share devices or NCCL is missing on a rank; warn if NCCL is on others."""
+    if len(job.without_nccl) == len(job.workers):
+        return _instead_of_nccl(job, "torch has no NCCL")
+    warnings = (cost_warning(job, STAGED if job.on_windows else "gloo"),)
+    if job.without_nccl:
+        return _instead_of_nccl(job, f"torch of {ranks_text(job.without_nccl)} has no NCCL", warnings)
+    refused = "shared devices" if any(group.same_device for group in job.conflicts) else "MIG slices of one GPU"
+    return _instead_of_nccl(job, f"NCCL {versions_text(job.workers)} refuses {refused}", warnings)
+
+
+def own(job: Job) -> Decision:
+    """Choose NCCL if every rank has its own device."""
+    name = "nccl" if job.settings.backends.is_auto else job.settings.backends.name
+    reason = f"every rank has a device of its own: using {name} (NCCL {versions_text(job.workers)})"
+    if job.siblings:
+        # NCCL's source allows these ranks, but users saw it refuse them (nccl#1716): let the verification decide.
+        doubt = f"{job.siblings[0].text}: NCCL {versions_text(job.workers)} may refuse them"
+        return _decided(job, "nccl", reason, falls_back=FallBack.AFTER_FAILURE, warnings=(doubt,))
+    falls_back = FallBack.AFTER_REFUSAL if job.settings.on_shared_device in ("auto", "gloo") else FallBack.NEVER
+    return _decided(job, "nccl", reason, falls_back=falls_back)
+
+
+def _instead_of_nccl(job: Job, why: str, warnings: tuple[str, ...] = ()) -> Decision:
+    """Choose Gloo for workers that train on CUDA devices if no backend was requested; on Windows the staged backend."""
+    if job.on_windows:
+        return _staged(job, f"using staged ({why}; {_NO_GLOO_ON_WINDOWS})", job.conflicts, warnings=warnings)
+    return _gloo(job, f"using gloo ({why})", job.conflicts, warnings=warnings)
+
+
 def _ipc(job: Job, asked: str, *, on: str = "cuda", train_on_cpu: bool = False) -> Decision:
     """Choose the ipc backend, or raise an error that names the first worker that cannot share host memory."""
     for worker in job.workers:
         if worker.ipc_host_memory_missing:
-            instead = if_it_helps(job, ", or use backend='auto'", backend="auto") or if_it_helps(
-                job, ", or use on_shared_device='auto'", on_shared_device="auto"
-            )
             raise BackendUnavailableError(
                 f"{asked}, but the ipc backend cannot be used: {worker.where}: {worker.ipc_host_memory_missing}. "
-                f"Fix this{instead}.",
+                "Fix this, or leave ipc out.",
                 ranks=(worker.rank,),
             )
     if on == "cpu":
         return _decided(job, "ipc", f"{asked}: using ipc on host memory", on="cpu", train_on_cpu=train_on_cpu)
-    groups, obstacle = job.conflicts, job.device_memory_obstacle
-    prefix = f"{share_text(groups)}: " if groups else ""
-    staged = f"ipc stages CUDA tensors through host memory, as it cannot share device memory ({obstacle})"
-    reason = f"{prefix}using ipc (as requested)"
-    return _decided(job, "ipc", reason, groups=groups, warnings=(staged,) if obstacle else ())
-
-
-def staged_on_devices(job: Job) -> Decision:
-    """Choose the staged backend, requested by name or by the policy."""
-    if not job.settings.backends.has_staged:
-        found = f"{share_text(job.conflicts)}: using staged (selected by on_shared_device)"
-        return _staged(job, found, job.conflicts)
-    prefix = f"{share_text(job.shared)}: " if job.shared else ""
-    backend = job.settings.backends.name
-    return _staged(job, f"{prefix}using {backend} as requested", job.shared, backend=backend)
+    return _decided(job, "ipc", "using ipc (as requested)", groups=job.conflicts)
 
 
 def _staged(
@@ -144,68 +235,13 @@ def _staged(
     warnings: tuple[str, ...] = (),
 ) -> Decision:
     """Choose the staged backend, or raise an error that names the first worker that cannot use it."""
-    if job.without_staged:
-        first = job.without_staged[0]
-        fix = "install such a torch (2.8 to 2.10 have no Gloo on Windows)" if job.on_windows else "fix this"
-        gloo = if_it_helps(job, ", or use backend='gloo'", backend="gloo")
+    without = [worker for worker in job.workers if worker.staged_missing]
+    if without:
         raise BackendUnavailableError(
-            f"{reason}, but the staged backend cannot be used: {first.where}: {first.staged_missing}. To go on, {fix}{gloo}.",
-            ranks=[worker.rank for worker in job.without_staged],
+            f"{reason}, but the staged backend cannot be used: {without[0].where}: {without[0].staged_missing}.",
+            ranks=[worker.rank for worker in without],
         )
     return _gloo(job, reason, groups, on=on, backend=backend, warnings=warnings)
-
-
-def gloo_on_devices(job: Job) -> Decision:
-    """Choose Gloo, requested by name or by the policy."""
-    if job.wants_nccl:
-        return _in_place_of_nccl(job, "selected by on_shared_device", job.conflicts)
-    prefix = f"{share_text(job.shared)}: " if job.shared else ""
-    backend, warnings = job.settings.backends.name, tuple[str, ...]()
-    if job.on_windows and job.settings.backends.by_device.get("cuda") == "gloo":
-        warnings = (f"{_NO_GLOO_ON_WINDOWS}: backend={backend!r} is kept as requested, 'auto' would use {STAGED}",)
-    return _gloo(job, f"{prefix}using {backend} as requested", job.shared, backend=backend, warnings=warnings)
-
-
-def auto(job: Job) -> Decision:
-    """Choose the backend that replaces NCCL for ranks that share devices, with a warning about its cost."""
-    why, backend = why_not_nccl(job), _fallback_name(job)
-    some_have_nccl = len(job.without_nccl) < len(job.workers)
-    warnings = (without_nccl_warning(job, backend),) if some_have_nccl else ()
-    return _in_place_of_nccl(job, why, job.conflicts, warnings)
-
-
-def own_without_nccl(job: Job) -> Decision:
-    """Choose the backend that replaces NCCL if every rank has its own device and NCCL is missing on a rank."""
-    warnings: tuple[str, ...] = ()
-    if job.settings.backends.is_auto and len(job.without_nccl) < len(job.workers):
-        warnings = (
-            f"torch of {ranks_text(job.without_nccl)} has no NCCL, so all {len(job.workers)} ranks use {_fallback_name(job)}: "
-            f"{GLOO_COST}; install the same torch with NCCL on every node",
-        )
-    return _in_place_of_nccl(job, f"{ranks_text(job.without_nccl)}: torch has no NCCL", warnings=warnings)
-
-
-def own(job: Job) -> Decision:
-    """Choose NCCL if every rank has its own device."""
-    name = "nccl" if job.settings.backends.is_auto else job.settings.backends.name
-    reason = f"every rank has a device of its own: using {name} (NCCL {versions_text(job.workers)})"
-    if not job.siblings:
-        fallback = _fallback(job) if job.settings.on_shared_device in ("auto", "gloo") else None
-        return _decided(job, "nccl", reason, fallback=fallback, only_if_refused=True)
-    # NCCL's source allows these ranks, but users saw it refuse them (nccl#1716): let the verification decide.
-    doubt = f"{job.siblings[0].text}: NCCL {versions_text(job.workers)} may refuse them"
-    return _decided(job, "nccl", reason, fallback=_fallback(job), warnings=(doubt,))
-
-
-def _in_place_of_nccl(
-    job: Job, why: str, groups: tuple[ShareGroup, ...] = (), warnings: tuple[str, ...] = ()
-) -> Decision:
-    """Choose Gloo for workers that train on CUDA devices if no backend was requested; on Windows the staged backend."""
-    prefix = f"{share_text(groups)}: " if groups else ""
-    if job.on_windows:
-        reason = f"{prefix}using staged ({why}; {_NO_GLOO_ON_WINDOWS})"
-        return _staged(job, reason, groups, warnings=warnings)
-    return _gloo(job, f"{prefix}using gloo ({why})", groups, warnings=warnings)
 
 
 def _gloo(
@@ -220,27 +256,12 @@ def _gloo(
 ) -> Decision:
     """Choose Gloo on all workers, alone or in a pair, or raise an error if torch was built without it."""
     for worker in job.workers:
-        if worker.network.gloo_missing:
-            raise BackendUnavailableError(
-                f"{reason}, but {worker.where}: {worker.network.gloo_missing}.", ranks=(worker.rank,)
-            )
-    without = [worker.rank for worker in job.workers if not worker.gloo_available]
-    if without:
-        raise BackendUnavailableError(
-            f"{reason}, but torch of {ranks_text(without)} was built without Gloo. Install a torch build with Gloo.",
-            ranks=without,
-        )
+        missing = worker.network.gloo_missing
+        if not worker.gloo_available:
+            missing = "torch was built without Gloo; install a build with Gloo"
+        if missing:
+            raise BackendUnavailableError(f"{reason}, but {worker.where}: {missing}.", ranks=(worker.rank,))
     return _decided(job, backend, reason, on=on, groups=groups, train_on_cpu=train_on_cpu, warnings=warnings)
-
-
-def _fallback_name(job: Job) -> str:
-    """Return the name of the backend that replaces NCCL: Gloo, or on Windows staged."""
-    return STAGED if job.on_windows else "gloo"
-
-
-def _fallback(job: Job) -> str | None:
-    """Return the fallback of a choice that fails its verification, None if it cannot be used."""
-    return None if job.on_windows and job.without_staged else _fallback_name(job)
 
 
 def _decided(
@@ -251,45 +272,26 @@ def _decided(
     on: str = "cuda",
     groups: tuple[ShareGroup, ...] = (),
     env: Mapping[str, str] | None = None,
-    fallback: str | None = None,
-    only_if_refused: bool = False,
+    falls_back: FallBack = FallBack.NEVER,
     train_on_cpu: bool = False,
     warnings: tuple[str, ...] = (),
 ) -> Decision:
-    """Create the decision, with warnings about overridden settings and hints."""
-    backend, warnings = _override(job, backend, warnings)
-    backends = parse_backend(backend)
-    if backends.has_nccl:
+    """Create the decision, with a warning about an overridden backend, and hints."""
+    asked = job.settings.backends
+    if backend == "nccl":
+        backend = asked.name if asked.has_nccl else backend
         warnings += interface_doubts(job.workers)
-    if on not in backends.by_device:
-        warnings += (f"backend={backend!r} has no backend for {on} tensors, and the workers train on {on}",)
-    hints = device_hints(job, backend, groups, warnings) if on == "cuda" else reservation_hints(job)
-    if set(backends.by_device.values()) == {"gloo"}:
-        warnings += debug_level_warnings(job)
+    elif asked.has_nccl or (asked.has_staged and train_on_cpu):
+        warnings = (f"backend={job.settings.backend!r} cannot be used here: using {backend}", *warnings)
     return Decision(
         backend=backend,
         device_type=on,
-        reason=reason,
+        reason=f"{share_text(groups)}: {reason}" if groups else reason,
         share_groups=groups,
         env_defaults=env or {},
-        fallback=fallback,
-        only_if_refused=only_if_refused,
+        fallback=None if falls_back is FallBack.NEVER else "gloo",  # NCCL exists only where Gloo carries CUDA tensors
+        falls_back=falls_back,
         train_on_cpu=train_on_cpu,
-        hints=hints,
+        hints=hints(job) if on == "cuda" else (),
         warnings=warnings,
     )
-
-
-def _override(job: Job, backend: str, warnings: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Return the backend under the user's name for it, or the warnings plus one about the user's setting."""
-    asked, settings = job.settings.backends, job.settings
-    if not (asked.has_nccl or (asked.has_staged and not job.on_devices and job.asks_for_gpus)):
-        return backend, warnings
-    if backend == "nccl":
-        return asked.name, warnings
-    if not job.on_devices:
-        return backend, (*warnings, f"backend={settings.backend!r} needs CUDA devices: using gloo")
-    if not job.conflicts:
-        return backend, (*warnings, f"backend={settings.backend!r} is not available: using {backend}")
-    override = f"backend={settings.backend!r} cannot be used as it is: on_shared_device={settings.on_shared_device!r} chose {backend}"
-    return backend, (". ".join((override, *warnings)),)

@@ -35,9 +35,6 @@ class ShareGroup:
         parent = short_uuid(self.device.parent_uuid or self.device.pci_bus_id or "one GPU")
         return f"{ranks_text(self.ranks)} use MIG slices of {parent} ({self.device.name}) on {node}"
 
-    def __str__(self) -> str:
-        return self.text
-
 
 def short_uuid(uuid: str) -> str:
     """Shorten a UUID to its first block, unique enough within a job: ``GPU-ab12cd34``."""
@@ -58,7 +55,7 @@ def sharing_ranks(groups: Sequence[ShareGroup]) -> list[int]:
 
 def shared_devices(workers: Sequence[WorkerInfo]) -> tuple[ShareGroup, ...]:
     """Group ranks by device UUID over the whole job, including containers of one host."""
-    return tuple(_group(found, True) for found in _members(workers, lambda _, device: device.uuid))
+    return _groups(workers, lambda _, device: device.uuid)
 
 
 def different_devices(workers: Sequence[WorkerInfo], key_of: KeyOf) -> tuple[ShareGroup, ...]:
@@ -66,43 +63,23 @@ def different_devices(workers: Sequence[WorkerInfo], key_of: KeyOf) -> tuple[Sha
 
     Args:
         workers: Every rank, in rank order.
-        key_of: Returns the key of a worker and its first device. Use a string, not a tuple: in a large job the garbage
-            collector would scan hundreds of thousands of tuples.
+        key_of: Returns the key of a worker and its first device.
     """
-    uuids: dict[str, str] = {}
+    return tuple(group for group in _groups(workers, key_of) if not group.same_device)
+
+
+def _groups(workers: Sequence[WorkerInfo], key_of: KeyOf) -> tuple[ShareGroup, ...]:
+    by_key: dict[str, list[WorkerInfo]] = {}
     for worker in workers:
         if worker.devices:
-            device = worker.devices[0]
-            if uuids.setdefault(key_of(worker, device), device.uuid) != device.uuid:
-                break
-    else:
-        return ()
+            by_key.setdefault(key_of(worker, worker.devices[0]), []).append(worker)
     return tuple(
-        _group(found, False)
-        for found in _members(workers, key_of)
-        if any(w.devices[0].uuid != found[0].devices[0].uuid for w in found)
-    )
-
-
-def _members(workers: Sequence[WorkerInfo], key_of: KeyOf) -> list[list[WorkerInfo]]:
-    first: dict[str, WorkerInfo] = {}
-    # Create lists only for shared devices: one list per device would cost more than everything else with 100,000
-    # workers.
-    members: dict[str, list[WorkerInfo]] = {}
-    for worker in workers:
-        if not worker.devices:
-            continue
-        key = key_of(worker, worker.devices[0])
-        earlier = first.setdefault(key, worker)
-        if earlier is not worker:
-            members.setdefault(key, [earlier]).append(worker)
-    return list(members.values())
-
-
-def _group(members: list[WorkerInfo], same_device: bool) -> ShareGroup:
-    return ShareGroup(
-        ranks=tuple(worker.rank for worker in members),
-        device=members[0].devices[0],
-        nodes=tuple(dict.fromkeys(worker.node_ip for worker in members)),
-        same_device=same_device,
+        ShareGroup(
+            ranks=tuple(worker.rank for worker in found),
+            device=found[0].devices[0],
+            nodes=tuple(dict.fromkeys(worker.node_ip for worker in found)),
+            same_device=len({worker.devices[0].uuid for worker in found}) == 1,
+        )
+        for found in by_key.values()
+        if len(found) > 1
     )

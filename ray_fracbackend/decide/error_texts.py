@@ -2,16 +2,7 @@
 
 torch raises most errors of these libraries as a RuntimeError, so only the message distinguishes them. NCCL logs the
 reason of a refusal as a warning and returns only ``ncclInvalidUsage``. torch appends NCCL's message as "Last error" if
-it can.
-
-===================  ==============================================================================
-NCCL                 refuses ranks that share a GPU with
-===================  ==============================================================================
-to 2.29              ``Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000``
-2.30.3, 2.30.4       ``Multiple ranks detected using the same GPU on this node. Set NCCL_MULTI_...``
-2.30.7 and newer     ``Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_...``
-2.30, NVLS required   ``... has been set to "1" and communicator has multiple ranks using the same NVML device``
-===================  ==============================================================================
+it can. tests/unit/test_error_texts.py has the messages of each version.
 
 Sources: NCCL's init.cc, transport/nvls.cc and utils.cc of the release tags; torch's NCCLUtils.cpp, ProcessGroupNCCL.cpp and
 socket.cpp; Gloo's transport/tcp.
@@ -31,7 +22,6 @@ _REFUSALS = re.compile(
     re.IGNORECASE,
 )
 _OWN_FAILURES = re.compile(r"^nccl(?:UnhandledCudaError|SystemError|InternalError|InvalidArgument):", re.MULTILINE)
-_RANKS = re.compile(r"Duplicate GPU detected\s*:\s*rank (\d+) and rank (\d+)", re.IGNORECASE)
 _LAST_ERROR = re.compile(r"^Last error:\s*\n\s*(\S[^\n]*)", re.MULTILINE)
 # Another process holds the memory or the device, or torch has no CUDA. cuBLAS and MPS have their own messages.
 _UNTRIED = re.compile(
@@ -81,8 +71,7 @@ def refusal_in(text: str) -> str | None:
 
 def refused_ranks(text: str) -> tuple[int, ...]:
     """Return the ranks of the communicator that the message names, in ascending order; newer versions name none."""
-    found = _RANKS.search(text)
-    return tuple(sorted(map(int, found.groups()))) if found else ()
+    return tuple(sorted(map(int, re.findall(r"\brank (\d+)", refusal_in(text) or ""))))
 
 
 def is_invalid_usage(text: str) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from ray_fracbackend.decide.device_sharing import ShareGroup, shared_devices
-from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK, mig_siblings, multi_rank_obstacle, nccl_conflicts
+from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK, asks_for_multi_rank, mig_siblings, nccl_conflicts
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import NcclVersion, WorkerInfo, ranks_text
 
@@ -19,14 +19,10 @@ class Job:
     Attributes:
         workers: Every rank, in rank order, at least one.
         settings: The user's settings.
-        node_gpus: Number of GPUs that Ray has on each node, by Ray's node id; for advice.
-        is_asked: Whether this is a user's job; False for a job that tests whether an advice would help.
     """
 
     workers: Sequence[WorkerInfo]
     settings: Settings
-    node_gpus: Mapping[str, float] = field(default_factory=dict)
-    is_asked: bool = True
 
     @cached_property
     def wants_nccl(self) -> bool:
@@ -59,10 +55,10 @@ class Job:
         """Workers without a CUDA device although Ray reserved one, and workers that report why they have none."""
         return [w for w in self.workers if w.cuda_missing is not None or (w.gpu_fraction > 0 and not w.devices)]
 
-    @property
-    def has_gpu_for_each(self) -> bool:
-        """Whether Ray has at least as many GPUs as workers, over all nodes."""
-        return sum(self.node_gpus.values()) >= len(self.workers)
+    @cached_property
+    def cannot_use_nccl(self) -> list[int]:
+        """Ranks without NCCL or without a device that torch sees."""
+        return [w.rank for w in self.workers if not w.nccl_available or w.num_visible_devices == 0]
 
     @cached_property
     def found_without_cuda(self) -> str:
@@ -100,9 +96,7 @@ class Job:
             return self.shared
         found = (*self.shared, *nccl_conflicts(self.workers))
         policy = self.settings.on_shared_device
-        asked = policy == "nccl" or (
-            policy != "error" and self.siblings and multi_rank_obstacle(self.workers, self.siblings) is None
-        )
+        asked = policy == "nccl" or (policy == "auto" and asks_for_multi_rank(self.workers, self.siblings))
         if not found and asked and all((w.nccl_version or (0,)) >= NCCL_MULTI_RANK for w in self.workers):
             # NCCL's source distinguishes them, but users saw it refuse them without the flags (nccl#1716)
             return self.siblings
@@ -113,44 +107,19 @@ class Job:
         """Whether NCCL's flags for several ranks per GPU are requested, by the policy or by the user's variable."""
         if not (self.wants_nccl and self.conflicts):
             return False
-        asked = self.settings.on_shared_device == "nccl"
-        return asked or multi_rank_obstacle(self.workers, self.conflicts) is None
-
-    @cached_property
-    def prohibited(self) -> list[int]:
-        """Ranks on a device that no process may use."""
-        return [w.rank for w in self.workers if w.devices and w.devices[0].compute_mode == "prohibited"]
+        policy = self.settings.on_shared_device
+        return policy == "nccl" or (policy == "auto" and asks_for_multi_rank(self.workers, self.conflicts))
 
     @cached_property
     def exclusive(self) -> tuple[ShareGroup, ...]:
         """Groups that share a device in exclusive-process mode without MPS on all of their ranks."""
-        found = []
-        for group in self.shared:
-            members = [self.workers[rank] for rank in group.ranks]
-            # Use the mode of any rank: without NVML some ranks may not know it.
-            exclusive = any(member.devices[0].compute_mode == "exclusive_process" for member in members)
-            if exclusive and not all(member.mps_reachable for member in members):
-                found.append(group)
-        return tuple(found)
-
-    @cached_property
-    def without_staged(self) -> list[WorkerInfo]:
-        """Workers that cannot use the staged backend."""
-        return [worker for worker in self.workers if worker.staged_missing]
-
-    @cached_property
-    def device_memory_obstacle(self) -> str | None:
-        """Why the ipc backend cannot use device memory for these workers, None if it can."""
-        for group in self.conflicts:
-            if not group.same_device:
-                return f"{group.text}, and slices cannot map each other's memory"
-        num_devices = len({worker.devices[0].uuid for worker in self.workers if worker.devices})
-        if num_devices > 1:
-            return f"the workers are on {num_devices} devices, and device memory serves only a group on one"
-        for worker in self.workers:
-            if worker.ipc_device_memory_missing:
-                return f"{worker.where}: {worker.ipc_device_memory_missing}"
-        return None
+        return tuple(
+            group
+            for group in self.shared
+            # The mode of any rank: without NVML some ranks may not know it.
+            if any(self.workers[rank].devices[0].compute_mode == "exclusive_process" for rank in group.ranks)
+            and not all(self.workers[rank].mps_reachable for rank in group.ranks)
+        )
 
     def shares_by(self, policy: str) -> bool:
         """Whether devices are shared and NCCL is wanted, and ``on_shared_device`` has this value."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ray_fracbackend.decide.device_sharing import ShareGroup, different_devices, sharing_ranks
-from ray_fracbackend.decide.interfaces import NCCL_IFNAME, nccl_doubt
 from ray_fracbackend.decide.worker_info import DeviceInfo, NcclVersion, WorkerInfo, ranks_text, version_text
 
 # From this version on NCCL compares GPU UUIDs instead of PCI bus ids (init.cc, ncclCheckMultiRank).
@@ -17,6 +16,7 @@ NCCL_COMPARES_UUID: NcclVersion = (2, 30, 7)
 # From this version on NCCL accepts several ranks on one GPU if NCCL_MULTI_RANK_GPU_ENABLE=1.
 NCCL_MULTI_RANK: NcclVersion = (2, 30, 0)
 MULTI_RANK_ENV = "NCCL_MULTI_RANK_GPU_ENABLE"
+_IFNAME = "NCCL_SOCKET_IFNAME"
 # CTAs for all ranks of a device together: NCCL's documentation says that its defaults are enough for two ranks.
 _CTAS_PER_DEVICE = 8
 
@@ -33,13 +33,11 @@ def nccl_conflicts(workers: Sequence[WorkerInfo]) -> tuple[ShareGroup, ...]:
     NCCL compares only ranks with the same host hash (utils.cc). Below 2.30.7 it compares PCI bus ids, so MIG slices of
     one GPU collide; from 2.30.7 on it compares device UUIDs. An unknown version counts as old.
     """
-    return different_devices(
-        workers, lambda worker, device: f"{worker.nccl_host}\0{_compared(worker.nccl_version, device)}"
-    )
+    return different_devices(workers, lambda worker, device: f"{worker.nccl_host}\0{_compared(worker, device)}")
 
 
-def _compared(version: NcclVersion | None, device: DeviceInfo) -> str:
-    if version is not None and version >= NCCL_COMPARES_UUID:
+def _compared(worker: WorkerInfo, device: DeviceInfo) -> str:
+    if (worker.nccl_version or (0,)) >= NCCL_COMPARES_UUID:
         return device.uuid
     return device.pci_bus_id or device.parent_uuid or device.uuid
 
@@ -57,39 +55,19 @@ def _physical_gpu(worker: WorkerInfo, device: DeviceInfo) -> str:
     return device.parent_uuid or device.uuid
 
 
-def multi_rank_obstacle(workers: Sequence[WorkerInfo], groups: Sequence[ShareGroup]) -> str | None:
-    """Return why the user's ``NCCL_MULTI_RANK_GPU_ENABLE=1`` has no effect, None if it has an effect.
+def asks_for_multi_rank(workers: Sequence[WorkerInfo], groups: Sequence[ShareGroup]) -> bool:
+    """Return whether the user's ``NCCL_MULTI_RANK_GPU_ENABLE=1`` has an effect.
 
     It needs the variable on all ranks that share a device, and the same NCCL, 2.30 or newer, on all workers.
 
     Args:
         workers: Every rank, in rank order.
         groups: Ranks that share a device.
-
-    Returns:
-        The obstacle in one clause.
     """
-    missing = [rank for rank in sharing_ranks(groups) if workers[rank].env.get(MULTI_RANK_ENV) != "1"]
-    if missing:
-        return f"it is not set on {ranks_text(missing)}"
-    if demanded := nvls_demanded(workers):
-        return demanded
     versions = {worker.nccl_version if worker.nccl_available else None for worker in workers}
-    if len(versions) > 1 or None in versions:
-        return "not all workers have the same version of NCCL"
-    if min(version for version in versions if version) < NCCL_MULTI_RANK:
-        return f"NCCL {versions_text(workers)} is older than 2.30"
-    return None
-
-
-def nvls_demanded(workers: Sequence[WorkerInfo]) -> str | None:
-    """Return which ranks require NVLS, in one clause, or None. NCCL refuses it with several ranks on a GPU."""
-    ranks = [worker.rank for worker in workers if worker.env.get("NCCL_NVLS_ENABLE") == "1"]
-    return (
-        f"NCCL_NVLS_ENABLE=1 is set on {ranks_text(ranks)}, which NCCL refuses with several ranks on one GPU"
-        if ranks
-        else None
-    )
+    version = versions.pop()
+    is_new = not versions and version is not None and version >= NCCL_MULTI_RANK
+    return is_new and all(workers[rank].env.get(MULTI_RANK_ENV) == "1" for rank in sharing_ranks(groups))
 
 
 def multi_rank_env(num_ranks: int, several_nodes: bool = False) -> dict[str, str]:
@@ -119,7 +97,15 @@ def interface_doubts(workers: Sequence[WorkerInfo]) -> tuple[str, ...]:
     """Return each ``NCCL_SOCKET_IFNAME`` that matches no interface of the rank's node, in one line with the ranks."""
     ranks_of: dict[str, list[int]] = {}
     for worker in workers:
-        value, known = worker.env.get(NCCL_IFNAME, ""), list(worker.network.interfaces)
-        if known and (doubt := nccl_doubt(value, known)) is not None:
-            ranks_of.setdefault(f"{NCCL_IFNAME}={value} is kept, but {doubt}", []).append(worker.rank)
+        value, known = worker.env.get(_IFNAME), list(worker.network.interfaces)
+        if value and known and not matching(value, known):
+            doubt = f"{_IFNAME}={value} is kept, but it matches none of this node's interfaces ({', '.join(known)})"
+            ranks_of.setdefault(doubt, []).append(worker.rank)
     return tuple(f"{ranks_text(ranks)}: {doubt}" for doubt, ranks in ranks_of.items())
+
+
+def matching(value: str, known: Sequence[str]) -> list[str]:
+    """Return the interfaces that NCCL may use: by prefixes, ``=eth0`` by whole names, ``^eth`` all others (NCCL, env.rst)."""
+    names = tuple(name for name in value.lstrip("^=").split(",") if name)
+    named = [each for each in known if (each in names if "=" in value[:2] else each.startswith(names))]
+    return [each for each in known if each not in (*named, "lo")] if value.startswith("^") else named

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from types import UnionType
@@ -24,25 +24,20 @@ def workers_of(answers: Sequence[tuple[str, Any]]) -> tuple[WorkerInfo, ...]:
     Raises:
         IncompatibleWorkersError: Ranks have another version than this process.
     """
-    versions = [version for version, _ in answers]
-    for version in versions:
-        if version != __version__:
-            ranks = [rank for rank, each in enumerate(versions) if each == version]
-            raise _other_version(ranks, f"version {version}")
-    found = []
-    for rank, (_, plain) in enumerate(answers):
-        try:
-            found.append(from_plain(WorkerInfo, plain))
-        except ValueError as error:
-            raise _other_version([rank], f"another build of version {__version__} ({error})") from None
-    return tuple(found)
+    others = {rank: version for rank, (version, _) in enumerate(answers) if version != __version__}
+    if others:
+        found = f"{ranks_text(list(others))}: version {', '.join(sorted(set(others.values())))}"
+        raise _other_version(found, others)
+    try:
+        return tuple(from_plain(WorkerInfo, plain) for _, plain in answers)
+    except ValueError as error:
+        raise _other_version(f"a worker: another build of version {__version__} ({error})") from None
 
 
-def _other_version(ranks: list[int], found: str) -> IncompatibleWorkersError:
+def _other_version(found: str, ranks: Iterable[int] = ()) -> IncompatibleWorkersError:
     return IncompatibleWorkersError(
-        f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} {found} of ray_fracbackend, and the controller has "
-        f"{__version__}. Install one version on every node and in the environment of the driver, or ship it to all with py_modules "
-        "in ray.init(runtime_env=...).",
+        f"{found} of ray_fracbackend, and the controller has {__version__}. Install one version on every node and in the "
+        "environment of the driver, or ship it to all with py_modules in ray.init(runtime_env=...).",
         ranks=ranks,
     )
 

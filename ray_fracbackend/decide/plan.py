@@ -3,19 +3,20 @@
 ::
 
     Decision          table.py   backend, devices, reason, fallback
-    StartPlan         + rendezvous.py
+    StartPlan         the decision and the rendezvous of rendezvous.py
     WorkerPlan        one for each rank, with its devices to verify and its time limit
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from ray_fracbackend.decide.backends import Backends, parse_backend
 from ray_fracbackend.decide.device_sharing import ShareGroup, share_text
-from ray_fracbackend.decide.rendezvous import Rendezvous, WorkerRendezvous
+from ray_fracbackend.decide.rendezvous import Rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.errors import (
@@ -37,6 +38,16 @@ ACCELERATE_ON_CPU: Mapping[str, str] = {"ACCELERATE_USE_CPU": "true"}
 ACCELERATE_ON_SHARED_DEVICE: Mapping[str, str] = {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}
 
 
+class FallBack(str, Enum):
+    """When a start goes on with its fallback."""
+
+    NEVER = "never"
+    # NCCL refuses ranks as if they shared a GPU, which all ranks detect at once.
+    AFTER_REFUSAL = "after a refusal"
+    # Half of the time is reserved for the fallback.
+    AFTER_FAILURE = "after any failure"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """Backend and devices of one start, with reasons.
@@ -48,8 +59,7 @@ class Decision:
         share_groups: Ranks that share a device, or that NCCL considers to share one.
         env_defaults: Environment variables to set on every worker unless the user set them.
         fallback: Backend to use if ``backend`` fails, None if a failure is final.
-        only_if_refused: If True, the fallback is used only if NCCL refuses ranks on one GPU, which all ranks detect at
-            once. If False, it is used after any failed verification, and half of the time is reserved for it.
+        falls_back: When the fallback is used: ``never``, ``after a refusal`` of NCCL or ``after any failure``.
         train_on_cpu: ``ray.train.torch.get_device()`` must return cpu in workers for which Ray reserved GPUs.
         hints: Advice, one line each.
         warnings: Settings that were overridden, costs of the choice, and risks, one line each.
@@ -61,7 +71,7 @@ class Decision:
     share_groups: tuple[ShareGroup, ...] = ()
     env_defaults: Mapping[str, str] = field(default_factory=dict)
     fallback: str | None = None
-    only_if_refused: bool = False
+    falls_back: FallBack = FallBack.NEVER
     train_on_cpu: bool = False
     hints: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -73,15 +83,15 @@ class Decision:
 
     @property
     def is_trial(self) -> bool:
-        """Whether the processes continue with the fallback if the verification fails."""
-        return self.fallback is not None and not self.only_if_refused
+        """Whether the processes go on with the fallback after any failure."""
+        return self.falls_back is FallBack.AFTER_FAILURE
 
     def falls_back_from(self, error: Exception) -> bool:
         """Return whether the fallback is used after this error of a start."""
-        if self.fallback is None:
-            return False
-        failed = (GroupFormationError, VerificationError, OutOfMemoryError, StartTimeoutError) if self.is_trial else ()
-        return isinstance(error, (SharedDeviceError, *failed))
+        if self.is_trial:
+            failures = (GroupFormationError, VerificationError, OutOfMemoryError, StartTimeoutError)
+            return isinstance(error, (SharedDeviceError, *failures))
+        return self.falls_back is FallBack.AFTER_REFUSAL and isinstance(error, SharedDeviceError)
 
     def after_failure(self, error: FracBackendError) -> Decision:
         """Return the decision for the fallback.
@@ -107,7 +117,7 @@ class Decision:
             backend=self.fallback,
             reason=f"{shared}using {self.fallback} ({why})",
             fallback=None,
-            only_if_refused=False,
+            falls_back=FallBack.NEVER,
             env_defaults={},
             warnings=(*self.warnings, warning),
         )
@@ -130,25 +140,17 @@ class Decision:
         return {**self.env_defaults, **(ACCELERATE_ON_SHARED_DEVICE if self.share_groups else {})}
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartPlan(Decision):
-    """A `Decision` with all its attributes, and the rendezvous of its ranks.
+@dataclass(frozen=True)
+class StartPlan:
+    """The plan of one start.
 
     Attributes:
+        decision: Backend and devices.
         rendezvous: Rendezvous of the ranks.
     """
 
+    decision: Decision
     rendezvous: Rendezvous
-
-    @classmethod
-    def of(cls, decision: Decision, rendezvous: Rendezvous) -> StartPlan:
-        """Create the plan from a decision."""
-        return cls(**{each.name: getattr(decision, each.name) for each in fields(Decision)}, rendezvous=rendezvous)
-
-    def __str__(self) -> str:
-        from ray_fracbackend.decide.texts import plan_text
-
-        return plan_text(self)
 
     def worker_plans(
         self,
@@ -161,26 +163,31 @@ class StartPlan(Decision):
         report: Any = None,
     ) -> list[WorkerPlan]:
         """Return the plan of each worker, by rank; the arguments are as in `WorkerPlan`."""
+        decision, rendezvous = self.decision, self.rendezvous
         return [
             WorkerPlan(
                 rank=worker.rank,
                 world_size=len(workers),
-                backend=self.backend,
-                device=self.device_of(worker),
-                rendezvous=self.rendezvous.of(worker.rank),
+                backend=decision.backend,
+                device=decision.device_of(worker),
+                master_addr=rendezvous.master_addrs[worker.rank],
+                master_port=rendezvous.master_port,
+                env=rendezvous.env_of(worker),
+                env_defaults=decision.env_of(worker),
+                interface=rendezvous.interfaces[worker.rank] if rendezvous.interfaces else None,
+                drop_interface=rendezvous.one_node and worker.platform != "win32",
                 timeout_s=settings.timeout_s,
                 budget_s=budget_s,
                 attempt=attempt,
                 verify=settings.verify,
-                is_trial=self.is_trial,
+                is_trial=decision.is_trial,
                 bind_device=settings.verify
-                and self.backends.has_nccl
+                and decision.backends.has_nccl
                 and worker.device is not None
-                and not self.share_groups,
-                train_on_cpu=self.train_on_cpu and worker.gpu_fraction > 0,
+                and not decision.share_groups,
+                train_on_cpu=decision.train_on_cpu and worker.gpu_fraction > 0,
                 set_distributed_env=set_distributed_env,
-                memory_fraction=self.memory_fraction_of(worker) if settings.limit_gpu_memory else None,
-                env_defaults=self.env_of(worker),
+                memory_fraction=decision.memory_fraction_of(worker) if settings.limit_gpu_memory else None,
                 report=report,
             )
             for worker in workers
@@ -196,11 +203,17 @@ class WorkerPlan:
         world_size: Number of workers in the job.
         backend: Name for ``init_process_group``.
         device: torch device that the worker trains on, without an index if Ray assigned none.
-        rendezvous: The worker's part of the rendezvous.
+        master_addr: Address of rank 0's store for this rank, a literal IP without brackets.
+        master_port: Port of that store.
         timeout_s: Timeout of the group's collectives during training, in seconds.
         budget_s: Time limit of this worker's start, in seconds.
         attempt: Id of this attempt, the same on all ranks: prefix of its keys in rank 0's store.
         verify: Whether to verify the group.
+        env: Variables to set, overriding the user's.
+        env_defaults: Variables to set unless the user set them.
+        interface: ``GLOO_SOCKET_IFNAME`` to set unless the user set it, `BY_ROUTE` if the worker finds it, None to set none.
+        drop_interface: Whether to remove it after the start: on one node it is the loopback interface, over which later
+            groups of the train function may not reach all of their ranks.
         is_trial: Whether the process continues with a group of another backend if the verification fails.
         bind_device: Whether to bind the group to the device after the verification, when NCCL is connected, as
             ``init_process_group(device_id=...)`` does.
@@ -208,7 +221,6 @@ class WorkerPlan:
         set_distributed_env: Whether to set RANK, WORLD_SIZE, LOCAL_RANK, ... before ``init_process_group``, as Ray
             Train V2 does.
         memory_fraction: Cap on the process's share of its device's memory, None for no cap.
-        env_defaults: Variables to set unless the user set them.
         report: Ray's reference to the start report, fetched only on request; None for a start without Ray.
     """
 
@@ -216,17 +228,21 @@ class WorkerPlan:
     world_size: int
     backend: str
     device: str
-    rendezvous: WorkerRendezvous
+    master_addr: str
+    master_port: int
     timeout_s: float
     budget_s: float
     attempt: str
     verify: bool
+    env: Mapping[str, str] = field(default_factory=dict)
+    env_defaults: Mapping[str, str] = field(default_factory=dict)
+    interface: str | None = None
+    drop_interface: bool = False
     is_trial: bool = False
     bind_device: bool = False
     train_on_cpu: bool = False
     set_distributed_env: bool = False
     memory_fraction: float | None = None
-    env_defaults: Mapping[str, str] = field(default_factory=dict)
     report: Any = None
 
     @property

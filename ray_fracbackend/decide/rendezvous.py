@@ -1,27 +1,31 @@
-"""Plan the rendezvous: address and port of rank 0's store, Gloo's interface of every rank, libuv.
+"""Plan the rendezvous: address and port of rank 0's store, and Gloo's interface of every rank.
 
 Example: two nodes, rank 0 on 10.0.0.3, whose host names resolve to 127.0.1.1 as on Debian::
 
     rank 0 at 10.0.0.3:41235 (its node's address), Gloo over eth0 (rank 0), over ens5 (rank 1)
 
 The user's settings always take precedence; if they conflict with these rules, there is a warning. NCCL finds its
-interfaces itself: a start never sets an NCCL variable for them. rank0_address.py chooses the address, gloo_interface.py
-the interfaces. docs/windows.md describes the rules of each system.
+interfaces itself: a start never sets an NCCL variable for them. docs/windows.md describes the rules of each system.
+The address is always a literal IP, because c10d would look up a host name repeatedly:
+
+========================  ==============================================================================
+``master_addr`` is set    as configured; a host name is replaced by the address that it resolves to on each rank
+all ranks on one node     loopback
+otherwise                 Ray's address of rank 0's node; an error if it is a loopback address
+========================  ==============================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ray_fracbackend.decide.addresses import bracketed
+from ray_fracbackend.decide.addresses import bracketed, is_loopback, owner_of
 from ray_fracbackend.decide.backends import parse_backend
-from ray_fracbackend.decide.gloo_interface import InterfaceChoice, choose_interfaces, interfaces_text
-from ray_fracbackend.decide.interfaces import IFNAME
-from ray_fracbackend.decide.rank0_address import rank0_addresses
+from ray_fracbackend.decide.interfaces import choose_interfaces, interfaces_text
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
-from ray_fracbackend.errors import FracBackendError, RendezvousError
+from ray_fracbackend.errors import RendezvousError
 
 # Set by torchrun, and inherited by the processes that its script starts.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -33,31 +37,6 @@ NOTE_10049 = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerRendezvous:
-    """Rendezvous of one rank.
-
-    Attributes:
-        master_addr: Address of rank 0's store for this rank, a literal IP without brackets.
-        master_port: Port of that store.
-        env: Variables to set, overriding the user's.
-        start_env: Variables to set for the start and to remove after the verification.
-        interface_by_route: Whether the worker finds ``GLOO_SOCKET_IFNAME``: the interface of its route to rank 0.
-        check_device: Whether to create Gloo's device once before any rank waits, because it may not work.
-        check_reachable: Whether to check the connection to rank 0's store first.
-        address_doubt: As in `Rendezvous`.
-    """
-
-    master_addr: str
-    master_port: int
-    env: Mapping[str, str] = field(default_factory=dict)
-    start_env: Mapping[str, str] = field(default_factory=dict)
-    interface_by_route: bool = False
-    check_device: bool = False
-    check_reachable: bool = False
-    address_doubt: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rendezvous:
     """Rendezvous of all ranks.
 
@@ -66,12 +45,7 @@ class Rendezvous:
         master_port: Port of that store.
         init_method: ``env`` or ``tcp``.
         one_node: Whether all ranks share one loopback interface.
-        uses_gloo: Whether Gloo connects the ranks.
-        interfaces: Gloo's interface of every rank, by rank; empty if Gloo is not used.
-        libuv_off: Whether the store must not use libuv.
-        on_linux: Whether the workers run on Linux.
-        check_reachable: Whether ranks may be unable to reach rank 0's store: it is on another machine, or the user set its address.
-        address_doubt: The warning about the configured address of rank 0's store, empty without one.
+        interfaces: Gloo's interface of every rank, by rank, None where Gloo finds one itself; empty if Gloo is not used.
         reason: The choice in one line, as logged.
         warnings: Conflicting settings and risks, one line each.
     """
@@ -80,12 +54,7 @@ class Rendezvous:
     master_port: int
     init_method: str
     one_node: bool
-    uses_gloo: bool
-    interfaces: tuple[InterfaceChoice, ...] = ()
-    libuv_off: bool = False
-    on_linux: bool = True
-    check_reachable: bool = False
-    address_doubt: str = ""
+    interfaces: tuple[str | None, ...] = ()
     reason: str = ""
     warnings: tuple[str, ...] = ()
 
@@ -94,34 +63,14 @@ class Rendezvous:
         """Address of rank 0's store on rank 0 itself."""
         return self.master_addrs[0]
 
-    def __str__(self) -> str:
-        from ray_fracbackend.decide.texts import rendezvous_text
-
-        return rendezvous_text(self)
-
-    def of(self, rank: int) -> WorkerRendezvous:
-        """Return the part of one rank."""
-        address, choice = self.master_addrs[rank], self.interfaces[rank] if self.interfaces else InterfaceChoice()
+    def env_of(self, worker: WorkerInfo) -> dict[str, str]:
+        """Return the variables to set in one worker, overriding the user's."""
         env: dict[str, str] = {}
         if self.init_method == "env":
-            env = {"MASTER_ADDR": address, "MASTER_PORT": str(self.master_port)}
-        if self.libuv_off:
+            env = {"MASTER_ADDR": self.master_addrs[worker.rank], "MASTER_PORT": str(self.master_port)}
+        if worker.platform == "win32":  # no torch for Windows has a libuv store
             env["USE_LIBUV"] = "0"
-        interface = {IFNAME: choice.name} if choice.name is not None and not choice.by_user else {}
-        if not choice.start_only:
-            env |= interface
-        return WorkerRendezvous(
-            master_addr=address,
-            master_port=self.master_port,
-            env=env,
-            start_env=interface if choice.start_only else {},
-            interface_by_route=choice.by_route,
-            # Except on Linux, Gloo may use other names and addresses of interfaces than psutil.
-            check_device=self.uses_gloo and (not self.on_linux or choice.name is None or choice.by_user),
-            # Rank 0 has the store itself, and may not be able to reach its own address from inside.
-            check_reachable=self.check_reachable and rank > 0,
-            address_doubt=self.address_doubt,
-        )
+        return env
 
 
 def plan_rendezvous(
@@ -136,64 +85,34 @@ def plan_rendezvous(
         store_port: Port of the store that rank 0 holds open, None if there is none.
 
     Raises:
-        RendezvousError: Rank 0 has no open store, no address of it works for all ranks, or the ranks would use Gloo
-            addresses of different families.
-        BackendUnavailableError: Gloo finds no network device on a Windows node.
+        RendezvousError: Rank 0 has no open store, or no address of it works for all ranks.
     """
-    windows = workers[0].platform == "win32"
-    one_node = is_one_node(workers)
     if store_port is None:
         raise RendezvousError("rank 0 holds no store open: none was created when the workers were probed.")
-    addresses, origin, warnings = rank0_addresses(workers, settings, one_node)
-    is_configured = settings.master_addr is not None
-    doubt = warnings[0] if is_configured and warnings else ""
-    warnings += _foreign_settings(workers)
-    uses_gloo = parse_backend(backend).connects_with_gloo
-    interfaces: tuple[InterfaceChoice, ...] = ()
-    gloo = ""
-    if uses_gloo:
-        try:
-            interfaces, doubts = choose_interfaces(workers, one_node)
-        except FracBackendError as error:
-            raise error.with_warnings(warnings) from None
+    one_node = is_one_node(workers)
+    addresses, origin = _rank0_addresses(workers, settings, one_node)
+    warnings: tuple[str, ...] = ()
+    if _is_foreign(workers[0], addresses[0]):
+        known = "; ".join(f"{name} {','.join(found)}" for name, found in workers[0].network.interfaces.items())
+        warnings = (
+            f"rank 0's address {addresses[0]} ({origin}) is on no interface of its node ({known}). If it is the translated address of "
+            "a container, run the containers with --network host: Gloo listens on random ports",
+        )
+    reason = f"rank 0 at {bracketed(addresses[0])}:{store_port} ({origin})"
+    interfaces: tuple[str | None, ...] = ()
+    if parse_backend(backend).connects_with_gloo:
+        interfaces, doubts = choose_interfaces(workers, one_node)
+        reason += f", Gloo {interfaces_text(workers, interfaces)}"
         warnings += doubts
-        gloo = f", Gloo {interfaces_text(interfaces)}"
-    host = bracketed(addresses[0])
     return Rendezvous(
         master_addrs=addresses,
         master_port=store_port,
         init_method=settings.init_method,
         one_node=one_node,
-        uses_gloo=uses_gloo,
         interfaces=interfaces,
-        libuv_off=windows,
-        on_linux=workers[0].platform == "linux",
-        check_reachable=is_configured or not one_node,
-        address_doubt=doubt,
-        reason=f"rank 0 at {host}:{store_port} ({origin}){gloo}{', libuv off' if windows else ''}",
+        reason=reason,
         warnings=warnings,
     )
-
-
-def _foreign_settings(workers: Sequence[WorkerInfo]) -> tuple[str, ...]:
-    """Return warnings about variables that the start does not keep, and about systems that Gloo does not connect with each other."""
-    warnings = []
-    libuv = [worker.rank for worker in workers if worker.env.get("USE_LIBUV") == "1"]
-    if libuv and workers[0].platform == "win32":
-        warnings.append(f"USE_LIBUV=1 on {ranks_text(libuv)} is not kept: torch for Windows is built without libuv")
-    agents = [worker.rank for worker in workers if worker.env.get(AGENT_STORE) == "True"]
-    if agents:
-        warnings.append(
-            f"{AGENT_STORE}=True on {ranks_text(agents)} is not kept: torchrun sets it for its own workers, and every rank of a "
-            "group that the train function creates would wait for the store of a torchrun agent that does not exist"
-        )
-    macs = [worker.rank for worker in workers if worker.platform == "darwin"]
-    if macs and len(macs) < len(workers):
-        warnings.append(
-            f"macOS on {ranks_text(macs)}, Linux on the others: Gloo between them is reported to hang (gloo#268); place all workers "
-            "on nodes of one system"
-        )
-    return tuple(warnings)
 
 
 def is_one_node(workers: Sequence[WorkerInfo]) -> bool:
@@ -205,3 +124,39 @@ def is_one_node(workers: Sequence[WorkerInfo]) -> bool:
         return True
     networks = {worker.network.network_id for worker in workers}
     return len({worker.node_ip for worker in workers}) == 1 and len(networks) == 1 and "" not in networks
+
+
+def _rank0_addresses(workers: Sequence[WorkerInfo], settings: Settings, one_node: bool) -> tuple[tuple[str, ...], str]:
+    """Return the address of rank 0's store for each rank, and the source for the log."""
+    first = workers[0]
+    if settings.master_addr is not None:
+        _refuse(
+            [worker for worker in workers if worker.network.master_addr_missing],
+            f"master_addr={settings.master_addr!r} cannot be resolved by",
+            "It must resolve to rank 0's node everywhere; use an IP address of it.",
+        )
+        resolved = (worker.network.master_addrs for worker in workers)
+        return tuple(each[0] if each else settings.master_addr for each in resolved), "master_addr as configured"
+    if one_node:
+        return ("::1" if _is_foreign(first, "127.0.0.1") else "127.0.0.1",) * len(workers), "one node"
+    _refuse(
+        [worker for worker in workers if is_loopback(worker.node_ip)],
+        "Ray knows several nodes of this job, and only a loopback address of",
+        "Start each Ray node with --node-ip-address of an interface that the others reach; on Windows and macOS also set "
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1 for every Ray process.",
+    )
+    return (first.node_ip,) * len(workers), "its node's address"
+
+
+def _refuse(workers: Sequence[WorkerInfo], found: str, advice: str) -> None:
+    if not workers:
+        return
+    ranks = [worker.rank for worker in workers]
+    where = ", ".join(f"{w.where}: {w.network.master_addr_missing or w.node_ip}" for w in workers[:4])
+    raise RendezvousError(f"{found} {ranks_text(ranks)} ({where}).", advice=advice, ranks=ranks)
+
+
+def _is_foreign(worker: WorkerInfo, address: str) -> bool:
+    """Return whether no interface of the worker's node has the address; False if its interfaces are unknown."""
+    interfaces = worker.network.interfaces
+    return bool(interfaces) and owner_of(interfaces, address) is None

@@ -26,14 +26,10 @@ def _is_address(value: object) -> bool:
     return not set(value) & set(" \t\n[]/,@") and value.count(":") != 1
 
 
-def _is_port(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65535
-
-
 def _is_ports(value: object) -> bool:
-    if isinstance(value, tuple):
-        return len(value) == 2 and all(map(_is_port, value)) and value[0] <= value[1]
-    return _is_port(value)
+    ports = value if isinstance(value, tuple) else (value, value)
+    are_ports = all(isinstance(port, int) and not isinstance(port, bool) and 1 <= port <= 65535 for port in ports)
+    return are_ports and len(ports) == 2 and ports[0] <= ports[1]
 
 
 @dataclass(repr=False)
@@ -118,10 +114,7 @@ class Settings:
 
     def to_plain(self) -> dict[str, Any]:
         """Return all settings as plain values that ``json.dumps`` accepts."""
-        values = {name: getattr(self, name) for name in setting_names()}
-        if isinstance(self.master_port, tuple):
-            values["master_port"] = list(self.master_port)
-        return values
+        return {name: getattr(self, name) for name in setting_names()}
 
     def checked_copy(self: _Self) -> _Self:
         """Copy the settings, so that a later change of the original cannot reach a running start.

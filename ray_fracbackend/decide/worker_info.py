@@ -32,9 +32,6 @@ class WorkerAddress:
         """``rank 3 (node 10.0.0.3, pid 4711)``."""
         return f"rank {self.rank} (node {self.node_ip}, pid {self.pid})"
 
-    def __str__(self) -> str:
-        return self.text
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
@@ -64,12 +61,6 @@ class DeviceInfo:
     def is_mig(self) -> bool:
         """True for a slice of a GPU in MIG mode."""
         return self.parent_uuid is not None or self.uuid.startswith("MIG-")
-
-    def __str__(self) -> str:
-        memory = f"{self.total_memory_bytes / 2**30:.1f} GiB" if self.total_memory_bytes else ""
-        slice_of = f"slice of {self.parent_uuid}" if self.parent_uuid else ""
-        mode = "" if self.compute_mode in ("default", "unknown") else f"compute mode {self.compute_mode}"
-        return ", ".join(filter(None, (f"cuda:{self.index} {self.name}", self.uuid, memory, slice_of, mode)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +164,6 @@ class WorkerInfo:
     def where(self) -> str:
         """Rank, node and process for messages."""
         return WorkerAddress(self.rank, self.node_ip, self.pid, self.node_id).text
-
-    def __str__(self) -> str:
-        from ray_fracbackend.decide.texts import worker_text
-
-        return worker_text(self)
 
 
 def version_text(version: NcclVersion | None) -> str:

@@ -14,7 +14,6 @@ from contextlib import nullcontext, suppress
 import torch
 
 from ray_fracbackend.decide.error_texts import cause_of, says_nothing_of_device
-from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.isolation.faults import Findings
 from ray_fracbackend.timeouts import bounded
 from ray_fracbackend.worker.network import route_address
@@ -25,11 +24,11 @@ _MAX_CONNECTIONS = 256
 _CAUSE_CHARS = 200
 
 
-def open_listener(rendezvous: WorkerRendezvous, word: bytes, life_s: float) -> tuple[str, int]:
+def open_listener(master_addr: str, word: bytes, life_s: float) -> tuple[str, int]:
     """Listen on this node's address on its route to rank 0, in a daemon thread.
 
     Args:
-        rendezvous: The worker's part of the rendezvous.
+        master_addr: Address of rank 0's store for this rank, a literal IP.
         word: Random bytes of this search, of which the block consists.
         life_s: Seconds until the listener and its connections are closed.
 
@@ -39,7 +38,7 @@ def open_listener(rendezvous: WorkerRendezvous, word: bytes, life_s: float) -> t
     Raises:
         OSError: This node cannot listen on the address.
     """
-    address = route_address(rendezvous.master_addr) or rendezvous.master_addr
+    address = route_address(master_addr) or master_addr
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     threading.Thread(target=asyncio.run, args=(_serve(listener, word * _NUM_WORDS, life_s),), daemon=True).start()
     return address, listener.getsockname()[1]

@@ -93,7 +93,7 @@ def find_faults(
     """
     deadline = Deadline(search_s)
     word = secrets.token_bytes(16)
-    arguments = {rank: (plan.rendezvous, word, search_s) for rank, plan in plans.items()}
+    arguments = {rank: (plan.master_addr, word, search_s) for rank, plan in plans.items()}
     listeners, failures = call(open_listener, arguments, search_s * _OPENING)
     peers = peers_of(addresses)
     tests = {

@@ -62,13 +62,12 @@ class Peers:
 
     def _connected(self) -> PrefixStore:
         if self._store is None:
-            rendezvous = self._plan.rendezvous
-            address = rendezvous.master_addr
+            address = self._plan.master_addr
             if self._plan.rank == 0:  # it may not be able to reach its own address from inside
                 address = "::1" if ":" in address else "127.0.0.1"
             client = TCPStore(
                 address,
-                rendezvous.master_port,
+                self._plan.master_port,
                 None,
                 False,
                 timedelta(seconds=_CALL_S),

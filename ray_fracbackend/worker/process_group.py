@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import traceback
 from contextlib import suppress
@@ -19,7 +18,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from ray_fracbackend import _ray, _torch
-from ray_fracbackend.decide.interfaces import IFNAME
+from ray_fracbackend.decide.interfaces import BY_ROUTE, IFNAME
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import AGENT_STORE
 from ray_fracbackend.decide.worker_info import ranks_text
@@ -63,7 +62,6 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
         with ended_by(peers.look):
             end_process_group()  # a failed attempt in this process may have left one
             environment.clear()
-            environment.set_always(plan.rendezvous.start_env)
             _prepare(plan)
             _check_network(plan, deadline)
             common = _connect(plan, deadline)
@@ -71,7 +69,7 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
                 _try_nccl(plan, common, deadline)
             result = _form(plan, common, deadline)
         common.set_timeout(timedelta(seconds=plan.timeout_s))
-        environment.clear(plan.rendezvous.start_env)
+        environment.clear([IFNAME] if plan.drop_interface else [])
     except BaseException as error:
         # At the deadline all ranks end by themselves.
         if deadline.left_s > _SILENCE_S and not isinstance(error, UnreachableMasterError):
@@ -143,10 +141,6 @@ def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
     """Verify the group on the devices of the plan; return the result of the device that the worker trains on."""
     if not plan.verify:
         return None
-    if sys.platform == "win32" and plan.device.startswith("cuda") and plan.backends.by_device.get("cuda") == "gloo":
-        from ray_fracbackend.worker.gloo_trial import try_gloo_on_cuda
-
-        try_gloo_on_cuda(plan.device, deadline.left_s)
     result = None
     for device in plan.verify_on:
         try:
@@ -160,13 +154,12 @@ def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
 
 def _prepare(plan: WorkerPlan) -> None:
     environment.set_default(plan.env_defaults)
-    environment.set_always(plan.rendezvous.env)
+    environment.set_always(plan.env)
     # With this variable torch treats every rank, also in later groups, as a client of a store that torchrun's agent
     # holds.
     os.environ.pop(AGENT_STORE, None)
-    if plan.rendezvous.interface_by_route:
-        interface = route_interface(plan.rendezvous.master_addr)
-        environment.set_default({IFNAME: interface} if interface else {})
+    interface = route_interface(plan.master_addr) if plan.interface == BY_ROUTE else plan.interface
+    environment.set_default({IFNAME: interface} if interface else {})
     if plan.train_on_cpu:
         _ray.train_on_cpu()
     if plan.set_distributed_env:
@@ -179,17 +172,15 @@ def _prepare(plan: WorkerPlan) -> None:
 
 def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
     """Check Gloo's device and rank 0's store within seconds; torch would detect a fault after half an hour or never."""
-    rendezvous = plan.rendezvous
-    if rendezvous.check_device:
+    if plan.backends.connects_with_gloo:
         check_gloo_device(os.environ.get(IFNAME))
-    if rendezvous.check_reachable:
-        limit_s = min(REACH_S, deadline.left_s)
-        check_reachable(rendezvous.master_addr, rendezvous.master_port, limit_s, rendezvous.address_doubt)
+    if plan.rank > 0:  # rank 0 may not be able to reach its own address from inside
+        check_reachable(plan.master_addr, plan.master_port, min(REACH_S, deadline.left_s))
 
 
 def _connect(plan: WorkerPlan, deadline: Deadline) -> PrefixStore:
     """Connect to rank 0's store, in a thread: torch's store client may wait for an answer without a timeout."""
-    address, port = plan.rendezvous.master_addr, plan.rendezvous.master_port
+    address, port = plan.master_addr, plan.master_port
     with named_step("rendezvous", plan, RendezvousError):
         left_s = deadline.left_s
         connect = partial(store.connect_store, plan.rank, plan.world_size, address, port, left_s, plan.attempt)

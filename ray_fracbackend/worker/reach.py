@@ -1,4 +1,4 @@
-"""Check within seconds whether this worker reaches rank 0's store. Runs on the workers of other nodes; with ``master_addr`` on all."""
+"""Check within seconds whether this worker reaches rank 0's store. Runs on every rank but 0."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ _ADVICE = (
 )
 
 
-def check_reachable(address: str, port: int, timeout_s: float = REACH_S, doubt: str = "") -> None:
+def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None:
     """Open and close one connection to rank 0's store, which is known to be open.
 
     Args:
         address: Rank 0's address, a literal IP.
         port: Port of rank 0's store.
         timeout_s: Time limit for all attempts together, in seconds.
-        doubt: Why ``master_addr`` may be wrong, empty if no reason is known.
 
     Raises:
         UnreachableMasterError: No attempt succeeded.
@@ -46,9 +45,7 @@ def check_reachable(address: str, port: int, timeout_s: float = REACH_S, doubt: 
     where = f"{bracketed(address)}:{port}"
     raise UnreachableMasterError(
         f"cannot reach rank 0's store at {where} within {timeout_s:.3g} s ({_outcome(cause)}).",
-        advice=f"{doubt}: set it to an address of rank 0's node that this rank reaches, or leave it out."
-        if doubt
-        else _ADVICE,
+        advice=_ADVICE,
     )
 
 

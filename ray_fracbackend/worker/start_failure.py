@@ -49,7 +49,7 @@ def named_step(step: str, plan: WorkerPlan, kind: type[RendezvousError]) -> Iter
     except FracBackendError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        where = f"{plan.rendezvous.master_addr}:{plan.rendezvous.master_port}"
+        where = f"{plan.master_addr}:{plan.master_port}"
         cause = cause_of(error)
         if not isinstance(error, (RuntimeError, TimeoutError)):  # not torch's
             cause = f"{type(error).__name__}: {cause}"

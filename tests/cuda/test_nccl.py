@@ -27,7 +27,6 @@ from ipc_harness import run_ranks, values
 
 from ray_fracbackend.decide.error_texts import cause_of, is_invalid_usage, refusal_in, refused_ranks
 from ray_fracbackend.decide.plan import WorkerPlan
-from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.timeouts import Deadline, bounded
 from ray_fracbackend.verify import verify_process_group
@@ -606,8 +605,8 @@ def test_the_error_of_a_verification(run, fault):
 
 def planned(job, backend, device, port, **more):
     """Return a worker's plan of a start."""
-    rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=port)
-    common = {"timeout_s": 60, "budget_s": 20, "attempt": "first", "verify": True, "rendezvous": rendezvous}
+    address = {"master_addr": "127.0.0.1", "master_port": port}
+    common = {"timeout_s": 60, "budget_s": 20, "attempt": "first", "verify": True, **address}
     return WorkerPlan(rank=job.rank, world_size=job.size, backend=backend, device=str(device), **{**common, **more})
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import net_calls
 from net_nodes import Node, Worker
 
-from ray_fracbackend.decide.plan import WorkerPlan
+from ray_fracbackend.decide.plan import StartPlan, WorkerPlan
 from ray_fracbackend.decide.rendezvous import Rendezvous, plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import decide_start
@@ -66,24 +67,10 @@ def instructions(
     verify: bool = False,
 ) -> tuple[list[WorkerPlan], Rendezvous]:
     """Return the plan of every rank from our decision, on the CPU."""
-    options = options or Settings()
-    backend = decide_start(facts, options).backend
-    plan = plan_rendezvous(facts, options, backend, facts[0].network.store_port)
-    found = [
-        WorkerPlan(
-            rank=rank,
-            world_size=len(facts),
-            backend=backend,
-            device="cpu",
-            rendezvous=plan.of(rank),
-            timeout_s=timeout_s,
-            budget_s=budget_s,
-            attempt="first",
-            verify=verify,
-        )
-        for rank in range(len(facts))
-    ]
-    return found, plan
+    options = replace(options or Settings(), timeout_s=timeout_s, verify=verify)
+    decision = decide_start(facts, options)
+    plan = plan_rendezvous(facts, options, decision.backend, facts[0].network.store_port)
+    return StartPlan(decision, plan).worker_plans(facts, options, budget_s=budget_s, attempt="first"), plan
 
 
 def start(

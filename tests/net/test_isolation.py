@@ -14,7 +14,6 @@ import pytest
 from net_nodes import Node, Switch, Worker, network, run
 
 from ray_fracbackend.decide.plan import WorkerPlan
-from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.isolation.search import find_faults
 
@@ -69,7 +68,8 @@ def search(nodes: list[Node], workers: list[Worker]) -> list[tuple[tuple[int, ..
             world_size=NUM_NODES,
             backend="gloo",
             device="cpu",
-            rendezvous=WorkerRendezvous(master_addr=nodes[0].ip, master_port=29500),
+            master_addr=nodes[0].ip,
+            master_port=29500,
             timeout_s=1800,
             budget_s=60,
             attempt="first",

@@ -28,7 +28,6 @@ from ray_fracbackend import (
 from ray_fracbackend import backend as backend_module
 from ray_fracbackend._ray import worker_addresses
 from ray_fracbackend.decide.plan import WorkerPlan
-from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.isolation.search import with_faults
 from tests.processes import free_port, wait_until
 from tests.ray.starts import START_S, initialized, replace_in_worker, start
@@ -203,14 +202,14 @@ def test_environment_is_restored(pair):
 def test_the_search_names_a_silent_rank_and_then_a_dead_one(make_group):
     """A worker that is stuck in another call does not answer. A worker that is gone makes it the error of a dead worker."""
     group = make_group(3)
-    rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=29500)
     plans = [
         WorkerPlan(
             rank=rank,
             world_size=3,
             backend="gloo",
             device="cpu",
-            rendezvous=rendezvous,
+            master_addr="127.0.0.1",
+            master_port=29500,
             timeout_s=1800,
             budget_s=30,
             attempt="first",

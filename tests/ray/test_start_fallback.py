@@ -11,7 +11,7 @@ import ray
 
 from ray_fracbackend import SharedDeviceError
 from ray_fracbackend.decide.device_sharing import shared_devices
-from ray_fracbackend.decide.plan import Decision
+from ray_fracbackend.decide.plan import Decision, FallBack
 from ray_fracbackend.decide.worker_info import WorkerInfo
 from tests.processes import free_port
 from tests.ray.starts import START_S, group_state, replace_in_worker, start
@@ -25,7 +25,9 @@ _BUDGET = {"start_timeout_s": 24} if sys.platform == "win32" else {}
 @pytest.mark.parametrize("fixed_port", [False, True])
 def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port):
     """The first backend fails its verification, then the fallback is started, verified and reported, also on the same port."""
-    plan = Decision(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
+    plan = Decision(
+        backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
+    )
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap", 1)
@@ -42,14 +44,16 @@ def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port
 
     report = pair.execute(fetch)[1]
     assert report.backend == "gloo"
-    assert "cpu:gloo failed its verification, fell back to gloo" in report.plan.warnings[0]
+    assert "cpu:gloo failed its verification, fell back to gloo" in report.warnings[0]
     assert report.verification is not None
     assert seconds[0] > 3  # the first one's nap
 
 
 def test_workers_are_probed_once(pair, monkeypatch):
     """For the fallback rank 0 opens another store. No worker is probed again or receives the other workers' reports."""
-    plan = Decision(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
+    plan = Decision(
+        backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
+    )
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     sent, execute = [], pair.execute_single_async
@@ -68,14 +72,16 @@ def test_workers_are_probed_once(pair, monkeypatch):
     ]
     plans = [arguments[0] for name, _, arguments in sent if name == "start_worker"]
     assert {type(plan.report) for plan in plans} == {ray.ObjectRef}
-    assert plans[0].rendezvous.master_port != plans[-1].rendezvous.master_port
+    assert plans[0].master_port != plans[-1].master_port
     fields_of = (getattr(plan, field.name) for plan in plans for field in fields(plan))
     assert not [value for value in fields_of if isinstance(value, WorkerInfo)]
 
 
 def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
     """A first choice that hangs in its first collective, and that only an abort ends, is abandoned in time and reported once."""
-    plan = Decision(backend="stall", device_type="cpu", reason="first choice", fallback="gloo")
+    plan = Decision(
+        backend="stall", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
+    )
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute(register_stalling)
     with caplog.at_level("WARNING", logger="ray.train"):
@@ -89,7 +95,9 @@ def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
 @pytest.mark.full
 def test_second_choice_after_no_answer(pair, monkeypatch):
     """A rank that does not answer within the first choice's half of the time leaves the other half to the fallback."""
-    plan = Decision(backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo")
+    plan = Decision(
+        backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
+    )
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap 15", 1)
     start(pair, start_timeout_s=22)
@@ -99,7 +107,14 @@ def test_second_choice_after_no_answer(pair, monkeypatch):
 def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
     """NCCL's duplicate-GPU error is reported with the ranks, and a plan with a fallback uses it."""
     groups = shared_devices(job(gpu(), gpu()))
-    plan = Decision(backend="nccl", device_type="cpu", reason="first choice", share_groups=groups, fallback="gloo")
+    plan = Decision(
+        backend="nccl",
+        device_type="cpu",
+        reason="first choice",
+        share_groups=groups,
+        fallback="gloo",
+        falls_back=FallBack.AFTER_FAILURE,
+    )
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute(refuse_once, torch_text(DUPLICATE))
     start(pair)

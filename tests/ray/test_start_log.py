@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
+from dataclasses import replace
 
 import pytest
 
 from ray_fracbackend import UnreachableMasterError, VerificationError, wait_log
-from ray_fracbackend.decide.plan import Decision
+from ray_fracbackend.decide.plan import Decision, FallBack
+from ray_fracbackend.decide.table import decide_start
 from tests.ray.starts import START_S, replace_in_worker, start
 
 PROCESS_GROUP = "ray_fracbackend.worker.process_group"
-NOT_KEPT = "TORCHELASTIC_USE_AGENT_STORE=True on ranks 0,1 is not kept"
+DOUBT = "a doubt about the workers"
 
 
 @pytest.fixture
@@ -29,18 +30,12 @@ def lines(caplog):
 
 
 @pytest.fixture
-def flagged(pair):
-    """Workers with the flag of torchrun, which is a warning of the plan. They are shared by tests, so it is removed again."""
-    pair.execute(set_flag, "True")
-    yield pair
-    pair.execute(set_flag, None)
-
-
-def set_flag(value):
-    """Set or remove the flag in a worker."""
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    if value is not None:
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = value
+def doubted(pair, monkeypatch):
+    """Workers whose plan has a warning."""
+    monkeypatch.setattr(
+        "ray_fracbackend.backend.decide_start", lambda *args: replace(decide_start(*args), warnings=(DOUBT,))
+    )
+    return pair
 
 
 def test_a_quick_start(pair, lines):
@@ -52,29 +47,34 @@ def test_a_quick_start(pair, lines):
     assert outcome.startswith("using gloo (no GPUs were asked for) [2 workers, ")
 
 
-def test_warnings_come_before_the_wait(flagged, lines):
+def test_warnings_come_before_the_wait(doubted, lines):
     """Each once; an error has it too."""
-    start(flagged)
+    start(doubted)
     (level, warning), (_, begin), _ = lines()
-    assert (level, warning.startswith(NOT_KEPT), begin.startswith("starting gloo")) == ("WARNING", True, True)
+    assert (level, warning == DOUBT, begin.startswith("starting gloo")) == ("WARNING", True, True)
 
 
-def test_an_error_has_the_warnings_of_its_start(flagged, lines):
+def test_an_error_has_the_warnings_of_its_start(doubted, lines):
     """On lines of their own below the message; the log does not have them a second time."""
-    flagged.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
+    doubted.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     with pytest.raises(VerificationError) as caught:
-        start(flagged, start_timeout_s=START_S)  # too short for a search for the fault
+        start(doubted, start_timeout_s=START_S)  # too short for a search for the fault
     message, *below = str(caught.value).splitlines()
     assert "wrong result on rank 1" in message
-    assert [line.startswith(f"warning before this error: {NOT_KEPT}") for line in below] == [True]
-    assert [text for _, text in lines() if NOT_KEPT in text] == [below[0].removeprefix("warning before this error: ")]
-    assert NOT_KEPT not in caught.value.found
+    assert below == [f"warning before this error: {DOUBT}"]
+    assert [text for _, text in lines() if DOUBT in text] == [DOUBT]
+    assert DOUBT not in caught.value.found
 
 
 def test_an_error_of_the_fallback_has_the_first_failure(pair, monkeypatch, lines):
     """Both starts are logged with their limits, and why there was a second one is in the error."""
     plan = Decision(
-        backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo", warnings=("a doubt",)
+        backend="cpu:gloo",
+        device_type="cpu",
+        reason="first choice",
+        fallback="gloo",
+        falls_back=FallBack.AFTER_FAILURE,
+        warnings=("a doubt",),
     )
     monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
     pair.execute(replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 2)
@@ -111,9 +111,9 @@ def test_a_wrong_address_on_one_node(pair, lines):
         start(pair, master_addr="10.99.0.1", start_timeout_s=4)
     (level, warning), (_, begin) = lines()
     assert (level, begin.startswith("starting gloo at 10.99.0.1:")) == ("WARNING", True)
-    assert warning.startswith("master_addr='10.99.0.1' is on no interface of rank 0's node ")
+    assert warning.startswith("rank 0's address 10.99.0.1 (master_addr as configured) is on no interface of its node ")
     text = str(caught.value)
     assert text.count(warning) == 1
-    assert text.endswith(f"{warning}: set it to an address of rank 0's node that this rank reaches, or leave it out.")
+    assert text.endswith(f"\nwarning before this error: {warning}")
     assert caught.value.ranks == (1,)
     assert caught.value.step == begin.split(" with ")[0]

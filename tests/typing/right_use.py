@@ -31,7 +31,7 @@ def train_func(config: dict[str, float]) -> None:
     report = get_start_report()
     assert_type(report, "StartReport | None")
     if report is not None:
-        print(report, report.backend.upper(), report.plan.reason, report.rendezvous.master_port + 1)
+        print(report, report.backend.upper(), report.plan.decision.reason, report.rendezvous.master_port + 1)
         assert_type(report.warnings, "tuple[str, ...]")
         for worker in report.workers:
             print(worker, worker.node_ip, worker.device.uuid if worker.device else "cpu")

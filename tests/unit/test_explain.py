@@ -7,7 +7,6 @@ from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.errors import (
-    BackendUnavailableError,
     RendezvousError,
     SharedDeviceError,
     StartTimeoutError,
@@ -84,19 +83,6 @@ def test_an_interface_that_is_not_there_warns_where_nothing_is_shared():
     workers = job(gpu("a"), gpu("b"), **_WRONG_INTERFACE)
     assert len(decide_start(workers, Settings()).warnings) == 1
     assert decide_start(workers, Settings(backend="gloo")).warnings == ()
-
-
-def test_nvls_that_the_user_demands():
-    """NCCL refuses NVLS with several ranks per GPU: an error before the start if its flags were requested, Gloo under auto."""
-    env = {"NCCL_NVLS_ENABLE": "1"}
-    with pytest.raises(
-        BackendUnavailableError, match=r"NCCL_NVLS_ENABLE=1 is set on ranks 0,1, which NCCL refuses .* Unset it"
-    ):
-        multi_rank(env=env)
-    workers = job(gpu(), gpu(), nccl_version=_NEW, env={**env, "NCCL_MULTI_RANK_GPU_ENABLE": "1"})
-    plan = decide_start(workers, Settings())
-    assert plan.backend == "gloo"
-    assert any("=1 has no effect: NCCL_NVLS_ENABLE=1 is set on ranks 0,1" in hint for hint in plan.hints)
 
 
 def test_mig_slices_are_named():

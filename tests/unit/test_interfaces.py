@@ -2,7 +2,10 @@
 
 import pytest
 
-from ray_fracbackend.decide.interfaces import gloo_doubt, matched, nccl_doubt
+from ray_fracbackend.decide.interfaces import gloo_doubt
+from ray_fracbackend.decide.nccl import interface_doubts, matching
+from ray_fracbackend.decide.worker_info import NetworkInfo
+from tests.unit.builders import worker
 
 KNOWN = ["lo", "eth0", "eth1", "docker0", "ib0"]
 
@@ -22,37 +25,15 @@ KNOWN = ["lo", "eth0", "eth1", "docker0", "ib0"]
     ],
 )
 def test_nccls_syntax(value, names):
-    """Prefixes, exact names and exclusions, as in NCCL's documentation."""
-    assert matched(value, KNOWN) == names
-    assert (nccl_doubt(value, KNOWN) is None) == bool(names)
+    """Prefixes, exact names and exclusions, as in NCCL's documentation; a doubt if nothing matches, with the ranks."""
+    assert matching(value, KNOWN) == names
+    network = NetworkInfo(interfaces=dict.fromkeys(KNOWN, ()))
+    own, unknown, none = {"NCCL_SOCKET_IFNAME": value}, worker(1), worker(2, network=network)
+    doubts = interface_doubts([worker(0, network=network, env=own), unknown, none])
+    assert [doubt.partition(":")[0] for doubt in doubts] == ([] if names else ["rank 0"])
 
 
-def test_an_empty_variable_is_as_none():
-    """NCCL then chooses by itself."""
-    assert nccl_doubt("", KNOWN) is None
-
-
-@pytest.mark.parametrize("value", ["eth0", "eth0,eth1"])
-def test_gloos_names(value):
+def test_gloos_names():
     """Exact names of existing interfaces."""
-    assert gloo_doubt(value, KNOWN) is None
-
-
-@pytest.mark.parametrize(
-    ("value", "instead"),
-    [
-        ("eth", "GLOO_SOCKET_IFNAME=eth0"),
-        ("^lo,docker0", "GLOO_SOCKET_IFNAME=eth0"),
-        ("=ib0", "GLOO_SOCKET_IFNAME=ib0"),
-    ],
-)
-def test_nccls_syntax_in_gloos_variable(value, instead):
-    """The message states whose syntax it is and which name to set."""
-    doubt = gloo_doubt(value, KNOWN)
-    assert "that is the syntax of NCCL_SOCKET_IFNAME, and Gloo accepts only whole names" in doubt
-    assert instead in doubt
-
-
-def test_a_name_that_is_not_there():
-    """A missing name is reported without a suggestion."""
-    assert gloo_doubt("wlan0", KNOWN) == "'wlan0' is none of this node's interfaces (lo, eth0, eth1, docker0, ib0)"
+    assert gloo_doubt("eth0,eth1", KNOWN) is None
+    assert gloo_doubt("eth0,wlan0", KNOWN) == "'wlan0' is none of this node's interfaces (lo, eth0, eth1, docker0, ib0)"

@@ -13,7 +13,6 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError
 
-from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.errors import FracBackendError, GroupFormationError, RendezvousError, VerificationError
 from ray_fracbackend.isolation import rank_tests, search
@@ -94,7 +93,7 @@ def test_links_are_between_nodes_and_bounded() -> None:
 
 
 def listener(master_addr: str = "127.0.0.1", word: bytes = WORD, life_s: float = 30) -> tuple[str, int]:
-    return rank_tests.open_listener(WorkerRendezvous(master_addr=master_addr, master_port=29500), word, life_s)
+    return rank_tests.open_listener(master_addr, word, life_s)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -231,12 +230,11 @@ def test_no_search_if_the_error_names_a_rank_that_still_hangs() -> None:
 
 
 def plans(number: int) -> list[Any]:
-    rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=29500)
-    return [Plan(rank, rendezvous) for rank in range(number)]
+    return [Plan(rank) for rank in range(number)]
 
 
 class Plan:
-    device = "cpu"
+    device, master_addr = "cpu", "127.0.0.1"
 
-    def __init__(self, rank: int, rendezvous: WorkerRendezvous) -> None:
-        self.rank, self.rendezvous = rank, rendezvous
+    def __init__(self, rank: int) -> None:
+        self.rank = rank

@@ -24,7 +24,6 @@ _PARTS = (
     "verify_failure",
     "verify_result",
     "verify",
-    "report_table",
     "report",
     "report_file",
     "worker",
@@ -51,7 +50,6 @@ _WITHOUT_RAY = (
     "verify",
     "verify_failure",
     "verify_result",
-    "report_table",
     "report",
     "device_check",
     "ipc",
@@ -219,7 +217,7 @@ def test_it_imports_where_unix_modules_are_missing():
 
 
 # Tests of decide/ and of other pure functions.
-_PURE_TESTS = ("advice", "capacity", "error_texts", "explain", "interfaces", "plan", "plan_property", "rendezvous")
+_PURE_TESTS = ("capacity", "error_texts", "explain", "interfaces", "plan", "plan_property", "rendezvous")
 
 
 def test_the_tests_of_the_decision_need_neither_torch_nor_ray():

@@ -18,8 +18,8 @@ def test_answers_of_one_version():
 @pytest.mark.parametrize(
     ("version", "change", "text"),
     [
-        ("0.0.9", {"cgroup": ""}, "ranks 1,2 have version 0.0.9 of"),
-        (__version__, {"cgroup": ""}, f"rank 1 has another build of version {__version__} (report is {{'rank': 1"),
+        ("0.0.9", {"cgroup": ""}, "ranks 1,2: version 0.0.9 of"),
+        (__version__, {"cgroup": ""}, f"a worker: another build of version {__version__} (report is {{'rank': 1"),
     ],
     ids=["version", "fields"],
 )

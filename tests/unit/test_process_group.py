@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed import DebugLevel, set_debug_level
 
 from ray_fracbackend.decide.plan import WorkerPlan
-from ray_fracbackend.decide.rendezvous import WorkerRendezvous
 from ray_fracbackend.errors import (
     BackendUnavailableError,
     GroupFormationError,
@@ -27,7 +26,7 @@ from ray_fracbackend.errors import (
     VerificationError,
 )
 from ray_fracbackend.timeouts import Deadline
-from ray_fracbackend.worker import gloo_trial, process_group, start_failure
+from ray_fracbackend.worker import process_group, start_failure
 from ray_fracbackend.worker.process_group import start_worker
 from ray_fracbackend.worker.store import connect_store, hold_store, release_store
 from tests.processes import CONTEXT, free_port, loopback_name, run_processes, wait_for_port
@@ -35,64 +34,18 @@ from tests.unit.test_missing_cuda import RELEASES, recorded
 
 
 def plan_of(backend: str, device: str) -> WorkerPlan:
-    rendezvous = WorkerRendezvous(master_addr="127.0.0.1", master_port=1)
     return WorkerPlan(
         rank=0,
         world_size=2,
         backend=backend,
         device=device,
-        rendezvous=rendezvous,
+        master_addr="127.0.0.1",
+        master_port=1,
         timeout_s=1800,
         budget_s=60,
         attempt="first",
         verify=True,
     )
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [("", None), ("import os; os._exit(0xC5)", "ended with 0xc5"), ("while True: pass", "not end within 2 s")],
-)
-def test_gloo_on_cuda_is_tried_in_a_process_that_may_end(
-    code: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On Windows, if the user selects Gloo, an error reports how the trial ended and what to use."""
-    monkeypatch.setattr(gloo_trial, "_TRIAL", code + gloo_trial._TRIAL)
-    if expected is None:
-        gloo_trial.try_gloo_on_cuda("cpu", 120)
-    else:
-        with pytest.raises(BackendUnavailableError, match=f"{expected}.*pytorch#186535.*backend='auto'"):
-            gloo_trial.try_gloo_on_cuda("cpu", 4)
-
-
-def test_a_device_that_cuda_refuses_is_no_fault_of_gloo() -> None:
-    """The trial is the first to use the device, so the error has CUDA's own cause and no advice about backends."""
-    with pytest.raises(MissingDeviceError, match=r"^cuda:99 cannot be used: .+\. Look at nvidia-smi\.$") as caught:
-        gloo_trial.try_gloo_on_cuda("cuda:99", 120)
-    assert "Gloo" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("platform", "backend", "device", "is_tried"),
-    [
-        ("win32", "gloo", "cuda:0", True),
-        ("win32", "cpu:gloo,cuda:gloo", "cuda:0", True),
-        ("win32", "gloo", "cpu", False),
-        ("win32", "cpu:gloo,cuda:staged", "cuda:0", False),
-        ("linux", "gloo", "cuda:0", False),
-    ],
-)
-def test_gloo_on_cuda_is_tried_only_on_windows(
-    platform: str, backend: str, device: str, is_tried: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trial runs before the group's own tensors, which would end the worker."""
-    steps: list[str] = []
-    monkeypatch.setattr(process_group.sys, "platform", platform)
-    monkeypatch.setattr(gloo_trial, "try_gloo_on_cuda", lambda tried, _: steps.append(tried))
-    monkeypatch.setattr(process_group, "verify_process_group", lambda **_: steps.append("verified"))
-    plan = plan_of(backend, device)
-    process_group._verify(plan, Deadline(60))
-    assert steps == [*([device] if is_tried else []), *["verified"] * len(plan.verify_on)]
 
 
 def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: int) -> int:
@@ -112,10 +65,7 @@ def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: 
 def cpu_plan(rank: int, port: int, budget_s: float) -> WorkerPlan:
     if rank == 0:
         hold_store(port, one_node=True)
-    rendezvous = WorkerRendezvous(
-        master_addr="127.0.0.1", master_port=port, env={"GLOO_SOCKET_IFNAME": loopback_name()}
-    )
-    return replace(plan_of("gloo", "cpu"), rank=rank, rendezvous=rendezvous, budget_s=budget_s)
+    return replace(plan_of("gloo", "cpu"), rank=rank, master_port=port, interface=loopback_name(), budget_s=budget_s)
 
 
 @pytest.mark.full
@@ -251,9 +201,7 @@ def start_and_look(rank: int, num_processes: int, port: int) -> tuple[bool, bool
         original(*args, **kwargs)
 
     dist.init_process_group = recorded
-    plain = cpu_plan(rank, port, budget_s=60)
-    rendezvous = replace(plain.rendezvous, env={}, start_env=plain.rendezvous.env)
-    start_worker(replace(plain, rendezvous=rendezvous))
+    start_worker(replace(cpu_plan(rank, port, budget_s=60), drop_interface=True))
     return seen[0], "GLOO_SOCKET_IFNAME" in os.environ
 
 
@@ -269,7 +217,6 @@ def failing_verification(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> N
         raise VerificationError("all_reduce of 1 KiB failed on rank 0 (<...>). Look at nvidia-smi.") from cause
 
     monkeypatch.setattr(process_group, "verify_process_group", fail)
-    monkeypatch.setattr(gloo_trial, "try_gloo_on_cuda", lambda device, timeout_s: None)  # on Windows
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -253,18 +253,6 @@ def test_a_refused_connection_is_named_within_its_bound() -> None:
     assert "master_addr" in str(info.value)
 
 
-def test_a_doubtful_address_is_named_in_place_of_a_firewall() -> None:
-    """The advice is about master_addr where it is known to be wrong."""
-    with listener() as closed:
-        port = closed.getsockname()[1]
-    with pytest.raises(UnreachableMasterError) as info:
-        check_reachable("127.0.0.1", port, 0.2, "master_addr='head' is on no interface")
-    assert str(info.value).endswith(
-        ". master_addr='head' is on no interface: set it to an address of rank 0's node that this rank reaches, or leave it out."
-    )
-    assert "firewalls" not in str(info.value)
-
-
 def test_a_slow_refusal_is_told_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows, which tries a closed port for two seconds: the limit cuts the last attempt, and those before tell the cause."""
 
