@@ -12,8 +12,8 @@ from ray_fracbackend.decide.left_to_ray import left_to_ray
 _FOR_GPUS = ("on_shared_device", "on_missing_cuda", "limit_gpu_memory")
 # Settings that Ray's own start has too.
 _OF_RAY = ("backend", "init_method", "timeout_s")
-# A plan shows the decision before a group exists. Its hints include limit_gpu_memory.
-_OF_A_GROUP = ("timeout_s", "verify")
+# A plan shows the decision before a group exists.
+_OF_A_GROUP = ("timeout_s", "verify", "limit_gpu_memory")
 
 
 def no_effect(names: Collection[str], why: str) -> str:

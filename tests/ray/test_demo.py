@@ -17,12 +17,12 @@ def run(*arguments):
 
 @pytest.mark.full
 def test_demo():
-    """It prints share map, decision, measurements and epochs, reaches more than 0.9, and loads rank 0's checkpoint."""
+    """It prints ranks, decision, measurements and epochs, reaches more than 0.9, and loads rank 0's checkpoint."""
     pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")
     done = run("demo", "--epochs", "4")
     assert done.returncode == 0, done.stderr
     shown = done.stdout + done.stderr
-    assert "shared with" in shown
+    assert "rank 1 (node " in shown
     assert "verified in" in shown
     assert "epoch 4/4: loss" in shown
     assert float(done.stdout.rsplit("accuracy ", 1)[1]) > 0.9

@@ -58,5 +58,5 @@ def test_a_plan_starts_no_group() -> None:
         "start_timeout_s": 9.0,
     }
     assert without_effect(settings, "auto", 0.5, only_plans=True) == [
-        "--collective-timeout-s, --no-verify: no effect, because a plan starts no process group"
+        "--collective-timeout-s, --no-verify, --limit-gpu-memory: no effect, because a plan starts no process group"
     ]
