@@ -68,8 +68,8 @@ def test_a_compute_mode_ends_the_start_before_cuda_fails(run, fault, says):
     assert "CUDA error" not in text
 
 
-_NO_ROOM = ("the MPS server has no room for this process", "let fewer ranks share the GPU")
-_LOST = ("a GPU of the node is lost", "reset it with nvidia-smi --gpu-reset")
+_NO_ROOM = ("required to create MPS client have been exhausted", "see nvidia-smi and dmesg of the node")
+_LOST = ("unspecified launch failure", "see nvidia-smi and dmesg of the node")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,8 @@ def test_a_device_that_cuda_refuses(run, fault, policy, cause, advice):
     assert ranks == []
     assert "rank " in text
     assert " (node " in text
-    assert f"cuda:0 cannot be used: {cause} (CUDA says " in text
+    assert "cuda:0 cannot be used: " in text
+    assert cause in text
     assert advice in text
     for misleading in ("network", "Connection closed", "is not in it", "Search for", "NCCL"):
         assert misleading not in text
@@ -176,7 +177,7 @@ def test_no_nvml(run, fault):
 
 @pytest.mark.parametrize(
     ("fault", "cause"),
-    [("no_driver", "finds no NVIDIA driver on the node"), ("no_device", "the driver finds no GPU on the node")],
+    [("no_driver", "finds no NVIDIA driver on the node"), ("no_device", "CUDA finds no GPU that it can use")],
 )
 def test_more_gpus_in_rays_books_than_there_are(run, fault, cause):
     """An error by default, with the cause and the setting; training on the CPU with that setting."""

