@@ -39,7 +39,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 import ray.tune  # public; Ray would import it during a start, at a worker's first get_device()
@@ -49,6 +49,17 @@ from ray_fracbackend.log import logger
 
 if TYPE_CHECKING:
     import torch
+
+
+class WorkerGroup(Protocol):
+    """What a start uses of a worker group of Ray Train, V1 or V2."""
+
+    def execute_async(self, function: Callable[..., Any], *arguments: Any) -> list[ray.ObjectRef[Any]]:
+        """Start a function on all workers, and return a reference to each result, by rank."""
+
+    def execute_single_async(self, rank: int, function: Callable[..., Any], *arguments: Any) -> ray.ObjectRef[Any]:
+        """Start a function on one worker, and return a reference to its result."""
+
 
 _NEWEST_CHECKED = "2.60"
 # A worker that does not answer a call within this time is still in the failed start.

@@ -11,7 +11,8 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -19,18 +20,19 @@ from ray.exceptions import RayTaskError
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend import _ray
+from ray_fracbackend._ray import WorkerGroup
 from ray_fracbackend.collect import gather
 from ray_fracbackend.decide.addresses import bracketed
 from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.plain import workers_of
 from ray_fracbackend.decide.plan import Decision, StartPlan, WorkerPlan
-from ray_fracbackend.decide.rendezvous import NOTE_10049, Rendezvous, plan_rendezvous
+from ray_fracbackend.decide.rendezvous import NOTE_10049, plan_rendezvous
 from ray_fracbackend.decide.settings import Settings, unknown_fields_warning
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import WorkerAddress, WorkerInfo
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.log import logger
-from ray_fracbackend.report import StartReport
+from ray_fracbackend.report import Progress, StartReport, document
 from ray_fracbackend.report_file import save_report
 from ray_fracbackend.timeouts import Deadline, seconds_text
 from ray_fracbackend.worker.group_end import ABORT_S
@@ -49,7 +51,7 @@ _PORT_WAIT_S = 20.0
 class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     """Start torch process groups for workers that may share CUDA devices. Chosen by FracTorchConfig."""
 
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+    def on_start(self, worker_group: WorkerGroup, backend_config: Any) -> None:
         """Start the process group of one worker group.
 
         Raises:
@@ -65,12 +67,13 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
                 report = start.run()
             except BaseException as error:
                 _ray.release_workers(worker_group, error)
-                path = save_report(worker_group, start.failed_report(error)) if isinstance(error, Exception) else None
+                if isinstance(error, Exception):
+                    path = save_report(worker_group, document(start.progress, error))
+                    if isinstance(error, FracBackendError):
+                        error.report = path
                 from ray_fracbackend.failure.merge import as_engine_error
 
-                # Assign neither error to a variable: the error would keep its frames alive.
-                if isinstance(error, FracBackendError) and path is not None:
-                    raise as_engine_error(error.with_report(path), worker_group)  # noqa: B904  which has its cause
+                # Assign it to no variable: the error would keep its frames alive.
                 raise as_engine_error(error, worker_group)  # noqa: B904  which has its cause
             start.log(report)
             save_report(worker_group, report.to_dict())
@@ -107,21 +110,16 @@ class Start:
     """One start of one worker group. After a failure end its workers: rank 0's process holds the store of the start open.
 
     Args:
-        worker_group: Of Ray Train, or one that has ``workers``, ``execute_single_async``, ``execute_async`` and
-            ``get_resources_per_worker`` of V1's.
+        worker_group: The worker group.
         settings: A checked copy.
     """
 
-    def __init__(self, worker_group: Any, settings: Settings) -> None:
+    def __init__(self, worker_group: WorkerGroup, settings: Settings) -> None:
         self._group = worker_group
         self._settings = settings
         self._addresses: list[WorkerAddress] = []
-        self._seconds: dict[str, float] = {}
         self._logged: list[str] = []
-        # State so far, for the report of a failed start.
-        self._workers: tuple[WorkerInfo, ...] = ()
-        self._decision: Decision | None = None
-        self._rendezvous: Rendezvous | None = None
+        self.progress = Progress(settings=settings.to_plain())
 
     def run(self) -> StartReport:
         """Probe, decide, start; after a failed verification start the fallback.
@@ -129,25 +127,20 @@ class Start:
         Raises:
             FracBackendError: The start failed; the message names rank, node and step, and has the warnings of the plan.
         """
-        try:
-            return self._run()
-        except FracBackendError as error:
-            raise error.with_warnings(self._warnings) from error.__cause__
-
-    def _run(self) -> StartReport:
-        workers = self._probe()
-        deadline = Deadline(self._settings.start_timeout_s)
-        decision, store_port = self._decide(workers), workers[0].network.store_port
-        while True:
-            try:
-                return self._start(self._plan(decision, workers, store_port), workers, deadline)
-            except FracBackendError as error:
-                if not decision.falls_back_from(error):
-                    raise
-                logger.debug("%s", error)
-                decision = self._decision = decision.after_failure(error)
-                self._log_warnings()
-                store_port = self._reopen_store(deadline)
+        with self._errors_have_warnings():
+            workers = self._probe()
+            deadline = Deadline(self._settings.start_timeout_s)
+            decision, store_port = self._decide(workers), workers[0].network.store_port
+            while True:
+                try:
+                    return self._start(self._plan(decision, workers, store_port), workers, deadline)
+                except FracBackendError as error:
+                    if not decision.falls_back_from(error):
+                        raise
+                    logger.debug("%s", error)
+                    decision = self.progress.decision = decision.after_failure(error)
+                    self._log_warnings()
+                    store_port = self._reopen_store(deadline)
 
     def plan(self) -> StartReport:
         """Probe and decide.
@@ -155,18 +148,10 @@ class Start:
         Raises:
             FracBackendError: The start would fail; the message says why and what to do.
         """
-        workers = self._probe()
-        try:
+        with self._errors_have_warnings():
+            workers = self._probe()
             plan = self._plan(self._decide(workers), workers, workers[0].network.store_port)
-        except FracBackendError as error:
-            raise error.with_warnings(self._warnings) from error.__cause__
-        return StartReport(plan=plan, workers=workers, settings=self._settings.to_plain())
-
-    def failed_report(self, error: Exception) -> dict[str, Any]:
-        """Return the report of a failed start, with all that was known at that time, as plain values."""
-        from ray_fracbackend.failure.failed_report import failed_start  # not on the good path
-
-        return failed_start(error, self._settings, self._workers, self._decision, self._rendezvous, self._seconds)
+        return StartReport(plan=plan, workers=workers, settings=self.progress.settings)
 
     def log(self, report: StartReport) -> None:
         """Log the report in one line, then its hints; the warnings were logged before the wait."""
@@ -177,14 +162,17 @@ class Start:
         for hint in report.plan.decision.hints:
             logger.info("hint: %s", hint)
 
-    @property
-    def _warnings(self) -> list[str]:
-        """Warnings of the decision and of the rendezvous, as far as they exist."""
-        return [warning for source in (self._decision, self._rendezvous) if source for warning in source.warnings]
+    @contextmanager
+    def _errors_have_warnings(self) -> Iterator[None]:
+        try:
+            yield
+        except FracBackendError as error:
+            error.warnings = tuple(dict.fromkeys((*error.warnings, *self.progress.warnings)))
+            raise
 
     def _log_warnings(self) -> None:
         """Log each warning once, before the wait: it may be the cause of a failure."""
-        for warning in self._warnings:
+        for warning in self.progress.warnings:
             if warning not in self._logged:
                 self._logged.append(warning)
                 logger.warning("%s", warning)
@@ -197,34 +185,34 @@ class Start:
         refs = self._execute(probe_worker, ((address.rank, *common, port_wait_s) for address in self._addresses))
         deadline = Deadline(_FIRST_ANSWER * limit_s)
         answers = gather(refs, self._addresses, deadline, "probing the workers", since_first_s=limit_s)
-        self._workers = workers_of(answers)
+        self.progress.workers = workers_of(answers)
         self._add_seconds("probe", started)
-        return self._workers
+        return self.progress.workers
 
     def _decide(self, workers: Sequence[WorkerInfo]) -> Decision:
-        self._decision = decide_start(workers, self._settings)
-        return self._decision
+        self.progress.decision = decide_start(workers, self._settings)
+        return self.progress.decision
 
     def _plan(self, decision: Decision, workers: Sequence[WorkerInfo], store_port: int | None) -> StartPlan:
-        self._rendezvous = plan_rendezvous(workers, self._settings, decision.backend, store_port)
-        return StartPlan(decision, self._rendezvous)
+        self.progress.rendezvous = plan_rendezvous(workers, self._settings, decision.backend, store_port)
+        return StartPlan(decision, self.progress.rendezvous)
 
     def _start(self, plan: StartPlan, workers: tuple[WorkerInfo, ...], deadline: Deadline) -> StartReport:
         started, settings = time.perf_counter(), self._settings
         attempt = deadline.share(0.5) if plan.decision.is_trial else deadline
-        report = StartReport(plan=plan, workers=workers, settings=settings.to_plain())
+        report = StartReport(plan=plan, workers=workers, settings=self.progress.settings)
         plans = plan.worker_plans(
             workers,
             settings,
             budget_s=attempt.left_s,
             attempt=secrets.token_hex(4),
             set_distributed_env=_ray.sets_env_before_init(self._group),
-            report=ray.put(report),
         )
+        reference = [ray.put(report)]  # in a list: Ray fetches a reference that is an argument itself
         step = f"starting {report.backend} at {bracketed(report.master_addr)}:{report.master_port}"
         self._log_warnings()
         self._log_step(step, plan, attempt)
-        refs = self._execute(start_worker, ((each,) for each in plans))
+        refs = self._execute(start_worker, ((each, reference) for each in plans))
         slack_s = _ANSWER_S + (0 if set(plan.decision.backends.by_device.values()) == {"gloo"} else ABORT_S)
         try:
             results = gather(refs, self._addresses, attempt, step, slack_s=slack_s)
@@ -233,7 +221,7 @@ class Start:
             raise self._explained(error, report, plans, refs) from error.__cause__
         finally:
             self._add_seconds("start", started)
-        return report.with_figures(results[0], self._seconds)
+        return report.with_figures(results[0], self.progress.seconds)
 
     def _log_step(self, step: str, plan: StartPlan, attempt: Deadline) -> None:
         """Log the step that begins now, and its time limit."""
@@ -282,4 +270,5 @@ class Start:
 
     def _add_seconds(self, phase: str, started: float) -> None:
         """Add to the time of a phase; a start with a fallback has each phase twice."""
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+        seconds = self.progress.seconds
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started

@@ -1,6 +1,6 @@
 """Errors of this package; failure/merge.py adds LostWorkerError, also an error of Ray. Standard library only.
 
-Each message states the problem, the rule that it breaks, and what to do next. Code that handles an error reads its
+Each message states the problem, the rule that it breaks, and what to do next. Code that handles an error reads and sets its
 attributes and never parses its message. Each error can be pickled, because it usually crosses a process boundary.
 
 =================  ==============================================================================================
@@ -20,12 +20,8 @@ For all other errors the kind is the ``reason``.
 
 from __future__ import annotations
 
-import copy
 import copyreg
 from collections.abc import Iterable
-from typing import TypeVar
-
-_Self = TypeVar("_Self", bound="FracBackendError")
 
 
 class FracBackendError(RuntimeError):
@@ -43,9 +39,13 @@ class FracBackendError(RuntimeError):
         reason: Short, stable, machine-readable name of the error class.
         kind: The argument; more specific than the reason.
         found: The message without the advice and without a full stop.
+        advice: The argument.
         ranks: The argument, sorted.
         step: The argument.
         cause: The argument.
+        faults: Result of the search for the fault, empty if there was none.
+        warnings: Warnings that came before the error, one line each.
+        report: Path of the report of the failed start, None if there is none.
     """
 
     reason = "error"
@@ -60,47 +60,23 @@ class FracBackendError(RuntimeError):
         step: str = "",
         cause: str = "",
     ) -> None:
-        super().__init__(f"{message} {advice}" if advice else message)
+        super().__init__(message)
         self.found: str = message.rstrip(".")
+        self.advice = advice
         self.ranks: tuple[int, ...] = tuple(sorted(ranks))
         self.kind: str = kind or self.reason
         self.step = step
         self.cause = cause
+        self.faults: str = ""
+        self.warnings: tuple[str, ...] = ()
+        self.report: str | None = None
 
-    def restated(self: _Self, message: str, *, found: str | None = None, ranks: Iterable[int] | None = None) -> _Self:
-        """Return the same failure with another message; class, kind, step, cause and ``__cause__`` stay the same.
-
-        Args:
-            message: The whole new message.
-            found: The new `found`, None to keep it.
-            ranks: The new ranks at fault, None to keep them.
-        """
-        other = copy.copy(self)
-        other.args = (message,)
-        other.__cause__ = self.__cause__
-        other.found = self.found if found is None else found
-        other.ranks = self.ranks if ranks is None else tuple(sorted(ranks))
-        return other
-
-    def with_warnings(self: _Self, warnings: Iterable[str]) -> _Self:
-        """Return the same failure with the warnings that came before it, each on its own line below the message.
-
-        Args:
-            warnings: One line each. A warning that is already in the message is not added again.
-        """
-        text = str(self)
-        for warning in warnings:
-            if warning not in text:
-                text += f"\nwarning before this error: {warning}"
-        return self.restated(text)
-
-    def with_report(self: _Self, path: str) -> _Self:
-        """Return the same failure with the path of its report on a line below the message.
-
-        Args:
-            path: Path of the report's file.
-        """
-        return self.restated(f"{self}\nreport of this start: {path}")
+    def __str__(self) -> str:
+        faults = f"Search for the fault: {self.faults}." if self.faults else ""
+        lines = [" ".join(filter(None, (str(self.args[0]), self.advice, faults)))]
+        lines += [f"warning before this error: {warning}" for warning in self.warnings]
+        lines += [f"report of this start: {self.report}"] if self.report else []
+        return "\n".join(lines)
 
     def to_probe_result(self) -> dict[str, object]:
         """Return plain values with the fields of a health probe's result, as in Ray's enhancement proposal 71.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -25,36 +25,62 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def document(
-    date: str,
-    settings: Mapping[str, Any],
-    workers: Sequence[WorkerInfo],
-    decision: Decision | None,
-    rendezvous: Rendezvous | None,
-    verification: VerificationResult | None,
-    seconds: Mapping[str, float],
-    error: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the report of any start as plain values."""
+@dataclass(kw_only=True)
+class Progress:
+    """What is known of a start so far; the attributes are as in `StartReport`."""
+
+    settings: Mapping[str, Any]
+    decision: Decision | None = None
+    rendezvous: Rendezvous | None = None
+    workers: tuple[WorkerInfo, ...] = ()
+    verification: VerificationResult | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    date: str = field(default_factory=now)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings of the decision and of the rendezvous, as far as they exist."""
+        return tuple(warning for source in (self.decision, self.rendezvous) if source for warning in source.warnings)
+
+
+def document(start: Progress | StartReport, error: Exception | None = None) -> dict[str, Any]:
+    """Return the report of a start as plain values.
+
+    Args:
+        start: The start, finished or failed.
+        error: The error of a failed start.
+    """
+    rendezvous, workers = start.rendezvous, start.workers
     versions = {"ray_fracbackend": __version__, "python": platform.python_version()}
     if workers:
         versions |= {"ray": workers[0].ray_version, "torch": workers[0].torch_version}
     return {
         "schema_version": SCHEMA_VERSION,
         "ok": error is None,
-        "date": date,
+        "date": start.date,
         "versions": versions,
-        "settings": dict(settings),
-        **({"error": error} if error is not None else {}),
-        "backend": decision.backend if decision else None,
-        "plan": _decision(decision) if decision else None,
+        "settings": dict(start.settings),
+        **({"error": _error(error)} if error is not None else {}),
+        "backend": start.decision.backend if start.decision else None,
+        "plan": _decision(start.decision) if start.decision else None,
         "rendezvous": asdict(rendezvous) if rendezvous else None,
-        "init_method": rendezvous.init_method if rendezvous else settings["init_method"],
+        "init_method": rendezvous.init_method if rendezvous else start.settings["init_method"],
         "master_addr": rendezvous.master_addr if rendezvous else None,
         "master_port": rendezvous.master_port if rendezvous else None,
         "workers": [asdict(worker) for worker in workers],
-        "verification": asdict(verification) if verification else None,
-        "seconds": dict(seconds),
+        "verification": asdict(start.verification) if start.verification else None,
+        "seconds": dict(start.seconds),
+    }
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    name = type(error).__name__
+    return {
+        "reason": getattr(error, "reason", name),
+        "kind": getattr(error, "kind", name),
+        "step": getattr(error, "step", ""),
+        "message": str(error),
+        "ranks": list(getattr(error, "ranks", ())),
     }
 
 
@@ -93,6 +119,11 @@ class StartReport:
     ) -> StartReport:
         """Return the report with the results of the finished start."""
         return replace(self, verification=verification, seconds=dict(seconds or {}))
+
+    @property
+    def decision(self) -> Decision:
+        """Backend and devices, with reasons."""
+        return self.plan.decision
 
     @property
     def backend(self) -> str:
@@ -151,15 +182,7 @@ class StartReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values for ``json.dumps``; ``schema_version`` is `SCHEMA_VERSION`."""
-        return document(
-            self.date,
-            self.settings,
-            self.workers,
-            self.plan.decision,
-            self.rendezvous,
-            self.verification,
-            self.seconds,
-        )
+        return document(self)
 
     def to_json(self) -> str:
         """Return the report as one JSON document."""

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import posixpath
 from typing import Any
 
 from ray_fracbackend import _ray
+from ray_fracbackend._ray import WorkerGroup
 from ray_fracbackend.log import logger
 from ray_fracbackend.timeouts import bounded
 
 # A later start of the same run, after a failure or a resize, replaces the file.
 REPORT_FILE = "start_report.json"
 _SAVE_S = 2.0
-# Number of the newest report by folder, of the last folders: all starts of a run are in one process.
-_NEWEST: dict[str, int] = {}
-_NUM_FOLDERS = 100
-_NUMBERS = itertools.count()
 
 
-def save_report(worker_group: Any, report: dict[str, Any]) -> str | None:
+def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None:
     """Write a report in the results folder of the group's run.
 
     Slow storage delays the start by a few seconds; an error of the storage does not fail the start.
@@ -35,19 +31,13 @@ def save_report(worker_group: Any, report: dict[str, Any]) -> str | None:
     """
     if os.environ.get("RAY_FRACBACKEND_START_REPORT") == "0":
         return None
-    number = next(_NUMBERS)
 
     def write() -> str | None:
         folder = _ray.results_folder(worker_group)
         if folder is None:
             return None
         file_system, path = folder
-        _NEWEST[path] = max(number, _NEWEST.pop(path, 0))
-        if len(_NEWEST) > _NUM_FOLDERS:
-            del _NEWEST[next(iter(_NEWEST))]
         file_system.create_dir(path, recursive=True)
-        if _NEWEST.get(path, number) > number:
-            return None  # the storage was so slow that a later start has written its report
         file = posixpath.join(path, REPORT_FILE)
         with file_system.open_output_stream(file) as stream:
             stream.write(json.dumps(report, indent=2).encode())

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
 
 from ray_fracbackend.decide.backends import Backends, parse_backend
 from ray_fracbackend.decide.device_sharing import ShareGroup, share_text
@@ -160,7 +159,6 @@ class StartPlan:
         budget_s: float,
         attempt: str,
         set_distributed_env: bool = False,
-        report: Any = None,
     ) -> list[WorkerPlan]:
         """Return the plan of each worker, by rank; the arguments are as in `WorkerPlan`."""
         decision, rendezvous = self.decision, self.rendezvous
@@ -188,7 +186,6 @@ class StartPlan:
                 train_on_cpu=decision.train_on_cpu and worker.gpu_fraction > 0,
                 set_distributed_env=set_distributed_env,
                 memory_fraction=decision.memory_fraction_of(worker) if settings.limit_gpu_memory else None,
-                report=report,
             )
             for worker in workers
         ]
@@ -221,7 +218,6 @@ class WorkerPlan:
         set_distributed_env: Whether to set RANK, WORLD_SIZE, LOCAL_RANK, ... before ``init_process_group``, as Ray
             Train V2 does.
         memory_fraction: Cap on the process's share of its device's memory, None for no cap.
-        report: Ray's reference to the start report, fetched only on request; None for a start without Ray.
     """
 
     rank: int
@@ -243,7 +239,6 @@ class WorkerPlan:
     train_on_cpu: bool = False
     set_distributed_env: bool = False
     memory_fraction: float | None = None
-    report: Any = None
 
     @property
     def backends(self) -> Backends:

@@ -22,7 +22,7 @@ from ray_fracbackend.errors import (
 def explained(
     error: FracBackendError, decision: Decision, workers: Sequence[WorkerInfo], master_addr: str
 ) -> FracBackendError:
-    """Return the error with information from the plan and the workers; unchanged if there is none.
+    """Return the error with advice from the plan and the workers.
 
     Args:
         error: The error of the start.
@@ -31,78 +31,59 @@ def explained(
         master_addr: The address of rank 0's store that was tried.
 
     Returns:
-        SharedDeviceError if NCCL refused ranks on one GPU, else an error of the same class.
+        SharedDeviceError if NCCL refused ranks on one GPU, else the error.
     """
     if isinstance(error, UnreachableMasterError):
-        return explain_unreachable(error, workers, master_addr)
-    return explain_nccl(error, decision, workers)
-
-
-def explain_nccl(error: FracBackendError, decision: Decision, workers: Sequence[WorkerInfo]) -> FracBackendError:
-    """Explain a failed start of NCCL, as in `explained`; an error of another backend is returned unchanged."""
+        error.advice += _other_addresses(workers[0], master_addr)
     if not decision.backends.has_nccl:
         return error
     if error.kind == "refused":
         return _refused(error, error.cause, decision, workers)
-    doubts = interface_doubts(workers) if isinstance(error, (StartTimeoutError, VerificationError)) else ()
-    if doubts:  # NCCL calls this an invalid usage too
-        return error.restated(f"{error} {'; '.join(doubts)}.")
+    is_timeout, is_failed_check = isinstance(error, StartTimeoutError), isinstance(error, VerificationError)
+    if (is_timeout or is_failed_check) and interface_doubts(workers):
+        return error  # NCCL calls this an invalid usage too; the plan has a warning about it
     if error.kind == "invalid_usage" and decision.share_groups:
         return _refused(error, "ncclInvalidUsage", decision, workers)
-    stalled = isinstance(error, VerificationError) and error.kind == "stalled"
-    if decision.share_groups and (stalled or isinstance(error, StartTimeoutError)):
-        return error.restated(f"{error} {advise('several ranks hang', has_gloo=_has_gloo(workers))}")
+    if decision.share_groups and (is_timeout or (is_failed_check and error.kind == "stalled")):
+        error.advice += f" {advise('several ranks hang', has_gloo=_has_gloo(workers))}"
     return error
 
 
-def explain_unreachable(
-    error: UnreachableMasterError, workers: Sequence[WorkerInfo], master_addr: str
-) -> UnreachableMasterError:
-    """Explain why a rank did not reach rank 0, by the source of rank 0's address, as in `explained`."""
-    first = workers[0]
-    if normal(master_addr) != normal(first.node_ip):
-        return error
+def _other_addresses(first: WorkerInfo, master_addr: str) -> str:
+    """Return the other addresses of rank 0's node if Ray's address was used, such as that of a VPN or of a bridge."""
     interfaces = first.network.interfaces
     own = owner_of(interfaces, master_addr)
-    found = f" Ray's address of rank 0's node is {master_addr}{f' (interface {own})' if own else ''}"
-    twins = [w.rank for w in workers if w.node_ip == first.node_ip and w.network.network_id != first.network.network_id]
     others = {
         name: [address for address in addresses if not is_loopback(address) and not is_link_local(address)]
         for name, addresses in interfaces.items()
         if name != own
     }
     listed = "; ".join(f"{name} {','.join(addresses)}" for name, addresses in list(others.items())[:6] if addresses)
-    if not twins and not listed:
-        return error
-    if twins:
-        found += f", and the other machine of {ranks_text(twins)} has the same address, such as that of a bridge on each machine"
-    if listed:
-        found += f"; the node also has {listed}"
-    return error.restated(
-        f"{error}{found}. If the nodes reach each other at another address, start Ray on each with --node-ip-address."
+    if normal(master_addr) != normal(first.node_ip) or not listed:
+        return ""
+    return (
+        f" Ray's address of rank 0's node is {master_addr}; the node also has {listed}. If the nodes reach each other at another "
+        "address, start Ray on each with --node-ip-address."
     )
 
 
 def _refused(
     error: FracBackendError, sentence: str, decision: Decision, workers: Sequence[WorkerInfo]
 ) -> SharedDeviceError:
-    groups = decision.share_groups or mig_siblings(workers)
+    groups, has_gloo = decision.share_groups or mig_siblings(workers), _has_gloo(workers)
     who = share_text(groups) if groups else f"{ranks_text(error.ranks) if error.ranks else 'ranks'} share a GPU"
+    if kept := kept_settings(workers, decision.env_defaults):
+        advice = advise("refused with the user's settings", settings=", ".join(kept), has_gloo=has_gloo)
+    else:
+        advice = advise("refused with flags" if decision.env_defaults else "refused without flags", has_gloo=has_gloo)
     return SharedDeviceError(
         f"NCCL {versions_text(workers)} refused the start: {who} ({sentence}).",
-        advice=_advice(decision, workers),
+        advice=advice,
         ranks=sharing_ranks(groups) or error.ranks,
         kind="refused",
         step=error.step,
         cause=sentence,
     )
-
-
-def _advice(decision: Decision, workers: Sequence[WorkerInfo]) -> str:
-    has_gloo = _has_gloo(workers)
-    if kept := kept_settings(workers, decision.env_defaults):
-        return advise("refused with the user's settings", settings=", ".join(kept), has_gloo=has_gloo)
-    return advise("refused with flags" if decision.env_defaults else "refused without flags", has_gloo=has_gloo)
 
 
 def _has_gloo(workers: Sequence[WorkerInfo]) -> bool:

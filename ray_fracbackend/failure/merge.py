@@ -8,7 +8,7 @@ from typing import TypeGuard
 from ray.exceptions import ActorUnavailableError, NodeDiedError, RayActorError, RayError
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
-from ray_fracbackend._ray import restarts_lost_workers
+from ray_fracbackend._ray import WorkerGroup, restarts_lost_workers
 from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.error_texts import cause_of, without_allocator
 from ray_fracbackend.decide.worker_info import WorkerAddress, named
@@ -65,7 +65,7 @@ def merged(
     """Return the error of a step that failed on some ranks.
 
     Args:
-        failures: The workers' own errors by rank.
+        failures: The workers' own errors by rank; may be empty if ranks are silent.
         silent: Ranks that did not answer in time.
         addresses: Node and process of each rank, by rank.
         step: What the ranks were called for.
@@ -82,14 +82,28 @@ def merged(
             step=step,
             cause=cause,
         )
-    late = f"{named(silent, addresses)} did not answer ({step}, start_timeout_s={budget_s:g})" if silent else ""
-    if not failures:
-        return StartTimeoutError(f"{late}.", advice=advise("no answer"), ranks=silent, step=step)
     # A worker without a device ends, and then its peers fail too.
-    refused = {rank: error for rank, error in failures.items() if isinstance(error, _REFUSALS)}
-    if refused:
-        late, silent, failures = "", (), refused
-    return _combined(failures, late, silent, addresses, step)
+    if refused := {rank: error for rank, error in failures.items() if isinstance(error, _REFUSALS)}:
+        failures, silent = refused, ()
+    failures = _by_precedence(failures)
+    texts = [f"{named(silent, addresses)} did not answer ({step}, start_timeout_s={budget_s:g})"] if silent else []
+    if not failures:
+        return StartTimeoutError(f"{texts[0]}.", advice=advise("no answer"), ranks=silent, step=step)
+    ranks_of: dict[str, list[int]] = {}
+    for rank, error in failures.items():
+        ranks_of.setdefault(_found(error), []).append(rank)
+    texts += [f"{named(ranks, addresses)}: {text}" for text, ranks in list(ranks_of.items())[:_NUM_NAMED]]
+    ours = [error for error in failures.values() if isinstance(error, FracBackendError)]
+    first = ours[0] if ours else RendezvousError("")
+    blamed = {rank for error in ours for rank in error.ranks}
+    return type(first)(
+        f"{'' if ours else f'{step} failed: '}{'; '.join(texts)}.",
+        advice=advise("no answer") if silent else first.advice,  # what a rank advises that waited does not help
+        ranks=silent or blamed or failures,
+        kind=first.kind,
+        step=first.step or step,  # a worker's check may not know for which step it runs
+        cause=first.cause,
+    )
 
 
 def dead_workers(
@@ -110,35 +124,6 @@ def dead_workers(
         step=step,
         cause=cause,
     )
-
-
-def _combined(
-    failures: Mapping[int, BaseException],
-    late: str,
-    silent: Sequence[int],
-    addresses: Mapping[int, WorkerAddress],
-    step: str,
-) -> FracBackendError:
-    failures = _by_precedence(failures)
-    ranks_of: dict[str, list[int]] = {}
-    for rank, error in failures.items():
-        # What a rank advises that waited for a silent one does not help.
-        text = error.found if silent and isinstance(error, FracBackendError) else _text(error)
-        ranks_of.setdefault(text.rstrip("."), []).append(rank)
-    said = [f"{named(ranks, addresses)}: {text}" for text, ranks in list(ranks_of.items())[:_NUM_NAMED]]
-    texts = [late, *said] if late else said
-    message = f"{'; '.join(texts)}."
-    if silent:
-        message += f" {advise('no answer')}"
-    ours = [(rank, error) for rank, error in failures.items() if isinstance(error, FracBackendError)]
-    if not ours:
-        return RendezvousError(f"{step} failed: {message}", ranks=silent or failures, step=step)
-    rank, first = ours[0]
-    found = late or f"{named([rank], addresses)}: {first.found}"
-    blamed = {rank for _, error in ours for rank in error.ranks}
-    error = first.restated(message, found=found, ranks=silent or blamed or failures)
-    error.step = error.step or step  # a worker's check may not know for which step it runs
-    return error
 
 
 def _by_precedence(failures: Mapping[int, BaseException]) -> dict[int, BaseException]:
@@ -172,16 +157,16 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" and not isinstance(error, RayError)
 
 
-def _text(error: BaseException) -> str:
+def _found(error: BaseException) -> str:
     if isinstance(error, FracBackendError):
-        return str(error)
+        return error.found
     text = f"{type(error).__name__}: {error}".strip()
     if "No module named 'ray_fracbackend" in text:  # Ray's RaySystemError has it too
         text += ". Install ray_fracbackend on every node, or ship its folder with runtime_env={'py_modules': [PATH]}"
     return text
 
 
-def as_engine_error(error: BaseException, worker_group: object) -> BaseException:
+def as_engine_error(error: BaseException, worker_group: WorkerGroup) -> BaseException:
     """Convert a dead worker's error into the class on which the engine restarts the workers; return others unchanged.
 
     As with TorchConfig, V2 does not restart the workers if Ray's memory monitor killed one.
@@ -193,7 +178,7 @@ def as_engine_error(error: BaseException, worker_group: object) -> BaseException
     is_lost = isinstance(error, WorkerDiedError) and error.kind != "killed_for_memory"
     if not is_lost or not restarts_lost_workers(worker_group):
         return error
-    lost = LostWorkerError(str(error), ranks=error.ranks)  # type: ignore[attr-defined]
+    lost = LostWorkerError(error.args[0])
     lost.__dict__.update(vars(error))
     lost.__cause__ = error
     return lost

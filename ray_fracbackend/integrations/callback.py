@@ -42,11 +42,11 @@ class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[mis
             logger.error("%s", error)
             raise
 
-    def after_worker_group_start(self, worker_group: Any) -> None:
+    def after_worker_group_start(self, worker_group: _ray.WorkerGroup) -> None:
         """Replace the configuration. Ray runs this callback before its own, which starts the backend."""
         _ray.replace_backend_config(worker_group, partial(self._logged, worker_group))
 
-    def _logged(self, worker_group: Any, config: Any) -> Any:
+    def _logged(self, worker_group: _ray.WorkerGroup, config: Any) -> Any:
         """Replace one configuration and log it."""
         replaced = self._replaced(config)
         if replaced is not config:

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from ray_fracbackend._ray import WorkerGroup
 from ray_fracbackend.collect import collect
 from ray_fracbackend.decide.error_texts import is_lost_connection
 from ray_fracbackend.decide.plan import WorkerPlan
@@ -31,7 +32,7 @@ Call = Callable[
 
 def with_faults(
     error: FracBackendError,
-    worker_group: Any,
+    worker_group: WorkerGroup,
     plans: Sequence[WorkerPlan],
     addresses: Sequence[WorkerAddress],
     start_timeout_s: float,
@@ -49,7 +50,7 @@ def with_faults(
         busy: Ranks that are still in the failed start. They run no tests: a call to them waits for it.
 
     Returns:
-        WorkerDiedError if a worker turns out to be dead, else an error of the same class.
+        WorkerDiedError if a worker turns out to be dead, else the error.
     """
     if not isinstance(error, (GroupFormationError, VerificationError)) or not {*error.ranks}.isdisjoint(busy):
         return error
@@ -72,9 +73,9 @@ def with_faults(
         return died
     if not faults:
         return error
-    found = "; ".join(fault.text for fault in faults[:_NUM_FAULTS])
-    ranks = {rank for fault in faults for rank in fault.ranks}
-    return error.restated(f"{error} Search for the fault: {found}.", ranks={*error.ranks, *ranks})
+    error.faults = "; ".join(fault.text for fault in faults[:_NUM_FAULTS])
+    error.ranks = tuple(sorted({*error.ranks, *(rank for fault in faults for rank in fault.ranks)}))
+    return error
 
 
 def find_faults(

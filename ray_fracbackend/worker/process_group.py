@@ -8,6 +8,7 @@ import traceback
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -35,16 +36,22 @@ from ray_fracbackend.worker.reach import REACH_S, check_reachable
 from ray_fracbackend.worker.start_failure import named_step, refused_by_cuda
 from ray_fracbackend.worker.state import STATE
 
+if TYPE_CHECKING:
+    import ray
+
+    from ray_fracbackend.report import StartReport
+
 # Time past the deadline in which c10d and Gloo raise their own timeout; the driver waits longer for the result.
 _SILENCE_S = 1.0
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-def start_worker(plan: WorkerPlan) -> VerificationResult | None:
+def start_worker(plan: WorkerPlan, report: list[ray.ObjectRef[StartReport]] | None = None) -> VerificationResult | None:
     """Initialize this worker's process group. On failure the group is destroyed and its variables are removed.
 
     Args:
         plan: The worker's plan.
+        report: Ray's reference to the start report, which the train function fetches on request; None for a start without Ray.
 
     Returns:
         The verification result on rank 0, which contains the times of all ranks. None on other ranks, and without
@@ -81,7 +88,7 @@ def start_worker(plan: WorkerPlan) -> VerificationResult | None:
         # Rank 0's store stays open: the other ranks look there for the failure.
         raise
     store.release_store()
-    STATE.report = (plan.report, result)
+    STATE.report = (report[0], result) if report else None
     has_communicator = plan.rank == 0 and plan.verify and plan.backends.has_nccl
     STATE.nccl_env = nccl_env() if has_communicator else None
     return result if plan.rank == 0 else None

@@ -13,7 +13,7 @@ REACH_S = 5.0
 _PAUSE_S = 0.3
 _ADVICE = (
     "The store is open: let the firewalls of both nodes pass that port (FracTorchConfig(master_port=...) sets a fixed port or a "
-    "range), or name an address of rank 0's node that this node reaches (master_addr=...)."
+    "range), or set master_addr to an address of rank 0's node that this node reaches; if it is set, correct it or leave it out."
 )
 
 

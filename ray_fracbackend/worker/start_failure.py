@@ -81,7 +81,7 @@ def refused_by_cuda(plan: WorkerPlan, failed: VerificationError) -> FracBackendE
     try:
         why = bounded(partial(why_no_cuda, error), _NVML_S)
     except TimeoutError:
-        why = str(failed).rstrip(".")
+        why = failed.found
     return MissingDeviceError(f"{plan.device} cannot be used: {why}.", ranks=(plan.rank,))
 
 

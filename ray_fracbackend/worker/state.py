@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ray_fracbackend.report import StartReport
 from ray_fracbackend.verify_result import VerificationResult
 
 if TYPE_CHECKING:
+    import ray
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -29,7 +30,7 @@ class WorkerState:
     variables: dict[str, str] = field(default_factory=dict)
     memory_cap: tuple[float, torch.device] | None = None
     nccl_env: dict[str, str] | None = None
-    report: tuple[Any, VerificationResult | None] | None = None
+    report: tuple[ray.ObjectRef[StartReport], VerificationResult | None] | None = None
 
 
 STATE = WorkerState()

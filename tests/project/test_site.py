@@ -13,7 +13,7 @@ import ray_fracbackend
 from ray_fracbackend import ipc
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.errors import VerificationError
-from ray_fracbackend.failure.failed_report import failed_start
+from ray_fracbackend.report import Progress, document
 
 _ROOT = Path(__file__).parents[2]
 _DOCS = _ROOT / "docs"
@@ -95,7 +95,7 @@ def test_api_page_has_every_key_of_the_report():
     )
     rows = dict(re.findall(r"^\| (`[^|]+`) \| (.+) \|$", section, flags=re.MULTILINE))
     named = [key for cell in rows for key in re.findall(r"`(\w+)`", cell)]
-    report = failed_start(VerificationError("x"), Settings(), (), None, None, {})
+    report = document(Progress(settings=Settings().to_plain()), VerificationError("x"))
     assert sorted(named) == sorted(report)
     assert set(report["error"]) <= set(re.findall(r"`(\w+)`", rows["`error`"]))
 

@@ -70,8 +70,8 @@ def test_workers_are_probed_once(pair, monkeypatch):
         ("hold_store", 0),
         *(("start_worker", rank) for rank in range(2)),
     ]
-    plans = [arguments[0] for name, _, arguments in sent if name == "start_worker"]
-    assert {type(plan.report) for plan in plans} == {ray.ObjectRef}
+    plans, reports = zip(*(arguments for name, _, arguments in sent if name == "start_worker"), strict=True)
+    assert {type(reference) for report in reports for reference in report} == {ray.ObjectRef}
     assert plans[0].master_port != plans[-1].master_port
     fields_of = (getattr(plan, field.name) for plan in plans for field in fields(plan))
     assert not [value for value in fields_of if isinstance(value, WorkerInfo)]

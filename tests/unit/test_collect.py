@@ -70,7 +70,8 @@ def test_the_most_specific_rank_is_reported(failure_of: Any) -> None:
     for failures, rank in (((lost, refused), 1), ((refused, lost), 0)):
         error = failure_of(*failures)
         assert (type(error), error.kind, error.cause) == (GroupFormationError, "refused", "Duplicate GPU")
-        assert error.found == f"rank {rank} (node 10.0.0.{rank}, pid 4711): creating failed (Duplicate GPU)"
+        assert error.found.startswith(f"rank {rank} (node 10.0.0.{rank}, pid 4711): creating failed (Duplicate GPU)")
+        assert error.advice == "Look."
     stalled = VerificationError("barrier failed (no answer).", kind="stalled")
     assert failure_of(lost, stalled).kind == "stalled"
 

@@ -26,44 +26,23 @@ def test_pickle(cls):
     assert (type(error), str(error), error.ranks, error.reason) == (cls, "what happened", (1, 3), cls.reason)
 
 
-def test_attributes_cross_processes():
-    """Kind, step, cause and `found` cross processes; the driver reads them instead of the message. A restated error keeps them."""
+def test_fields_cross_processes():
+    """The driver reads them instead of the message, adds what it knows, and the text is made of all of them."""
     error = VerificationError(
         "barrier failed (no answer).", advice="Look.", ranks=[1], kind="stalled", step="barrier", cause="no answer"
     )
     assert str(error) == "barrier failed (no answer). Look."
-    for other in (pickle.loads(pickle.dumps(error)), error.restated("rank 1: barrier failed")):
-        assert (other.kind, other.step, other.cause, other.found, other.ranks) == (
-            "stalled",
-            "barrier",
-            "no answer",
-            "barrier failed (no answer)",
-            (1,),
-        )
-    assert str(error.restated("other words", ranks=[2])) == "other words"
-    assert (error.ranks, VerificationError("x").kind) == ((1,), "verification")
-
-
-def test_what_was_known_before_a_failure():
-    """Warnings and the report's path stand below the message, each warning once; all fields are those of the failure."""
-    cause = OSError("refused")
-    error = VerificationError("barrier failed.", ranks=[1], kind="stalled", step="barrier", cause="no answer")
-    error.__cause__ = cause
-    other = (
-        error.with_warnings(["doubt one", "doubt two"])
-        .with_warnings(["doubt one"])
-        .with_report("/runs/a/start_report.json")
-    )
-    assert other.__cause__ is cause
-    other = pickle.loads(pickle.dumps(other))
-    assert str(other).splitlines() == [
-        "barrier failed.",
+    error.faults, error.warnings, error.report = "no answer from rank 1", ("doubt one", "doubt two"), "/runs/a.json"
+    found = pickle.loads(pickle.dumps(error))
+    assert vars(found) == vars(error)
+    assert (found.found, found.ranks, found.kind) == ("barrier failed (no answer)", (1,), "stalled")
+    assert str(found).splitlines() == [
+        "barrier failed (no answer). Look. Search for the fault: no answer from rank 1.",
         "warning before this error: doubt one",
         "warning before this error: doubt two",
-        "report of this start: /runs/a/start_report.json",
+        "report of this start: /runs/a.json",
     ]
-    assert vars(other) == vars(error)
-    assert str(error) == "barrier failed."
+    assert VerificationError("x").kind == "verification"
 
 
 def test_pickle_as_an_error_of_a_task():
@@ -96,7 +75,8 @@ def test_reasons_are_distinct():
 )
 def test_a_dead_worker(worker_group, restarts):
     """V2 restarts the workers of a start on a RayActorError only; V1 would lose that one, so there it is none."""
-    died = errors.WorkerDiedError("gone.", ranks=[1], step="starting gloo", cause="killed").with_report("/runs/a.json")
+    died = errors.WorkerDiedError("gone.", ranks=[1], step="starting gloo", cause="killed")
+    died.report = "/runs/a.json"
     with pytest.raises(errors.WorkerDiedError, match="gone") as caught:
         fail(died, worker_group)
     assert isinstance(caught.value, RayActorError) == restarts

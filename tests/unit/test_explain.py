@@ -13,7 +13,7 @@ from ray_fracbackend.errors import (
     UnreachableMasterError,
     VerificationError,
 )
-from ray_fracbackend.failure.explain import explain_nccl, explain_unreachable, explained
+from ray_fracbackend.failure.explain import explained
 from tests.unit import test_rendezvous as network
 from tests.unit.builders import gpu, job, mig
 from tests.unit.test_error_texts import DUPLICATE, REFUSALS, torch_text
@@ -35,7 +35,7 @@ def multi_rank(**facts):
 def test_refusal_becomes_one_error(sentence):
     """NCCL's duplicate-GPU error becomes a SharedDeviceError with the share map, the version and the advice."""
     plan, workers = multi_rank()
-    error = explain_nccl(failed(sentence, "refused", [1]), plan, workers)
+    error = explained(failed(sentence, "refused", [1]), plan, workers, "10.0.0.1")
     assert isinstance(error, SharedDeviceError)
     assert error.ranks == (0, 1)
     assert str(error).startswith(
@@ -48,15 +48,15 @@ def test_bare_invalid_usage_of_ranks_that_share():
     """ncclInvalidUsage counts as the refusal only if the ranks are known to share a device."""
     plan, workers = multi_rank()
     bare = failed(torch_text().splitlines()[0], "invalid_usage")
-    assert isinstance(explain_nccl(bare, plan, workers), SharedDeviceError)
+    assert isinstance(explained(bare, plan, workers, "10.0.0.1"), SharedDeviceError)
     apart = job(gpu("a"), gpu("b"))
-    assert explain_nccl(bare, decide_start(apart, Settings()), apart) is bare
+    assert explained(bare, decide_start(apart, Settings()), apart, "10.0.0.1") is bare
 
 
 def test_users_own_variables_are_named():
     """If a variable of the user was kept, the error names it first."""
     plan, workers = multi_rank(env={"NCCL_MULTI_RANK_GPU_ENABLE": "0", "NCCL_MAX_CTAS": "16"})
-    text = str(explain_nccl(failed(REFUSALS["2.30.7"], "refused"), plan, workers))
+    text = str(explained(failed(REFUSALS["2.30.7"], "refused"), plan, workers, "10.0.0.1"))
     assert "The user set NCCL_MAX_CTAS=16, NCCL_MULTI_RANK_GPU_ENABLE=0, which was kept: unset it" in text
 
 
@@ -67,14 +67,13 @@ _WRONG_INTERFACE = {
 
 
 def test_an_interface_that_is_not_there_is_no_shared_device():
-    """NCCL reports both as an invalid usage: the error names the variable and the ranks, not sharing."""
+    """NCCL reports both as an invalid usage: the plan's warning names the variable and the ranks; the error blames no sharing."""
     plan, workers = multi_rank(**_WRONG_INTERFACE)
     doubt = "ranks 0,1: NCCL_SOCKET_IFNAME=nosuch0 is kept, but it matches none of this node's interfaces (lo, eth0)"
     assert doubt in plan.warnings
-    error = explain_nccl(failed(torch_text().splitlines()[0], "invalid_usage", [1]), plan, workers)
-    assert (type(error), error.ranks) == (VerificationError, (1,))
-    assert str(error).endswith(f"{doubt}.")
-    refused = explain_nccl(failed(DUPLICATE, "refused"), plan, workers)
+    bare = failed(torch_text().splitlines()[0], "invalid_usage", [1])
+    assert explained(bare, plan, workers, "10.0.0.1") is bare
+    refused = explained(failed(DUPLICATE, "refused"), plan, workers, "10.0.0.1")
     assert isinstance(refused, SharedDeviceError)
 
 
@@ -88,7 +87,7 @@ def test_an_interface_that_is_not_there_warns_where_nothing_is_shared():
 def test_mig_slices_are_named():
     """Slices that NCCL treats as one device are named with their GPU."""
     workers = job(mig("1"), mig("2"), nccl_version=_NEW)
-    error = explain_nccl(failed(REFUSALS["2.30.7"], "refused"), decide_start(workers, Settings()), workers)
+    error = explained(failed(REFUSALS["2.30.7"], "refused"), decide_start(workers, Settings()), workers, "10.0.0.1")
     assert "ranks 0,1 use MIG slices of GPU-a" in str(error)
     assert error.ranks == (0, 1)
 
@@ -96,7 +95,7 @@ def test_mig_slices_are_named():
 def test_devices_that_ray_does_not_count():
     """Without known devices the error contains NCCL's own ranks."""
     plan = Decision(backend="nccl", device_type="cuda", reason="as requested")
-    error = explain_nccl(failed(DUPLICATE, "refused", [0, 1], SharedDeviceError), plan, job(None, None))
+    error = explained(failed(DUPLICATE, "refused", [0, 1], SharedDeviceError), plan, job(None, None), "10.0.0.1")
     assert "ranks 0,1 share a GPU" in str(error)
     assert "backend='gloo'" in str(error)
 
@@ -105,7 +104,7 @@ def test_devices_that_ray_does_not_count():
 def test_hang_has_its_usual_cause(kind):
     """A hang with several ranks per GPU is explained with NCCL's documentation, in the same error class."""
     plan, workers = multi_rank()
-    error = explain_nccl(failed("no answer within 20 s", "stalled", [1], kind), plan, workers)
+    error = explained(failed("no answer within 20 s", "stalled", [1], kind), plan, workers, "10.0.0.1")
     assert (type(error), error.ranks) == (kind, (1,))
     assert "NCCL_MAX_CTAS" in str(error)
 
@@ -117,50 +116,36 @@ def test_a_finished_collective_is_not_a_hang(text, kind):
     """There is no advice on hangs if the collective ended with a wrong sum or NCCL with an error."""
     plan, workers = multi_rank()
     ended = failed(text, kind)
-    assert explain_nccl(ended, plan, workers) is ended
+    assert explained(ended, plan, workers, "10.0.0.1") is ended
 
 
 def test_other_failures_are_unchanged():
     """A firewall does not count as a refusal; neither does any error of Gloo."""
     plan, workers = multi_rank()
     error = RendezvousError("no route to host")
-    assert explain_nccl(error, plan, workers) is error
+    assert explained(error, plan, workers, "10.0.0.1") is error
     gloo = decide_start(workers, Settings(on_shared_device="gloo"))
     stalled = failed("no answer", "stalled")
     assert explained(stalled, gloo, workers, "10.0.0.1") is stalled
 
 
-class TestExplainUnreachable:
-    """The source of an address that a rank cannot reach."""
+_LISTED = (
+    " Ray's address of rank 0's node is 10.8.0.2; the node also has eth0 10.0.0.1. If the nodes reach each other at another address, "
+    "start Ray on each with --node-ip-address."
+)
+_VPN = {**network.LO, "tun0": ("10.8.0.2",), "eth0": ("10.0.0.1", "fe80::1"), "docker0": ("fe80::2",)}
 
-    @staticmethod
-    def told(workers, master_addr="10.8.0.2"):
-        error = UnreachableMasterError("cannot reach 10.8.0.2.", ranks=(1,))
-        explained = explain_unreachable(error, workers, master_addr)
-        assert isinstance(explained, UnreachableMasterError)
-        assert explained.ranks == (1,)
-        return str(explained)
 
-    def test_a_vpn(self):
-        """Ray used the address of a VPN (vllm-metal#625); the node has another address."""
-        networks = {**network.LO, "tun0": ("10.8.0.2",), "eth0": ("10.0.0.1", "fe80::1"), "docker0": ("fe80::2",)}
-        workers = [network.worker(0, "10.8.0.2", network={"interfaces": networks}), network.worker(1, "10.8.0.3")]
-        assert self.told(workers) == (
-            "cannot reach 10.8.0.2. Ray's address of rank 0's node is 10.8.0.2 (interface tun0); the node also has eth0 10.0.0.1. If the nodes "
-            "reach each other at another address, start Ray on each with --node-ip-address."
-        )
-
-    def test_a_bridge_that_two_machines_have(self):
-        """The other machine has the address itself."""
-        workers = [
-            network.worker(rank, "10.8.0.2", node_id=str(rank), network={"network_id": str(rank)}) for rank in range(2)
-        ]
-        assert self.told(workers) == (
-            "cannot reach 10.8.0.2. Ray's address of rank 0's node is 10.8.0.2 (interface eth0), and the other machine of rank 1 has the same address, such as that "
-            "of a bridge on each machine. If the nodes reach each other at another address, start Ray on each with --node-ip-address."
-        )
-
-    def test_nothing_to_add(self):
-        """The user configured the address, or it is the only one of its node."""
-        assert self.told([network.worker(0, "10.0.0.1"), network.worker(1)], "10.8.0.2") == "cannot reach 10.8.0.2."
-        assert self.told([network.worker(0, "10.8.0.2"), network.worker(1)]) == "cannot reach 10.8.0.2."
+@pytest.mark.parametrize(
+    ("rank0", "listed"),
+    [
+        pytest.param(network.worker(0, "10.8.0.2", network={"interfaces": _VPN}), _LISTED, id="a VPN (vllm-metal#625)"),
+        pytest.param(network.worker(0, "10.0.0.1"), "", id="a configured address"),
+        pytest.param(network.worker(0, "10.8.0.2"), "", id="its only address"),
+    ],
+)
+def test_other_addresses_of_rank_0(rank0, listed):
+    """They are listed where a rank cannot reach the one that Ray knows."""
+    error = UnreachableMasterError("cannot reach 10.8.0.2.", advice="Look.", ranks=(1,))
+    found = explained(error, Decision(backend="gloo", device_type="cpu", reason=""), [rank0], "10.8.0.2")
+    assert (found is error, found.ranks, str(found)) == (True, (1,), f"cannot reach 10.8.0.2. Look.{listed}")

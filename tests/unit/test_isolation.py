@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import socket
 import time
@@ -196,7 +197,7 @@ def test_the_search_adds_ranks(
     """The ranks that the error named stay; a rank that cannot be tested is not at fault; a dead one is a dead worker."""
     monkeypatch.setattr(search, "collect", collected)
     group = Group(outcomes)
-    found = search.with_faults(error, group, plans(3), on_nodes(1, 1, 1), 20.0)
+    found = search.with_faults(copy.copy(error), group, plans(3), on_nodes(1, 1, 1), 20.0)
     assert isinstance(found, kind)
     assert found.ranks == ranks
     assert str(found).startswith(text)

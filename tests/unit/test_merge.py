@@ -27,7 +27,7 @@ def of_start(failures):
 
 
 def test_the_order_of_arrival_does_not_matter():
-    """The most specific error is first, then they have the order of their ranks."""
+    """The most specific error is first and gives the advice, then they have the order of their ranks."""
     failures = {
         0: GroupFormationError("gloo failed.", ranks=(0,)),
         1: UNREACHABLE,
@@ -36,8 +36,8 @@ def test_the_order_of_arrival_does_not_matter():
     }
     texts = {str(of_start({rank: failures[rank] for rank in order})) for order in permutations(failures)}
     assert texts == {
-        f"{ADDRESSES[1].text}: cannot reach rank 0's store. Open the port; {ADDRESSES[0].text}: gloo failed; "
-        f"{ADDRESSES[3].text}: gloo failed here; {ADDRESSES[2].text}: OSError: disk full."
+        f"{ADDRESSES[1].text}: cannot reach rank 0's store; {ADDRESSES[0].text}: gloo failed; "
+        f"{ADDRESSES[3].text}: gloo failed here; {ADDRESSES[2].text}: OSError: disk full. Open the port."
     }
 
 

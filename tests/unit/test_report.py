@@ -12,8 +12,7 @@ from ray_fracbackend.decide.rendezvous import Rendezvous
 from ray_fracbackend.decide.settings import Settings, setting_names
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.errors import VerificationError
-from ray_fracbackend.failure.failed_report import failed_start
-from ray_fracbackend.report import StartReport
+from ray_fracbackend.report import Progress, StartReport, document
 from ray_fracbackend.verify_result import VerificationResult
 from ray_fracbackend.worker.state import STATE, get_start_report
 from tests.unit.builders import gpu, job, worker
@@ -90,18 +89,14 @@ def test_json_of_a_failed_start(start_report):
     error = VerificationError(
         "all_reduce stalled.", advice="Look at rank 1.", ranks=[1], kind="stalled", step="barrier"
     )
-    data = json.loads(
-        json.dumps(
-            failed_start(
-                error,
-                Settings(),
-                start_report.workers,
-                start_report.plan.decision,
-                start_report.rendezvous,
-                {"probe": 1.0},
-            )
-        )
+    progress = Progress(
+        settings=Settings().to_plain(),
+        workers=start_report.workers,
+        decision=start_report.decision,
+        rendezvous=start_report.rendezvous,
+        seconds={"probe": 1.0},
     )
+    data = json.loads(json.dumps(document(progress, error)))
     assert (data["schema_version"], data["ok"]) == (3, False)
     assert data["error"] == {
         "reason": "verification",
@@ -119,7 +114,7 @@ def test_json_of_a_failed_start(start_report):
 
 def test_json_of_a_probe_that_failed():
     """Nothing is known of any worker."""
-    data = failed_start(OSError("no such host"), Settings(), (), None, None, {})
+    data = document(Progress(settings=Settings().to_plain()), OSError("no such host"))
     assert (data["error"]["reason"], data["backend"], data["plan"], data["workers"]) == ("OSError", None, None, [])
 
 

@@ -53,28 +53,6 @@ def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
     release.set()
 
 
-def test_a_slow_write_of_an_earlier_start(tmp_path, warnings, monkeypatch):
-    """A slow write of an earlier failed start does not replace the report of the restart."""
-    monkeypatch.setattr(report_file, "_SAVE_S", 0.2)
-    release, done = threading.Event(), threading.Event()
-
-    class Slow(SimpleNamespace):
-        """Storage whose first call waits."""
-
-        def create_dir(self, *_, **__):
-            release.wait(30)
-
-        def open_output_stream(self, path):
-            done.set()
-            return LocalFileSystem().open_output_stream(path)
-
-    save_report(group(tmp_path, Slow()), {"backend": None})
-    save_report(group(tmp_path), REPORT)
-    release.set()
-    assert not done.wait(1)
-    assert json.loads((tmp_path / REPORT_FILE).read_text()) == {"backend": "gloo"}
-
-
 def test_group_of_no_run(warnings):
     """A worker group without a run has no place for it."""
     assert save_report(SimpleNamespace(), REPORT) is None
@@ -93,10 +71,3 @@ def test_it_can_be_turned_off(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_FRACBACKEND_START_REPORT", "0")
     assert save_report(group(tmp_path), REPORT) is None
     assert not list(tmp_path.iterdir())
-
-
-def test_only_the_last_folders_are_remembered(tmp_path):
-    """A process may start thousands of runs."""
-    for number in range(report_file._NUM_FOLDERS + 10):
-        save_report(group(tmp_path / str(number)), REPORT)
-    assert len(report_file._NEWEST) <= report_file._NUM_FOLDERS
