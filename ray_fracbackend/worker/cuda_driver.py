@@ -1,7 +1,6 @@
 """Query the CUDA driver about a visible device, without a CUDA context. Linux, standard library only.
 
-Only the driver always knows the device's own identity. For a MIG slice, torch's properties may contain the UUID of its
-GPU, and NVML may be missing.
+Only the driver always knows the device's own identity: for a MIG slice, torch's properties may contain the UUID of its GPU.
 
 Source: CUDA driver API, "Device Management".
 """

@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,7 +22,6 @@ from ray_fracbackend.decide.secret_names import may_be_secret
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
 from ray_fracbackend.worker.devices import boot_id, described, mps_reachable, worker_devices
 from ray_fracbackend.worker.environment import user_environment
-from ray_fracbackend.worker.missing_cuda import nvml_session
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 from ray_fracbackend.worker.network import network_info, node_address
 from ray_fracbackend.worker.store import hold_store
@@ -65,7 +63,7 @@ def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
 
     Args:
         rank: The worker's rank in the worker group.
-        ask_ipc: As in `probe_worker`.
+        ask_ipc: Whether to check what the ipc backend can use here. This imports and registers the backend.
 
     Returns:
         Devices and versions of the worker.
@@ -76,11 +74,9 @@ def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
 
     node_id, node_ip = _ray.node_ids()
     resources = _ray.assigned_resources()
-    wants_gpu = resources.get("GPU", 0) > 0
-    devices, cuda_missing = worker_devices(wants_gpu)
+    devices, cuda_missing = worker_devices(resources.get("GPU", 0) > 0)
     return collect_info(
         devices,
-        wants_gpu,
         ask_ipc,
         rank=rank,
         node_id=node_id,
@@ -93,29 +89,24 @@ def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
 
 
 def collect_info(
-    devices: list[torch.device],
-    ask_nvml: bool,
-    ask_ipc: bool = False,
-    *,
-    env: Mapping[str, str] | None = None,
-    **own: Any,
+    devices: list[torch.device], ask_ipc: bool = False, *, env: Mapping[str, str] | None = None, **own: Any
 ) -> WorkerInfo:
     """Add to the caller's values everything that any process of the machine can collect.
 
     Args:
         devices: The process's own CUDA devices.
-        ask_nvml: Whether to query NVML about them.
-        ask_ipc: As in `probe_worker`.
+        ask_ipc: Whether to check what the ipc backend can use here.
         env: The user's environment variables; by default the variables that no start has set.
         **own: Further attributes of `WorkerInfo`.
     """
-    with nvml_session() if ask_nvml else nullcontext() as nvml:
-        known, unreadable = described(devices, nvml)
+    known, unreadable = described(devices)
     own |= {"cuda_missing": unreadable} if unreadable else {}
     own |= ipc_support(known) if ask_ipc else {}
     # On Windows staged replaces Gloo if the job has devices.
-    ask_staged = ask_ipc or (sys.platform == "win32" and bool(devices))
-    own |= {"staged_missing": _staged_support()} if ask_staged else {}
+    if ask_ipc or (sys.platform == "win32" and devices):
+        from ray_fracbackend.staged import staged_support  # registers the backend
+
+        own["staged_missing"] = staged_support()
     return WorkerInfo(
         **own,
         hostname=socket.gethostname(),
@@ -155,10 +146,3 @@ def ipc_support(devices: tuple[DeviceInfo, ...]) -> dict[str, str | None]:
         "ipc_host_memory_missing": host_memory_support(),
         "ipc_device_memory_missing": device_memory_support(devices[0].index) if devices else no_device,
     }
-
-
-def _staged_support() -> str | None:
-    """Check whether the staged backend can be used. Importing it registers it with torch.distributed."""
-    from ray_fracbackend.staged import staged_support
-
-    return staged_support()
