@@ -162,25 +162,22 @@ def test_a_process_that_does_not_come(missing):
             assert error.ranks == (missing,)
 
 
-def of_other_sizes(rank, size, port, name):
-    """Rank 1 passes another world size."""
+def of_other_versions(rank, size, port):
+    """Rank 1 has another version of the package."""
     store = tcp_store(rank, port)
-    version = "0.0.9" if rank and name == "version of ray_fracbackend" else device_check.__version__
     with (
         mock.patch.object(device_check, "_probe_process", lambda rank, device: worker(rank, gpu("a"))),
-        mock.patch.object(device_check, "__version__", version),
+        mock.patch.object(device_check, "__version__", "0.0.9" if rank else device_check.__version__),
     ):
-        check_devices(store=store, rank=rank, world_size=size + (rank and name == "world_size"), timeout_s=2)
+        check_devices(store=store, rank=rank, world_size=size, timeout_s=20)
 
 
-@pytest.mark.parametrize("name", ["version of ray_fracbackend", pytest.param("world_size", marks=pytest.mark.full)])
-def test_processes_that_disagree(name):
+def test_processes_of_another_version():
     """The difference is reported as such."""
-    found = run_processes(of_other_sizes, 2, name)
+    found = run_processes(of_other_versions, 2)
     assert isinstance(found[0], IncompatibleWorkersError)
-    assert str(found[0]).startswith(f"check_devices: {name} is ")
+    assert str(found[0]).startswith("rank 1 has version 0.0.9 of ray_fracbackend")
     assert found[0].ranks == (1,)
-    assert isinstance(found[1], (IncompatibleWorkersError, RendezvousError))
 
 
 class Stranger:
@@ -198,11 +195,11 @@ HOW = "Something else writes to this store: use a store that only these processe
 def told_to_rank_0(value):
     """Return the error of rank 0 if a stranger has written this value for rank 1."""
     store = dist.HashStore()
-    store.set("ray_fracbackend/check_devices/1/rank/1", value)
+    store.set("ray_fracbackend/check_devices/2/1/rank/1", value)
     with (
         mock.patch.object(device_check, "_probe_process", lambda rank, device: worker(rank, gpu("a"))),
         mock.patch.object(device_check, "_ANSWER_S", 0.0),
-        pytest.raises(RendezvousError) as caught,
+        pytest.raises((RendezvousError, IncompatibleWorkersError)) as caught,
     ):
         check_devices(store=store, rank=0, world_size=2, timeout_s=5)
     return str(caught.value)
@@ -210,39 +207,34 @@ def told_to_rank_0(value):
 
 @given(st.binary())
 @example(pickle.dumps(Stranger()))
-@example(pickle.dumps((VERSION, 2, pickle.dumps(worker(1)))))
+@example(pickle.dumps((VERSION, pickle.dumps(worker(1)))))
 @example(b"[" * 100_000)
-@example(json.dumps([VERSION, 2.0, json.dumps(INFO)]).encode())
-@example(json.dumps([VERSION, 2, INFO]).encode())
+@example(json.dumps([VERSION, "1", json.dumps(INFO)]).encode())
+@example(json.dumps([VERSION, INFO]).encode())
 def test_a_value_of_a_stranger(value):
-    """Nothing in the store is executed; the error names rank and key."""
+    """Nothing in the store is executed; the error says what to do."""
     told = told_to_rank_0(value)
-    assert told.startswith(
-        "check_devices: the value of rank 1 in the store (key rank/1) is not a report of ray_fracbackend: "
-    )
+    assert told.startswith("check_devices: a value in the store is not a report of ray_fracbackend: ")
     assert told.endswith(HOW)
 
 
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({"rank": 0}, "it is of rank 0"),
         ({"pid": "1"}, "pid is '1'"),
         ({"gpu_ids": [1]}, "gpu_ids is 1"),
-        ({"nccl_version": [2, 30]}, r"nccl_version is \[2, 30\]"),
+        ({"nccl_version": [2, 30]}, "nccl_version is [2, 30]"),
         ({"nccl_available": 1}, "nccl_available is 1"),
         ({"resources": {"GPU": True}}, "resources is True"),
         ({"env": {"NCCL_P2P": None}}, "env is None"),
-        ({"devices": [{}]}, r"devices is \{\}"),
-        ({"new": 1}, r"report is \{'rank': 1"),
+        ({"devices": [{}]}, "devices is {}"),
+        ({"new": 1}, "report is {'rank': 1"),
     ],
     ids=str,
 )
 def test_a_report_of_other_fields_or_types(change, found):
     """The message names the field."""
-    value = json.dumps([VERSION, 2, json.dumps({**INFO, **change})])
-    with pytest.raises(RendezvousError, match=rf"of ray_fracbackend: {found}.*{HOW}$"):
-        raise RendezvousError(told_to_rank_0(value))
+    assert found in told_to_rank_0(json.dumps([VERSION, json.dumps({**INFO, **change})]))
 
 
 def test_every_field_survives_json():
@@ -299,20 +291,16 @@ def test_groups():
     ("arguments", "text"),
     [
         ({}, "needs a store or a process group: pass store="),
-        ({"rank": 0}, "accepts rank and world_size only with a store"),
-        ({"store": None, "world_size": 2}, "accepts rank and world_size only with a store"),
-        ({"store": dist.Store()}, r"rank=None, world_size=None\): with a store, rank must be an integer from 0 to"),
+        ({"rank": 0}, "needs a group, or store=, rank= and world_size= together"),
+        ({"store": dist.Store()}, "needs a group, or store=, rank= and world_size= together"),
+        (
+            {"store": dist.Store(), "group": object(), "rank": 0, "world_size": 2},
+            "needs a group, or store=, rank= and world_size= together",
+        ),
         ({"store": dist.Store(), "rank": 2, "world_size": 2}, r"\(rank=2, world_size=2\)"),
-        ({"store": dist.Store(), "rank": True, "world_size": 2}, r"\(rank=True, world_size=2\)"),
         ({"store": dist.Store(), "rank": -1, "world_size": 2}, r"\(rank=-1, world_size=2\)"),
-        ({"store": dist.Store(), "group": object()}, "accepts a group or a store, not both"),
         ({"timeout_s": 0}, r"timeout_s=0\): timeout_s must be a number of seconds above 0"),
-        ({"timeout_s": float("nan")}, "timeout_s=nan"),
         ({"device": "cpu"}, r"device='cpu'\): device must be a CUDA device, such as 'cuda:1' or 1\.$"),
-        ({"device": "0"}, r"device='0'\): device must be a CUDA device, such as 'cuda:1' or 1 \(Invalid device string"),
-        ({"device": -1}, "device=-1"),
-        ({"device": True}, "device=True"),
-        ({"device": 1.5}, "device=1.5"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
