@@ -10,6 +10,7 @@ import contextlib
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -90,27 +91,16 @@ def backends_by_device(group: dist.ProcessGroup | None = None) -> dict[str, str]
     return {device: backend for device, _, backend in pairs}
 
 
-def other_devices(device: torch.device | str, group: dist.ProcessGroup | None = None) -> list[torch.device]:
-    """Return one device for each other backend of a group that this process can use: CPU and CUDA.
-
-    Args:
-        device: A device of the backend to exclude.
-        group: The group, the default group if None.
-    """
-    usable = {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
-    backends = backends_by_device(group)
-    own = backends.get(torch.device(device).type)
-    found = {backend: kind for kind, backend in reversed(backends.items()) if backend != own and kind in usable}
-    return [torch.device(kind) for kind in found.values()]
-
-
 def _default_devices(group: dist.ProcessGroup) -> list[torch.device]:
-    """Return one device for each backend of the group. The last one provides the result."""
-    backend = backends_by_device(group).get("cuda")
-    dies = backend == "gloo" and sys.platform == "win32"
+    """Return one device for each backend of the group, of CPU and CUDA. The last one provides the result."""
+    backends, has_cuda = backends_by_device(group), torch.cuda.is_available()
+    of_cpu, of_cuda = backends.get("cpu"), backends.get("cuda") if has_cuda else None
+    dies = of_cuda == "gloo" and sys.platform == "win32"
     used = torch.cuda.is_initialized() and not dies  # type: ignore[no-untyped-call]
-    last = "cuda" if torch.cuda.is_available() and backend and (used or backend in ("nccl", "staged")) else "cpu"
-    return [*other_devices(last, group), torch.device(last)]
+    on_cuda = of_cuda is not None and (used or of_cuda in ("nccl", "staged"))
+    both = of_cpu is not None and of_cuda is not None and of_cpu != of_cuda
+    kinds = ("cpu", "cuda") if on_cuda else ("cuda", "cpu")
+    return [torch.device(kind) for kind in (kinds if both else kinds[1:])]
 
 
 def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> VerificationResult:
@@ -205,28 +195,22 @@ class Verification:
     def _wait(self, work: dist.Work | None) -> None:
         if work is None:
             return
-        left_s = max(self.timeout_s - (time.perf_counter() - self.started), 0.001)
-        if self.backend == "nccl":
-            # If a wait for NCCL reaches its own timeout, torch's watchdog ends the process, in torch 2.7 at once.
-            self._poll(work, left_s)
-        work.wait(timedelta(seconds=left_s))
-
-    def _poll(self, work: dist.Work, left_s: float) -> None:
-        end, pause_s = time.perf_counter() + left_s, _MIN_PAUSE_S
-        while not work.is_completed():
+        end, pause_s = self.started + self.timeout_s, _MIN_PAUSE_S
+        # If a wait for NCCL reaches its own timeout, torch's watchdog ends the process, in torch 2.7 at once.
+        while self.backend == "nccl" and not work.is_completed():
             if time.perf_counter() > end:
-                raise TimeoutError(f"no answer within {left_s:.3g} s")
+                raise TimeoutError(f"no answer within {self.timeout_s:.3g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        work.wait(timedelta(seconds=max(end - time.perf_counter(), 0.001)))
 
     def _measure(self, num_bytes: int, num_untimed: int, num_timed: int) -> float:
         """Return the seconds of an all_reduce, the fastest of the timed calls."""
         pattern = self._pattern(num_bytes)
         total = pattern * (self.world_size * (self.world_size + 1) // 2)
-        # No barrier before each call: the previous call synchronizes the ranks, and a barrier costs as much as the
-        # measured call.
-        num_calls = num_untimed + num_timed
-        return min([self._all_reduce(pattern * (self.rank + 1), total) for _ in range(num_calls)][num_untimed:])
+        # The previous call synchronizes the ranks; a barrier would cost as much as the measured call.
+        calls = range(num_untimed + num_timed)
+        return min([self._all_reduce(pattern * (self.rank + 1), total) for _ in calls][num_untimed:])
 
     def _barrier(self) -> None:
         on_cuda = self.device.type == "cuda" and "nccl" in backends_by_device(self.group).values()
@@ -264,14 +248,7 @@ class Verification:
         if wrong:
             ranks, contributed = [self.global_ranks[rank] for rank in wrong], rows[wrong[0]][0] - 1
             held = self.global_ranks[int(contributed)] if contributed in range(self.world_size) else "none"
-            raise VerificationError(
-                f"all_gather computed a wrong result on rank {self.own_rank}: the slot of rank {ranks[0]} holds the data "
-                f"of rank {held}.",
-                advice=advise("wrong answer", has_gloo=self.has_gloo),
-                ranks=ranks,
-                kind="wrong_answer",
-                step=self.step,
-            )
+            raise self._wrong("all_gather", f"the slot of rank {ranks[0]} holds the data of rank {held}", ranks)
         return [(row[1], row[2]) for row in rows]
 
     def _pattern(self, num_bytes: int) -> torch.Tensor:
@@ -279,13 +256,15 @@ class Verification:
         period = torch.arange(1, _PERIOD + 1, dtype=_DTYPE, device=self.device)
         return period.repeat(count // _PERIOD + 1)[:count]
 
-    def _compare(self, found: torch.Tensor, expected: torch.Tensor, what: str, ranks: tuple[int, ...] = ()) -> None:
-        if torch.equal(found, expected):
-            return
-        index = int((found != expected).nonzero()[0])
-        raise VerificationError(
-            f"{what} computed a wrong result on rank {self.own_rank}: element {index} is {found[index].item():g} and must be "
-            f"{expected[index].item():g}.",
+    def _compare(self, found: torch.Tensor, expected: torch.Tensor, what: str, ranks: Sequence[int] = ()) -> None:
+        if not torch.equal(found, expected):
+            index = int((found != expected).nonzero()[0])
+            values = f"element {index} is {found[index].item():g} and must be {expected[index].item():g}"
+            raise self._wrong(what, values, ranks)
+
+    def _wrong(self, what: str, found: str, ranks: Sequence[int]) -> VerificationError:
+        return VerificationError(
+            f"{what} computed a wrong result on rank {self.own_rank}: {found}.",
             advice=advise("wrong answer", has_gloo=self.has_gloo),
             ranks=ranks,
             kind="wrong_answer",
