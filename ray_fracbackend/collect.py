@@ -12,13 +12,15 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from ray_fracbackend.decide.worker_info import WorkerAddress
-from ray_fracbackend.timeouts import Deadline
-from ray_fracbackend.wait_log import WaitLog
+from ray_fracbackend.decide.worker_info import WorkerAddress, named
+from ray_fracbackend.log import logger
+from ray_fracbackend.timeouts import Deadline, seconds_text
 
 # How often a wait checks for failures, and how long it waits for others after the first one.
 _POLL_S = 1.0
 _GRACE_S = 3.0
+# When a wait is logged first; then each time it has become twice as long.
+_LOG_AFTER_S = 10.0
 
 
 def gather(
@@ -54,7 +56,7 @@ def gather(
     pending = list(refs)
     left_s, budget_s = deadline.left_s + slack_s, since_first_s or deadline.budget_s
     end = time.monotonic() + left_s
-    wait_log = WaitLog(step)
+    started, log_s = time.monotonic(), _LOG_AFTER_S
     # After a failure at the deadline, the wait ends with the grace period, which may be shorter than the slack.
     due = end - max(0.0, slack_s - _GRACE_S)
     while pending and left_s > 0:
@@ -71,15 +73,24 @@ def gather(
         if failures and not had_failures:
             end = min(end, time.monotonic() + _GRACE_S)
         left_s = end - time.monotonic()
-        if pending and not failures:
-            wait_log.update([address_of[ref] for ref in pending], left_s)
+        waited_s = time.monotonic() - started
+        if pending and not failures and waited_s >= log_s:
+            log_s = 2 * waited_s
+            silent = {address_of[ref].rank: address_of[ref] for ref in pending}
+            logger.info(
+                "%s: waiting for %s, %s s so far, up to %s s more",
+                step,
+                named(list(silent), silent),
+                seconds_text(waited_s),
+                seconds_text(max(0.0, left_s)),
+            )
     if failures or pending:
         from ray_fracbackend.failure.merge import merged  # not on the good path
 
         # If the grace period of an earlier failure ended the wait, ranks without an answer wait for the failed rank.
-        silent = [address_of[ref].rank for ref in pending] if time.monotonic() >= due else []
+        absent = [address_of[ref].rank for ref in pending] if time.monotonic() >= due else []
         known = {address.rank: address for address in addresses}
-        raise merged(failures, silent, known, step, budget_s) from next(iter(failures.values()), None)
+        raise merged(failures, absent, known, step, budget_s) from next(iter(failures.values()), None)
     return [results[ref] for ref in refs]
 
 

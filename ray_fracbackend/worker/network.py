@@ -119,9 +119,6 @@ def check_gloo_device(interface: str | None) -> None:
             dist.ProcessGroupGloo.create_default_device()
             return
         for name in interface.split(","):
-            # Gloo reads the name from the environment, which on Windows is encoded in the ANSI code page.
-            if sys.platform == "win32" and not name.isascii() and name.encode("mbcs", "replace") != name.encode():
-                raise RuntimeError(f"{name!r} is not ASCII, and Windows passes variables to Gloo in another code page")
             dist.ProcessGroupGloo.create_device(interface=name)
     except RuntimeError as error:
         cause = no_transport_text(torch.__version__) if has_no_transport(error) else cause_of(error)

@@ -29,29 +29,20 @@ def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None
         UnreachableMasterError: No attempt succeeded.
     """
     end = time.monotonic() + timeout_s
-    cause: OSError | None = None
+    cause: OSError = TimeoutError()
     while (left_s := end - time.monotonic()) > 0:
         try:
             socket.create_connection((address, port), timeout=left_s).close()
             return
-        except TimeoutError as error:
-            # Windows takes two seconds to refuse, so the limit may interrupt the last attempt. Earlier attempts have
-            # the cause.
-            cause = cause or error
-            break
+        except TimeoutError:
+            break  # the limit may interrupt the last attempt; earlier attempts have the cause
         except OSError as error:
             cause = error
         time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
+    why = "no answer: something drops the packets" if isinstance(cause, TimeoutError) else cause.strerror or str(cause)
+    if isinstance(cause, ConnectionRefusedError):
+        why = "refused: a firewall, or another machine has that address"
     where = f"{bracketed(address)}:{port}"
     raise UnreachableMasterError(
-        f"cannot reach rank 0's store at {where} within {timeout_s:.3g} s ({_outcome(cause)}).",
-        advice=_ADVICE,
+        f"cannot reach rank 0's store at {where} within {timeout_s:.3g} s ({why}).", advice=_ADVICE
     )
-
-
-def _outcome(cause: OSError | None) -> str:
-    if cause is None or isinstance(cause, TimeoutError):
-        return "no answer: something drops the packets"
-    if isinstance(cause, ConnectionRefusedError):
-        return "refused: a firewall, or another machine has that address"
-    return cause.strerror or str(cause)

@@ -72,7 +72,11 @@ def hold_store(port: int | tuple[int, int] | None, one_node: bool = False, wait_
             clash = cause_of(error)
             continue
         return int(STATE.store.port)
-    raise PortInUseError(_in_use_text(port, clash), ranks=(0,))
+    raise PortInUseError(
+        f"{f'master_port={port}' if port else 'every port'} is taken on rank 0's node ({clash}).",
+        advice="Another job may use it: give a wider range (low, high), or leave master_port out to use any free port.",
+        ranks=(0,),
+    )
 
 
 def release_store() -> None:
@@ -87,10 +91,10 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
     store with its keys. Without a prefix a rank of the previous attempt would count as connected.
 
     Args:
-        rank: This worker's rank.
-        world_size: Number of workers in the job.
-        address: Rank 0's address, a literal IP.
-        port: Port of rank 0's store.
+        rank: Rank of the worker.
+        world_size: Number of workers.
+        address: Literal IP of the store.
+        port: Its port.
         timeout_s: Time limit in seconds; also the store's own timeout.
         prefix: Prefix of the keys, different for each attempt.
 
@@ -191,17 +195,3 @@ def _listen(port: int, host: str | None) -> socket.socket:
 def _libuv_takes_sockets() -> bool:
     """Return whether a libuv store accepts an open socket: since torch 2.8 (pytorch#150215). Clients work with both."""
     return TorchVersion(torch.__version__) >= "2.8"
-
-
-def _in_use_text(port: int | tuple[int, int] | None, clash: str) -> str:
-    if port is None:
-        return f"rank 0's node has no free port for the store ({clash}). Too many connections are open there."
-    if isinstance(port, tuple):
-        return (
-            f"every port of master_port={port} is taken on rank 0's node ({clash}). Give a wider range, or leave "
-            "master_port out to use any free port."
-        )
-    return (
-        f"master_port={port} is taken on rank 0's node ({clash}). Another job may use it: give a range (low, high), or "
-        "leave master_port out to use any free port."
-    )

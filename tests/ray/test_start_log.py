@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ray_fracbackend import UnreachableMasterError, VerificationError, wait_log
+from ray_fracbackend import UnreachableMasterError, VerificationError, collect
 from ray_fracbackend.decide.plan import Decision, FallBack
 from ray_fracbackend.decide.table import decide_start
 from tests.ray.starts import START_S, replace_in_worker, start
@@ -92,8 +92,7 @@ def test_an_error_of_the_fallback_has_the_first_failure(pair, monkeypatch, lines
 
 def test_a_long_wait_names_the_ranks(pair, monkeypatch, lines):
     """Those without an answer, with node, step, and how long the start still waits."""
-    monkeypatch.setattr(wait_log, "_LOG_AT_S", (1.5,))
-    monkeypatch.setattr(wait_log, "_LOG_EVERY_S", 0.5)
+    monkeypatch.setattr(collect, "_LOG_AFTER_S", 1.0)
     pair.execute_single(1, replace_in_worker, "ray_fracbackend.worker.probe", "probe_devices", "nap 4", 1)
     start(pair, start_timeout_s=100)
     waits = [text for level, text in lines() if level == "INFO" and "waiting for" in text]

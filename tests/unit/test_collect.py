@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from ray.exceptions import NodeDiedError
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
-from ray_fracbackend import collect, wait_log
+from ray_fracbackend import collect
 from ray_fracbackend.collect import gather
 from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.errors import (
@@ -85,11 +84,6 @@ def test_the_texts_of_several_ranks_are_joined(failure_of: Any) -> None:
         "rank 0 (node 10.0.0.0, pid 4711): rank 1 did not connect. Look at the nodes; "
         "rank 1 (node 10.0.0.1, pid 4711): no answer. Look."
     )
-
-
-def test_when_a_long_wait_is_logged() -> None:
-    """Soon after its begin, and then once a minute."""
-    assert list(itertools.islice(wait_log.log_times(), 6)) == [10, 30, 90, 150, 210, 270]
 
 
 def test_out_of_memory_without_a_text(failure_of: Any) -> None:

@@ -29,7 +29,6 @@ _PARTS = (
     "worker",
     "device_check",
     "failure",
-    "wait_log",
     "collect",
     "isolation",
     "checkpoint_turns",

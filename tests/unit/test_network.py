@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 import socket
 import sys
@@ -151,23 +150,6 @@ def test_facts_carry_why_a_name_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     assert "Name or service not known" in str(network.network_info("", "head").master_addr_missing)
     assert network.network_info("", "10.0.0.1").master_addr_missing is None
-
-
-def test_a_name_with_other_letters_is_refused_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo would accept it as an argument, but not find it by the variable that its start reads."""
-    made = []
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", lambda interface: made.append(interface))
-    try:
-        codecs.lookup("mbcs")
-    except LookupError:  # the ANSI code page of Windows; here that of Western Europe
-        codecs.register(lambda name: codecs.lookup("cp1252") if name == "mbcs" else None)
-    with pytest.raises(
-        RendezvousError, match="'Büro' is not ASCII, and Windows passes variables to Gloo in another code page"
-    ):
-        network.check_gloo_device("Büro")
-    network.check_gloo_device("Ethernet 2")
-    assert made == ["Ethernet 2"]
 
 
 def test_windows_asks_for_the_host_name_before_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
