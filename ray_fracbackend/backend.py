@@ -211,7 +211,9 @@ class Start:
         reference = [ray.put(report)]  # in a list: Ray fetches a reference that is an argument itself
         step = f"starting {report.backend} at {bracketed(report.master_addr)}:{report.master_port}"
         self._log_warnings()
-        self._log_step(step, plan, attempt)
+        num_workers = f"{len(workers)} worker{'s' if len(workers) != 1 else ''}"
+        then = f", then {plan.decision.fallback}" if plan.decision.is_trial else ""
+        logger.info("%s with %s, up to %s s%s", step, num_workers, seconds_text(attempt.left_s), then)
         refs = self._execute(start_worker, ((each, reference) for each in plans))
         slack_s = _ANSWER_S + (0 if set(plan.decision.backends.by_device.values()) == {"gloo"} else ABORT_S)
         try:
@@ -222,13 +224,6 @@ class Start:
         finally:
             self._add_seconds("start", started)
         return report.with_figures(results[0], self.progress.seconds)
-
-    def _log_step(self, step: str, plan: StartPlan, attempt: Deadline) -> None:
-        """Log the step that begins now, and its time limit."""
-        num_workers = len(self._addresses)
-        workers = f"{num_workers} worker{'s' if num_workers != 1 else ''}"
-        then = f", then {plan.decision.fallback}" if plan.decision.is_trial else ""
-        logger.info("%s with %s, up to %s s%s", step, workers, seconds_text(attempt.left_s), then)
 
     def _reopen_store(self, deadline: Deadline) -> int:
         """Open a store on rank 0 for the fallback, in place of the first attempt's."""

@@ -16,15 +16,11 @@ _CHECK_EVERY_S = 1.0
 
 
 class Deadline:
-    """Point in time shared by several waits.
+    """Point in time shared by several waits: ``left_s`` seconds from now. Messages name the ``budget_s``."""
 
-    Args:
-        budget_s: Seconds from now.
-    """
-
-    def __init__(self, budget_s: float) -> None:
-        self.budget_s = budget_s
-        self._end = time.monotonic() + budget_s
+    def __init__(self, left_s: float, budget_s: float | None = None) -> None:
+        self.budget_s = left_s if budget_s is None else budget_s
+        self._end = time.monotonic() + left_s
 
     @property
     def left_s(self) -> float:
@@ -32,10 +28,8 @@ class Deadline:
         return max(0.001, self._end - time.monotonic())
 
     def share(self, part: float) -> Deadline:
-        """Return a deadline for this part of the time left; its budget, used in messages, is that of the whole."""
-        shared = Deadline(self.left_s * part)
-        shared.budget_s = self.budget_s
-        return shared
+        """Return a deadline for this part of the time left, with the whole budget."""
+        return Deadline(self.left_s * part, self.budget_s)
 
 
 def seconds_text(seconds: float) -> str:

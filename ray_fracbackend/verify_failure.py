@@ -36,10 +36,6 @@ _SPARE_BYTES = 64 << 20
 def raise_failure(verification: Verification, error: Exception) -> None:
     """Raise the error that explains a failed verification; return if the original error already does.
 
-    Args:
-        verification: The verification.
-        error: Error of the verification.
-
     Raises:
         SharedDeviceError: NCCL refused ranks that share a GPU.
         torch.cuda.OutOfMemoryError: The device was full for its context or for NCCL.
@@ -52,10 +48,17 @@ def raise_failure(verification: Verification, error: Exception) -> None:
         _record(verification, "failed")
         raise torch.cuda.OutOfMemoryError(cause_of(error)) from error
     # NCCL connects in the first collective, so its errors for shared GPUs occur here.
-    kind = "stalled" if isinstance(error, TimeoutError) else nccl_kind(error)
-    if kind == "refused":
-        raise _refused(verification, error) from error
-    raise _failed(verification, error, kind) from error
+    if refusal := refusal_in(str(error)):
+        _record(verification, "failed")
+        raise SharedDeviceError(
+            f"NCCL refused ranks that share a GPU: {refusal}.",
+            advice=advise("refused", has_gloo=True),
+            ranks=[verification.global_ranks[rank] for rank in refused_ranks(refusal)],
+            kind="refused",
+            step=verification.step,
+            cause=refusal,
+        ) from error
+    raise _failed(verification, error) from error
 
 
 def _has_no_memory(error: Exception, device: torch.device) -> bool:
@@ -70,20 +73,8 @@ def _has_no_memory(error: Exception, device: torch.device) -> bool:
         return True
 
 
-def _refused(verification: Verification, error: Exception) -> SharedDeviceError:
-    _record(verification, "failed")
-    sentence = refusal_in(str(error)) or ""
-    return SharedDeviceError(
-        f"NCCL refused ranks that share a GPU: {sentence}.",
-        advice=advise("refused", has_gloo=True),
-        ranks=[verification.global_ranks[rank] for rank in refused_ranks(sentence)],
-        kind="refused",
-        step=verification.step,
-        cause=sentence,
-    )
-
-
-def _failed(verification: Verification, error: Exception, kind: str) -> VerificationError:
+def _failed(verification: Verification, error: Exception) -> VerificationError:
+    kind = "stalled" if isinstance(error, TimeoutError) else nccl_kind(error)
     elapsed_s = time.perf_counter() - verification.started
     text, cause = f"{verification.step} failed on rank {verification.own_rank} after {elapsed_s:.1f} s", cause_of(error)
     is_cuda = is_cuda_error(error)

@@ -13,7 +13,7 @@ _ADVICE = {
     "NCCL hangs": "NCCL hangs: with NCCL_DEBUG=INFO the workers' logs show where{or_gloo}.",
     "peer lost": "Look at the log of that rank and at its node's network.",
     # The group did not form.
-    "Gloo has no port": "This node has no free port left ({ports}): Gloo needs several for every pair of ranks. Widen the range, or end "
+    "Gloo has no port": "This node has no free port left (net.ipv4.ip_local_port_range on Linux): Gloo needs several for every pair of ranks. Widen the range, or end "
     "processes that hold many connections.",
     "Gloo cannot connect": "Gloo connects every pair of ranks on random ports, on this node {interface}: check that all nodes allow them, "
     "or set GLOO_SOCKET_IFNAME to an interface that the others reach; and that rank 0 and the other ranks do not hang.",

@@ -65,9 +65,9 @@ def merged(
     """Return the error of a step that failed on some ranks.
 
     Args:
-        failures: The workers' own errors by rank; may be empty if ranks are silent.
+        failures: The workers' own errors by rank.
         silent: Ranks that did not answer in time.
-        addresses: Node and process of each rank, by rank.
+        addresses: Node and process of each rank.
         step: What the ranks were called for.
         budget_s: Time limit in seconds, as set by the user.
     """

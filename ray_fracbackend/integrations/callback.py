@@ -44,16 +44,9 @@ class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[mis
 
     def after_worker_group_start(self, worker_group: _ray.WorkerGroup) -> None:
         """Replace the configuration. Ray runs this callback before its own, which starts the backend."""
-        _ray.replace_backend_config(worker_group, partial(self._logged, worker_group))
+        _ray.replace_backend_config(worker_group, partial(self._replaced, _ray.run_name(worker_group)))
 
-    def _logged(self, worker_group: _ray.WorkerGroup, config: Any) -> Any:
-        """Replace one configuration and log it."""
-        replaced = self._replaced(config)
-        if replaced is not config:
-            logger.info("run %s: %r replaces %r", _ray.run_name(worker_group), replaced, config)
-        return replaced
-
-    def _replaced(self, config: Any) -> Any:
+    def _replaced(self, run: str, config: Any) -> Any:
         # No torch import here: the variable may be set for a cluster where some images have no torch.
         torch_trainers = sys.modules.get("ray.train.torch")
         if torch_trainers is None or not isinstance(config, torch_trainers.TorchConfig):
@@ -62,7 +55,10 @@ class FracTorchCallback(_ray.worker_group_callback_class()):  # type: ignore[mis
 
         # TorchTrainer has already written "nccl" if the script set no backend.
         left_open = {"backend": "auto"} if config.backend == "nccl" else {}
-        return frac_config(config, {**left_open, **self._settings})
+        replaced = frac_config(config, {**left_open, **self._settings})
+        if replaced is not config:
+            logger.info("run %s: %r replaces %r", run, replaced, config)
+        return replaced
 
 
 def use_everywhere(settings: Mapping[str, Any]) -> None:

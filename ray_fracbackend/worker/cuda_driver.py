@@ -48,9 +48,7 @@ def driver_facts(index: int) -> DriverFacts | None:
     if library is None or library.cuInit(0) or library.cuDeviceGet(ctypes.byref(device), index):
         return None
     raw = (ctypes.c_ubyte * 16)()
-    # The first version returns the UUID of the GPU for a slice; drivers before CUDA 11.4 have only that.
-    get_uuid = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
-    if get_uuid(raw, device):
+    if library.cuDeviceGetUuid_v2(raw, device):  # the first version returns the UUID of the GPU for a slice
         return None
     bus_id, mode = ctypes.create_string_buffer(_BUS_ID_CHARS), ctypes.c_int()
     has_bus_id = not library.cuDeviceGetPCIBusId(bus_id, _BUS_ID_CHARS, device)

@@ -39,7 +39,5 @@ def _torch_libraries() -> list[str]:
 
 
 def decode_version(number: int) -> NcclVersion:
-    """Decode NCCL's version number (NCCL_VERSION in nccl.h): ``21805`` is 2.18.5; below 2.9 it had four digits."""
-    if number < 10000:
-        return number // 1000, number % 1000 // 100, number % 100
+    """Decode NCCL's version number (NCCL_VERSION in nccl.h): ``21805`` is 2.18.5."""
     return number // 10000, number % 10000 // 100, number % 100

@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from pathlib import Path
 
 from ray_fracbackend.decide.addresses import is_link_local, is_loopback, normal, owner_of, parsed
 from ray_fracbackend.decide.error_texts import cause_of, has_no_transport
-from ray_fracbackend.decide.interfaces import IFNAME, gloo_doubt
+from ray_fracbackend.decide.interfaces import IFNAME
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.errors import RendezvousError
 from ray_fracbackend.timeouts import bounded
@@ -123,19 +122,10 @@ def check_gloo_device(interface: str | None) -> None:
     except RuntimeError as error:
         cause = no_transport_text(torch.__version__) if has_no_transport(error) else cause_of(error)
         setting = f"{IFNAME}={interface}" if interface is not None else f"{IFNAME} not set"
-        known = list(interfaces())
-        doubt = gloo_doubt(interface, known) if interface is not None and known else None
-        here = f"{doubt}." if doubt else f"This node has {', '.join(known)}."
-        raise RendezvousError(f"Gloo cannot use a network device here ({setting}): {cause}. {here}") from error
-
-
-def port_range() -> str:
-    """Return the range of ports that the system assigns automatically."""
-    try:
-        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    except (OSError, ValueError):
-        return "of the system's own range"
-    return f"{low} to {high}, by net.ipv4.ip_local_port_range"
+        raise RendezvousError(
+            f"Gloo cannot use a network device here ({setting}): {cause}.",
+            advice=f"This node has {', '.join(interfaces())}.",
+        ) from error
 
 
 def route_interface(address: str) -> str | None:
@@ -157,10 +147,6 @@ def route_address(address: str) -> str | None:
 
 def resolve(name: str, timeout_s: float = RESOLVE_S) -> tuple[str, ...]:
     """Resolve a host name; IPv4 addresses come first.
-
-    Args:
-        name: The host name.
-        timeout_s: Time limit in seconds.
 
     Raises:
         OSError: The name does not resolve, or not within ``timeout_s`` seconds.

@@ -45,8 +45,7 @@ class Peers:
             RendezvousError: Another rank has failed; ``ranks`` is this rank.
         """
         found = self._call(self._failed)
-        if found and found.isdigit() and int(found) in set(range(self._plan.world_size)) - {self._plan.rank}:
-            rank = int(found)
+        if found and (rank := int(found)) != self._plan.rank:
             raise RendezvousError(f"rank {rank} failed, and this rank waited for it.", ranks=(rank,))
 
     def _failed(self) -> bytes:

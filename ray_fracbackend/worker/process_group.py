@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import traceback
 from contextlib import suppress
 from datetime import timedelta
@@ -28,7 +27,7 @@ from ray_fracbackend.timeouts import Deadline, bounded, ended_by
 from ray_fracbackend.verify import verify_process_group
 from ray_fracbackend.verify_result import VerificationResult
 from ray_fracbackend.worker import environment, memory_cap, store
-from ray_fracbackend.worker.group_end import ABORT_S, destroy_process_groups, end_process_group
+from ray_fracbackend.worker.group_end import ABORT_S, end_process_group
 from ray_fracbackend.worker.nccl_env import nccl_env
 from ray_fracbackend.worker.network import check_gloo_device, route_interface
 from ray_fracbackend.worker.peers import Peers
@@ -187,10 +186,9 @@ def _check_network(plan: WorkerPlan, deadline: Deadline) -> None:
 
 def _connect(plan: WorkerPlan, deadline: Deadline) -> PrefixStore:
     """Connect to rank 0's store, in a thread: torch's store client may wait for an answer without a timeout."""
-    address, port = plan.master_addr, plan.master_port
+    left_s, where = deadline.left_s, (plan.master_addr, plan.master_port)
     with named_step("rendezvous", plan, RendezvousError):
-        left_s = deadline.left_s
-        connect = partial(store.connect_store, plan.rank, plan.world_size, address, port, left_s, plan.attempt)
+        connect = partial(store.connect_store, plan.rank, plan.world_size, *where, left_s, plan.attempt)
         return bounded(connect, left_s + _SILENCE_S)
 
 
@@ -201,16 +199,12 @@ def _init_process_group(plan: WorkerPlan, common: PrefixStore, deadline: Deadlin
     if plan.backends.has_staged:
         import ray_fracbackend.staged  # noqa: F401  registers the backend
     with named_step(f"creating the {plan.backend} process group", plan, GroupFormationError):
-        left_s, abandoned = deadline.left_s, threading.Event()
+        left_s = deadline.left_s
         common.set_timeout(timedelta(seconds=left_s))
-        try:
-            bounded(partial(_create, plan, common, abandoned, prefix), left_s + _SILENCE_S)
-        except BaseException:
-            abandoned.set()
-            raise
+        bounded(partial(_create, plan, common, prefix), left_s + _SILENCE_S)
 
 
-def _create(plan: WorkerPlan, common: PrefixStore, abandoned: threading.Event, prefix: str) -> None:
+def _create(plan: WorkerPlan, common: PrefixStore, prefix: str) -> None:
     dist.init_process_group(
         plan.backend,
         # init_process_group puts "default_pg" before the keys of a store that it creates itself.
@@ -220,15 +214,10 @@ def _create(plan: WorkerPlan, common: PrefixStore, abandoned: threading.Event, p
         # The timeout for training: Gloo's send and recv keep the timeout with which the group was created.
         timeout=timedelta(seconds=plan.timeout_s),
     )
-    if abandoned.is_set():  # the store answered again after this start had failed
-        destroy_process_groups()
 
 
 def _set_group_timeout(plan: WorkerPlan, timeout_s: float) -> None:
-    """Set the timeout of the group's collectives: a group cannot be destroyed while one of them waits for a peer.
-
-    Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps Gloo and NCCL in a group whose timeout cannot be changed.
-    """
+    """Set the timeout of the group's collectives, except under DETAIL, where torch's wrapper of Gloo and NCCL does not allow it."""
     in_python = plan.backends.has_ipc or plan.backends.has_staged
     if in_python or get_debug_level() != DebugLevel.DETAIL:
         _torch.set_group_timeout(timedelta(seconds=timeout_s))

@@ -29,7 +29,6 @@ from ray_fracbackend.errors import (
 )
 from ray_fracbackend.timeouts import bounded
 from ray_fracbackend.worker.missing_cuda import why_no_cuda
-from ray_fracbackend.worker.network import port_range
 
 # Time limit for NVML, which may hang on a broken GPU.
 _NVML_S = 2.0
@@ -37,13 +36,7 @@ _NVML_S = 2.0
 
 @contextmanager
 def named_step(step: str, plan: WorkerPlan, kind: type[RendezvousError]) -> Iterator[None]:
-    """Convert torch's errors in the block into one of ours that names the step.
-
-    Args:
-        step: Description of the block.
-        plan: The worker's plan.
-        kind: Class of the error.
-    """
+    """Convert torch's errors in the block into one of this class that names the step."""
     try:
         yield
     except FracBackendError:
@@ -64,15 +57,7 @@ def named_step(step: str, plan: WorkerPlan, kind: type[RendezvousError]) -> Iter
 
 
 def refused_by_cuda(plan: WorkerPlan, failed: VerificationError) -> FracBackendError | None:
-    """Return the error if CUDA refused a call in the verification, which creates the first context.
-
-    Args:
-        plan: The worker's plan.
-        failed: The error of the verification.
-
-    Returns:
-        MissingDeviceError; BackendUnavailableError if CUDA refused host memory; None if the group failed.
-    """
+    """Return the error if CUDA refused a call in the verification, which creates the first context; None if the group failed."""
     error = failed.__cause__
     if not isinstance(error, Exception) or not is_cuda_error(error):
         return None
@@ -89,7 +74,7 @@ def _advice(plan: WorkerPlan, kind: type[RendezvousError], error: Exception) -> 
     if not isinstance(error, (RuntimeError, TimeoutError)):
         return advise("fails by itself")
     if has_no_port(error):
-        return advise("Gloo has no port", ports=port_range())
+        return advise("Gloo has no port")
     if kind is GroupFormationError and plan.backends.connects_with_gloo:
         interface = os.environ.get(IFNAME)
         over = f"over {interface}" if interface else "over the address of its host name"

@@ -91,10 +91,10 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
     store with its keys. Without a prefix a rank of the previous attempt would count as connected.
 
     Args:
-        rank: Rank of the worker.
+        rank: This worker's rank, of ``world_size``.
         world_size: Number of workers.
-        address: Literal IP of the store.
-        port: Its port.
+        address: Literal IP of rank 0's node, with ``port``.
+        port: Port of the store.
         timeout_s: Time limit in seconds; also the store's own timeout.
         prefix: Prefix of the keys, different for each attempt.
 

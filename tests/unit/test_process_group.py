@@ -156,28 +156,6 @@ def test_send_and_recv_have_the_users_time_limit(backend: str) -> None:
     assert run_processes(late_message, 2, backend, timeout_s=120) == [1.0, 1.0]
 
 
-def test_a_group_that_is_made_too_late_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that the start has abandoned, because a store did not answer, may still succeed: the process has no group then."""
-    original, go_on, over = dist.init_process_group, threading.Event(), threading.Event()
-
-    def late(*args: object, **kwargs: object) -> None:
-        go_on.wait(60)
-        original(*args, **kwargs)
-
-    def destroy() -> None:
-        destroyed()
-        over.set()
-
-    destroyed = dist.destroy_process_group
-    monkeypatch.setattr(dist, "init_process_group", late)
-    monkeypatch.setattr(dist, "destroy_process_group", destroy)
-    with pytest.raises(GroupFormationError, match="no answer within"):
-        start_worker(replace(cpu_plan(0, free_port(), budget_s=0.5), world_size=1))
-    go_on.set()
-    assert over.wait(60)
-    assert not dist.is_initialized()
-
-
 def pair_half(rank: int, num_processes: int, port: int, backend: str, started: Any) -> tuple[str, int] | None:
     """Verify a backend for one device type on a worker that trains on the CPU."""
     result = start_worker(replace(cpu_plan(rank, port, budget_s=60), backend=backend))
