@@ -8,6 +8,7 @@ from ray_fracbackend.decide.plan import FallBack, StartPlan, WorkerPlan
 from ray_fracbackend.decide.rendezvous import plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import ROWS, decide_start
+from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.errors import (
     BackendUnavailableError,
     FracBackendError,
@@ -22,143 +23,144 @@ from ray_fracbackend.errors import (
 from tests.unit.builders import gpu, job, mig, worker
 
 _NEVER, _REFUSAL, _FAILURE = FallBack
-_NO_NCCL = {"nccl_available": False, "nccl_version": None}
-_WINDOWS = {"platform": "win32", **_NO_NCCL}
-_STAGED, _PAIR = "cpu:gloo,cuda:staged", "cpu:gloo,cuda:nccl"
-_NEW, _OLD = {"nccl_version": (2, 30, 7)}, {"nccl_version": (2, 30, 6)}
-_SWITCH = {"env": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
 _CPU, _OWN, _SHARED, _SLICES = (None, None), (gpu("a"), gpu("b", index=1)), (gpu(), gpu()), (mig("1"), mig("2"))
-_MISSING = {"resources": {"GPU": 1.0}, "cuda_missing": "no driver"}
-_ON_CPU = {"on_missing_cuda": "cpu"}
+_STAGED, _PAIR, _GLOO_PAIR = "cpu:gloo,cuda:staged", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
+_NEW, _OLD, _NO_NCCL = {"nccl_version": (2, 30, 7)}, {"nccl_version": (2, 30, 6)}, {"nccl_available": False}
+_SWITCH = {"env": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
+_WINDOWS, _MISSING = {"platform": "win32", **_NO_NCCL}, {"resources": {"GPU": 1.0}, "cuda_missing": "no driver"}
+_NO_STAGED, _IPC, _SEEN = {"staged_missing": "no"}, {"ipc_host_memory_missing": None}, {"num_visible_devices": 1}
 _EXCLUSIVE = gpu(compute_mode="exclusive_process")
-_IPC = {"ipc_host_memory_missing": None}
-_COST, _OVERRIDE = "ranks share a GPU", "cannot be used here"
+_ON_CPU = {"device": "cpu", "on_missing_cuda": "cpu"}
+_COST, _OVERRIDE, _WINDOWS_GLOO = "ranks share a GPU", "cannot be used here", "pytorch#186535"
 
 
-def row(name, devices, facts, settings, expected, device="cuda", falls_back=_NEVER, warns=()):
-    """Return a case: the row that decides, the backend or the class of the error, and a part of each warning."""
+def case(devices, facts, expected, device="cuda", falls_back=_NEVER, warns=(), **settings):
+    """Return workers, settings and what they get: a backend or the class of an error, and a part of each warning."""
     workers = devices if isinstance(devices, list) else job(*devices, **facts)
-    label = f"{name}-{settings or 'auto'}-{len(workers)}x{workers[0].device and workers[0].device.uuid}"
-    return pytest.param(name, workers, settings, expected, device, falls_back, warns, id=label)
+    return workers, settings, expected, device, falls_back, warns
 
 
-_CASES = [
-    row("mixed systems", [worker(0, platform="win32"), worker(1)], {}, {}, IncompatibleWorkersError),
-    row("NCCL without GPUs", _CPU, {}, {"backend": "nccl"}, MissingDeviceError),
-    row("NCCL without GPUs", _CPU, {"num_visible_devices": 1}, {"backend": _PAIR}, MissingDeviceError),
-    row("NCCL without GPUs", _CPU, {"nccl_available": True}, {"backend": "nccl"}, MissingDeviceError),
-    row("missing CUDA", _CPU, _MISSING, {}, MissingDeviceError),
-    row("missing CUDA", _CPU, _MISSING, {"backend": "ipc"}, MissingDeviceError),
-    row("missing CUDA", _CPU, _MISSING, {"backend": "staged"}, MissingDeviceError),
-    row("missing CUDA", _CPU, {"resources": {"GPU": 1.0}}, {"backend": _PAIR}, MissingDeviceError),
-    row("missing CUDA", [worker(0, gpu()), worker(1, **_MISSING)], {}, {}, MissingDeviceError),
-    row("compute mode", (_EXCLUSIVE, gpu(compute_mode="unknown")), {}, {"backend": "gloo"}, SharedDeviceError),
-    row("sharing forbidden", _SHARED, {}, {"on_shared_device": "error"}, SharedDeviceError),
-    row("sharing forbidden", _SHARED, {}, {"on_shared_device": "error", "backend": "gloo"}, SharedDeviceError),
-    row("sharing forbidden", _SLICES, _OLD, {"on_shared_device": "error"}, SharedDeviceError),
-    row("sharing forbidden", _SHARED, _NEW | _SWITCH, {"on_shared_device": "error"}, SharedDeviceError),
-    row("mixed NCCL versions", [worker(0, gpu("a")), worker(1, gpu("b"), **_NEW)], {}, {}, IncompatibleWorkersError),
-    # No GPUs.
-    row("no GPUs", _CPU, {}, {}, "gloo", "cpu"),
-    row("no GPUs", _CPU, {"cuda_missing": "no driver"}, {}, "gloo", "cpu"),
-    row("no GPUs", _CPU, {}, {"backend": "cpu:gloo,cuda:gloo"}, "cpu:gloo,cuda:gloo", "cpu"),
-    row("no GPUs", _CPU, {}, {"backend": "staged"}, "staged", "cpu"),
-    row("no GPUs", _CPU, {"staged_missing": "no"}, {"backend": "staged"}, BackendUnavailableError),
-    row("no GPUs", _CPU, _IPC, {"backend": "ipc"}, "ipc", "cpu"),
-    row("no GPUs", _CPU, {}, {"backend": "ipc"}, BackendUnavailableError),
-    row("no GPUs", _CPU, {"gloo_available": False}, {}, BackendUnavailableError),
-    row("no GPUs", _CPU, {"nccl_available": True, "num_visible_devices": 1}, {"backend": "nccl"}, "nccl"),
-    # GPUs that torch cannot use.
-    row("gloo without CUDA", _CPU, _MISSING, {"backend": "gloo"}, "gloo", "cpu", warns=["torch cannot use"]),
-    row("training on the CPU", _CPU, _MISSING, _ON_CPU, "gloo", "cpu"),
-    row("training on the CPU", [worker(0, gpu()), worker(1, **_MISSING)], {}, _ON_CPU, "gloo", "cpu"),
-    row("training on the CPU", _CPU, _MISSING, {"backend": "nccl", **_ON_CPU}, "gloo", "cpu", warns=[_OVERRIDE]),
-    row("training on the CPU", _CPU, _MISSING, {"backend": "staged", **_ON_CPU}, "gloo", "cpu", warns=[_OVERRIDE]),
-    row("training on the CPU", _CPU, _MISSING, {"backend": "cpu:gloo,cuda:gloo", **_ON_CPU}, "gloo", "cpu"),
-    row("training on the CPU", _CPU, _MISSING | _IPC, {"backend": "ipc", **_ON_CPU}, "ipc", "cpu"),
-    row("training on the CPU", _CPU, _MISSING | _IPC, {"on_shared_device": "ipc", **_ON_CPU}, "ipc", "cpu"),
-    row("training on the CPU", _CPU, _MISSING | _IPC, {"on_shared_device": "gloo", **_ON_CPU}, "gloo", "cpu"),
-    row(
-        "training on the CPU",
-        _CPU,
-        _MISSING | _IPC,
-        {"on_shared_device": "ipc", "backend": "gloo", **_ON_CPU},
-        "gloo",
-        "cpu",
-    ),
-    # NCCL with several ranks per GPU.
-    row("several ranks per GPU", _SHARED, _NEW, {"on_shared_device": "nccl"}, "nccl"),
-    row("several ranks per GPU", _SHARED, {"nccl_version": (2, 30, 0)}, {"on_shared_device": "nccl"}, "nccl"),
-    row("several ranks per GPU", _SHARED, _NEW, {"on_shared_device": "nccl", "backend": _PAIR}, _PAIR),
-    row("several ranks per GPU", _SHARED, {}, {"on_shared_device": "nccl"}, BackendUnavailableError),
-    row(
-        "several ranks per GPU", _SHARED, {"nccl_version": None}, {"on_shared_device": "nccl"}, BackendUnavailableError
-    ),
-    row("several ranks per GPU", _SHARED, _NO_NCCL, {"on_shared_device": "nccl"}, BackendUnavailableError),
-    row(
-        "several ranks per GPU",
-        [worker(0, gpu(), **_NEW), worker(1, gpu(), nccl_version=(2, 31, 0))],
-        {},
-        {"on_shared_device": "nccl"},
-        IncompatibleWorkersError,
-    ),
-    row("several ranks per GPU", _SHARED, _NEW | _SWITCH, {}, "nccl", falls_back=_FAILURE),
-    row("several ranks per GPU", _SLICES, _NEW, {"on_shared_device": "nccl"}, "nccl"),
-    row("several ranks per GPU", _SLICES, _NEW | _SWITCH, {}, "nccl", falls_back=_FAILURE),
-    # By name or by policy.
-    row("ipc", _SHARED, _IPC, {"backend": "ipc"}, "ipc"),
-    row("ipc", _SHARED, _IPC, {"on_shared_device": "ipc"}, "ipc"),
-    row("ipc", _SHARED, _IPC | _NEW | _SWITCH, {"on_shared_device": "ipc"}, "ipc"),
-    row("ipc", _SHARED, _IPC, {"on_shared_device": "ipc", "backend": "nccl"}, "ipc", warns=[_OVERRIDE]),
-    row("ipc", _SHARED, {}, {"on_shared_device": "ipc"}, BackendUnavailableError),
-    row("staged", _SHARED, {}, {"on_shared_device": "staged"}, _STAGED),
-    row("staged", _SHARED, {}, {"on_shared_device": "staged", "backend": "nccl"}, _STAGED, warns=[_OVERRIDE]),
-    row("staged", _SHARED, {"staged_missing": "no"}, {"on_shared_device": "staged"}, BackendUnavailableError),
-    row("staged", _OWN, {}, {"backend": "staged"}, "staged"),
-    row("staged", _OWN, {}, {"backend": _STAGED}, _STAGED),
-    row("gloo", _OWN, {}, {"backend": "gloo"}, "gloo"),
-    row("gloo", (_EXCLUSIVE, _EXCLUSIVE), {"mps_reachable": True}, {"backend": "gloo"}, "gloo"),
-    row("gloo", _SHARED, {}, {"on_shared_device": "gloo"}, "gloo"),
-    row("gloo", _SHARED, {}, {"on_shared_device": "gloo", "backend": "nccl"}, "gloo", warns=[_OVERRIDE]),
-    row("gloo", _SHARED, _NEW | _SWITCH, {"on_shared_device": "gloo"}, "gloo"),
-    row("gloo", _SHARED, _WINDOWS, {"on_shared_device": "gloo"}, _STAGED),
-    row("gloo", _SHARED, _WINDOWS, {"backend": "gloo"}, "gloo", warns=["pytorch#186535"]),
-    row("gloo", _OWN, _WINDOWS, {"backend": "cpu:gloo,cuda:gloo"}, "cpu:gloo,cuda:gloo", warns=["pytorch#186535"]),
-    # Shared devices, and missing NCCL.
-    row("shared", _SHARED, {}, {}, "gloo", warns=[f"2 of 2 {_COST}"]),
-    row("shared", (*_SHARED, gpu("b")), {}, {}, "gloo", warns=[f"2 of 3 {_COST}"]),
-    row("shared", _SHARED, _NEW, {}, "gloo", warns=[_COST]),
-    row("shared", _SHARED, _SWITCH, {}, "gloo", warns=[_COST]),
-    row("shared", [worker(0, gpu(), **_NEW | _SWITCH), worker(1, gpu(), **_NEW)], {}, {}, "gloo", warns=[_COST]),
-    row("shared", _SHARED, {}, {"backend": _PAIR}, "gloo", warns=[_OVERRIDE, _COST]),
-    row("shared", _SLICES, _OLD, {}, "gloo", warns=[_COST]),
-    row("shared", _SHARED, _NO_NCCL, {}, "gloo"),
-    row("shared", _SHARED, _WINDOWS, {}, _STAGED),
-    row("shared", _SHARED, _WINDOWS | {"staged_missing": "no"}, {}, BackendUnavailableError),
-    row("no NCCL", [worker(0, gpu("a")), worker(1, gpu("b"), **_NO_NCCL)], {}, {}, "gloo", warns=["rank 1 lacks"]),
-    row("no NCCL", _OWN, _NO_NCCL, {"backend": "nccl"}, "gloo", warns=[_OVERRIDE]),
-    row("no NCCL", _OWN, _WINDOWS, {}, _STAGED),
-    # Own devices.
-    row("own devices", _OWN, {}, {}, "nccl", falls_back=_REFUSAL),
-    row("own devices", _OWN, {}, {"on_shared_device": "gloo"}, "nccl", falls_back=_REFUSAL),
-    row("own devices", _OWN, {}, {"on_shared_device": "error"}, "nccl"),
-    row("own devices", _OWN, {}, {"on_shared_device": "nccl", "backend": _PAIR}, _PAIR),
-    row("own devices", (_EXCLUSIVE, gpu("b")), {}, {}, "nccl", falls_back=_REFUSAL),
-    row(
-        "own devices",
-        [worker(0, gpu("a")), worker(1, gpu("b"), nccl_version=None)],
-        {},
-        {},
-        "nccl",
-        falls_back=_REFUSAL,
-    ),
-    row("own devices", _OWN, {"env": {"NCCL_SOCKET_IFNAME": "eth9"}}, {}, "nccl", falls_back=_REFUSAL),
-    row("own devices", (mig("1", "a"), mig("2", "b")), {}, {}, "nccl", falls_back=_REFUSAL),
-    row("own devices", _SLICES, _NEW, {}, "nccl", falls_back=_FAILURE, warns=["may refuse them"]),
-]
+# By the name of the row that decides.
+_CASES = {
+    "mixed systems": [case([worker(0, platform="win32"), worker(1)], {}, IncompatibleWorkersError)],
+    "NCCL without GPUs": [
+        case(_CPU, {}, MissingDeviceError, backend="nccl"),
+        case(_CPU, _SEEN, MissingDeviceError, backend=_PAIR),
+        case(_CPU, {"nccl_available": True}, MissingDeviceError, backend="nccl"),
+    ],
+    "missing CUDA": [
+        case(_CPU, _MISSING, MissingDeviceError),
+        case(_CPU, _MISSING, MissingDeviceError, backend="ipc"),
+        case(_CPU, _MISSING, MissingDeviceError, backend="staged"),
+        case(_CPU, {"resources": {"GPU": 1.0}}, MissingDeviceError, backend=_PAIR),
+        case([worker(0, gpu()), worker(1, **_MISSING)], {}, MissingDeviceError),
+    ],
+    "compute mode": [case((_EXCLUSIVE, gpu(compute_mode="unknown")), {}, SharedDeviceError, backend="gloo")],
+    "sharing forbidden": [
+        case(_SHARED, {}, SharedDeviceError, on_shared_device="error"),
+        case(_SHARED, {}, SharedDeviceError, on_shared_device="error", backend="gloo"),
+        case(_SLICES, _OLD, SharedDeviceError, on_shared_device="error"),
+        case(_SHARED, _NEW | _SWITCH, SharedDeviceError, on_shared_device="error"),
+    ],
+    "mixed NCCL versions": [case([worker(0, gpu("a")), worker(1, gpu("b"), **_NEW)], {}, IncompatibleWorkersError)],
+    "no GPUs": [
+        case(_CPU, {}, "gloo", "cpu"),
+        case(_CPU, {"cuda_missing": "no driver"}, "gloo", "cpu"),
+        case(_CPU, {}, _GLOO_PAIR, "cpu", backend=_GLOO_PAIR),
+        case(_CPU, {}, "staged", "cpu", backend="staged"),
+        case(_CPU, _NO_STAGED, BackendUnavailableError, backend="staged"),
+        case(_CPU, _IPC, "ipc", "cpu", backend="ipc"),
+        case(_CPU, {}, BackendUnavailableError, backend="ipc"),
+        case(_CPU, {"gloo_available": False}, BackendUnavailableError),
+        case(_CPU, {"network": NetworkInfo(gloo_missing="no transport")}, BackendUnavailableError),
+        case(_CPU, {"nccl_available": True, **_SEEN}, "nccl", backend="nccl"),
+    ],
+    "gloo without CUDA": [case(_CPU, _MISSING, "gloo", "cpu", warns=["torch cannot use"], backend="gloo")],
+    "training on the CPU": [
+        case(_CPU, _MISSING, "gloo", **_ON_CPU),
+        case([worker(0, gpu()), worker(1, **_MISSING)], {}, "gloo", **_ON_CPU),
+        case(_CPU, _MISSING, "gloo", warns=[_OVERRIDE], backend="nccl", **_ON_CPU),
+        case(_CPU, _MISSING, "gloo", warns=[_OVERRIDE], backend="staged", **_ON_CPU),
+        case(_CPU, _MISSING, "gloo", backend=_GLOO_PAIR, **_ON_CPU),
+        case(_CPU, _MISSING | _IPC, "ipc", backend="ipc", **_ON_CPU),
+        case(_CPU, _MISSING | _IPC, "ipc", on_shared_device="ipc", **_ON_CPU),
+        case(_CPU, _MISSING | _IPC, "gloo", on_shared_device="gloo", **_ON_CPU),
+        case(_CPU, _MISSING | _IPC, "gloo", on_shared_device="ipc", backend="gloo", **_ON_CPU),
+    ],
+    "several ranks per GPU": [
+        case(_SHARED, _NEW, "nccl", on_shared_device="nccl"),
+        case(_SHARED, {"nccl_version": (2, 30, 0)}, "nccl", on_shared_device="nccl"),
+        case(_SHARED, _NEW, _PAIR, on_shared_device="nccl", backend=_PAIR),
+        case(_SHARED, {}, BackendUnavailableError, on_shared_device="nccl"),
+        case(_SHARED, {"nccl_version": None}, BackendUnavailableError, on_shared_device="nccl"),
+        case(_SHARED, _NEW | _NO_NCCL, BackendUnavailableError, on_shared_device="nccl"),
+        case(
+            [worker(0, gpu(), **_NEW), worker(1, gpu(), **_OLD)], {}, IncompatibleWorkersError, on_shared_device="nccl"
+        ),
+        case(_SHARED, _NEW | _SWITCH, "nccl", falls_back=_FAILURE),
+        case(_SHARED, {"nccl_version": (2, 30, 0), **_SWITCH}, "nccl", falls_back=_FAILURE),
+        case(_SLICES, _NEW, "nccl", on_shared_device="nccl"),
+        case(_SLICES, _NEW | _SWITCH, "nccl", falls_back=_FAILURE),
+    ],
+    "ipc": [
+        case(_SHARED, _IPC, "ipc", backend="ipc"),
+        case(_SHARED, _IPC, "ipc", on_shared_device="ipc"),
+        case(_SHARED, _IPC | _NEW | _SWITCH, "ipc", on_shared_device="ipc"),
+        case(_SHARED, _IPC, "ipc", warns=[_OVERRIDE], on_shared_device="ipc", backend="nccl"),
+        case(_SHARED, {}, BackendUnavailableError, on_shared_device="ipc"),
+    ],
+    "staged": [
+        case(_SHARED, {}, _STAGED, on_shared_device="staged"),
+        case(_SHARED, {}, _STAGED, warns=[_OVERRIDE], on_shared_device="staged", backend="nccl"),
+        case(_SHARED, _NO_STAGED, BackendUnavailableError, on_shared_device="staged"),
+        case(_OWN, {}, "staged", backend="staged"),
+        case(_OWN, {}, _STAGED, backend=_STAGED),
+    ],
+    "gloo": [
+        case(_OWN, {}, "gloo", backend="gloo"),
+        case((_EXCLUSIVE, _EXCLUSIVE), {"mps_reachable": True}, "gloo", backend="gloo"),
+        case(_SHARED, {}, "gloo", on_shared_device="gloo"),
+        case(_SHARED, {}, "gloo", warns=[_OVERRIDE], on_shared_device="gloo", backend="nccl"),
+        case(_SHARED, _NEW | _SWITCH, "gloo", on_shared_device="gloo"),
+        case(_SHARED, _WINDOWS, _STAGED, on_shared_device="gloo"),
+        case(_SHARED, _WINDOWS, "gloo", warns=[_WINDOWS_GLOO], backend="gloo"),
+        case(_OWN, _WINDOWS, _GLOO_PAIR, warns=[_WINDOWS_GLOO], backend=_GLOO_PAIR),
+        case(_OWN, _WINDOWS, "cpu:gloo", backend="cpu:gloo"),
+    ],
+    "shared": [
+        case(_SHARED, {}, "gloo", warns=[f"2 of 2 {_COST}"]),
+        case((*_SHARED, gpu("b")), {}, "gloo", warns=[f"2 of 3 {_COST}"]),
+        case(_SHARED, _NEW, "gloo", warns=[_COST]),
+        case(_SHARED, _SWITCH, "gloo", warns=[_COST]),
+        case([worker(0, gpu(), **_NEW | _SWITCH), worker(1, gpu(), **_NEW)], {}, "gloo", warns=[_COST]),
+        case(_SHARED, {}, "gloo", warns=[_OVERRIDE, _COST], backend=_PAIR),
+        case(_SLICES, _OLD, "gloo", warns=[_COST]),
+        case(_SHARED, _NO_NCCL, "gloo"),
+        case(_SHARED, _WINDOWS, _STAGED),
+        case(_SHARED, _WINDOWS | _NO_STAGED, BackendUnavailableError),
+    ],
+    "no NCCL": [
+        case([worker(0, gpu("a")), worker(1, gpu("b"), **_NO_NCCL)], {}, "gloo", warns=["rank 1 lacks"]),
+        case(_OWN, _NO_NCCL, "gloo", warns=[_OVERRIDE], backend="nccl"),
+        case(_OWN, _WINDOWS, _STAGED),
+    ],
+    "own devices": [
+        case(_OWN, {}, "nccl", falls_back=_REFUSAL),
+        case(_OWN, {}, "nccl", falls_back=_REFUSAL, on_shared_device="gloo"),
+        case(_OWN, {}, "nccl", on_shared_device="error"),
+        case(_OWN, {}, _PAIR, on_shared_device="nccl", backend=_PAIR),
+        case((_EXCLUSIVE, gpu("b")), {}, "nccl", falls_back=_REFUSAL),
+        case([worker(0, gpu("a")), worker(1, gpu("b"), nccl_version=None)], {}, "nccl", falls_back=_REFUSAL),
+        case((mig("1", "a"), mig("2", "b")), {}, "nccl", falls_back=_REFUSAL),
+        case(_SLICES, _NEW, "nccl", falls_back=_FAILURE, warns=["may refuse them"]),
+    ],
+}
 
 
-@pytest.mark.parametrize(("name", "workers", "settings", "expected", "device", "falls_back", "warns"), _CASES)
+@pytest.mark.parametrize(
+    ("name", "workers", "settings", "expected", "device", "falls_back", "warns"),
+    [(name, *each) for name, cases in _CASES.items() for each in cases],
+)
 def test_row(name, workers, settings, expected, device, falls_back, warns):
     """The first row whose condition is true has this name and this outcome; an error names ranks of the job."""
     chosen = Settings(**settings)
@@ -178,7 +180,7 @@ def test_row(name, workers, settings, expected, device, falls_back, warns):
 
 def test_every_row_has_a_case():
     """In the order of the rows."""
-    assert list(dict.fromkeys(case.values[0] for case in _CASES)) == [each.name for each in ROWS]
+    assert list(_CASES) == [each.name for each in ROWS]
 
 
 def test_reason_and_share_groups():
@@ -318,9 +320,9 @@ def test_device_memory_and_environment_of_a_worker():
     own = worker_plans(job(*_OWN, resources={"GPU": 1.0}), limit_gpu_memory=True)[1]
     assert (own.device, own.memory_fraction, own.env_defaults) == ("cuda:1", None, {})
     assert worker_plans(job(*_SHARED))[0].memory_fraction is None
-    on_cpu = worker_plans(job(None, None, **_MISSING | {"resources": {"GPU": 0.5}}), limit_gpu_memory=True, **_ON_CPU)[
-        1
-    ]
+    on_cpu = worker_plans(
+        job(None, None, **_MISSING | {"resources": {"GPU": 0.5}}), limit_gpu_memory=True, on_missing_cuda="cpu"
+    )[1]
     assert (on_cpu.device, on_cpu.memory_fraction, on_cpu.train_on_cpu) == ("cpu", None, True)
     assert on_cpu.env_defaults == {"ACCELERATE_USE_CPU": "true"}
     assert worker_plans(job(None, None))[0].env_defaults == {}
