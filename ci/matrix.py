@@ -2,9 +2,9 @@
 
 usage: python ci/matrix.py --torch VERSION [--ray VERSION ...]
 
-Installs each Ray and the project into the environment that runs it, and runs a few tests with every engine of this Ray. Writes
-one JSON line per cell to ci/matrix_results.jsonl, replacing the earlier line of the cell. If a version cannot be
-installed because a wheel does not exist, this is reported and is not a failure.
+Installs each Ray and the project into the environment that runs it, and runs a few tests with every engine of this Ray. Each
+result replaces the earlier one of these versions in ci/matrix_results.jsonl and in the table of docs/compatibility.md. If a
+version cannot be installed because a wheel does not exist, this is reported and is not a failure.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import subprocess
 import sys
 from typing import Any
 
-from common import ROOT
+from common import ROOT, call
 
 RESULTS = ROOT / "ci" / "matrix_results.jsonl"
+PAGE = ROOT / "docs" / "compatibility.md"
+_BEGIN, _END = "<!-- table: ci/matrix.py -->\n", "<!-- end of the table -->"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 RAYS = ("2.40.0", "2.44.1", "2.48.0", "2.52.1", "2.56.1", "2.60.0")
 # The oldest supported version, the version that the tests use, and newer ones.
@@ -33,7 +35,6 @@ SMOKE = (
 )
 _ENGINES = {"v1": "0", "v2": "1"}
 _NO_WHEEL = re.compile(r"No matching distribution found for (\S+)")
-_CONFLICT = re.compile(r"The conflict is caused by:\n((?: {4}.+\n)+)")
 _FACTS = """
 import json, os, sys, ray, torch
 import ray.train
@@ -51,77 +52,65 @@ def key_of(cell: dict[str, Any]) -> tuple[str, str, str]:
     return cell["python"], cell["torch_asked"], cell["ray"]
 
 
-def read() -> list[dict[str, Any]]:
-    """Return all cells that have been tested."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
 def record(cell: dict[str, Any]) -> None:
-    """Write one cell, replacing its earlier line."""
-    cells = {key_of(known): known for known in read()}
+    """Write one cell, replacing its earlier line, and the table of the page."""
+    cells = {key_of(known): known for known in map(json.loads, RESULTS.read_text().splitlines())}
     cells[key_of(cell)] = cell
-    lines = [json.dumps(cells[key]) for key in sorted(cells, key=_numbers)]
-    RESULTS.write_text("\n".join(lines) + "\n")
+    cells = {key: cells[key] for key in sorted(cells, key=_numbers)}
+    RESULTS.write_text("".join(f"{json.dumps(each)}\n" for each in cells.values()))
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    PAGE.write_text(f"{before}{_BEGIN}\n{table(cells)}\n\n{_END}{after}", encoding="utf-8")
 
 
 def _numbers(key: tuple[str, str, str]) -> list[list[int]]:
     return [[int(number) for number in version.split(".")] for version in key]
 
 
-def why_not_installed(pip_errors: str) -> str | None:
-    """Return pip's reason if wheels are missing or exclude each other, None for another failure."""
-    if found := _NO_WHEEL.search(pip_errors):
-        return f"no wheel of {found[1]}"
-    if found := _CONFLICT.search(pip_errors):
-        return "conflict: " + "; ".join(line.strip() for line in found[1].splitlines())
-    return None
+def table(cells: dict[tuple[str, str, str], dict[str, Any]]) -> str:
+    """Return one row per Python and torch, with one column per Ray."""
+    rows = [["Python", "torch", "CUDA, NCCL in it", *(f"Ray {ray}" for ray in RAYS)], ["---"] * (3 + len(RAYS))]
+    for python, torch in dict.fromkeys(key[:2] for key in cells):
+        row = [cells.get((python, torch, ray), {}) for ray in RAYS]
+        built = next((cell for cell in row if "torch" in cell), {"torch": torch})
+        cuda = f"CUDA {built['cuda']}, NCCL {built['nccl']}" if built.get("cuda") else "neither"
+        rows.append([python, built["torch"], cuda if "cuda" in built else "-", *map(_shown, row)])
+    dates = sorted(cell["date"] for cell in cells.values())
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines, "", f"Run on {cells[max(cells)]['system']}, {dates[0]} to {dates[-1]}."])
+
+
+def _shown(cell: dict[str, Any]) -> str:
+    if cell.get("result") == "passed":
+        return ", ".join(engine.upper() for engine in _ENGINES if engine in cell)
+    return "no wheel" if cell.get("result") == "not installable" else cell.get("result", "not run")
 
 
 def try_cell(torch: str, ray: str) -> dict[str, Any]:
-    """Install one combination and run the smoke tests with each of its engines."""
+    """Install one combination and run the tests with each of its engines."""
     series = "{}.{}".format(*sys.version_info[:2])
     cell: dict[str, Any] = {"python": series, "torch_asked": torch, "ray": ray, "result": "passed"}
     cell["date"] = datetime.date.today().isoformat()
     cell["system"] = f"{platform.system()} {platform.machine()}"
     print(f"=== Python {series}, torch {torch}, Ray {ray}", flush=True)
-    packages = [f"torch=={torch}", f"ray[train]=={ray}", str(ROOT), "pytest", "pytest-timeout"]
+    packages = [f"torch=={torch}", f"ray[train]=={ray}", f"{ROOT}[demo]", "pytest", "pytest-timeout"]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", *packages]
     done = subprocess.run(pip, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        reason = why_not_installed(done.stderr)
-        if reason is None:
+        missing = _NO_WHEEL.search(done.stderr)
+        if missing is None:
             raise SystemExit(f"pip failed:\n{done.stderr[-3000:]}")
-        return {**cell, "result": "not installable", "reason": reason}
+        return {**cell, "result": "not installable", "reason": f"no wheel of {missing[1]}"}
     environment = {**os.environ, "RAY_TRAIN_V2_ENABLED": "1"}
     facts = subprocess.run([sys.executable, "-c", _FACTS], env=environment, capture_output=True, text=True, check=True)
     cell.update(json.loads(facts.stdout.splitlines()[-1]))
     for engine in ("v1", "v2") if cell.pop("v2") else ("v1",):
-        cell[engine] = try_engine(engine)
-        if cell[engine] != "passed":
+        commands = (("pytest", "--quiet", "--full", *SMOKE), ("ray_fracbackend", "demo"))
+        codes = [call(sys.executable, "-m", *each, RAY_TRAIN_V2_ENABLED=_ENGINES[engine]) for each in commands]
+        cell[engine] = "failed" if any(codes) else "passed"
+        if any(codes):
             cell["result"] = "failed"
     return cell
-
-
-def try_engine(engine: str) -> str:
-    """Return ``passed`` or the failure."""
-    environment = {**os.environ, "RAY_TRAIN_V2_ENABLED": _ENGINES[engine]}
-    commands = [["-m", "pytest", "--quiet", "--full", *SMOKE], ["ci/start_smoke.py", "--once"]]
-    for command in commands:
-        print(f"--- {engine}: {' '.join(command)}", flush=True)
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            print(done.stdout, flush=True)
-            failed = re.findall(r"^(?:FAILED|ERROR) \S*::(\S+)", done.stdout, flags=re.MULTILINE)
-            return f"failed: {', '.join(failed) or ' '.join(command)}"
-    return "passed"
 
 
 def main() -> None:
