@@ -10,12 +10,14 @@ import pytest
 import yaml
 
 from ray_fracbackend import __version__
+from ray_fracbackend.cli.parser import parser
 from tests.unit.test_error_texts import REFUSALS, torch_text
 
 _ROOT = Path(__file__).parents[2]
 sys.path.append(str(_ROOT / "ci"))
 
 import release  # noqa: E402
+from commands import COMMANDS  # noqa: E402
 
 _PROJECT = (_ROOT / "pyproject.toml").read_text()
 _README = (_ROOT / "README.md").read_text()
@@ -145,6 +147,14 @@ def test_nothing_else_is_uploaded(tmp_path):
         release.build(tmp_path)
     with pytest.raises(SystemExit, match=r"it has ray_fracbackend-0\.0\.9-py3-none-any\.whl"):
         release.built(tmp_path)
+
+
+def test_every_command_of_the_wheel_is_run():
+    """The list of commands that are run with the wheel is that of the command line, with valid arguments."""
+    (choices,) = (action.choices for action in parser()._actions if action.dest == "command")
+    assert set(COMMANDS) == set(choices)
+    for name, command in COMMANDS.items():
+        parser().parse_args((name, *command.arguments))
 
 
 @pytest.mark.full
