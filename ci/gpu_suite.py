@@ -1,4 +1,4 @@
-"""Runs the GPU tests and benchmarks, one call of four at a time; called by ci/gpu.sh.
+"""Runs the GPU tests and benchmarks, one call of four at a time; called by ci/gpu.sh. Standard library only.
 
 A call writes to its folder while it runs: ``rows.jsonl`` (each measured row, each test, start and end of each step) and
 ``logs_CALL.tar`` (complete logs). At its end it writes ``gpu_CALL_DATE.json`` and ``.txt``. A step that fails stops no other step and
@@ -8,18 +8,24 @@ loses no rows of another. Calls may be repeated and mixed: each adds to the rows
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common import ROOT
-from gpu_steps import Outcome, Record, Step, run_step
 
 CALLS = ("A", "B", "C", "D")
 # Time limit of a whole call in seconds.
@@ -27,8 +33,10 @@ CALL_S = 470.0
 # A dry run has no limited device time and may run on a busy machine, so its time limits are longer by this factor.
 _DRY_SCALE = 4.0
 _SLACK_S = 10.0
-# Time limit of a step that is made to fail.
-_FAULT_S = 8.0
+# Time for a step to end after SIGINT, and for the device to release its memory; what may be missing of the memory.
+_GRACE_S, _MEMORY_S, _MEMORY_MIB = 15.0, 20.0, 512
+# Environment variable of all processes of a step.
+_MARK = "GPU_SUITE_STEP"
 # Folder for the unpacked bundle: a machine that stays warm between calls can reuse it.
 _UNPACKED = ROOT / ".gpu-bundle-unpacked"
 _NEEDS_RAY = ("C", "D")
@@ -58,54 +66,121 @@ _MODULES = ("torch", "numpy", "pytest", "packaging", "psutil", "pynvml", "ray_fr
 _RAY_MODULES = ("pandas", "pyarrow", "ray", "ray.train.torch", "ray.tune", "ray_fracbackend.config")
 
 
+@dataclass
+class Step:
+    """One command of the suite.
+
+    Args:
+        name: Short name, unique in a call.
+        command: Program and arguments, run in the project's folder.
+        limit_s: Time limit in seconds.
+        env: Environment variables besides those of the suite.
+    """
+
+    name: str
+    command: Sequence[str]
+    limit_s: float
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
 class Call:
     """One call of the suite.
 
     Args:
         name: One of `CALLS`.
-        options: Command line with ``bundle``, ``out``, ``dry`` and ``fault``.
+        options: Command line with ``bundle``, ``out``, ``dry`` and ``scale``.
         work: Folder for files that are not returned.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, work: Path) -> None:
         self._name, self._options, self._work = name, options, work
         self._scale = options.scale * (_DRY_SCALE if options.dry else 1.0)
-        self._started = time.monotonic()
-        self._record = Record(options.out, name)
         self._env = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
         self._library: Path | None = None
-        self._outcomes: list[Outcome] = []
+        options.out.mkdir(parents=True, exist_ok=True)
+        self._rows, self._logs = options.out / "rows.jsonl", options.out / f"logs_{name}.tar"
+        self._logs.unlink(missing_ok=True)
 
     def run(self) -> dict[str, Any]:
         """Run the steps; return the report as plain values."""
-        begin, end = self._record.begin(), self._started + CALL_S * self._scale
-        for step in self._steps():
-            self._outcomes.append(run_step(self._faulty(step), self._record, end - time.monotonic()))
+        begin, started = self._position(), time.monotonic()
+        end = started + CALL_S * self._scale
+        steps = [self._run_step(step, end - time.monotonic()) for step in self._steps()]
         return {
             "suite": f"gpu_{self._name}",
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "dry": self._options.dry,
-            "ok": all(outcome.status == "passed" for outcome in self._outcomes),
-            "seconds": round(time.monotonic() - self._started, 1),
-            "steps": [outcome.to_dict() for outcome in self._outcomes],
-            "rows": [row for row in self._record.rows_since(begin) if "event" not in row and "test" not in row],
+            "ok": all(step["status"] == "passed" for step in steps),
+            "seconds": round(time.monotonic() - started, 1),
+            "steps": steps,
+            "rows": [row for row in self._rows_since(begin) if "event" not in row and "test" not in row],
         }
+
+    def _run_step(self, step: Step, left_s: float) -> dict[str, Any]:
+        """Run one step; its output goes to a file, so that no process of it can keep a pipe open."""
+        limit_s = max(1.0, min(step.limit_s, left_s))
+        log, mark, used = self._options.out / f"{self._name}_{step.name}.log", uuid.uuid4().hex, memory_used_mib()
+        print(f"--- {step.name}, at most {limit_s:.0f} s", flush=True)
+        self._add(step=step.name, event="begins", limit_s=round(limit_s, 1))
+        begin, started = self._position(), time.monotonic()
+        own = {"BENCHMARK_ROWS": str(self._rows), "GPU_SUITE_NAME": step.name, _MARK: mark}
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                step.command,
+                cwd=ROOT,
+                env={**os.environ, **step.env, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            timed_out = _wait(process, limit_s)
+        _kill_all(mark)
+        found = {
+            "command": list(step.command),
+            "limit_s": limit_s,
+            "status": "timed out" if timed_out else "failed" if process.returncode else "passed",
+            "exit_code": process.returncode,
+            "seconds": round(time.monotonic() - started, 1),
+            **_results(self._rows_since(begin)),
+            "output_tail": log.read_text(errors="replace")[-4000:],
+            "memory_left_mib": _memory_left_mib(used),
+        }
+        self._add(step=step.name, event="ended", **found)
+        # Some machines return only few files.
+        with tarfile.open(self._logs, "a") as tar:
+            tar.add(log, log.name)
+        log.unlink()
+        print(f"--- {step.name}: {found['status']} after {found['seconds']:.0f} s {found['counts'] or ''}", flush=True)
+        return {"name": step.name, **found}
+
+    def _add(self, **row: Any) -> None:
+        """Append a row, on a new line even after an unfinished row of a process."""
+        is_cut = self._rows.exists() and not self._rows.read_bytes().endswith(b"\n")
+        with self._rows.open("a") as file:
+            file.write(("\n" if is_cut else "") + json.dumps({"call": self._name, **row}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _position(self) -> int:
+        return self._rows.stat().st_size if self._rows.exists() else 0
+
+    def _rows_since(self, position: int) -> list[dict[str, Any]]:
+        """Read the rows from a position, without unfinished ones."""
+        rows: list[dict[str, Any]] = []
+        with self._rows.open() as file:
+            file.seek(position)
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    rows.append(json.loads(line))
+        return rows
 
     def _steps(self) -> Iterator[Step]:
         yield from self._prepare()
         yield from {"A": self._first, "B": self._backends, "C": self._ray, "D": self._mps_and_nccl}[self._name]()
 
-    def _faulty(self, step: Step) -> Step:
-        """Return the step, or the fault that ``--fault`` puts in its place."""
-        kind = self._options.fault.get(step.name)
-        if kind:
-            step.command = [sys.executable, "ci/gpu_fault.py", kind, *step.command]
-            step.limit_s = min(step.limit_s, _FAULT_S)
-        return step
-
     def _step(self, name: str, command: list[str], limit_s: float, env: dict[str, str] | None = None) -> Step:
-        command, env = [sys.executable, *command], {**self._env, **(env or {})}
-        return Step(name=name, command=command, limit_s=limit_s * self._scale, env=env)
+        return Step(name, [sys.executable, *command], limit_s * self._scale, {**self._env, **(env or {})})
 
     def _prepare(self) -> Iterator[Step]:
         """Unpack the bundle, and check that everything can be imported."""
@@ -177,6 +252,70 @@ class Call:
 _WITH_RAY = [f"tests/gpu/test_gpu_{name}.py" for name in ("training", "devices", "memory", "bench")]
 
 
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Wait for a step; after its time limit end it by SIGINT first, so it can still report its results."""
+    try:
+        process.wait(timeout=limit_s)
+        return False
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_GRACE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return True
+
+
+def _kill_all(mark: str) -> None:
+    """Kill every process that a step has left, in any session: it would keep its device memory."""
+    for found in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{_MARK}={mark}".encode() in (found / "environ").read_bytes().split(b"\0"):
+                os.kill(int(found.name), signal.SIGKILL)
+
+
+def memory_used_mib() -> int | None:
+    """Return the memory in use on all devices by all processes; None without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(subprocess.SubprocessError, ValueError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return sum(map(int, done.stdout.split()))
+    return None
+
+
+def _memory_left_mib(before: int | None) -> int | None:
+    """Wait until the device has released the memory of a step; return what is missing, None if it is little."""
+    end = time.monotonic() + _MEMORY_S
+    while before is not None and (now := memory_used_mib()) is not None and now - before > _MEMORY_MIB:
+        if time.monotonic() > end:
+            return now - before
+        time.sleep(0.5)
+    return None
+
+
+def _results(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Count the rows and tests of a step; tests/gpu/conftest.py writes a row per test, because a crash would lose a report.
+
+    Returns:
+        ``counts`` (tests by outcome and the number collected, or rows, and rows without a result), and the tests in
+        ``failures`` and ``skips`` with their texts.
+    """
+    counts: dict[str, int] = {}
+    tests: dict[str, list[dict[str, str]]] = {"failed": [], "skipped": [], "passed": []}
+    for row in rows:
+        if "num_collected" in row:
+            counts["collected"] = row["num_collected"]
+        elif "script" in row:
+            kind = row["outcome"] if "test" in row else "failed rows" if "failed" in row else "rows"
+            counts[kind] = counts.get(kind, 0) + 1
+            if "test" in row:
+                tests[kind].append({"test": row["test"], "text": row["text"]})
+    return {"counts": counts, "failures": tests["failed"], "skips": tests["skipped"]}
+
+
 def text_of(report: dict[str, Any]) -> str:
     """Return the report as text: steps, failures and skips, and one line for each measured row."""
     dry = ", dry: no GPU was used" if report["dry"] else ""
@@ -195,15 +334,7 @@ def text_of(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def fault(text: str) -> tuple[str, str]:
-    """Parse ``STEP=KIND``."""
-    step, _, kind = text.partition("=")
-    if kind not in ("exception", "kill", "hang"):
-        raise argparse.ArgumentTypeError(f"{text!r} must be STEP=exception, STEP=kill or STEP=hang")
-    return step, kind
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="ci/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -214,10 +345,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=out, help=f"folder for what is found (default: {out})")
     parser.add_argument("--dry", action="store_true", help="all that a machine without a GPU can do")
     parser.add_argument("--scale", type=float, default=1.0, help="all times so many times as long, as on emulated GPUs")
-    parser.add_argument("--fault", type=fault, action="append", default=[], help="STEP=exception|kill|hang, for tests")
-    options = parser.parse_args(arguments)
-    options.fault = dict(options.fault)
-    return options
+    return parser.parse_args()
 
 
 def main() -> None:
