@@ -63,6 +63,7 @@ def main() -> None:
     with ThreadPoolExecutor(len(side_by_side)) as pool:
         failed |= any(list(pool.map(call_quietly, side_by_side)))
     if "--full" in sys.argv:
+        failed |= call(python, "ci/lint.py") != 0
         failed |= call(python, "upstream/check.py") != 0
         failed |= cuda_failed()
     print(f"tests: {time.perf_counter() - started:.0f} s", flush=True)

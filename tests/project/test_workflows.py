@@ -13,6 +13,7 @@ import yaml
 _ROOT = Path(__file__).parents[2]
 sys.path.append(str(_ROOT / "ci"))
 
+import cuda_steps  # noqa: E402
 import windows  # noqa: E402
 
 _TEXTS = {path.name: path.read_text() for path in sorted((_ROOT / ".github" / "workflows").glob("*.yml"))}
@@ -51,6 +52,13 @@ def test_files_of_the_windows_list_exist() -> None:
     """A moved test file would be a failed step only on Windows."""
     paths = [word for step in windows.STEPS for word in step.command if "/" in word]
     assert [path for path in paths if not (_ROOT / path).exists()] == []
+
+
+def test_all_tests_of_cuda_tensors_are_in_a_step() -> None:
+    """A file that no step of ci/cuda.py names would run nowhere."""
+    named = {word for step in cuda_steps.STEPS.values() for word in step.command}
+    paths = [*_ROOT.glob("tests/cuda/test_*.py"), *_ROOT.glob("tests/gpu/test_*.py")]
+    assert {path.relative_to(_ROOT).as_posix() for path in paths} <= named
 
 
 def test_only_the_upload_can_publish() -> None:
