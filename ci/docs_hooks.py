@@ -1,6 +1,4 @@
-"""Hooks of mkdocs.yml: pages for linked files outside docs/, tables that fit a phone, and no network access.
-
-MkDocs calls them.
+"""Hooks of mkdocs.yml, called by MkDocs: pages for linked files outside docs/, and no network access.
 
 In the repository a page links to any file by its relative path. The site has a copy of each such file as a page, so the
 same links work there without internet.
@@ -22,12 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 _FENCE = re.compile(r"^( *)```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^()\s#:]+)(#[^()\s]*)?(\))")
 _LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json", ".toml": "toml", ".yml": "yaml", ".svg": "xml"}
-_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
-_HEAD = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
-_ROW = re.compile(r"<tr\b[^>]*>.*?</tr>", re.DOTALL)
-_TAG = re.compile(r"<[^>]+>")
-# On a phone the cells of a text table stack. Tables of numbers have more columns and scroll.
-_MOST_COLUMNS = 4
 # Files that the theme uses in every page.
 _SHIM = "https://unpkg.com/iframe-worker/shim"
 # Pages made from files outside docs/ that the search covers. Source code is excluded, because its words would hide the
@@ -64,11 +56,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return markdown if page.file.generated_by else _with_site_links(markdown, f"docs/{page.file.src_uri}")
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Prepare a page's tables for narrow screens."""
-    return _TABLE.sub(lambda found: stacking(found[0]), html)
-
-
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Load the script for search without a server from the site itself."""
     return output.replace(
@@ -79,27 +66,6 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
 def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
     """Leave out 404.html: its links start at the server's root, but the site may be in a folder."""
     return "" if template_name == "404.html" else output_content
-
-
-def stacking(table: str) -> str:
-    """Mark a table of up to four columns as one that stacks on a phone, each cell with the heading of its column.
-
-    The first cell of a row needs no heading: it is what the row is about.
-    """
-    headings = [_TAG.sub("", heading).strip() for heading in _HEAD.findall(table)]
-    if not 2 <= len(headings) <= _MOST_COLUMNS:
-        return table
-
-    labels = ["", *(heading.replace('"', "&quot;") for heading in headings[1:])]
-
-    def labelled(row: re.Match[str]) -> str:
-        start, *cells = row[0].split("<td")
-        if len(cells) != len(labels):
-            return row[0]
-        marks = [f'<td data-label="{label}"' if label else "<td" for label in labels]
-        return "".join([start, *(mark + cell for mark, cell in zip(marks, cells, strict=True))])
-
-    return _ROW.sub(labelled, table).replace("<table>", "<table data-stacks>", 1)
 
 
 def site_path(path: str) -> str:
