@@ -31,8 +31,6 @@ from tests.processes import free_port
 _ROOT = Path(__file__).parents[2]
 _BIN = Path(sys.executable).parent
 _PAGES = sorted([*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md")])
-# Without the changelog, which names files and settings of earlier versions.
-_CURRENT = [page for page in _PAGES if page.name != "CHANGELOG.md"]
 
 
 def name_of(page):
@@ -74,9 +72,9 @@ def test_links(page):
     assert dead == []
 
 
-@pytest.mark.parametrize("page", _CURRENT, ids=name_of)
+@_each_page
 def test_named_files(page):
-    """Every file that a page names exists; the changelog names files of earlier versions."""
+    """Every file that a page names exists."""
     assert [name for name in _FILE.findall(page.read_text()) if not (_ROOT / name).exists()] == []
 
 
@@ -88,15 +86,19 @@ def test_python_snippets(page):
             ast.parse(code)
 
 
+_BLOCK = re.compile(r"^<!-- (file|part|diff): ([^\n]+) -->\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
 @_each_page
 def test_blocks_of_files(page):
-    """A block after ``<!-- file: NAME -->`` is that file; one after ``<!-- diff: OLD NEW -->`` is the difference of two."""
-    blocks = re.findall(
-        r"^<!-- (file|diff): ([^\n]+) -->\n\n```\w+\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
-    )
-    for kind, names, code in blocks:
-        texts = [(_ROOT / name).read_text() for name in names.split()]
-        assert code == (texts[0] if kind == "file" else difference(*texts))
+    """A block after ``<!-- file: NAME -->`` is that file, after ``part`` lines of it, after ``diff`` what differs in two."""
+    for kind, names, code in _BLOCK.findall(page.read_text()):
+        old, *new = [(_ROOT / name).read_text() for name in names.split()]
+        if kind == "part":
+            lines = {line.strip() for line in old.splitlines()}
+            assert [line for line in code.splitlines() if line.lstrip("+ ") not in lines] == []
+        else:
+            assert code == (difference(old, *new) if new else old)
 
 
 def difference(old, new):
@@ -158,7 +160,7 @@ def test_scripts_run(tmp_path):
     assert found
 
 
-@pytest.mark.parametrize("page", _CURRENT, ids=name_of)
+@_each_page
 def test_commands(page):
     """Every command line of ray-fracbackend in a page is valid."""
     for line in re.findall(r"(?:^    |`)ray-fracbackend ([a-z][^`\n#]*)", page.read_text(), flags=re.MULTILINE):
@@ -198,24 +200,6 @@ def test_every_error_has_a_section():
     }
     headings = re.findall(r"^## (\w+Error)$", (_ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
     assert ours - set(headings) == set()
-
-
-def test_quickstart():
-    """docs/quickstart.md has the whole of the example, and its diff is what makes a script for stock Ray Train of it."""
-    blocks = {language: code for _, language, code in _FENCE.findall((_ROOT / "docs" / "quickstart.md").read_text())}
-    example = (_ROOT / "examples" / "quickstart.py").read_text()
-    assert blocks["python"] == example
-    lines = [line.strip() for line in example.splitlines()]
-    shown = [(line[:1], line[1:].strip()) for line in blocks["diff"].splitlines() if line]
-    assert [text for _, text in shown if text not in lines] == []
-    added = [
-        "from ray_fracbackend import FracTorchConfig",
-        "torch_config=FracTorchConfig(",
-        'on_missing_cuda="cpu",',
-        "),",
-    ]
-    assert [text for sign, text in shown if sign == "+"] == added
-    assert example.count("FracTorchConfig") == 2
 
 
 def test_settings_table():
