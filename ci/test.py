@@ -5,7 +5,7 @@ usage: python3 ci/test.py [--full]                    all tests
 
 The default suite takes minutes. It tests a start completely and other ways to it (run, callback, RLlib, torchrun) in part. --full runs
 everything that can run here without changing the system: all parameters, long runs, both engines of Ray Train, the lowest supported
-Ray, the patches for Ray, and all steps on CUDA tensors (ci/cuda.py --steps). ci/wine.py, which installs packages as root, is a separate
+Ray, the linters, the patches for Ray, and all steps on CUDA tensors (ci/cuda.py --steps). ci/wine.py, which installs packages as root, is a separate
 command. Tests that need a missing GPU, root or a package are skipped with the reason.
 """
 

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -55,18 +55,16 @@ class Step:
         limit_s: Time limit in seconds: at least 1.5 times the time under Wine (ci/wine_results.jsonl). The limits of
             one run add up to less than the time limit of the Windows jobs, which would otherwise end without the table.
         without_gloo: Whether it also runs if torch has no Gloo transport.
-        is_pytest: Whether it is a run of pytest, whose tests are counted.
     """
 
     name: str
     command: tuple[str, ...]
     limit_s: float
     without_gloo: bool = False
-    is_pytest: bool = False
 
 
 def _tests(name: str, *paths: str, limit_s: float, without_gloo: bool = False) -> Step:
-    return Step(name, ("-m", "pytest", "-q", *paths), limit_s, without_gloo, is_pytest=True)
+    return Step(name, ("-m", "pytest", "-q", *paths), limit_s, without_gloo)
 
 
 def _command(name: str) -> Step:
@@ -145,33 +143,24 @@ def import_modules() -> None:
     print(f"{len(names)} modules imported")
 
 
-@contextmanager
-def report_file(step: Step) -> Iterator[tuple[list[str], Callable[[], list[tuple[str, Counts]]]]]:
-    """Return options for pytest and a function that reads its report; nothing for other steps."""
-    if not step.is_pytest:
-        yield [], list
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "report.xml")
-        yield [f"--junitxml={path}"], lambda: list(count(path)) if path.exists() else []
-
-
 def run_step(step: Step) -> tuple[str, list[tuple[str, Counts]]]:
     """Run one step; return ``passed`` or the reason of the failure, and its tests."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])}
-    with report_file(step) as (options, read):
-        command = [sys.executable, *step.command, *options]
-        print(f"=== {step.name}: python {' '.join(command[1:])}", flush=True)
-        process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    print(f"=== {step.name}: python {' '.join(step.command)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        options = [f"--junitxml={report}"] if "pytest" in step.command else []
+        process = subprocess.Popen([sys.executable, *step.command, *options], cwd=ROOT, env=environment)
         try:
             code = process.wait(step.limit_s)
+            result = f"failed: exit code {code}" if code else "passed"
         except subprocess.TimeoutExpired:
             for each in [*psutil.Process(process.pid).children(recursive=True), process]:
                 with suppress(psutil.NoSuchProcess):
                     each.kill()
             process.wait()
-            return f"failed: no end within {step.limit_s:g} s", read()
-        return "passed" if code == 0 else f"failed: exit code {code}", read()
+            result = f"failed: no end within {step.limit_s:g} s"
+        return result, list(count(report)) if report.exists() else []
 
 
 def chosen(names: list[str], torch: str) -> list[Step]:
