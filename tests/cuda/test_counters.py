@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from ipc_harness import BACKEND_ENV_VAR, DEVICE_ENV_VAR, run_ranks, values
 
 from tests.cuda.emulated import needs_rig
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
-
-from ipc_harness import BACKEND_ENV_VAR, DEVICE_ENV_VAR, run_ranks, values
 
 pytestmark = needs_rig
 

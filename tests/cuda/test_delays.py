@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-
-from tests.cuda.emulated import needs_rig
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
-
 from ipc_harness import BACKEND_ENV_VAR, DEVICE_ENV_VAR, run_ranks, values
-from ipc_table import MOVERS, REDUCERS, SMALL_CHUNKS, cases_of, pairwise
+from ipc_table import SMALL_CHUNKS, Run, cases_of, pairwise
+
+from tests.cuda.emulated import is_common, needs_rig
 
 pytestmark = needs_rig
 
@@ -26,10 +21,6 @@ ONE_GPU = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     **SMALL_CHUNKS,
 }
-# What every backend can do.
-COMMON = ("broadcast", "all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "reduce_scatter_tensor")
-COMMON_OPS = (None, dist.ReduceOp.SUM, dist.ReduceOp.MAX)
-COMMON_SHAPES = ("scalar", "small", "large")
 
 
 def digest(*tensors):
@@ -38,15 +29,6 @@ def digest(*tensors):
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def results_of(case):
-    """What one collective gives to this rank."""
-    name, dtype, op, shape, async_op, root = case
-    if name in MOVERS:
-        return MOVERS[name][0](dist.group.WORLD, dtype, shape, root, async_op)
-    result = REDUCERS[name][0](dist.group.WORLD, dtype, op, shape, root, async_op)
-    return [] if result is None else [result]
 
 
 def overlapping_sums(job):
@@ -103,9 +85,9 @@ def everything(job, is_ours):
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool] if is_ours else [torch.float32, torch.int64]
     cases = cases_of(job.size, dtypes)
     if not is_ours:
-        cases = [c for c in cases if c.name in COMMON and c.op in COMMON_OPS and c.shape in COMMON_SHAPES]
+        cases = [case for case in cases if is_common(case)]
     cases = pairwise(cases, 0)
-    found = {str(case): digest(*results_of(case)) for case in cases}
+    found = {str(case): digest(*Run(case, dist.group.WORLD).results()) for case in cases}
     found["sums"], found["training"] = digest(*overlapping_sums(job)), digest(*losses())
     return found, num_late_kernels()
 

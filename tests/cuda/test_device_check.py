@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ipc_harness import run_ranks, values
 
 from ray_fracbackend import MissingDeviceError, check_devices
 from ray_fracbackend.decide.error_texts import refusal_in
 from tests.cuda.emulated import needs_rig, run_program, uuid
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
-
-from ipc_harness import run_ranks, values
 
 pytestmark = [needs_rig, pytest.mark.timeout(120)]
 

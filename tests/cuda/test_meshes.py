@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ipc_harness import run_ranks, values
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ray_fracbackend.ipc
 import ray_fracbackend.staged  # noqa: F401  # both register their backends
 from ray_fracbackend.decide.error_texts import is_invalid_usage
 from tests.cuda.emulated import MAKES_NCCL, needs_rig
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
-
-from ipc_harness import run_ranks, values
 
 pytestmark = [needs_rig, pytest.mark.timeout(120)]
 

@@ -7,48 +7,28 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from datetime import timedelta
-from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "ipc"))
-
 from ipc_harness import run_ranks, values
+from ipc_table import Run, cases_of, expected, pairwise, same
+from torch.distributed import distributed_c10d
 
 from ray_fracbackend.decide.error_texts import cause_of, is_invalid_usage, refusal_in, refused_ranks
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.errors import FracBackendError
-from ray_fracbackend.timeouts import Deadline, bounded
-from ray_fracbackend.verify import verify_process_group
+from ray_fracbackend.timeouts import Deadline
 from ray_fracbackend.worker.group_end import end_process_group
 from ray_fracbackend.worker.process_group import _verify, start_worker
 from ray_fracbackend.worker.store import hold_store
-from tests.cuda.emulated import needs_rig, uuid
+from tests.cuda.emulated import COMMON_DTYPES, needs_rig, uuid
 
 pytestmark = [needs_rig, pytest.mark.timeout(120)]
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.int8,
-    torch.uint8,
-]
-# Every type, and sizes of one and of several chunks.
-KINDS = [*((dtype, 1000) for dtype in DTYPES), *product((torch.float32, torch.bfloat16), (1, 100_003))]
 # The watchdog ends its process one second after a timeout, not a minute.
 WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 HANGS_S = 4.0
@@ -65,7 +45,8 @@ def run(tmp_path):
         common = {"CUDA_RIG_DEVICES": str(size), "CUDA_RIG_STATE": str(state), **env}
 
         def variables(rank):
-            return {**common, **of_rank(rank)}
+            own = {"IPC_TEST_DEVICE": f"cuda:{rank % int(common['CUDA_RIG_DEVICES'])}"}
+            return {**own, **common, **of_rank(rank)}
 
         return run_ranks(function, size, *args, env=variables, limit_s=90.0, timeout_s=timeout_s, needed=needed)
 
@@ -90,162 +71,44 @@ def start(job, bind=False):
 # ---- collectives
 
 
-def _all_reduce(op, expected):
-    def call(of, rank, num):
-        tensor = of(rank)
-        dist.all_reduce(tensor, op)
-        return tensor, expected([of(each) for each in range(num)])
-
-    return call
-
-
-def _broadcast(of, rank, num):
-    tensor = of(rank)
-    dist.broadcast(tensor, num - 1)
-    return tensor, of(num - 1)
-
-
-def _reduce(of, rank, num):
-    tensor = of(rank)
-    dist.reduce(tensor, num - 1)
-    return (tensor, sum(of(each) for each in range(num))) if rank == num - 1 else (of(0), of(0))
-
-
-def _all_gather(of, rank, num):
-    found = [torch.zeros_like(of(0)) for _ in range(num)]
-    dist.all_gather(found, of(rank))
-    return torch.cat(found), torch.cat([of(each) for each in range(num)])
-
-
-def _all_gather_into_tensor(of, rank, num):
-    found = torch.zeros_like(of(0)).repeat(num)
-    dist.all_gather_into_tensor(found, of(rank))
-    return found, torch.cat([of(each) for each in range(num)])
-
-
-def _reduce_scatter(of, rank, num):
-    found = torch.zeros_like(of(0))
-    dist.reduce_scatter(found, [of(rank + each) for each in range(num)])
-    return found, sum(of(rank + each) for each in range(num))
-
-
-def _reduce_scatter_tensor(of, rank, num):
-    found = torch.zeros_like(of(0))
-    dist.reduce_scatter_tensor(found, torch.cat([of(rank + each) for each in range(num)]))
-    return found, sum(of(rank + each) for each in range(num))
-
-
-def _all_to_all(of, rank, num):
-    found = [torch.zeros_like(of(0)) for _ in range(num)]
-    dist.all_to_all(found, [of(rank + 2 * each) for each in range(num)])
-    return torch.cat(found), torch.cat([of(each + 2 * rank) for each in range(num)])
-
-
-def _all_to_all_single(of, rank, num):
-    sent = torch.cat([of(rank + 2 * each) for each in range(num)])
-    found = torch.zeros_like(sent)
-    dist.all_to_all_single(found, sent)
-    return found, torch.cat([of(each + 2 * rank) for each in range(num)])
-
-
-def _gather(of, rank, num):
-    found = [torch.zeros_like(of(0)) for _ in range(num)]
-    dist.gather(of(rank), found if rank == 0 else None, 0)
-    return (torch.cat(found), torch.cat([of(each) for each in range(num)])) if rank == 0 else (of(0), of(0))
-
-
-def _scatter(of, rank, num):
-    found = torch.zeros_like(of(0))
-    dist.scatter(found, [of(each) for each in range(num)] if rank == 1 else None, 1)
-    return found, of(rank)
-
-
-def _ring(of, rank, num):
-    found = torch.zeros_like(of(0))
-    calls = [dist.P2POp(dist.isend, of(rank), (rank + 1) % num), dist.P2POp(dist.irecv, found, (rank - 1) % num)]
-    for work in dist.batch_isend_irecv(calls):
+def collectives(job):
+    """Run the table, point to point, and operations and types that are NCCL's own."""
+    device, rank, num = start(job), job.rank, job.size
+    ops = (None, dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+    cases = [case for case in cases_of(num, COMMON_DTYPES) if case.op in ops and case.shape in ("small", "large")]
+    for case in pairwise(cases, 0):
+        found, wanted = Run(case, dist.group.WORLD).results(), expected(case)
+        assert len(found) == len(wanted), case
+        assert all(map(same, found, wanted)), case
+    received = torch.zeros(5, device=device)
+    own = torch.full((5,), float(rank), device=device)
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, own, (rank + 1) % num), dist.P2POp(dist.irecv, received, (rank - 1) % num)]
+    ):
         work.wait()
-    return found, of((rank - 1) % num)
-
-
-def _send_and_receive(of, rank, num):
-    found = of(0)
+    assert received.tolist() == [(rank - 1) % num] * 5
     if rank == 0:
-        dist.send(of(num), num - 1)
+        dist.send(own + 7, num - 1)
     elif rank == num - 1:
-        dist.recv(found, 0)
-        return found, of(num)
-    return of(0), of(0)
-
-
-CALLS = {
-    "sum": _all_reduce(dist.ReduceOp.SUM, sum),
-    "max": _all_reduce(dist.ReduceOp.MAX, lambda all_: torch.stack(all_).amax(0)),
-    "min": _all_reduce(dist.ReduceOp.MIN, lambda all_: torch.stack(all_).amin(0)),
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "all_gather": _all_gather,
-    "all_gather_into_tensor": _all_gather_into_tensor,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_tensor": _reduce_scatter_tensor,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
-    "gather": _gather,
-    "scatter": _scatter,
-    "batch_isend_irecv": _ring,
-    "send and recv": _send_and_receive,
-}
-
-
-def wrong_calls(job):
-    """Return calls of the table whose result is not exact, on tensors that every type represents exactly."""
-    device = start(job)
-    wrong = []
-    for (dtype, size), name in product(KINDS, CALLS):
-        pattern = torch.arange(size, device=device) % 5
-
-        def of(number, pattern=pattern, dtype=dtype):
-            return (pattern + number + 1).to(dtype)
-
-        found, expected = CALLS[name](of, job.rank, job.size)
-        if not torch.equal(found, expected):
-            wrong.append((name, str(dtype), size))
+        dist.recv(received, 0)
+        assert received.tolist() == [7.0] * 5
+    premul = dist._make_nccl_premul_sum(0.5)
+    for value, op, result in (
+        (2.0, dist.ReduceOp.PRODUCT, 2.0**num),
+        (float(rank), dist.ReduceOp.AVG, (num - 1) / 2),
+        (2.0 * rank, premul, num * (num - 1) / 2),
+        (rank == 0, dist.ReduceOp.SUM, True),
+    ):
+        tensor = torch.full((1000,), value, device=device)
+        dist.all_reduce(tensor, op)
+        assert tensor.unique().tolist() == [result]
     dist.destroy_process_group()
-    return wrong
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_collective_is_exact(run, size):
     """All types and sizes, on separate devices."""
-    assert values(run(wrong_calls, size)) == [[]] * size
-
-
-def special_sums(job):
-    """Compute PRODUCT, AVG, PREMUL_SUM, bool and the float8 types."""
-    device = start(job)
-    num, found = job.size, {}
-
-    def reduced(tensor, op=dist.ReduceOp.SUM):
-        dist.all_reduce(tensor, op)
-        return tensor.cpu().float().unique().tolist()
-
-    def full(value, dtype=torch.float32):
-        return torch.full((1000,), float(value), device=device).to(dtype)
-
-    found["product"] = reduced(full(2), dist.ReduceOp.PRODUCT), [2.0**num]
-    found["average"] = reduced(full(job.rank), dist.ReduceOp.AVG), [(num - 1) / 2]
-    premul = dist._make_nccl_premul_sum(0.5)
-    found["premultiplied"] = reduced(full(2 * job.rank), premul), [num * (num - 1) / 2]
-    found["bool"] = reduced(torch.full((9,), job.rank == 0, device=device)), [1.0]
-    dist.destroy_process_group()
-    return found
-
-
-def test_other_reductions(run):
-    """NCCL's own operations, and types that are not NCCL numbers."""
-    for found in values(run(special_sums, 3)):
-        for result, expected in found.values():
-            assert result == expected
+    values(run(collectives, size))
 
 
 def groups(job):
@@ -296,33 +159,6 @@ def test_groups_and_forms_of_calls(run, size):
         assert set(right.values()) == {True}, right
 
 
-def train(job):
-    """Run three steps of DDP on this rank's part of the batches, and of the same network on whole batches."""
-    device = start(job)
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)).double().to(device)
-    alone = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)).double().to(device)
-    alone.load_state_dict(network.state_dict())
-    parallel = DistributedDataParallel(network)
-    for model, part in ((parallel, slice(job.rank, None, job.size)), (alone, slice(None))):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            batch = torch.randn(24, 36, generator=generator, dtype=torch.float64).to(device)[part]
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(batch[:, :32]), batch[:, 32:]).backward()
-            optimizer.step()
-    away = max((a - b).abs().max().item() for a, b in zip(network.parameters(), alone.parameters(), strict=True))
-    dist.destroy_process_group()
-    return away
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_ddp_is_one_process(run, size):
-    """DDP with NCCL trains to the parameters of one process with whole batches."""
-    assert max(values(run(train, size))) < 1e-12
-
-
 # ---- ranks on one device
 
 
@@ -347,11 +183,6 @@ REFUSALS = {
 }
 ONE_DEVICE = {"CUDA_RIG_DEVICES": "1"}
 MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-
-
-def is_sum(text, num):
-    """Return whether the call succeeded."""
-    return text == [float(num)] * 4
 
 
 @pytest.mark.parametrize("version", REFUSALS)
@@ -391,6 +222,9 @@ def test_refused_ranks(run, version, refused):
         assert not is_invalid_usage(texts[1])
 
 
+SLICES = {"CUDA_RIG_MIG": "2"}
+
+
 @pytest.mark.parametrize(
     ("version", "env", "refusal"),
     [
@@ -398,82 +232,28 @@ def test_refused_ranks(run, version, refused):
         ("2.30.4", MULTI_RANK, None),
         ("2.30.7", MULTI_RANK, None),
         ("2.30.7", {**MULTI_RANK, "NCCL_NVLS_ENABLE": "0"}, None),
-        (
-            "2.30.7",
-            {**MULTI_RANK, "NCCL_NVLS_ENABLE": "1"},
-            'NCCL_NVLS_ENABLE has been set to "1" and communicator has',
-        ),
+        ("2.30.7", {**MULTI_RANK, "NCCL_NVLS_ENABLE": "1"}, 'NCCL_NVLS_ENABLE has been set to "1"'),
         ("2.30.7", {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}, "Multiple Ranks are using the same GPU/Partition"),
+        # Slices have the same PCI bus id but different UUIDs.
+        ("2.28.9", SLICES, "Duplicate GPU"),
+        ("2.30.4", SLICES, "Multiple ranks"),
+        ("2.30.7", SLICES, None),
+        # The hosts are different, like those of two containers.
+        *((version, {"NCCL_HOSTID": ""}, None) for version in ("2.28.9", "2.30.7")),
     ],
 )
-def test_flags_for_several_ranks(run, version, env, refusal):
-    """NCCL 2.30 accepts them with its variable set, but not together with NVLS."""
-    for text in values(run(first_call, 2, CUDA_RIG_NCCL=version, **ONE_DEVICE, **env)):
-        assert is_sum(text, 2) if refusal is None else (refusal_in(text) or "").startswith(refusal)
-
-
-@pytest.mark.parametrize(("version", "refused"), [("2.28.9", True), ("2.30.4", True), ("2.30.7", False)])
-def test_slices_of_one_gpu(run, version, refused):
-    """They have the same PCI bus id but different UUIDs."""
+def test_what_is_refused(run, version, env, refusal):
+    """NCCL 2.30 accepts several ranks with its variable set, but not together with NVLS."""
 
     def of_rank(rank):
-        return {"CUDA_VISIBLE_DEVICES": uuid(0, rank)}
+        own = {"CUDA_VISIBLE_DEVICES": uuid(0, rank)} if env is SLICES else {}
+        return {**own, **({"NCCL_HOSTID": str(rank)} if "NCCL_HOSTID" in env else {})}
 
-    for text in values(run(first_call, 2, of_rank=of_rank, CUDA_RIG_NCCL=version, CUDA_RIG_MIG="2", **ONE_DEVICE)):
-        assert bool(refusal_in(str(text))) == refused
-        assert refused or is_sum(text, 2)
-
-
-@pytest.mark.parametrize("version", ["2.28.9", "2.30.7"])
-def test_ranks_of_different_hosts_are_not_compared(run, version):
-    """NCCL_HOSTID makes the hosts different, like those of two containers."""
-    texts = values(
-        run(first_call, 2, of_rank=lambda rank: {"NCCL_HOSTID": str(rank)}, CUDA_RIG_NCCL=version, **ONE_DEVICE)
-    )
-    assert all(is_sum(text, 2) for text in texts)
+    for text in values(run(first_call, 2, of_rank=of_rank, CUDA_RIG_NCCL=version, **{**ONE_DEVICE, **env})):
+        assert text == [2.0] * 4 if refusal is None else (refusal_in(text) or "").startswith(refusal)
 
 
 # ---- faults, and how torch ends them
-
-
-def first_call_in_time(job):
-    """As `first_call`, or report a hang."""
-    device = start(job)
-
-    def call():
-        torch.cuda.set_device(device)  # per thread
-        tensor = torch.ones(4, device="cuda")
-        dist.all_reduce(tensor)
-        return tensor.tolist()
-
-    try:
-        return bounded(call, HANGS_S)
-    except TimeoutError:
-        return "hangs"
-    except RuntimeError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("fault", "codes", "cause"),
-    [
-        ("nccl_refuse=1", "ncclSystemError", "Call to socket failed (fault nccl_refuse)"),
-        ("nccl_oom=1", "ncclUnhandledCudaError", "Cuda failure 2 'out of memory'"),
-    ],
-)
-def test_a_rank_that_cannot_start(run, fault, codes, cause):
-    """It reports the reason in one line of ours; its peer waits for it."""
-    waiting, failed = values(run(first_call_in_time, 2, CUDA_RIG_FAULT=fault))
-    assert waiting == "hangs"
-    assert codes in failed
-    assert refusal_in(failed) is None
-    assert not is_invalid_usage(failed)
-    assert cause_of(RuntimeError(failed)).endswith(f": {cause}")
-
-
-def test_init_that_hangs(run):
-    """No rank returns, and torch has no time limit for it."""
-    assert values(run(first_call_in_time, 2, CUDA_RIG_FAULT="nccl_init_hang")) == ["hangs", "hangs"]
 
 
 def calls_until_the_end(job, num_calls):
@@ -497,29 +277,6 @@ def test_the_watchdog_ends_a_rank(run, fault, num_calls):
     assert first.exitcode == -signal.SIGABRT, (first.value, first.error, first.trace)
 
 
-def call_after_an_error(job):
-    """Return the error message of the first call after the communicator has failed."""
-    device = start(job)
-    try:
-        for _ in range(100):
-            dist.all_reduce(torch.ones(4, device=device))
-            time.sleep(0.05)
-    except RuntimeError as error:
-        return str(error)
-    return "none"
-
-
-def test_a_communicator_that_fails(run):
-    """The next call raises NCCL's reason: on the rank at fault its own, on its peers that they lost one."""
-    # Otherwise the watchdog may end a rank before its next call; with torch 2.7 it does.
-    env = {"CUDA_RIG_FAULT": "nccl_late_error=2", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    failed, peer = values(run(call_after_an_error, 2, **env))
-    assert "ncclSystemError" in failed
-    assert cause_of(RuntimeError(failed)).endswith("Call to recv failed (fault nccl_late_error)")
-    assert "ncclRemoteError" in peer
-    assert cause_of(RuntimeError(peer)).endswith("Connection closed by remote peer (fault nccl_late_error)")
-
-
 def aborted(job):
     """Return the seconds until a hanging collective returns after another thread aborted the group."""
     device = start(job)
@@ -539,68 +296,6 @@ def test_abort_frees_a_hanging_collective(run):
     for seconds, tensor in values(run(aborted, 2, CUDA_RIG_FAULT="nccl_hang=2", timeout_s=60.0)):
         assert 0.5 < seconds < 10
         assert tensor == [2.0] * 4
-
-
-def waited_and_aborted(job):
-    """Return the error of a hanging call with its own time limit; afterwards abort the group and use the device."""
-    device = start(job)
-    dist.all_reduce(torch.ones(4, device=device))
-    text = ""
-    try:
-        dist.all_reduce(torch.ones(4, device=device), async_op=True).wait(timedelta(seconds=1))
-    except RuntimeError as error:
-        text = str(error)
-    bounded(distributed_c10d._abort_process_group, 10)
-    return text, (torch.ones(4, device=device) + 1).tolist()
-
-
-def test_a_wait_with_a_limit(run):
-    """It raises an error and ends the communicator: the later abort finds none."""
-    for text, tensor in values(run(waited_and_aborted, 2, CUDA_RIG_FAULT="nccl_hang=2", timeout_s=60.0)):
-        assert "Watchdog caught collective operation timeout" in text
-        assert tensor == [2.0] * 4
-
-
-def verified(job):
-    """Return class, message and ranks of the error of a verification that has three seconds."""
-    device = start(job)
-    # The time limit is for the group, not for the first kernel of a process on a busy machine.
-    torch.ones(4, device=device).sum().item()
-    store = job.store()
-    store.set(f"ready/{job.rank}", "")
-    store.wait([f"ready/{rank}" for rank in range(job.size)])
-    try:
-        verify_process_group(device=device, timeout_s=3)
-    except (RuntimeError, FracBackendError) as error:
-        return type(error).__name__, str(error), getattr(error, "ranks", None)
-    return "passed", "", ()
-
-
-REFUSED = "Call to socket failed (fault nccl_refuse)"
-LATE = "no answer within 3 s"
-# By fault: a rank, class of its error, step, cause and rank at fault; for a hang none, or a rank whose clock is late.
-VERIFIED = {
-    "nccl_refuse=1": (1, "VerificationError", "barrier failed on rank 1", REFUSED, (1,)),
-    "nccl_oom=1": (1, "OutOfMemoryError", "NCCL error in", "Cuda failure 2 'out of memory'", None),
-    "nccl_init_hang": (0, "VerificationError", "barrier failed on rank 0", LATE, "any"),
-    "nccl_hang=1": (0, "VerificationError", "barrier failed on rank 0", LATE, "any"),
-    "nccl_hang=3": (1, "VerificationError", "all_reduce of 1 KiB failed on rank 1", LATE, "any"),
-    "nccl_late_error=3": (0, "VerificationError", "KiB failed on rank 0", "(fault nccl_late_error)", (0,)),
-}
-
-
-@pytest.mark.parametrize("fault", VERIFIED)
-def test_the_error_of_a_verification(run, fault):
-    """Its step, NCCL's reason or that there was no answer, and the rank that failed by itself, not the peer that waits for it."""
-    rank, kind, step, cause, ranks = VERIFIED[fault]
-    found, text, named = values(run(verified, 2, CUDA_RIG_FAULT=fault))[rank]
-    assert found == kind
-    assert step in text
-    assert cause in text
-    assert "Timeout(ms)" not in text
-    if ranks != "any":
-        assert named == ranks
-        assert "not in it" not in text
 
 
 def planned(job, backend, device, port, **more):

@@ -12,6 +12,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.gpu.gpu_engine import Engine
 
+# The ranks of the ipc tests.
+sys.path.append(str(Path(__file__).parents[1] / "ipc"))
 _STEP = os.environ.get("GPU_SUITE_NAME")
 if _STEP:
     sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -246,90 +246,10 @@ def _stack() -> list[FakeStream]:
     return _local.stack
 
 
-class FakeDriver:
-    """Memory that real processes share, and words of the host: the parts of `CudaRuntime` that other accelerators lack."""
+class FakeCuda:
+    """Has the methods of `cuda_runtime.CudaRuntime`."""
 
     gpu: FakeGpu
-
-    @property
-    def broken(self) -> str:
-        """What does not work."""
-        return os.environ.get("FAKE_CUDA_BROKEN", "")
-
-    def tensor_over(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the memory as a tensor of the device."""
-        return memory
-
-    def missing(self) -> str | None:
-        return "the fake device is missing" if self.broken == "missing" else None
-
-    def uuid(self) -> str:
-        return os.environ.get("FAKE_CUDA_UUID", "GPU-fake")
-
-    def allocate(self, num_bytes: int) -> DeviceBlock:
-        if num_bytes > int(os.environ.get("FAKE_CUDA_FREE", 1 << 40)):
-            raise MemoryError("the fake device is full")
-        arena, name = create_arena(_DATA_OFFSET + num_bytes)
-        return self._block(arena, name, False)
-
-    def _block(self, arena: Arena, name: ArenaName, imported: bool) -> DeviceBlock:
-        data = torch.frombuffer(arena.memory, dtype=torch.uint8)[_DATA_OFFSET:]
-        block = DeviceBlock(arena.address, imported, self.tensor_over(data))
-        _names[block.pointer] = name
-        return block
-
-    def allow_queries_while_capturing(self) -> None:
-        """It has no graphs."""
-
-    def trim(self) -> None:
-        pass
-
-    def export(self, block: DeviceBlock) -> bytes:
-        if self.broken == "export":
-            raise MemoryError("cuIpcGetMemHandle: CUDA_ERROR_OUT_OF_MEMORY")
-        return json.dumps(asdict(_names[block.pointer])).encode()
-
-    def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
-        if self.broken == "open":
-            raise DriverError("the fake driver refuses\nwith advice, as torch has it behind CUDA's own text")
-        if self.broken == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.broken == "memory":
-            return self.allocate(num_bytes)
-        name = ArenaName(**json.loads(handle))
-        return self._block(attach_arena(name), name, True)
-
-    def release(self, block: DeviceBlock) -> None:
-        name = _names.pop(block.pointer)
-        released.append(block.imported)
-        if not block.imported:
-            os.close(name.fd)
-
-    def register(self, address: int, num_bytes: int) -> int:
-        if self.broken == "register":
-            raise DriverError("cuMemHostRegister_v2: CUDA_ERROR_NOT_SUPPORTED")
-        registered.add(address)
-        return address
-
-    def unregister(self, address: int) -> None:
-        registered.remove(address)
-
-    def write_word(self, stream: FakeStream, pointer: int, value: int) -> None:
-        word = ctypes.c_int64.from_address(pointer)
-
-        def write() -> None:
-            word.value = value
-
-        stream.issue(write)
-
-    def wait_for_word(self, stream: FakeStream, pointer: int, value: int) -> None:
-        word = ctypes.c_int64.from_address(pointer)
-        # As on a device, this process does not notify it that the word has changed.
-        stream.issue(lambda: None, (lambda: False) if self.broken == "word" else (lambda: word.value >= value))
-
-
-class FakeCuda(FakeDriver):
-    """Has the methods of `cuda_runtime.CudaRuntime`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -388,6 +308,80 @@ class FakeCuda(FakeDriver):
 
         # A CUDA future completes at once, and its reader's stream waits; here the reader is the host.
         threading.Thread(target=finish, daemon=True).start()
+
+    # Memory that real processes share, and words of the host.
+
+    @property
+    def broken(self) -> str:
+        """What does not work."""
+        return os.environ.get("FAKE_CUDA_BROKEN", "")
+
+    def missing(self) -> str | None:
+        return "the fake device is missing" if self.broken == "missing" else None
+
+    def uuid(self) -> str:
+        return os.environ.get("FAKE_CUDA_UUID", "GPU-fake")
+
+    def allocate(self, num_bytes: int) -> DeviceBlock:
+        if num_bytes > int(os.environ.get("FAKE_CUDA_FREE", 1 << 40)):
+            raise MemoryError("the fake device is full")
+        arena, name = create_arena(_DATA_OFFSET + num_bytes)
+        return self._block(arena, name, False)
+
+    def _block(self, arena: Arena, name: ArenaName, imported: bool) -> DeviceBlock:
+        data = torch.frombuffer(arena.memory, dtype=torch.uint8)[_DATA_OFFSET:]
+        block = DeviceBlock(arena.address, imported, data)
+        _names[block.pointer] = name
+        return block
+
+    def allow_queries_while_capturing(self) -> None:
+        """It has no graphs."""
+
+    def trim(self) -> None:
+        pass
+
+    def export(self, block: DeviceBlock) -> bytes:
+        if self.broken == "export":
+            raise MemoryError("cuIpcGetMemHandle: CUDA_ERROR_OUT_OF_MEMORY")
+        return json.dumps(asdict(_names[block.pointer])).encode()
+
+    def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
+        if self.broken == "open":
+            raise DriverError("the fake driver refuses\nwith advice, as torch has it behind CUDA's own text")
+        if self.broken == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.broken == "memory":
+            return self.allocate(num_bytes)
+        name = ArenaName(**json.loads(handle))
+        return self._block(attach_arena(name), name, True)
+
+    def release(self, block: DeviceBlock) -> None:
+        name = _names.pop(block.pointer)
+        released.append(block.imported)
+        if not block.imported:
+            os.close(name.fd)
+
+    def register(self, address: int, num_bytes: int) -> int:
+        if self.broken == "register":
+            raise DriverError("cuMemHostRegister_v2: CUDA_ERROR_NOT_SUPPORTED")
+        registered.add(address)
+        return address
+
+    def unregister(self, address: int) -> None:
+        registered.remove(address)
+
+    def write_word(self, stream: FakeStream, pointer: int, value: int) -> None:
+        word = ctypes.c_int64.from_address(pointer)
+
+        def write() -> None:
+            word.value = value
+
+        stream.issue(write)
+
+    def wait_for_word(self, stream: FakeStream, pointer: int, value: int) -> None:
+        word = ctypes.c_int64.from_address(pointer)
+        # As on a device, this process does not notify it that the word has changed.
+        stream.issue(lambda: None, (lambda: False) if self.broken == "word" else (lambda: word.value >= value))
 
 
 _names: dict[int, ArenaName] = {}

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-from ipc_harness import Job, rank_backend
+from ipc_harness import Job, rank_backend, rank_device
 from torch._C import _distributed_c10d as c10d
 
-from ray_fracbackend.ipc import IpcProcessGroup, knobs
+from ray_fracbackend.ipc import IpcError, IpcProcessGroup, knobs
+from ray_fracbackend.ipc.host.arena import create_arena
+from ray_fracbackend.ipc.host.liveness import Peer, start_time
+from ray_fracbackend.ipc.protocol.control import ControlPage, control_bytes
 from ray_fracbackend.ipc.protocol.schedule import Action
 from ray_fracbackend.staged import StagedProcessGroup
 
@@ -24,6 +31,8 @@ SMALL_CHUNKS = {knobs.CHUNK_BYTES_ENV_VAR: str(CHUNK_BYTES), knobs.ONE_PASS_BYTE
 # Two of these chunks and a little more.
 NUMEL = 40_000
 SMALL_NUMEL = 4
+# Four of the chunks that tests on a device use, and a little more.
+DEVICE_NUMEL = 66_000
 
 
 def bare_group(
@@ -45,8 +54,8 @@ def options(kind: str, **fields: Any) -> Any:
 
 
 def filled(numel: int = NUMEL) -> torch.Tensor:
-    """Return any data."""
-    return torch.ones(numel)
+    """Return any data on the rank's device."""
+    return torch.ones(numel, device=rank_device())
 
 
 @dataclass(frozen=True)
@@ -77,12 +86,12 @@ class Call:
 
     def one(self) -> torch.Tensor:
         """Return one part."""
-        tensor = torch.ones(self.numel, dtype=self.dtype)
+        tensor = torch.ones(self.numel, dtype=self.dtype, device=rank_device())
         return tensor.to_sparse() if self.sparse else tensor
 
     def whole(self, pg: IpcProcessGroup) -> torch.Tensor:
         """Return a part for each rank, in one tensor."""
-        return torch.ones(self.numel * pg.size(), dtype=self.dtype)
+        return torch.ones(self.numel * pg.size(), dtype=self.dtype, device=rank_device())
 
     def several(self, pg: IpcProcessGroup) -> list[torch.Tensor]:
         """Return a part for each rank."""
@@ -129,6 +138,7 @@ KINDS: dict[str, tuple[str, Callable[[Call, IpcProcessGroup, Any], Any]]] = {
     "barrier": ("Barrier", lambda c, pg, o: pg.barrier(o)),
 }
 CALLS = {name: Call(name) for name in KINDS} | {"all_reduce_small": Call("all_reduce", SMALL_NUMEL)}
+DEVICE_CALLS = {**CALLS, **{name: Call(name, DEVICE_NUMEL) for name in KINDS}}
 
 Point = tuple[Action, int]
 
@@ -212,3 +222,65 @@ def open_files() -> list[str]:
 def open_memfds() -> int:
     """Return the descriptors of our shared memory in this process."""
     return sum("ray_fracbackend_ipc" in name for name in open_files())
+
+
+def in_child(function: Callable[[], Any]) -> str:
+    """Return the class of the error of a function in a forked child, or its result as text."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = str(function())
+        except BaseException as error:
+            text = type(error).__name__
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+def control_pages(num_ranks: int) -> tuple[list[ControlPage], int]:
+    """Return the pages of ranks in one new arena, and its address."""
+    arena, name = create_arena(control_bytes(num_ranks))
+    os.close(name.fd)
+    return [ControlPage(arena, rank, num_ranks) for rank in range(num_ranks)], arena.address
+
+
+def this_process() -> Peer:
+    """Return this process as a peer."""
+    return Peer(os.getpid(), start_time(os.getpid()))
+
+
+Error = tuple[str, str, float]
+
+
+class InjectedError(RuntimeError):
+    """Represents any error inside a collective, such as a failed allocation."""
+
+
+def error_of(function: Callable[[], Any]) -> Error:
+    """Return class, message and seconds of the error of a call; an empty class if it returns."""
+    started = time.monotonic()
+    try:
+        function()
+    except IpcError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    except RuntimeError as error:
+        return "RuntimeError", str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+def strike(fault: str) -> None:
+    """Kill or stop this process, or raise an error."""
+    if fault == "raise":
+        raise InjectedError("injected")
+    if sys.platform == "win32":
+        # It has no signals for these.
+        this = psutil.Process()
+        this.kill() if fault == "kill" else this.suspend()
+    os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    # Another thread may have received the signal, and this thread must not continue until it stops too.
+    time.sleep(3600)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -10,10 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch.utils import backend_registration
 
 from ray_fracbackend.worker.store import open_store
 from tests.processes import Outcome, run_each
@@ -22,10 +22,6 @@ from tests.processes import Outcome, run_each
 DEVICE_ENV_VAR = "IPC_TEST_DEVICE"
 # Backend of the group that a rank creates: ipc or staged.
 BACKEND_ENV_VAR = "IPC_TEST_BACKEND"
-
-# Required by `fake_accelerator`; torch 2.9.1 does not have it yet.
-TAKES_TYPES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-typed = pytest.mark.skipif(not TAKES_TYPES, reason="needs a torch that takes a device type from Python")
 
 _WINDOWS = sys.platform == "win32"
 
@@ -77,10 +73,6 @@ def _as_rank(function: Callable[..., Any], job: Job, args: tuple[Any, ...], env:
         import fake_cuda
 
         fake_cuda.install(int(seed) + job.rank)
-    if os.environ.get(DEVICE_ENV_VAR, "").startswith("fake"):
-        import fake_accelerator
-
-        fake_accelerator.install(job.rank)
     return function(job, *args)
 
 
@@ -123,3 +115,32 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     ]
     assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
+
+
+def on_ranks(size: int | None = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that every rank of a run calls with its `Job`, and that asserts there.
+
+    Args:
+        size: Number of ranks; by default the parameter ``size`` of the test.
+        options: As for `run_ranks`; a callable ``env`` also gets the parameters of the test.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def test(**parameters: Any) -> None:
+            num_ranks, env = size or parameters["size"], options.get("env", {})
+            more = {**options, "env": (lambda rank: env(rank, **parameters)) if callable(env) else env}
+            # By name, because pickle finds the test in place of the function.
+            outcomes = run_ranks(_run_test, num_ranks, function.__module__, function.__name__, parameters, **more)
+            values(outcomes[: options.get("needed", num_ranks)])
+
+        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        signature = inspect.signature(function)
+        test.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
+        test.on_rank = function  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_test(job: Job, module: str, name: str, parameters: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).on_rank(job, **parameters)

@@ -6,12 +6,13 @@ import itertools
 import os
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import ipc_reference as ref
 import torch
 import torch.distributed as dist
-from ipc_harness import Job, rank_device
+from ipc_harness import Job, rank_device, run_ranks, values
 from ipc_reference import Op, make, reduced, same
 from torch.torch_version import TorchVersion
 
@@ -23,138 +24,6 @@ SMALL_CHUNKS = {
     "RAY_FRACBACKEND_IPC_ONE_PASS_BYTES": "32768",
     "RAY_FRACBACKEND_IPC_DEVICE_CHUNK_BYTES": "65536",
     "RAY_FRACBACKEND_IPC_DEVICE_ONE_PASS_BYTES": "16384",
-}
-
-
-def own(dtype: torch.dtype, shape: str, salt: str = "") -> torch.Tensor:
-    """Return this rank's input, on the device."""
-    return make(dtype, shape, dist.get_rank(), salt).to(rank_device())
-
-
-def finish(work: dist.Work | None) -> None:
-    """Wait for an asynchronous call."""
-    if work is not None:
-        work.wait()
-
-
-def run_broadcast(group: Group, dtype: torch.dtype, shape: str, root: int, async_op: bool) -> list[torch.Tensor]:
-    """Result of broadcast."""
-    tensor = own(dtype, shape)
-    finish(dist.broadcast(tensor, root, group=group, async_op=async_op))
-    return [tensor]
-
-
-def run_all_gather(group: Group, dtype: torch.dtype, shape: str, root: int, async_op: bool) -> list[torch.Tensor]:
-    """Result of all_gather."""
-    tensor = own(dtype, shape)
-    outputs = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    finish(dist.all_gather(outputs, tensor, group=group, async_op=async_op))
-    return outputs
-
-
-def run_all_gather_single(
-    group: Group, dtype: torch.dtype, shape: str, root: int, async_op: bool
-) -> list[torch.Tensor]:
-    """Result of all_gather_into_tensor, as a list."""
-    tensor = own(dtype, shape)
-    output = torch.empty((dist.get_world_size(), *tensor.shape), dtype=dtype, device=rank_device())
-    finish(dist.all_gather_into_tensor(output.view(-1), tensor.reshape(-1), group=group, async_op=async_op))
-    return list(output)
-
-
-def run_gather(group: Group, dtype: torch.dtype, shape: str, root: int, async_op: bool) -> list[torch.Tensor]:
-    """Result of gather."""
-    tensor = own(dtype, shape)
-    is_root = dist.get_rank() == root
-    outputs = [torch.empty_like(tensor) for _ in range(dist.get_world_size())] if is_root else None
-    finish(dist.gather(tensor, outputs, dst=root, group=group, async_op=async_op))
-    return outputs or []
-
-
-def run_scatter(group: Group, dtype: torch.dtype, shape: str, root: int, async_op: bool) -> list[torch.Tensor]:
-    """Result of scatter."""
-    size = dist.get_world_size()
-    inputs = [own(dtype, shape, str(r)) for r in range(size)] if dist.get_rank() == root else None
-    output = torch.empty_like(own(dtype, shape))
-    finish(dist.scatter(output, inputs, src=root, group=group, async_op=async_op))
-    return [output]
-
-
-def run_all_to_all(group: Group, dtype: torch.dtype, shape: str, root: int, async_op: bool) -> list[torch.Tensor]:
-    """Result of all_to_all."""
-    size = dist.get_world_size()
-    inputs = [own(dtype, shape, str(r)) for r in range(size)]
-    outputs = [torch.empty_like(inputs[0]) for _ in range(size)]
-    finish(dist.all_to_all(outputs, inputs, group=group, async_op=async_op))
-    return outputs
-
-
-def expect_all(dtype: torch.dtype, shape: str, root: int) -> list[torch.Tensor]:
-    """Return every rank's input."""
-    return [make(dtype, shape, r) for r in range(dist.get_world_size())]
-
-
-MOVERS: dict[str, tuple[Callable[..., list[torch.Tensor]], Callable[..., list[torch.Tensor]]]] = {
-    "broadcast": (run_broadcast, lambda d, s, root: [make(d, s, root)]),
-    "all_gather": (run_all_gather, expect_all),
-    "all_gather_into_tensor": (run_all_gather_single, expect_all),
-    "gather": (run_gather, lambda d, s, root: expect_all(d, s, root) if dist.get_rank() == root else []),
-    "scatter": (run_scatter, lambda d, s, root: [make(d, s, root, str(dist.get_rank()))]),
-    "all_to_all": (
-        run_all_to_all,
-        lambda d, s, root: [make(d, s, r, str(dist.get_rank())) for r in range(dist.get_world_size())],
-    ),
-}
-
-
-def run_all_reduce(group: Group, dtype: torch.dtype, op: Op, shape: str, root: int, async_op: bool) -> torch.Tensor:
-    """Result of all_reduce."""
-    tensor = own(dtype, shape)
-    finish(dist.all_reduce(tensor, op, group=group, async_op=async_op))
-    return tensor
-
-
-def run_reduce(group: Group, dtype: torch.dtype, op: Op, shape: str, root: int, async_op: bool) -> torch.Tensor | None:
-    """Result of reduce on the root."""
-    tensor = own(dtype, shape)
-    finish(dist.reduce(tensor, root, op, group=group, async_op=async_op))
-    return tensor if dist.get_rank() == root else None
-
-
-def run_reduce_scatter(group: Group, dtype: torch.dtype, op: Op, shape: str, root: int, async_op: bool) -> torch.Tensor:
-    """Result of reduce_scatter in which every rank's parts are its input, each for another rank."""
-    inputs = [own(dtype, shape, str(r)) for r in range(dist.get_world_size())]
-    output = torch.empty_like(inputs[0])
-    finish(dist.reduce_scatter(output, inputs, op, group=group, async_op=async_op))
-    return output
-
-
-def run_reduce_scatter_single(
-    group: Group, dtype: torch.dtype, op: Op, shape: str, root: int, async_op: bool
-) -> torch.Tensor:
-    """Result of reduce_scatter_tensor on the same data."""
-    inputs = [own(dtype, shape, str(r)) for r in range(dist.get_world_size())]
-    output = torch.empty(inputs[0].shape, dtype=dtype, device=rank_device())
-    whole = torch.cat([tensor.reshape(-1) for tensor in inputs])
-    finish(dist.reduce_scatter_tensor(output.view(-1), whole, op, group=group, async_op=async_op))
-    return output
-
-
-def expect_reduced(dtype: torch.dtype, op: Op, shape: str, root: int) -> torch.Tensor | None:
-    """Return all ranks' inputs, reduced."""
-    return reduced([make(dtype, shape, r) for r in range(dist.get_world_size())], op)
-
-
-def expect_scattered(dtype: torch.dtype, op: Op, shape: str, root: int) -> torch.Tensor:
-    """Return all ranks' parts for this rank, reduced."""
-    return reduced([make(dtype, shape, r, str(dist.get_rank())) for r in range(dist.get_world_size())], op)
-
-
-REDUCERS: dict[str, tuple[Callable[..., torch.Tensor | None], Callable[..., torch.Tensor | None]]] = {
-    "all_reduce": (run_all_reduce, expect_reduced),
-    "reduce": (run_reduce, lambda d, o, s, root: expect_reduced(d, o, s, root) if dist.get_rank() == root else None),
-    "reduce_scatter": (run_reduce_scatter, expect_scattered),
-    "reduce_scatter_tensor": (run_reduce_scatter_single, expect_scattered),
 }
 
 
@@ -173,6 +42,129 @@ class Case(NamedTuple):
         return f"{self.name} {self.dtype}{op} {self.shape} root {self.root} async {self.async_op}"
 
 
+@dataclass
+class Run:
+    """A case in progress on this rank, on a group."""
+
+    case: Case
+    group: Group
+    # Inputs that the collective may still read.
+    held: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Arguments of every function of torch."""
+        return {"group": self.group, "async_op": self.case.async_op}
+
+    def own(self, salt: str = "") -> torch.Tensor:
+        """Return this rank's input, on the device."""
+        self.held.append(make(self.case.dtype, self.case.shape, dist.get_rank(), salt).to(rank_device()))
+        return self.held[-1]
+
+    def owns(self) -> list[torch.Tensor]:
+        """Return this rank's input for each rank."""
+        return [self.own(str(r)) for r in range(dist.get_world_size())]
+
+    def outputs(self) -> list[torch.Tensor]:
+        """Return memory for a result of each rank."""
+        return [torch.empty_like(self.own()) for _ in range(dist.get_world_size())]
+
+    def is_root(self) -> bool:
+        """Whether this rank is the root of the case."""
+        return dist.get_rank() == self.case.root
+
+    def results(self) -> list[torch.Tensor]:
+        """Run it and return this rank's results."""
+        work, results = STARTS[self.case.name](self)
+        if work is not None:
+            work.wait()
+        return results
+
+
+# What a collective returns, and this rank's results.
+Started = tuple[Any, list[torch.Tensor]]
+
+
+def broadcast(run: Run) -> Started:
+    tensor = run.own()
+    return dist.broadcast(tensor, run.case.root, **run.how), [tensor]
+
+
+def all_gather(run: Run) -> Started:
+    outputs = run.outputs()
+    return dist.all_gather(outputs, run.own(), **run.how), outputs
+
+
+def all_gather_into_tensor(run: Run) -> Started:
+    output = torch.empty((dist.get_world_size(), *run.own().shape), dtype=run.case.dtype, device=rank_device())
+    return dist.all_gather_into_tensor(output.view(-1), run.own().reshape(-1), **run.how), list(output)
+
+
+def gather(run: Run) -> Started:
+    outputs = run.outputs() if run.is_root() else None
+    return dist.gather(run.own(), outputs, dst=run.case.root, **run.how), outputs or []
+
+
+def scatter(run: Run) -> Started:
+    inputs, output = run.owns() if run.is_root() else None, torch.empty_like(run.own())
+    return dist.scatter(output, inputs, src=run.case.root, **run.how), [output]
+
+
+def all_to_all(run: Run) -> Started:
+    outputs = run.outputs()
+    return dist.all_to_all(outputs, run.owns(), **run.how), outputs
+
+
+def all_reduce(run: Run) -> Started:
+    tensor = run.own()
+    return dist.all_reduce(tensor, run.case.op, **run.how), [tensor]
+
+
+def reduce(run: Run) -> Started:
+    tensor = run.own()
+    return dist.reduce(tensor, run.case.root, run.case.op, **run.how), [tensor] if run.is_root() else []
+
+
+def reduce_scatter(run: Run) -> Started:
+    output = torch.empty_like(run.own())
+    return dist.reduce_scatter(output, run.owns(), run.case.op, **run.how), [output]
+
+
+def reduce_scatter_tensor(run: Run) -> Started:
+    output = torch.empty(run.own().shape, dtype=run.case.dtype, device=rank_device())
+    run.held.append(torch.cat([tensor.reshape(-1) for tensor in run.owns()]))
+    return dist.reduce_scatter_tensor(output.view(-1), run.held[-1], run.case.op, **run.how), [output]
+
+
+_FUNCTIONS = (
+    broadcast,
+    all_gather,
+    all_gather_into_tensor,
+    gather,
+    scatter,
+    all_to_all,
+    all_reduce,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+)
+STARTS: dict[str, Callable[[Run], Started]] = {function.__name__: function for function in _FUNCTIONS}
+
+
+def expected(case: Case) -> list[torch.Tensor]:
+    """Return the results that this rank must have."""
+    name, dtype, op, shape, _, root = case
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    if name in ("reduce", "gather") and rank != root:
+        return []
+    # The ranks' inputs for this rank, or for all.
+    salt = str(rank) if "scatter" in name or name == "all_to_all" else ""
+    inputs = [make(dtype, shape, r, salt) for r in ranks]
+    if op is not None:
+        return [reduced(inputs, op)]
+    return [inputs[root]] if name in ("broadcast", "scatter") else inputs
+
+
 def ways(size: int, number: int) -> list[bool]:
     """Return values of async_op: both for small world sizes, alternating between cases for large ones, which are slow here."""
     return [False, True] if size < 4 else [bool(number % 2)]
@@ -181,12 +173,12 @@ def ways(size: int, number: int) -> list[bool]:
 def cases_of(size: int, dtypes: list[torch.dtype]) -> list[Case]:
     """Return the whole table for a world size: collectives by element type, operation, shape and kind of call."""
     cases = []
-    for place, name in enumerate((*MOVERS, *REDUCERS)):
+    for place, name in enumerate(STARTS):
         for dtype in dtypes:
             # torch allows complex numbers only for all_reduce.
-            if name in REDUCERS and dtype.is_complex and name != "all_reduce":
+            if "reduce" in name and dtype.is_complex and name != "all_reduce":
                 continue
-            for op in ref.ops_of(dtype) if name in REDUCERS else [None]:
+            for op in ref.ops_of(dtype) if "reduce" in name else [None]:
                 for number, shape in enumerate(ref.SHAPES, place + (0 if op is None else op.value)):
                     root = (number + len(shape)) % size
                     cases += [Case(name, dtype, op, shape, async_op, root) for async_op in ways(size, number)]
@@ -205,50 +197,38 @@ def pairwise(cases: list[Case], seed: int) -> list[Case]:
     return kept
 
 
+def gloo_has(case: Case) -> bool:
+    """Return whether Gloo can give a second opinion, soon: it refuses or misreads some strided tensors, and has no all_to_all of lists."""
+    if case.op is None:
+        return case.dtype in (torch.float32, torch.int64) and case.shape == "small" and case.name != "all_to_all"
+    # Before pytorch#149869 it sums in a reduce_scatter_tensor, whatever the operation; older torch has no reduce_scatter.
+    if case.name.startswith("reduce_scatter") and TorchVersion(torch.__version__) < "2.8":
+        return False
+    return case.dtype in ref.GLOO_DTYPES and case.op in ref.GLOO_OPS and case.shape in ("scalar", "small")
+
+
 def failures_of(case: Case, gloo: Group | None) -> list[str]:
     """Compare a case with the reference, and with Gloo if Gloo supports it."""
-    name, dtype, op, shape, async_op, root = case
-    if op is None:
-        run, expect = MOVERS[name]
-        expected = expect(dtype, shape, root)
-        actual = run(dist.group.WORLD, dtype, shape, root, async_op)
-        bad = [] if len(actual) == len(expected) and all(map(same, actual, expected)) else [str(case)]
-        # Gloo has no all_to_all of lists.
-        if gloo and dtype in (torch.float32, torch.int64) and shape == "small" and name != "all_to_all":
-            second = run(gloo, dtype, shape, root, False)
-            if not all(map(same, second, expected)):
-                bad.append(f"Gloo disagrees with the reference: {case}")
-        return bad
-    run_reducer, expect_reducer = REDUCERS[name]
-    wanted = expect_reducer(dtype, op, shape, root)
-    result = run_reducer(dist.group.WORLD, dtype, op, shape, root, async_op)
-    bad = [str(case)] if wanted is not None and (result is None or not same(result, wanted)) else []
-    # Shapes that are quick; Gloo refuses or misreads some strided ones, and before pytorch#149869 it sums in a reduce_scatter_tensor,
-    # whatever the operation.
-    adds = name == "reduce_scatter_tensor" and TorchVersion(torch.__version__) < "2.8"
-    ops = [dist.ReduceOp.SUM] if adds else ref.GLOO_OPS
-    if gloo and dtype in ref.GLOO_DTYPES and op in ops and shape in ("scalar", "small"):
-        try:
-            opinion = run_reducer(gloo, dtype, op, shape, root, False)
-        except RuntimeError as error:
-            # In older torch, which has no reduce_scatter.
-            if "does not support" not in str(error):
-                raise
-            return bad
-        if wanted is not None and not same(opinion, wanted):
-            bad.append(f"Gloo disagrees with the reference: {case}")
+    wanted, bad = expected(case), []
+    for group in (dist.group.WORLD, *([gloo] if gloo and gloo_has(case) else [])):
+        found = Run(case if group is not gloo else case._replace(async_op=False), group).results()
+        if len(found) != len(wanted) or not all(map(same, found, wanted)):
+            bad.append(f"{case} on {group.name()}")
     return bad
 
 
-def whole_table(job: Job, dtypes: list[torch.dtype], full: bool = True) -> list[str]:
-    """Run every case, or only pairs of values, on this rank and return those that failed."""
+def whole_table(job: Job, dtypes: list[torch.dtype], full: bool = True) -> None:
+    """Run every case, or only pairs of values, on this rank; all must be right and take the expected path."""
     job.init()
     gloo = dist.new_group(backend="gloo") if rank_device().type == "cpu" else None
     cases = cases_of(job.size, dtypes)
-    bad = [text for case in (cases if full else pairwise(cases, job.size)) for text in failures_of(case, gloo)]
-    # The expected path of the tensors, so that another path is detected.
+    assert [text for case in (cases if full else pairwise(cases, job.size)) for text in failures_of(case, gloo)] == []
     how, wanted = dist.group.WORLD.staged_reason, os.environ.get("IPC_TEST_STAGED")
-    bad += [] if how is wanted or (how and wanted and how.startswith(wanted)) else [f"staged: {how}"]
+    assert how is wanted or (how and wanted and how.startswith(wanted)), f"staged: {how}"
     dist.barrier()
     dist.destroy_process_group()
-    return bad
+
+
+def check_table(size: int, dtypes: list[torch.dtype], full: bool, env: Any) -> None:
+    """Run the table on ranks with these variables."""
+    values(run_ranks(whole_table, size, dtypes, full, limit_s=280, env=env))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -27,47 +27,38 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
 
 
+full = pytest.mark.full
+
+
 def command(*arguments):
     return [sys.executable, "-m", "benchmarks.ipc", "--ranks", "2", "--sizes", "4096", *map(str, arguments)]
 
 
-@pytest.mark.full
+@full
 def test_the_result_and_its_plot(tmp_path):
-    """A table, one dated JSON with both sides of every case and the machine, and its plot."""
+    """A table, one dated JSON with positive, ordered quartiles for each operation and backend and the machine, and its plot."""
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
-    arguments = [
-        "--rounds",
-        1,
-        "--starts",
-        1,
-        "--tries",
-        1,
-        "--operations",
-        "all_reduce",
-        "ddp_step",
-        "--out",
-        tmp_path,
-    ]
+    operations = ["all_reduce", "ddp_step"]
+    arguments = ["--rounds", 1, "--starts", 2, "--tries", 1, "--operations", *operations, "--out", tmp_path]
     done = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert "gloo/ipc" in done.stdout
     (path,) = tmp_path.glob("ipc_*.json")
     result = json.loads(path.read_text())
-    assert {"ipc", "gloo", "copy"} <= {row["backend"] for row in result["rows"]}
-    assert {row["operation"] for row in result["rows"]} == {"all_reduce", "ddp_step"}
+    backends = {row["backend"] for row in result["rows"]}
+    assert backends >= {"ipc", "gloo", "copy"}
+    assert {(row["operation"], row["backend"]) for row in result["rows"]} == {*itertools.product(operations, backends)}
+    for row in result["rows"]:
+        assert 0 < row["p25_ms"] <= row["median_ms"] <= row["p75_ms"]
+        assert (row["num_bytes"], row["num_ranks"], row["busy"]) == (4096, 2, 0)
+        assert len(row["start_medians_ms"]) == 2
     assert result["environment"]["num_cpus"] == os.cpu_count()
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.full),
-        pytest.param(signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.full),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.full),
-    ],
-)
-def test_no_rank_is_left(number, code, monkeypatch, tmp_path):
+@full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_is_left(number, monkeypatch, tmp_path):
     """The ranks end with the benchmark, however it ends, for example in a cancelled job."""
     monkeypatch.setenv("IPC_BENCH_TEST", str(tmp_path))
     process = subprocess.Popen(with_signals(*command("--rounds", 1000, "--out", tmp_path)), cwd=ROOT)
@@ -79,7 +70,7 @@ def test_no_rank_is_left(number, code, monkeypatch, tmp_path):
 
     assert wait_until(lambda: len(of_ranks()) == 2, 120)
     process.send_signal(number)
-    assert process.wait(60) == code
+    assert process.wait(60) == -number
     assert wait_until(lambda: not of_ranks(), 60)
     assert list(tmp_path.iterdir()) == []
 
@@ -89,49 +80,6 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch):
     monkeypatch.setattr(ranks.sys, "executable", os.fspath(Path(__file__).with_name("rank_1_fails.sh")))
     with pytest.raises(RuntimeError, match="ended with exit code 3: no device here"):
         ranks.run_benchmark(3, operations=["all_reduce"], sizes=[4096])
-
-
-def test_a_signal_while_the_ranks_start_ends_them(monkeypatch):
-    """While a thread reads from a rank, the pool of the threads waits for that rank, so the rank must be ended."""
-
-    class Interrupted(ThreadPoolExecutor):
-        def submit(self, function, process, *arguments):
-            if process.args[-1] == self.last:
-                raise KeyboardInterrupt
-            self.last = process.args[-1]
-            return super().submit(function, process, *arguments)
-
-        last = None
-
-    monkeypatch.setattr(ranks.sys, "executable", os.fspath(Path(__file__).with_name("rank_1_fails.sh")))
-    monkeypatch.setattr(ranks, "ThreadPoolExecutor", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ranks.run_benchmark(2, operations=["all_reduce"], sizes=[4096])
-
-
-@pytest.mark.full
-def test_rows_are_complete():
-    """Each operation, size and backend has a row with positive, ordered quartiles, and progress reaches its total."""
-    seen = []
-    rows = ranks.run_benchmark(
-        2,
-        operations=["all_reduce", "ddp_step"],
-        sizes=[4096],
-        rounds=1,
-        starts=2,
-        progress=lambda done, total, what: seen.append((done, total, what)),
-    )
-    assert {(row["operation"], row["backend"]) for row in rows} == {
-        (operation, backend) for operation in ("all_reduce", "ddp_step") for backend in ("ipc", "gloo", "copy")
-    }
-    for row in rows:
-        assert 0 < row["p25_ms"] <= row["median_ms"] <= row["p75_ms"]
-        assert (row["num_bytes"], row["num_ranks"]) == (4096, 2)
-        assert len(row["start_medians_ms"]) == 2
-        assert min(row["start_medians_ms"]) <= row["median_ms"] <= max(row["start_medians_ms"])
-    assert [row["busy"] for row in rows] == [0] * len(rows)
-    assert [done for done, _, _ in seen] == [1, 2, 3, 4]
-    assert {total for _, total, _ in seen} == {4}
 
 
 def test_loops_keep_a_machine_busy():
@@ -146,21 +94,7 @@ def test_loops_keep_a_machine_busy():
     assert not any(loop.is_running() for loop in loops)
 
 
-@pytest.mark.full
-def test_loops_end_with_the_benchmark():
-    """A killed driver leaves none."""
-    code = "from benchmarks.ipc.load import busy_loops\nwith busy_loops(2) as pids: print(*pids, flush=True); input()"
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    pids = [int(pid) for pid in driver.stdout.readline().split()]
-    driver.kill()
-    driver.communicate()
-    assert len(pids) == 2
-    assert wait_until(lambda: not any(map(psutil.pid_exists, pids)), 60)
-
-
-@pytest.mark.full
+@full
 def test_a_failing_rank_is_reported_with_its_output():
     """The error contains the rank's output."""
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
@@ -179,71 +113,45 @@ def ask(index, num_ranks, port):
     return answers
 
 
-@pytest.mark.full
+@full
 def test_a_backend_that_one_rank_cannot_use_is_left_out_on_all():
     """Otherwise the ranks would measure different things and wait for each other."""
     assert run_processes(ask, 2) == [[True, False, True]] * 2
 
 
-def result(**changes):
+@pytest.mark.parametrize(("share", "warns"), [(0.02, False), (0.888, True)])
+def test_table(share, warns):
+    """Units, sizes below 1 KiB, and a warning for a busy machine."""
     row = {"operation": "all_reduce", "num_ranks": 2, "busy": 0}
     rows = [
         {**row, "num_bytes": size, "backend": backend, "median_ms": ms}
         for size in (8, 4096)
         for backend, ms in (("ipc", 0.5), ("gloo", 1.0), ("copy", 0.1))
     ]
-    return {"rows": rows, "cpu_share_of_other_processes": 0.02, **changes}
-
-
-def test_table():
-    """Units, sizes below 1 KiB, the meaning of the columns, and no warning for a quiet machine."""
-    text = figure.table(result())
+    text = figure.table({"rows": rows, "cpu_share_of_other_processes": share})
     header, small, *_ = text.splitlines()
     assert header.split()[2:] == ["loops", "KiB", "ipc,", "ms", "gloo,", "ms", "copy,", "ms", "gloo/ipc"]
     assert small.split() == ["all_reduce", "2", "0", "0.0078125", "0.500", "1.000", "0.100", "2.0"]
-    assert "copy: a plain copy" in text
-    assert "gloo/ipc: how many times as long Gloo takes" in text
-    assert "warning" not in text
-
-
-def test_table_of_a_busy_machine():
-    """The table shows which share of the machine other processes used."""
-    assert "warning: other processes used 89% of this machine" in figure.table(
-        result(cpu_share_of_other_processes=0.888)
-    )
+    assert ("warning" in text) == warns
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "sizes", "device", "out", "said"),
+    ("num_ranks", "size", "device", "out", "said"),
     [
-        ([2, 4], [8], "cpu", "new", "--sizes 8: must be at least 16, a float32 for each of 4 ranks"),
-        (
-            [2],
-            [2**40],
-            "cpu",
-            "new",
-            r"--sizes \d+ with 2 ranks: needs 16384.0 GiB of memory, and .* free; ask for smaller",
-        ),
-        ([2], [4096], "cpu", "/proc/x", "--out /proc/x: No such file or directory; name a folder of yours"),
-        pytest.param(
-            [2],
-            [4096],
-            "cuda",
-            "new",
-            "--device cuda: torch sees no CUDA device here; ray-fracbackend doctor",
-            marks=pytest.mark.skipif(
-                torch.cuda.is_available(), reason="needs a machine where torch sees no CUDA device"
-            ),
-        ),
+        ([2, 4], 8, "cpu", "new", "--sizes 8"),
+        ([2], 2**40, "cpu", "new", r"--sizes \d+ with 2 ranks"),
+        ([2], 4096, "cpu", "/proc/x", "--out /proc/x"),
+        ([2], 4096, "cuda", "new", "--device cuda"),
     ],
 )
-def test_checks_before_a_measurement(num_ranks, sizes, device, out, said, tmp_path):
+def test_checks_before_a_measurement(num_ranks, size, device, out, said, tmp_path, monkeypatch):
     """A wrong path does not lose minutes of work, and a wrong size does not exhaust the machine."""
-    assert re.match(said, why_not(num_ranks, sizes, device, tmp_path / out))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert re.match(said, why_not(num_ranks, [size], device, tmp_path / out))
     assert why_not([2], [4096], "cpu", tmp_path / "new") is None
 
 
-@pytest.mark.full
+@full
 def test_where_the_time_of_a_small_call_goes(tmp_path):
     """Each case has its median in one dated JSON."""
     arguments = ["--rounds", "2", "--calls", "3", "--out", str(tmp_path)]

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import fake_cuda
 import pytest
 import torch
 from fake_cuda import FakeCuda, FakeGpu, FakeStream
 from ipc_calls import options
-from ipc_device_calls import device_group
-from ipc_harness import Job, run_ranks, values
+from ipc_harness import Job, on_ranks
+from ipc_memories import device_group
 from ipc_table import SMALL_CHUNKS
 
 from ray_fracbackend.ipc._torch import RedOpType
-from ray_fracbackend.ipc.device import runtime as cuda_runtime
 from ray_fracbackend.ipc.device.driver import tensor_at
 from ray_fracbackend.ipc.device.memory import NUM_SLOTS, DeviceMemory, DeviceParts
 from ray_fracbackend.ipc.device.timeline import Timeline, timeline_bytes
@@ -90,38 +87,21 @@ def program(ranks: Ranks, rank: int, seed: int) -> list[tuple[torch.Tensor, floa
     return results
 
 
-def wrong_results(num_ranks: int, plan: ReductionPlan, seed: int) -> int:
-    """Run a program on all ranks with the device held, then release it; return the number of wrong tensors, -1 if it gets stuck."""
+def check_program(num_ranks: int, plan: ReductionPlan, seed: int) -> None:
+    """Run a program on all ranks with the device held, then release it; all results must be right."""
     with contextlib.closing(FakeGpu(seed)) as gpu:
-        try:
-            return run_program(gpu, num_ranks, plan, seed)
-        finally:
-            fake_cuda.close_names()
-
-
-def run_program(gpu: FakeGpu, num_ranks: int, plan: ReductionPlan, seed: int) -> int:
-    gpu.pause_s, gpu.stickiness = 0.0, [0.0, 0.9, 0.99][seed % 3]
-    gpu.running.clear()
-    ranks = Ranks(gpu, num_ranks, plan)
-    results: list[Any] = [None] * num_ranks
-
-    def run(rank: int) -> None:
-        results[rank] = program(ranks, rank, seed)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads), "a host waits for the device"
-    assert all(result is not None for result in results)
-    gpu.running.set()
-    try:
+        gpu.pause_s, gpu.stickiness = 0.0, [0.0, 0.9, 0.99][seed % 3]
+        gpu.running.clear()
+        ranks = Ranks(gpu, num_ranks, plan)
+        with ThreadPoolExecutor(num_ranks) as pool:
+            runs = [pool.submit(program, ranks, rank, seed) for rank in range(num_ranks)]
+            _, waiting = wait(runs, 30)
+            gpu.running.set()
+        assert not waiting, "a host waits for the device"
         for stream in ranks.streams:
             stream.synchronize()
-    except RuntimeError:
-        return -1
-    return sum(not bool((tensor == value).all()) for result in results for tensor, value in result)
+        assert all(bool((tensor == value).all()) for run in runs for tensor, value in run.result())
+    fake_cuda.close_names()
 
 
 PLANS = {
@@ -133,83 +113,16 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.full)])
-def test_results_are_exact_in_whatever_order_the_device_works(num_ranks: int, plan: str) -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_results_are_exact_in_whatever_order_the_device_works(num_ranks: int, plan: str, seed: int) -> None:
     """No host waits for the device, and random orders that respect streams and events have exact results."""
-    for seed in range(12):
-        assert wrong_results(num_ranks, PLANS[plan], seed) == 0, seed
-    assert not [thread for thread in threading.enumerate() if thread.name == "fake gpu"]
+    check_program(num_ranks, PLANS[plan], seed)
 
 
-def skip_wait(self: DeviceMemory, ranks: Sequence[int], kind: int, value: int) -> None:
-    """Continue without the peers."""
-
-
-def wait_for_the_chunk_before(self: DeviceMemory, ranks: Sequence[int], kind: int, value: int) -> None:
-    """Wait for an earlier chunk than intended."""
-    _wait(self, ranks, kind, value - 1)
-
-
-def wait_for_the_first(self: DeviceMemory, ranks: Sequence[int], kind: int, value: int) -> None:
-    """Wait for only one of the peers whose memory is read."""
-    _wait(self, ranks[:1], kind, value)
-
-
-def signal_nothing(self: DeviceMemory, progress: int) -> None:
-    """The peers' waits never end."""
-    self.release_fence()
-
-
-def signal_too_early(self: DeviceMemory, progress: int) -> None:
-    """The peers' waits end before this rank has reached that point."""
-    self._timeline.signal(self._stream, progress + 1)
-    self.release_fence()
-
-
-def write_at_once(self: DeviceMemory, chunk: int, read: int, readers: Sequence[int]) -> None:
-    """Overwrite memory that a peer may not have read yet."""
-
-
-def one_buffer(self: DeviceMemory, rank: int, chunk: int, *args: Any) -> torch.Tensor:
-    """Use the same slot for every chunk."""
-    return _slot(self, rank, 0, *args)
-
-
-_slot, _wait = DeviceMemory.slot, DeviceMemory.wait
-
-MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "no wait": ("wait", skip_wait),
-    "a wait for the chunk before": ("wait", wait_for_the_chunk_before),
-    "a wait for one peer": ("wait", wait_for_the_first),
-    "no signal": ("record", signal_nothing),
-    "a signal too early": ("record", signal_too_early),
-    "no wait before a slot is written again": ("prepare_put", write_at_once),
-    "one buffer": ("slot", one_buffer),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_transport_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The orders above are enough to detect each mistake."""
-    monkeypatch.setattr(fake_cuda, "_WAIT_LIMIT_S", 2.0)
-    monkeypatch.setattr(DeviceMemory, *MUTANTS[name])
-    assert any(wrong_results(3, PLANS["leader"], seed) != 0 for seed in range(24))
-
-
-@contextlib.contextmanager
-def broken(name: str) -> Iterator[None]:
-    """Break the synchronization of the caller's stream with the group's."""
-    stream = cuda_runtime.CommunicationStream
-    mark, join = stream.mark, stream.join
-    if name == "mark":
-        stream.mark = lambda self: self.runtime.new_event()  # type: ignore[method-assign]
-    elif name == "join":
-        stream.join = lambda self, done: None  # type: ignore[method-assign]
-    yield
-    stream.mark, stream.join = mark, join  # type: ignore[method-assign]
-
-
-def caller_streams(job: Job, how: str, mutant: str) -> bool:
-    """Create, reduce and use a tensor on a caller's stream while the device does nothing."""
+@pytest.mark.parametrize("is_async", [False, True])
+@on_ranks(2, env={**SMALL_CHUNKS, "FAKE_CUDA_SEED": "3"})
+def test_a_call_waits_for_its_callers_stream_and_the_stream_for_the_call(job: Job, is_async: bool) -> None:
+    """Create, reduce and use a tensor on a caller's stream while the device does nothing: neither wait blocks the host."""
     pg = device_group(job, "streams", job.rank, job.size, 60.0)
     gpu, caller = FakeCuda.gpu, FakeStream(FakeCuda.gpu)
     runtime = FakeCuda(torch.device("cpu"))
@@ -217,28 +130,18 @@ def caller_streams(job: Job, how: str, mutant: str) -> bool:
     gpu.stickiness = 0.9
     gpu.running.clear()
     results = []
-    with broken(mutant):
-        for number in range(10):
-            tensor, result = torch.empty(9000), torch.empty(9000)
-            with runtime.on(caller):
-                tensor.copy_(torch.full((9000,), float(number + job.rank)))
-                work = pg.allreduce([tensor], options("Allreduce", asyncOp=how != "sync"))
-                if how != "sync":
-                    work.wait()
-                torch.mul(tensor, 2.0, out=result)
-            results.append(result)
+    for number in range(10):
+        tensor, result = torch.empty(9000), torch.empty(9000)
+        with runtime.on(caller):
+            tensor.copy_(torch.full((9000,), float(number + job.rank)))
+            work = pg.allreduce([tensor], options("Allreduce", asyncOp=is_async))
+            if is_async:
+                work.wait()
+            torch.mul(tensor, 2.0, out=result)
+        results.append(result)
     gpu.running.set()
     caller.synchronize()
-    return all(bool((result == 2.0 * (2 * number + 1)).all()) for number, result in enumerate(results))
-
-
-@pytest.mark.parametrize("how", ["sync", "async"])
-@pytest.mark.parametrize("mutant", ["", "mark", "join"])
-def test_a_call_waits_for_its_callers_stream_and_the_stream_for_the_call(how: str, mutant: str) -> None:
-    """Neither blocks the host, and without either wait the results are wrong."""
-    env = {**SMALL_CHUNKS, "FAKE_CUDA_SEED": "3"}
-    right = values(run_ranks(caller_streams, 2, how, mutant, limit_s=120, env=env))
-    assert all(right) if not mutant else not all(right)
+    assert all(bool((result == 2.0 * (2 * number + 1)).all()) for number, result in enumerate(results))
 
 
 def test_a_tensor_can_be_made_over_foreign_memory() -> None:

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from ipc_calls import CALLS, SMALL_CHUNKS, bare_group
 from ipc_harness import Job, run_ranks, values
 
 from ray_fracbackend.ipc import knobs
 
 
+def logged(log: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that writes its name into a log."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        log.append(name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def with_log(job: Job) -> tuple[Any, list[str]]:
+    """Return a group, and a log of its fences and of the stores of this rank's counter."""
+    pg, log = bare_group(job, "fences", job.rank, job.size, 20.0), []
+    memory, waiter = pg._local.engine.transport, pg._local.engine.waiter
+    for owner, name, entry in (
+        (memory, "release_fence", "release"),
+        (memory, "acquire", "acquire"),
+        (waiter, "_full_fence", "full"),
+        (waiter, "publish", "store"),
+    ):
+        setattr(owner, name, logged(log, entry, getattr(owner, name)))
+    return pg, log
+
+
 def order_of(job: Job) -> list[str]:
     """Return the steps of a rank in an all_reduce of several chunks: actions, stores of its counter, and fences."""
-    pg = bare_group(job, "fences", job.rank, job.size, 20.0)
-    engine, log = pg._local.engine, []
-    memory, waiter = engine.transport, engine.waiter
-
-    def logged(name, function):
-        def call(*args):
-            log.append(name)
-            return function(*args)
-
-        return call
-
-    memory.release_fence = logged("release", memory.release_fence)
-    memory.acquire = logged("acquire", memory.acquire)
-    waiter._full_fence = logged("full", waiter._full_fence)
-    waiter.publish = logged("store", waiter.publish)
-    engine.observer = lambda action, chunk: log.append(action.name)
+    pg, log = with_log(job)
+    pg._local.engine.observer = lambda action, chunk: log.append(action.name)
     CALLS["all_reduce"](pg).wait()
     pg.shutdown()
     return log
@@ -33,36 +46,24 @@ def order_of(job: Job) -> list[str]:
 
 def order_of_a_prepared_call(job: Job) -> list[str]:
     """Return the steps of a rank in a call on the prepared path, with the fence after a copy as "copied"."""
-    pg = bare_group(job, "fences", job.rank, job.size, 20.0)
-    engine, log = pg._local.engine, []
-    memory, waiter = engine.transport, engine.waiter
-
-    def logged(name, function):
-        def call(*args, **kwargs):
-            log.append(name)
-            return function(*args, **kwargs)
-
-        return call
-
+    pg, log = with_log(job)
+    memory, waiter = pg._local.engine.transport, pg._local.engine.waiter
     CALLS["all_reduce_small"](pg).wait()
     # The second call is prepared, with these functions.
-    memory.release_fence = logged("release", memory.release_fence)
-    memory.copy_fence = logged("copied", memory.copy_fence)
-    memory.acquire = logged("acquire", memory.acquire)
-    memory.prepare_put = logged("PUT", memory.prepare_put)
-    memory.prepare_fold = logged("FOLD", memory.prepare_fold)
-    waiter._full_fence = logged("full", waiter._full_fence)
-    waiter.publish = logged("store", waiter.publish)
+    memory.copy_fence = logged(log, "copied", memory.copy_fence)
+    memory.prepare_put = logged(log, "PUT", memory.prepare_put)
+    memory.prepare_fold = logged(log, "FOLD", memory.prepare_fold)
     wait = waiter.wait
 
-    def unlogged_wait(*args):
+    def unlogged_wait(*args: Any) -> None:
         num_entries = len(log)
         wait(*args)
         del log[num_entries:]
 
     waiter.wait = unlogged_wait
     (reduction,) = pg._reductions.values()
-    reduction._function = logged("reduce", reduction._function)
+    reduction._function = logged(log, "reduce", reduction._function)
+    log.clear()
     CALLS["all_reduce_small"](pg).wait()
     pg.shutdown()
     return log

@@ -14,117 +14,64 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ipc_harness import Job, run_ranks, values
+from ipc_calls import in_child
+from ipc_harness import Job, on_ranks
 
 import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
 from ray_fracbackend.ipc.group.executor import Executor
 
 
-def in_child(function: Any) -> str:
-    """Return the result of a function in a forked child."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            text = str(function())
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writer, text.encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    return text
+def summed(**how: Any) -> float:
+    """Sum one of each rank."""
+    tensor = torch.ones(1)
+    work = dist.all_reduce(tensor, **how)
+    if work is not None:
+        work.wait()
+    return tensor.item()
 
 
-def used_in_child(job: Job) -> tuple[list[str], list[float]]:
-    """Return a forked child's error for each use of the group, and the parent's results after each."""
-    job.init()
-    queued = dist.all_reduce(torch.ones(1), async_op=True)
-    queued.wait()
-    uses = [
-        lambda: dist.all_reduce(torch.full((1,), 100.0)),
-        lambda: dist.all_reduce(torch.full((1,), 100.0), async_op=True).wait(),
-        lambda: dist.barrier(),
-        lambda: dist.group.WORLD.abort(),
-        lambda: dist.destroy_process_group(),
-    ]
-    texts, sums = [], []
-    for use in uses:
-        texts.append(in_child(use))
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        sums.append(tensor.item())
-    return texts, sums
-
-
-def test_a_forked_child_cannot_use_its_parents_group() -> None:
+@on_ranks(2)
+def test_a_forked_child_cannot_use_its_parents_group(job: Job) -> None:
     """The child gets an error, and neither its call nor the end of its copy reaches the parent's group."""
-    for texts, sums in values(run_ranks(used_in_child, 2)):
-        assert all("forked from it: call collectives in the parent" in text for text in texts[:3]), texts
-        assert texts[3:] == ["None", "None"]
-        assert sums == [2.0] * 5
+    job.init()
+    summed(async_op=True)
+    refused = [summed, lambda: summed(async_op=True), dist.barrier]
+    for use in (*refused, lambda: dist.group.WORLD.abort(), dist.destroy_process_group):  # type: ignore[union-attr]
+        assert in_child(use) == ("GroupClosedError" if use in refused else "None")
+        assert summed() == 2.0
 
 
-def waited_for_in_child(job: Job) -> tuple[list[str], float]:
-    """Return the error of a forked child that waits for its parent's call, which continues."""
+@on_ranks(2)
+def test_a_forked_child_cannot_wait_for_its_parents_call(job: Job) -> None:
+    """A time limit makes no difference, and the call goes on."""
     job.init()
     dist.barrier()
     tensor = torch.ones(1)
     if job.rank == 1:
         time.sleep(1.0)
     work = dist.all_reduce(tensor, async_op=True)
-    waits = [lambda: work.wait(), lambda: work.wait(timedelta(seconds=0.2))]
-    texts = [in_child(wait) for wait in waits] if job.rank == 0 else []
+    if job.rank == 0:
+        assert in_child(lambda: work.wait()) == "GroupClosedError"
+        assert in_child(lambda: work.wait(timedelta(seconds=0.2))) == "GroupClosedError"
     work.wait()
-    return texts, tensor.item()
+    assert tensor.item() == 2.0
 
 
-def test_a_forked_child_cannot_wait_for_its_parents_call() -> None:
-    """A time limit makes no difference."""
-    (texts, result), other = values(run_ranks(waited_for_in_child, 2))
-    assert all(text.startswith("GroupClosedError") for text in texts), texts
-    assert len(texts) == 2
-    assert (result, other) == (2.0, ([], 2.0))
-
-
-def several_groups(job: Job) -> list[float]:
-    """Create groups one after the other with one store, as with torchrun."""
-    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
-    sums = []
-    for _ in range(3):
-        dist.init_process_group("ipc", store=store, rank=job.rank, world_size=job.size)
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        sums.append(tensor.item())
-        dist.destroy_process_group()
-    return sums
-
-
-SCRIPT = """
+# Each must end by itself, and not by SIGABRT.
+SCRIPTS = {
+    "fork": """
 import os, sys
 import torch, torch.distributed as dist
 import ray_fracbackend.ipc
-
 dist.init_process_group("ipc", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1), async_op=True).wait()
 if pid := os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-@pytest.mark.full
-def test_a_forked_child_ends() -> None:
-    """A child at the end of its script does not wait for threads that only the parent has."""
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
-
-
-EXIT_SCRIPT = """
+""",
+    "calls": """
 import sys, time
 import torch, torch.distributed as dist
 import ray_fracbackend.ipc
-
 rank = int(sys.argv[1])
 dist.init_process_group("ipc", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 tensor = torch.ones(1 << 20)
@@ -133,22 +80,11 @@ for _ in range(3):
     work = dist.all_reduce(tensor, async_op=True)
 if rank == 0 and sys.argv[3] == "alone":
     dist.all_reduce(tensor, async_op=True)
-"""
-
-
-@pytest.mark.parametrize("last", ["together", pytest.param("alone", marks=pytest.mark.full)])
-def test_a_process_may_end_in_the_middle_of_a_call(last: str, tmp_path: Path) -> None:
-    """Calls that were not waited for, including one that no peer joins, do not end a script with SIGABRT."""
-    command = [sys.executable, "-c", EXIT_SCRIPT]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), last]) for rank in (0, 1)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
-
-
-WATCHED_SCRIPT = """
-import threading, time, types, torch
-from ray_fracbackend.ipc.device.watch import DeviceWatch
+""",
+    "watch": """
+import contextlib, os, threading, types, torch
+import ray_fracbackend.ipc.device.watch as watch
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
-import contextlib, os
 matrix, begun = torch.ones(400, 400), threading.Event()
 class Last:
     def query(self):
@@ -160,64 +96,74 @@ peer = Peer(os.getpid(), start_time(os.getpid()))
 engine = types.SimpleNamespace(rank=0, waiter=types.SimpleNamespace(peers=[peer]), has_left=lambda rank: False)
 runtime = types.SimpleNamespace(allow_queries_while_capturing=lambda: None, on=lambda stream: contextlib.nullcontext())
 stream = types.SimpleNamespace(runtime=runtime, stream=None, timeout_s=1e-9, last=Last())
-import ray_fracbackend.ipc.device.watch as watch
 watch._MIN_LOOK_S = 0.001
-DeviceWatch([engine], stream, ["rank 0"], lambda: None)
+watch.DeviceWatch([engine], stream, ["rank 0"], lambda: None)
 begun.wait(60)
 begun.clear()
 begun.wait(60)
-"""
+""",
+}
+full = pytest.mark.full
 
 
-@pytest.mark.full
-def test_a_process_may_end_while_its_watch_asks_the_device() -> None:
-    """The thread is in torch's C++ then, which would end the process with SIGABRT."""
-    ended = [
-        subprocess.run([sys.executable, "-c", WATCHED_SCRIPT], timeout=100, check=False).returncode for _ in range(3)
-    ]
-    assert ended == [0, 0, 0]
+@pytest.mark.parametrize(
+    ("script", "num_ranks", "last"),
+    [
+        pytest.param("fork", 1, "", marks=full),
+        ("calls", 2, "together"),
+        pytest.param("calls", 2, "alone", marks=full),
+        *[pytest.param("watch", 1, "", marks=full)] * 3,
+    ],
+)
+def test_a_process_ends(script: str, num_ranks: int, last: str, tmp_path: Path) -> None:
+    """In the middle of a call, and with threads in torch's C++ or without them."""
+    command = [sys.executable, "-c", SCRIPTS[script]]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), last]) for rank in range(num_ranks)]
+    assert [rank.wait(100) for rank in ranks] == [0] * num_ranks
 
 
-def test_a_store_can_be_used_again() -> None:
-    """A second group with the store of an ended one does not read that group's data."""
-    assert values(run_ranks(several_groups, 2)) == [[2.0] * 3] * 2
+@on_ranks(2)
+def test_a_store_can_be_used_again(job: Job) -> None:
+    """Groups one after the other with one store, as with torchrun: none reads the data of an ended one."""
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+    for _ in range(3):
+        dist.init_process_group("ipc", store=store, rank=job.rank, world_size=job.size)
+        assert summed() == 2.0
+        dist.destroy_process_group()
 
 
-def gradients(job: Job) -> list[list[float]]:
-    """Return gradients after a collective has written to tensors that autograd keeps, through detached tensors."""
+@on_ranks(2)
+def test_versions_of_tensors_stay(job: Job) -> None:
+    """As with Gloo and NCCL, a write to a detached tensor is not an error in the next backward pass."""
     job.init()
-    found = []
-    for dense in (True, False):
+    for step in (1, 2):  # dense, and not
         weight = torch.ones(3, requires_grad=True)
         product = weight * weight
-        view = weight.detach() if dense else weight.detach()[::2]
-        dist.broadcast(view, 0)
+        dist.broadcast(weight.detach()[::step], 0)
         product.sum().backward()
         assert weight.grad is not None
-        found.append(weight.grad.tolist())
+        assert weight.grad.tolist() == [2.0] * 3
     for call in (
         lambda t: dist.all_reduce(t),
         lambda t: dist.all_gather([t, torch.empty_like(t)], t.clone()),
         lambda t: dist.all_to_all_single(t, torch.ones(2)),
     ):
-        x = torch.zeros(2, requires_grad=True)
-        p = torch.sigmoid(x)
+        p = torch.sigmoid(torch.zeros(2, requires_grad=True))
         before = p._version
         call(p.detach())
-        found.append([float(p._version - before)])
-    return found
+        assert p._version == before
 
 
-def test_versions_of_tensors_stay() -> None:
-    """As with Gloo and NCCL, a write to a detached tensor is not an error in the next backward pass."""
-    assert values(run_ranks(gradients, 2)) == [[[2.0] * 3, [2.0] * 3, [0.0], [0.0], [0.0]]] * 2
+def executor_without_worker() -> Executor:
+    """The thread that waits runs the queue."""
+    executor = Executor("test")
+    executor._serve = lambda: None  # type: ignore[method-assign]
+    return executor
 
 
 def test_an_interrupt_is_for_the_thread_that_it_hit() -> None:
     """The thread that runs another's call raises the signal handler's error; that call has failed, later ones continue."""
-    executor = Executor("test")
-    executor._serve = lambda: None  # type: ignore[method-assign]  # no worker: the thread that waits runs the queue
-    ran = []
+    executor, ran = executor_without_worker(), []
 
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -234,14 +180,12 @@ def test_an_interrupt_is_for_the_thread_that_it_hit() -> None:
 @pytest.mark.parametrize("how", ["run", "finish"])
 def test_a_call_in_a_signal_handler_within_a_call_is_an_error(how: str) -> None:
     """It would wait for itself forever."""
-    executor = Executor("test")
-    executor._serve = lambda: None  # type: ignore[method-assign]  # no worker: the thread that waits runs the queue
-    ran: list[str] = []
+    executor, ran = executor_without_worker(), []
 
     def handler() -> None:
         call = lambda: ran.append("inner")  # noqa: E731
         nested = {"run": lambda: executor.run(call), "finish": lambda: executor.finish(executor.submit(call))}
-        with pytest.raises(RuntimeError, match="signal handler or finalizer called a collective"):
+        with pytest.raises(RuntimeError, match="signal handler or finalizer"):
             nested[how]()
         assert not executor.close(0.1), "a call is in progress"
         ran.append("handler")
@@ -255,58 +199,39 @@ def test_a_call_in_a_signal_handler_within_a_call_is_an_error(how: str) -> None:
     assert ran == ["handler", *(["inner"] if how == "finish" else []), "after"]
 
 
-def ended_by_a_signal(job: Job) -> str:
-    """Return the error of a rank that waits for its second call when a handler exits."""
+@on_ranks(2)
+def test_a_handler_that_exits_ends_a_wait(job: Job) -> None:
+    """``wait()`` raises SystemExit, whichever call was in progress."""
     job.init()
-    dist.all_reduce(torch.ones(1), async_op=True).wait()
+    summed(async_op=True)
     if job.rank == 1:
         time.sleep(3.0)
-        return ""
+        return
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(7))
     dist.all_reduce(torch.ones(1), async_op=True)
     second = dist.all_reduce(torch.ones(1), async_op=True)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
+    with pytest.raises(SystemExit, match="7"):
         second.wait()
-    except BaseException as error:
-        return repr(error)
-    return "nothing"
 
 
-def test_a_handler_that_exits_ends_a_wait() -> None:
-    """``wait()`` raises SystemExit, whichever call was in progress."""
-    assert values(run_ranks(ended_by_a_signal, 2))[0] == "SystemExit(7)"
-
-
-def limited_by_torch(job: Job) -> str:
-    """Return the error of a call whose limit was set by torch's own function."""
+@on_ranks(2)
+def test_the_limit_of_torchs_own_function_counts(job: Job) -> None:
+    """``_set_pg_timeout`` sets the limit; the message has torch's wording, for those who look for it."""
     job.init()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
     if job.rank == 1:
         time.sleep(2.0)
-        return ""
+        return
     started = time.monotonic()
-    try:
-        dist.all_reduce(torch.ones(1))
-    except dist.DistBackendError as error:
-        return f"{error}" if time.monotonic() - started < 2 else "too late"
-    return "nothing"
-
-
-def test_the_limit_of_torchs_own_function_counts() -> None:
-    """``_set_pg_timeout`` sets the limit; the message has torch's wording."""
-    text = values(run_ranks(limited_by_torch, 2))[0]
-    assert "timed out" in text
-    assert " timeout " in text
-
-
-def devices(job: Job) -> list[str]:
-    """Return the devices that a group claims."""
-    job.init()
-    return sorted(device.type for device in dist.group.WORLD._device_types)
+    with pytest.raises(dist.DistBackendError, match=r"timed out.* timeout "):
+        summed()
+    assert time.monotonic() - started < 2
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs a torch without CUDA")
-def test_a_torch_without_cuda_has_no_group_for_cuda() -> None:
+@on_ranks(2)
+def test_a_torch_without_cuda_has_no_group_for_cuda(job: Job) -> None:
     """Otherwise torch uses CUDA as the device of the group's objects."""
-    assert values(run_ranks(devices, 2)) == [["cpu"]] * 2
+    job.init()
+    assert [device.type for device in dist.group.WORLD._device_types] == ["cpu"]  # type: ignore[union-attr]

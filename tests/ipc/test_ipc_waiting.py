@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 
 import pytest
+from ipc_calls import control_pages, this_process
 
 from ray_fracbackend.ipc import knobs
 from ray_fracbackend.ipc.errors import CollectiveTimeoutError
-from ray_fracbackend.ipc.host.arena import create_arena
-from ray_fracbackend.ipc.host.liveness import Peer, start_time
 from ray_fracbackend.ipc.protocol import waiting
-from ray_fracbackend.ipc.protocol.control import ControlPage, control_bytes
 from ray_fracbackend.ipc.protocol.schedule import DONE, READ, WRITTEN
 
 WAKE_US = 60.0
@@ -24,9 +21,7 @@ class Kernel:
     """Replaces `time` and `os`: time passes only in yields and sleeps, and the peer publishes at a given time."""
 
     def __init__(self) -> None:
-        arena, name = create_arena(control_bytes(2))
-        os.close(name.fd)
-        self.page, self.address = ControlPage(arena, 0, 2), arena.address
+        (self.page, _), self.address = control_pages(2)
         self.now_us, self.due_us, self.step, self.num_sleeps = 0.0, 0.0, 0, 0
         # Cost of a yield, and number of yields.
         self.yield_us, self.num_yields = 1.0, 0
@@ -64,8 +59,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def waiter_of(kernel: Kernel) -> waiting.Waiter:
-    myself = Peer(os.getpid(), start_time(os.getpid()))
-    found = waiting.Waiter(kernel.page, kernel.address, [myself, myself], ["rank 0", "rank 1"])
+    found = waiting.Waiter(kernel.page, kernel.address, [this_process()] * 2, ["rank 0", "rank 1"])
     found._futex.wait = kernel.sleep  # type: ignore[method-assign]
     found._let_threads_run = kernel.pass_time  # type: ignore[assignment, return-value]
     return found
@@ -81,22 +75,12 @@ def sleeps(kernel: Kernel, waiter: waiting.Waiter, delay_us: float, num_waits: i
     return kernel.num_sleeps - before
 
 
-def test_short_waits_are_polled_through(kernel: Kernel) -> None:
-    """A peer that comes within the longest poll never costs a wake-up."""
-    assert sleeps(kernel, waiter_of(kernel), 100, 20) == 0
-
-
-def test_long_waits_are_slept_through(kernel: Kernel) -> None:
-    """A rank that has to wait for milliseconds soon polls for almost none of them."""
+def test_polling_fits_the_length_of_waits(kernel: Kernel) -> None:
+    """A peer that comes within the longest poll costs no wake-up, one that needs milliseconds soon almost no polling, and back again."""
     waiter = waiter_of(kernel)
+    assert sleeps(kernel, waiter, 100, 20) == 0
     assert sleeps(kernel, waiter, 5000, 20) == 20
     assert waiter._spin_us == waiting._MIN_SPIN_US
-
-
-def test_polling_comes_back_after_long_waits(kernel: Kernel) -> None:
-    """Large collectives must not leave each later small one with a wake-up."""
-    waiter = waiter_of(kernel)
-    sleeps(kernel, waiter, 5000, 20)
     assert sleeps(kernel, waiter, 100, 20) == 1
 
 
@@ -149,16 +133,14 @@ def test_a_timeout_names_the_rank_that_the_others_wait_for(
 ) -> None:
     """Rank 0 waits for rank 1, which may itself wait for rank 2: a stopped one is named, else the one with the lowest counts."""
     monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, "0")
-    arena, name = create_arena(control_bytes(3))
-    os.close(name.fd)
-    page = ControlPage(arena, 0, 3)
+    (page, *_), address = control_pages(3)
     for rank, position in enumerate(positions):
         for kind in (WRITTEN, READ, DONE):
             page.words[page.counter_index[rank] + kind] = position
-    peers = [Peer(os.getpid(), start_time(os.getpid())) for _ in positions]
+    peers = [this_process() for _ in positions]
     if stopped is not None:
         monkeypatch.setattr(peers[stopped], "state", lambda: "stopped")
-    waiter = waiting.Waiter(page, arena.address, peers, ["rank 0", "rank 1", "rank 2"])
+    waiter = waiting.Waiter(page, address, peers, ["rank 0", "rank 1", "rank 2"])
     state = "stopped" if stopped == named else "running"
     with pytest.raises(
         CollectiveTimeoutError, match=rf"^rank {named} \(pid \d+, {state}\) did not reach a test in time"
@@ -170,11 +152,8 @@ def test_sleepers_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that publishes a step wakes the ranks that sleep for it, without a check of their own."""
     monkeypatch.setattr(waiting, "_SLICE_S", 3600.0)
     monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, "0")
-    arena, name = create_arena(control_bytes(2))
-    os.close(name.fd)
-    myself = Peer(os.getpid(), start_time(os.getpid()))
-    pages = [ControlPage(arena, rank, 2) for rank in range(2)]
-    sleeper, publisher = (waiting.Waiter(page, arena.address, [myself] * 2, ["rank 0", "rank 1"]) for page in pages)
+    pages, address = control_pages(2)
+    sleeper, publisher = (waiting.Waiter(page, address, [this_process()] * 2, ["rank 0", "rank 1"]) for page in pages)
     steps = range(1, 11)
 
     def sleep_for_each_step() -> None:
@@ -197,11 +176,8 @@ def test_sleepers_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_polls_lets_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python takes its lock from no thread here, so the polling thread must release it."""
     monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, str(1_000_000))
-    arena, name = create_arena(control_bytes(2))
-    os.close(name.fd)
-    myself = Peer(os.getpid(), start_time(os.getpid()))
-    page = ControlPage(arena, 0, 2)
-    waiter = waiting.Waiter(page, arena.address, [myself] * 2, ["rank 0", "rank 1"])
+    (page, _), address = control_pages(2)
+    waiter = waiting.Waiter(page, address, [this_process()] * 2, ["rank 0", "rank 1"])
     polls, before, met = threading.Event(), sys.getswitchinterval(), []
 
     def wait() -> None:

@@ -7,18 +7,15 @@ test_ipc_fences.py tests the fences.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from ipc_calls import control_pages, this_process
 
 from ray_fracbackend.ipc import knobs
-from ray_fracbackend.ipc.host.arena import create_arena
-from ray_fracbackend.ipc.host.liveness import Peer, start_time
 from ray_fracbackend.ipc.protocol import waiting
-from ray_fracbackend.ipc.protocol.control import ControlPage, control_bytes
 from ray_fracbackend.ipc.protocol.schedule import WRITTEN
 
 Ranks = Sequence[Callable[[waiting.Waiter], None]]
@@ -131,15 +128,12 @@ class Kernel:
 def play(ranks: Ranks, choices: Sequence[int]) -> Turns:
     """Run one interleaving."""
     turns = Turns(choices)
-    arena, name = create_arena(control_bytes(len(ranks)))
-    os.close(name.fd)
-    peers = [Peer(os.getpid(), start_time(os.getpid()))] * len(ranks)
+    pages, address = control_pages(len(ranks))
     waiters = []
-    for rank in range(len(ranks)):
-        page = ControlPage(arena, rank, len(ranks))
+    for page in pages:
         words = page.words
         page.words, page._bytes = Points(words, turns), Points(page._bytes, turns)  # type: ignore[assignment]
-        waiter = waiting.Waiter(page, arena.address, peers, [f"rank {r}" for r in range(len(ranks))])
+        waiter = waiting.Waiter(page, address, [this_process()] * len(ranks), [f"rank {r}" for r in range(len(ranks))])
         waiter._futex = Kernel(words, turns)  # type: ignore[assignment]
         waiter._raise_if_hopeless = lambda *_: None  # type: ignore[method-assign]
         waiters.append(waiter)
