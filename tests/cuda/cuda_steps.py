@@ -12,10 +12,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 MEMORY_MIB = 256
+_ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -204,21 +208,26 @@ def _hold(num_bytes: int) -> None:
     sys.stdin.read()
 
 
+@contextmanager
+def holding(num_bytes: int, **env: str) -> Iterator[None]:
+    """Have another process keep memory of the device."""
+    command = _command("hold", str(num_bytes))
+    pipe = subprocess.PIPE
+    other = subprocess.Popen(command, cwd=_ROOT, env={**os.environ, **env}, stdin=pipe, stdout=pipe)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"there\n"
+        yield
+    finally:
+        other.communicate()
+
+
 def run_case(case: Case) -> dict[str, Any]:
     """Make the failure in this process."""
     import torch
 
-    other = None
-    if case.others_bytes:
-        command = _command("hold", str(case.others_bytes))
-        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert other.stdout is not None
-        other.stdout.readline()
-    try:
+    with holding(case.others_bytes) if case.others_bytes else nullcontext():
         return {"torch": torch.__version__, **first_failure(case.steps), "count": torch.cuda.device_count()}
-    finally:
-        if other is not None:
-            other.communicate()
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ ray.shutdown()
 """
 
 
-def machine(state, num_devices=1, **env):
+def machine(state, **env):
     """Variables of an emulated machine of its own."""
-    shape = {"CUDA_RIG_STATE": str(state), "CUDA_RIG_DEVICES": str(num_devices), "CUDA_RIG_NCCL": "2.30.7"}
+    shape = {"CUDA_RIG_STATE": str(state), "CUDA_RIG_DEVICES": "1", "CUDA_RIG_NCCL": "2.30.7"}
     return {**os.environ, "PYTHONPATH": python_path(), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", **shape, **env}
 
 
@@ -56,7 +56,7 @@ def lines_of(done, code=0):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """Address and variables of a Ray that runs on a machine of two devices."""
-    env = machine(tmp_path_factory.mktemp("machine"), 2, RAY_AUTH_MODE="disabled")
+    env = machine(tmp_path_factory.mktemp("machine"), CUDA_RIG_DEVICES="2", RAY_AUTH_MODE="disabled")
     with tempfile.TemporaryDirectory(prefix="rf", ignore_cleanup_errors=True) as folder:  # sockets have short paths
         process = subprocess.Popen(
             [sys.executable, "-c", _CLUSTER, "2"],
@@ -73,47 +73,40 @@ def cluster(tmp_path_factory):
             process.communicate(timeout=60)
 
 
-def test_doctor(tmp_path):
-    """A device, its compute mode, what NCCL takes and what can be shared; nothing to fix."""
-    found = lines_of(command("doctor", "--json", env=machine(tmp_path)))
-    ((level, driver),) = found["driver"]
-    assert level == "ok"
-    assert re.fullmatch(rf"NVIDIA [\d.]+ for CUDA {torch.version.cuda}: 1 x Emulated CUDA Device", driver)
-    assert found["cuda:0"] == [("ok", f"{_GPU}, 8.0 GiB, compute mode default: several workers may share it")]
-    nccl = "2.30.7 is loaded; it takes shared devices with on_shared_device='nccl'"
-    assert found["NCCL"] == [("ok", nccl)]
-    assert ("ok", "ranks on one device can share its memory, as far as one process can check") in found["ipc"]
-    assert {level for lines in found.values() for level, _ in lines} == {"ok"}
-
-
-@pytest.mark.skipif(
+MIG = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.8"),
     reason="torch 2.7 itself cannot start CUDA there: it asks CUDA for all GPUs that NVML counts",
 )
-def test_doctor_on_gpus_in_mig_mode(tmp_path):
-    """Of two GPUs in MIG mode CUDA has one slice, which torch counts as two devices until CUDA has started."""
-    found = lines_of(command("doctor", "--json", env=machine(tmp_path, 2, CUDA_RIG_MIG="2")))
-    (device,) = [name for name in found if name.startswith("cuda:")]
-    assert device == "cuda:0"
-    assert found[device][0][0] == "ok"
-    assert "MIG slice of GPU-a0a1a2a3" in found[device][0][1]
-    assert "CUDA devices" not in found
 
 
-@full
 @pytest.mark.parametrize(
-    ("fault", "name", "level", "text", "code"),
+    ("env", "name", "level", "text", "code"),
     [
-        ("exclusive", "cuda:0", "warning", "compute mode exclusive_process: workers with a fraction of it fail", 0),
-        ("no_ipc", "ipc", "ok", "as far as one process can check", 0),
-        ("no_device", "CUDA devices", "ok", "none (", 0),
-        ("old_driver", "CUDA devices", "problem", "the NVIDIA driver of the node is too old", 1),
+        ({}, "driver", "ok", "1 x Emulated CUDA Device", 0),
+        ({}, "cuda:0", "ok", f"{_GPU}, 8.0 GiB, compute mode default", 0),
+        ({}, "NCCL", "ok", "2.30.7", 0),
+        ({}, "ipc", "ok", "can share its memory", 0),
+        # Of two GPUs in MIG mode CUDA has one slice, which torch counts as two devices until CUDA has started.
+        pytest.param(
+            {"CUDA_RIG_MIG": "2", "CUDA_RIG_DEVICES": "2"}, "cuda:0", "ok", "MIG slice of GPU-a0a1a2a3", 0, marks=MIG
+        ),
+        *(
+            pytest.param({"CUDA_RIG_FAULT": fault}, *line, marks=full)
+            for fault, *line in (
+                ("exclusive", "cuda:0", "warning", "compute mode exclusive_process", 0),
+                ("no_ipc", "ipc", "ok", "as far as one process can check", 0),
+                ("no_device", "CUDA devices", "ok", "none (", 0),
+                ("old_driver", "CUDA devices", "problem", "the NVIDIA driver of the node is too old", 1),
+            )
+        ),
     ],
 )
-def test_doctor_with_a_fault(tmp_path, fault, name, level, text, code):
-    """The line of the fault, its level, and the exit code."""
-    found = lines_of(command("doctor", "--json", env=machine(tmp_path, CUDA_RIG_FAULT=fault)), code)
+def test_doctor(tmp_path, env, name, level, text, code):
+    """A line, its level, and the exit code; nothing else is wrong, and no other device is there."""
+    found = lines_of(command("doctor", "--json", env=machine(tmp_path, **env)), code)
     assert any(each == level and text.lower() in said.lower() for each, said in found[name]), found
+    assert {each for other, lines in found.items() for each, _ in lines if other != name} <= {"ok", level}
+    assert "cuda:1" not in found
 
 
 def test_doctor_of_a_cluster(cluster):
@@ -121,36 +114,27 @@ def test_doctor_of_a_cluster(cluster):
     address, env = cluster
     found = lines_of(command("doctor", "--json", "--address", address, env=env))
     assert [name for name in found if name.startswith("cuda:")] == ["cuda:0", "cuda:1"]
-    assert found["Ray's GPUs"][0][0] == "ok"
     assert {level for lines in found.values() for level, _ in lines} == {"ok"}
 
 
-def test_plan(cluster):
-    """Who shares which device, the backend and why; what it costs is a warning with what to do."""
+@pytest.mark.parametrize(
+    ("arguments", "backend", "rows"),
+    [
+        (_HALVES, "gloo", [("0", "0.5", _GPU, "1"), ("1", "0.5", _GPU, "0")]),
+        (("--num-workers", "2", "--gpus-per-worker", "1"), "nccl", None),
+    ],
+    ids=["halves", "own devices"],
+)
+def test_plan(cluster, arguments, backend, rows):
+    """Who shares which device, the backend and why; what sharing costs is a warning."""
     address, env = cluster
-    done = command("plan", *_HALVES, "--address", address, env=env)
+    done = command("plan", *arguments, "--address", address, env=env)
     assert done.returncode == 0, done.stderr
     table, _, rest = done.stdout.partition("\n\n")
-    rows = [re.split(r"\s{2,}", line) for line in table.splitlines()[2:]]
-    assert [(row[0], row[3], row[4], row[5], row[6]) for row in rows] == [
-        ("0", "0.5", _GPU, "1", "2.30.7"),
-        ("1", "0.5", _GPU, "0", "2.30.7"),
-    ]
-    reason = "using gloo (NCCL 2.30.7 refuses shared devices by default) [2 workers, "
-    assert f"ranks 0,1 share {_GPU.replace(' ', ' (', 1)}) on node " in rest
-    assert reason in rest
-    assert "not verified]" in rest
-    assert "warning: 2 of 2 ranks share a GPU" in rest
-
-
-def test_plan_of_devices_of_their_own(cluster):
-    """NCCL, no sharing, no warning."""
-    address, env = cluster
-    done = command("plan", "--num-workers", 2, "--gpus-per-worker", 1, "--address", address, env=env)
-    assert done.returncode == 0, done.stderr
-    assert "using nccl" in done.stdout
-    assert "share" not in done.stdout.partition("\n\n")[2]
-    assert "warning" not in done.stdout
+    found = [re.split(r"\s{2,}", line) for line in table.splitlines()[2:]]
+    assert f"using {backend}" in rest
+    assert ("share" in rest, "warning" in rest) == (rows is not None, rows is not None)
+    assert rows is None or [(row[0], row[3], row[4], row[5]) for row in found] == rows
 
 
 TESTS = {
@@ -199,19 +183,13 @@ def test_run(tmp_path):
     assert "using gloo (NCCL 2.28.9 refuses shared devices)" in done.stdout + done.stderr
 
 
-def test_demo(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "nccl", "code", "said"),
+    [([], "2.30.7", 0, "using gloo"), pytest.param(["--stock"], "2.28.9", 1, "Duplicate GPU detected", marks=full)],
+)
+def test_demo(tmp_path, arguments, nccl, code, said):
     """It trains on the device, and stock's ends with NCCL's refusal."""
     pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")
-    done = command("demo", "--epochs", 2, env=machine(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert _GPU in done.stdout
-    assert "using gloo" in done.stdout
-
-
-@full
-def test_stock_demo(tmp_path):
-    """Ray's own config ends with NCCL's refusal in the traceback, as of any script, and exit code 1."""
-    pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")
-    done = command("demo", "--stock", "--epochs", 1, env=machine(tmp_path, CUDA_RIG_NCCL="2.28.9"))
-    assert done.returncode == 1
-    assert "Duplicate GPU detected" in done.stderr
+    done = command("demo", *arguments, "--epochs", 2, env=machine(tmp_path, CUDA_RIG_NCCL=nccl))
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr

@@ -80,7 +80,7 @@ def test_the_record_is_what_this_torch_says(tmp_path, name):
     if release not in RECORD:
         pytest.skip(f"torch {release} has no record")
     run = (
-        f"import runpy, sys; sys.argv[1:] = [{name!r}]; runpy.run_module('tests.cuda.cuda_steps', run_name='__main__')"
+        f"import json; from tests.cuda.cuda_steps import CASES, run_case; print(json.dumps(run_case(CASES[{name!r}])))"
     )
     done = run_program(run, **state(tmp_path, **case.env))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -139,23 +139,19 @@ FUNCTIONS = (
 NVML_FAULTS = ("", "no_nvml", *(f"nvml_{name}" for name in FUNCTIONS))
 
 
-def test_a_whole_gpu_whatever_nvml_refuses(tmp_path):
-    """UUID, bus id and compute mode are CUDA's own; only NVML's count of GPUs is missing."""
-    for fault, found in probed(tmp_path, *NVML_FAULTS, base="exclusive").items():
-        assert (found["uuid"], found["parent_uuid"], found["missing"]) == (GPU, None, None), fault
-        assert found["pci_bus_id"] == BUS_ID, fault
-        counts = fault not in ("no_nvml", "nvml_Init", "nvml_DeviceGetCount")
-        assert found["node"] == (1 if counts else None), fault
-        assert found["compute_mode"] == "exclusive_process", fault
-
-
-def test_a_mig_slice_whatever_nvml_refuses(tmp_path):
-    """Two ranks on one slice must see one device: the slice is known by CUDA alone."""
-    env = {"CUDA_RIG_MIG": "2", "CUDA_VISIBLE_DEVICES": SLICE}
+@pytest.mark.parametrize(
+    ("env", "uuid"), [({"base": "exclusive"}, GPU), ({"CUDA_RIG_MIG": "2", "CUDA_VISIBLE_DEVICES": SLICE}, SLICE)]
+)
+def test_a_device_whatever_nvml_refuses(tmp_path, env, uuid):
+    """UUID, bus id and compute mode are CUDA's own, also of a MIG slice; only what NVML alone knows is missing."""
     for fault, found in probed(tmp_path, *NVML_FAULTS, **env).items():
-        assert (found["uuid"], found["missing"]) == (SLICE, None), fault
-        assert found["pci_bus_id"] == BUS_ID, fault
-        assert found["parent_uuid"] == GPU, fault
+        assert (found["uuid"], found["pci_bus_id"], found["missing"]) == (uuid, BUS_ID, None), fault
+        if uuid == GPU:
+            counts = fault not in ("no_nvml", "nvml_Init", "nvml_DeviceGetCount")
+            assert (found["node"], found["parent_uuid"]) == (1 if counts else None, None), fault
+            assert found["compute_mode"] == "exclusive_process", fault
+        else:
+            assert found["parent_uuid"] == GPU, fault
 
 
 @pytest.mark.parametrize("visible", [None, SLICE])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 import ray
 from packaging.version import Version
 
-from tests.cuda.emulated import needs_rig, uuid
+from tests.cuda.emulated import needs_rig
 from tests.gpu.gpu_engine import Engine
 from tests.gpu.gpu_training import losses_of_one_process
-from tests.processes import shared_files
+from tests.processes import shared_files, wait_until
 
 pytestmark = needs_rig
 
@@ -28,6 +27,7 @@ HALVES = {
 # torch's watchdog ends its process seconds after a timeout, not a minute.
 WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+NVLS = {**MULTI_RANK, "NCCL_NVLS_ENABLE": "1"}
 # Of torch 2.14; torch 2.7 has no such flag.
 NCCL = {"CUDA_RIG_NCCL": "2.30.7"}
 
@@ -68,62 +68,49 @@ def trained(ranks, expected, backend):
     return ranks[0]["report"]
 
 
-def gone(engine):
-    """Wait until no worker process is left."""
-    end = time.monotonic() + 15
-    while (left := engine.train_workers()) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert left == []
-
-
+# Job, fault, variables, settings, and parts of the error.
 ENDINGS = {
-    "nccl_init_hang": ("barrier failed on rank 0 after 20", "(no answer within "),
-    "nccl_hang=1": ("barrier failed on rank 0 after 20", "(no answer within "),
-    "nccl_hang=9": ("all_reduce of 1 MiB failed on rank 1 after ", "(no answer within "),
-    "nccl_refuse=1": (
-        "rank 1 (node ",
-        "barrier failed on rank 1",
-        "Call to socket failed",
-        "NCCL fails on that rank itself",
+    "init hangs": (OWN, "nccl_init_hang", {}, {}, ("barrier failed on rank 0 after 20", "(no answer within ")),
+    "hangs": (OWN, "nccl_hang=1", {}, {}, ("barrier failed on rank 0 after 20", "(no answer within ")),
+    "hangs later": (OWN, "nccl_hang=9", {}, {}, ("all_reduce of 1 MiB failed on rank 1 after ", "(no answer within ")),
+    "refuses": (OWN, "nccl_refuse=1", {}, {}, ("rank 1 (node ", "barrier failed on rank 1", "Call to socket failed")),
+    "no memory": (OWN, "nccl_oom=1", {}, {}, ("rank 1 (node ", "out of memory", "End other processes")),
+    "late error": (OWN, "nccl_late_error=1", {}, {}, ("barrier failed on rank 0", "Call to recv failed")),
+    # on_shared_device="error" also forbids sharing that only NCCL detects.
+    "sharing": (OWN, "nccl_duplicate", {}, {"on_shared_device": "error"}, ("refused the start",)),
+    # No fallback from an explicit choice: the error states NCCL's requirements.
+    "chosen, hangs": (
+        HALVES,
+        "nccl_hang=1",
+        {},
+        {"on_shared_device": "nccl"},
+        ("no answer within", "NCCL_MAX_CTAS", "backend='gloo'"),
     ),
-    "nccl_oom=1": ("rank 1 (node ", "ran out of device memory during start-up", "out of memory", "End other processes"),
-    "nccl_late_error=1": ("barrier failed on rank 0", "Call to recv failed", "NCCL fails on that rank itself"),
+    "chosen, refuses": (
+        HALVES,
+        "nccl_refuse=1",
+        {},
+        {"on_shared_device": "nccl"},
+        ("rank 1 (node ", "Call to socket failed"),
+    ),
+    "chosen, NVLS": (HALVES, "", NVLS, {"on_shared_device": "nccl"}, ("The user set NCCL_NVLS_ENABLE=1, which was kept: unset it",)),
 }
 
 
-@pytest.mark.parametrize("fault", ENDINGS)
-def test_a_start_that_fails_on_devices_of_its_own(engine, fault):
+@pytest.mark.parametrize("case", ENDINGS)
+def test_a_start_that_fails(engine, case):
     """It ends in time with rank, node, step, cause and advice, and leaves no process and no file."""
+    scaling, fault, env, settings, parts = ENDINGS[case]
     before = shared_files()
-    ranks, text = run(engine, OWN, fault)
+    ranks, text = run(engine, scaling, fault, {**WATCHDOG, **env}, **settings)
     assert ranks == []
-    for part in ENDINGS[fault]:
-        assert part in text
+    assert [part for part in parts if part not in text] == []
     assert "not in it" not in text
     # The whole time limit, minus what came before on a busy machine.
     assert all(START_S - 3 < float(seconds) <= START_S for seconds in re.findall(r"no answer within ([\d.]+) s", text))
     assert engine.start_report()["seconds"]["start"] < START_S + OVER_S
-    gone(engine)
+    assert wait_until(lambda: not engine.train_workers(), 15)
     assert {name for name in shared_files() - before if "ray_fracbackend" in name} == set()
-
-
-@pytest.mark.parametrize("policy", ["auto", "gloo"])
-def test_gloo_where_nccl_refuses_ranks_that_share_nothing(engine, expected, policy):
-    """NCCL may detect a shared device that nothing else detects: then the job trains with Gloo and a warning."""
-    ranks, text = run(engine, OWN, "nccl_duplicate", on_shared_device=policy)
-    assert text == ""
-    report = trained(ranks, expected, "gloo")
-    (warning,) = report["plan"]["warnings"]
-    assert "NCCL refused the ranks, fell back to gloo" in warning
-    assert "Multiple Ranks are using the same GPU" in warning
-
-
-def test_an_error_where_the_policy_is_one(engine):
-    """on_shared_device='error' also forbids sharing that only NCCL detects."""
-    ranks, text = run(engine, OWN, "nccl_duplicate", on_shared_device="error")
-    assert ranks == []
-    assert "refused the start" in text
-    gone(engine)
 
 
 def test_a_collective_that_hangs_in_training(engine):
@@ -131,7 +118,32 @@ def test_a_collective_that_hangs_in_training(engine):
     ranks, text = run(engine, OWN, "nccl_hang=20", timeout_s=5)
     assert ranks == []
     assert "died" in text
-    gone(engine)
+    assert wait_until(lambda: not engine.train_workers(), 15)
+
+
+# Without WATCHDOG: see test_the_group_after_one_that_failed. Job, fault, variables, and a part of the warning.
+FALLBACKS = {
+    # NCCL may detect a shared device that nothing else detects.
+    "ranks that share nothing": (OWN, "nccl_duplicate", WATCHDOG, "Multiple Ranks are using the same GPU"),
+    # The multi-rank NCCL that the user's variable enables.
+    "hang": (HALVES, "nccl_hang=1", MULTI_RANK, "no answer within"),
+    "late error": (HALVES, "nccl_late_error=1", MULTI_RANK, "Call to recv failed"),
+    "no memory for NCCL": (HALVES, "nccl_oom=1", MULTI_RANK, "out of memory"),
+    "one rank fails": (HALVES, "nccl_refuse=1", MULTI_RANK, "Call to socket failed"),
+    "NVLS of the user's": (HALVES, "", NVLS, "NCCL_NVLS_ENABLE"),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_gloo_where_nccl_fails(engine, expected, case):
+    """With auto it still trains, to the loss of one process, and warns with the cause."""
+    scaling, fault, env, cause = FALLBACKS[case]
+    ranks, text = run(engine, scaling, fault, env)
+    assert text == ""
+    warnings = "\n".join(trained(ranks, expected, "gloo")["plan"]["warnings"])
+    assert ", fell back to gloo" in warnings
+    assert cause in warnings
+    assert engine.start_report()["seconds"]["start"] < START_S + OVER_S
 
 
 def test_the_same_ray_goes_on(engine, expected):
@@ -141,58 +153,6 @@ def test_the_same_ray_goes_on(engine, expected):
     trained(ranks, expected, "nccl")
     assert [(rank["bound"], rank["new_group"]) for rank in ranks] == [(True, 2.0)] * 2
     assert engine.start_report()["verification"]["device"].startswith("cuda:")
-
-
-# Without WATCHDOG: see test_the_group_after_one_that_failed.
-# The multi-rank NCCL that the user's variable enables, and its result.
-FALLBACKS = {
-    "hang": ("nccl_hang=1", "no answer within"),
-    "late error": ("nccl_late_error=1", "Call to recv failed"),
-    "no memory for NCCL": ("nccl_oom=1", "out of memory"),
-    "one rank fails": ("nccl_refuse=1", "Call to socket failed"),
-}
-
-
-@pytest.mark.parametrize("case", FALLBACKS)
-def test_gloo_where_the_users_flags_fail(engine, expected, case):
-    """With auto it still trains, to the loss of one process, and warns with the cause."""
-    fault, cause = FALLBACKS[case]
-    ranks, text = run(engine, HALVES, fault, MULTI_RANK)
-    assert text == ""
-    report = trained(ranks, expected, "gloo")
-    warnings = "\n".join(report["plan"]["warnings"])
-    assert ", fell back to gloo" in warnings
-    assert cause in warnings
-    assert engine.start_report()["seconds"]["start"] < START_S + OVER_S
-
-
-def test_flags_of_the_users_that_nccl_refuses(engine, expected):
-    """NVLS with several ranks on a GPU: Gloo as the fallback with auto, and an error if NCCL was requested."""
-    env = {**MULTI_RANK, "NCCL_NVLS_ENABLE": "1"}
-    ranks, text = run(engine, HALVES, env=env)
-    assert text == ""
-    plan = trained(ranks, expected, "gloo")["plan"]
-    assert "fell back to gloo" in plan["warnings"][-1]
-    ranks, text = run(engine, HALVES, env=env, on_shared_device="nccl")
-    assert ranks == []
-    assert "The user set NCCL_NVLS_ENABLE=1, which was kept: unset it" in text
-
-
-@pytest.mark.parametrize(
-    ("fault", "parts"),
-    [
-        ("nccl_hang=1", ("no answer within", "set NCCL_MAX_CTAS lower", "backend='gloo'")),
-        ("nccl_refuse=1", ("rank 1 (node ", "Call to socket failed")),
-    ],
-)
-def test_no_fallback_from_an_explicit_choice(engine, fault, parts):
-    """on_shared_device="nccl" ends in an error that states NCCL's requirements."""
-    ranks, text = run(engine, HALVES, fault, on_shared_device="nccl")
-    assert ranks == []
-    for part in parts:
-        assert part in text
-    assert engine.start_report()["seconds"]["start"] < START_S + OVER_S
-    gone(engine)
 
 
 @pytest.mark.parametrize("fault", ["nccl_late_error=1", "nccl_hang=1"])
@@ -220,19 +180,3 @@ def test_a_pair_with_nccl_on_workers_without_gpus(engine, expected):
     trained(ranks, expected, "cpu:gloo,cuda:nccl")
     assert {rank["device"] for rank in ranks} == {"cpu"}
     assert engine.start_report()["verification"]["device"] == "cpu"
-
-
-def test_slices_that_an_old_nccl_refuses_are_known_without_nvml(tmp_path, expected):
-    """NCCL 2.28.9 compares PCI bus ids, which CUDA also reports: Gloo from the start."""
-    visible = f"{uuid(0, 0)},{uuid(0, 1)}"
-    machine = {"CUDA_RIG_DEVICES": "1", "CUDA_RIG_MIG": "2", "CUDA_VISIBLE_DEVICES": visible, "CUDA_RIG_NCCL": "2.28.9"}
-    # A process sees at most one slice, so each worker needs its own list.
-    own = {"TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "0", "CUDA_RIG_FAULT": "no_nvml"}
-    engine = Engine("v2", num_gpus=2, CUDA_RIG_STATE=str(tmp_path), **machine, **own)
-    try:
-        answer = engine.run("shape", 200.0, scaling=OWN, settings={"start_timeout_s": START_S})
-    finally:
-        engine.close()
-    text = "\n".join(error["text"] for error in answer["errors"])
-    assert text == ""
-    trained(answer["ranks"], expected, "gloo")

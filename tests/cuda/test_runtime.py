@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 
+import pytest
 import torch
 
 from tests.cuda.emulated import needs_rig, run_program
@@ -41,12 +40,107 @@ os._exit(0)
 """
 
 
-def test_the_hosts_access_to_device_memory_crashes():
-    """As on a GPU, where the address is not mapped for the host."""
-    program = "import ctypes, torch; x = torch.zeros(4, device='cuda'); ctypes.string_at(x.data_ptr(), 4)"
-    done = run_program(program)
-    assert done.returncode == -signal.SIGSEGV
-    assert "the host accessed device memory" in done.stderr
+# The parent frees memory that a child process has mapped, or has already unmapped.
+FREED = """
+import os, sys
+import torch
+from ray_fracbackend.ipc.device.runtime import CudaRuntime
+from_parent, to_child = os.pipe()
+from_child, to_parent = os.pipe()
+if pid := os.fork():
+    torch.zeros(1, device="cuda")
+    runtime = CudaRuntime(torch.device("cuda", 0))
+    memory = runtime.allocate(4096)
+    os.write(to_child, runtime.export(memory))
+    os.read(from_child, 1)
+    runtime.release(memory)
+    print("freed", flush=True)
+else:
+    torch.zeros(1, device="cuda")
+    runtime = CudaRuntime(torch.device("cuda", 0))
+    memory = runtime.open(os.read(from_parent, 64), 4096)
+    if "unmap" in sys.argv:
+        runtime.release(memory)
+    os.write(to_parent, b"x")
+    os.close(to_child)
+    os.read(from_parent, 1)
+    os._exit(0)
+"""
+
+
+FORKED = """
+import ctypes, os, torch
+torch.zeros(1, device="cuda")
+pid = os.fork()
+if pid == 0:
+    try:
+        torch.empty(1, device="cuda")
+    except RuntimeError as error:
+        print(error, flush=True)
+    n = ctypes.c_int()
+    os._exit(ctypes.CDLL(None).cudaGetDeviceCount(ctypes.byref(n)))
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+WORK_AFTER_FREE = """
+import ctypes, torch
+runtime = ctypes.CDLL(None)
+torch.zeros(1, device="cuda")
+p = ctypes.c_void_p()
+assert runtime.cudaMalloc(ctypes.byref(p), ctypes.c_size_t(4096)) == 0
+assert runtime.cudaFree(p) == 0
+runtime.cudaMemsetAsync(p, 0, ctypes.c_size_t(4096), None)
+torch.cuda.synchronize()
+"""
+FAILING_KERNEL = """
+import torch
+torch.zeros(4, device="cuda").gather(0, torch.tensor([7], device="cuda"))
+torch.cuda.synchronize()
+print("went on")
+"""
+SHARED_MEMORY = """
+import subprocess, sys, time, torch
+hold = "import time, torch; x = torch.empty(1 << 30, dtype=torch.uint8, device='cuda'); print(flush=True); time.sleep(60)"
+torch.cuda.init()
+before = torch.cuda.mem_get_info()[0]
+child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
+child.stdout.readline()
+held = before - torch.cuda.mem_get_info()[0]
+child.kill()
+time.sleep(0.2)
+print(held >> 20, (before - torch.cuda.mem_get_info()[0]) >> 20)
+"""
+READ_BY_HOST = "import ctypes, torch; x = torch.zeros(4, device='cuda'); ctypes.string_at(x.data_ptr(), 4)"
+# Program, argument, exit code, and what it prints at the end of stdout, or says on stderr if it is ended.
+PROGRAMS = {
+    # As on a GPU, where the address is not mapped for the host.
+    "the host's access to device memory": (READ_BY_HOST, "", -signal.SIGSEGV, "the host accessed device memory"),
+    "work on memory after its free": (WORK_AFTER_FREE, "", -signal.SIGABRT, "was freed"),
+    # By CUDA's rule: a process that uses it cannot be forked.
+    "a forked child": (FORKED, "", 0, "3"),
+    # A GPU's behaviour is not documented, so the worst case is used.
+    "a wait for an event of another process": (DEAD_PEER, "", 0, "passed"),
+    "a wait for an event of a dead process": (DEAD_PEER, "kill", 0, "waits"),
+    # The documentation calls the second one undefined behaviour.
+    "freed memory that another process had mapped": (FREED, "unmap", 0, "freed"),
+    "freed memory that another process has mapped": (FREED, "", -signal.SIGABRT, "another process still has mapped"),
+    # It is released when the other process is killed.
+    "memory of another process": (SHARED_MEMORY, "", 0, "1024 0"),
+    # A test cannot continue after it.
+    "a kernel that fails": (FAILING_KERNEL, "", -signal.SIGABRT, "gather"),
+}
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_programs(case):
+    """What is an error on a GPU, or undefined, ends the process."""
+    program, argument, code, said = PROGRAMS[case]
+    done = run_program(program, argument)
+    assert done.returncode == code, done.stderr
+    if code:
+        assert said in done.stderr
+        assert done.stdout == ""
+    else:
+        assert done.stdout.strip().endswith(said)
 
 
 def test_fresh_and_reused_memory_holds_poison():
@@ -96,123 +190,6 @@ def test_memory_that_a_side_stream_still_reads_is_overwritten():
     torch.empty(1_000_000, device="cuda")
     torch.cuda.synchronize()
     assert y.isnan().all()
-
-
-def test_work_on_memory_after_its_free_ends_the_process():
-    """The address is no longer valid."""
-    program = """
-import ctypes, torch
-runtime = ctypes.CDLL(None)
-torch.zeros(1, device="cuda")
-p = ctypes.c_void_p()
-assert runtime.cudaMalloc(ctypes.byref(p), ctypes.c_size_t(4096)) == 0
-assert runtime.cudaFree(p) == 0
-runtime.cudaMemsetAsync(p, 0, ctypes.c_size_t(4096), None)
-torch.cuda.synchronize()
-"""
-    done = run_program(program)
-    assert done.returncode == -signal.SIGABRT
-    assert "was freed" in done.stderr
-
-
-def test_a_forked_child_has_no_cuda():
-    """By CUDA's rule: a process that uses it cannot be forked."""
-    program = """
-import os, torch
-torch.zeros(1, device="cuda")
-pid = os.fork()
-if pid == 0:
-    try:
-        torch.empty(1, device="cuda")
-    except RuntimeError as error:
-        print(error, flush=True)
-    import ctypes
-    n = ctypes.c_int()
-    os._exit(ctypes.CDLL(None).cudaGetDeviceCount(ctypes.byref(n)))
-print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-    output = run_program(program).stdout
-    assert "Cannot re-initialize CUDA in forked subprocess" in output
-    assert output.split()[-1] == "3"
-
-
-def test_a_wait_for_an_event_of_a_dead_process_never_ends():
-    """A GPU's behaviour is not documented, so the worst case is used; with a living process the wait ends."""
-    assert run_program(DEAD_PEER).stdout == "passed\n"
-    assert run_program(DEAD_PEER, "kill").stdout == "waits\n"
-
-
-# The parent frees memory that a child process has mapped, or has already unmapped.
-FREED = """
-import os, sys
-import torch
-from ray_fracbackend.ipc.device.runtime import CudaRuntime
-from_parent, to_child = os.pipe()
-from_child, to_parent = os.pipe()
-if pid := os.fork():
-    torch.zeros(1, device="cuda")
-    runtime = CudaRuntime(torch.device("cuda", 0))
-    memory = runtime.allocate(4096)
-    os.write(to_child, runtime.export(memory))
-    os.read(from_child, 1)
-    runtime.release(memory)
-    print("freed", flush=True)
-else:
-    torch.zeros(1, device="cuda")
-    runtime = CudaRuntime(torch.device("cuda", 0))
-    memory = runtime.open(os.read(from_parent, 64), 4096)
-    if "unmap" in sys.argv:
-        runtime.release(memory)
-    os.write(to_parent, b"x")
-    os.close(to_child)
-    os.read(from_parent, 1)
-    os._exit(0)
-"""
-
-
-def test_memory_that_another_process_has_mapped_is_not_freed():
-    """The documentation calls this undefined behaviour: here it ends the process."""
-    assert run_program(FREED, "unmap").stdout == "freed\n"
-    done = run_program(FREED)
-    assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
-    assert "device memory was freed that another process still has mapped" in done.stderr
-
-
-def test_the_processes_of_a_machine_share_the_devices_memory():
-    """Another process's memory is not available here, and is released when it is killed."""
-    program = """
-import os, signal, sys, time, torch
-torch.cuda.init()
-read, write = os.pipe()
-before = torch.cuda.mem_get_info()[0]
-"""
-    hold = "import sys, time, torch; x = torch.empty(1 << 30, dtype=torch.uint8, device='cuda'); print('there', flush=True); time.sleep(60)"
-    program += f"""
-import subprocess
-child = subprocess.Popen([sys.executable, "-c", {hold!r}], stdout=subprocess.PIPE)
-child.stdout.readline()
-held = before - torch.cuda.mem_get_info()[0]
-child.kill()
-time.sleep(0.2)
-print(held >> 20, (before - torch.cuda.mem_get_info()[0]) >> 20)
-"""
-    assert run_program(program).stdout.split() == ["1024", "0"]
-
-
-def test_a_kernel_that_fails_ends_the_process():
-    """A test cannot continue after it."""
-    program = """
-import torch
-x = torch.zeros(4, device="cuda")
-index = torch.tensor([7], device="cuda")
-y = x.gather(0, index)
-torch.cuda.synchronize()
-print("went on")
-"""
-    done = run_program(program)
-    assert done.returncode == -signal.SIGABRT
-    assert "gather" in done.stderr
-    assert "went on" not in done.stdout
 
 
 def test_counters_count_the_calls():
@@ -270,14 +247,3 @@ print(x.double().sum().item())
     values.add(run_program(program, CUDA_RIG_DELAY_US="0").stdout)
     assert len(values) == 1
     assert float(values.pop()) != 0
-
-
-def test_a_driver_library_answers_by_name():
-    """libcuda.so.1 can be loaded and contains the driver's calls with their versions."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    count = ctypes.c_int()
-    assert driver.cuInit(0) == 0
-    assert driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-    assert count.value == torch.cuda.device_count()
-    assert hasattr(driver, "cuIpcOpenMemHandle_v2")
-    assert os.environ["CUDA_RIG_STATE"]

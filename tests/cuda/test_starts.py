@@ -11,8 +11,14 @@ from tests.gpu.gpu_training import losses_of_one_process
 
 pytestmark = needs_rig
 
-HALF = {"CPU": 1, "GPU": 0.5}
-TWO_HALVES = {"num_workers": 2, "use_gpu": True, "resources_per_worker": HALF}
+
+def workers(number, num_gpus=1, **more):
+    """Return a ScalingConfig's arguments for workers with this number of GPUs each."""
+    resources = {"CPU": 1, "GPU": num_gpus}
+    return {"num_workers": number, "use_gpu": True, "resources_per_worker": resources, **more}
+
+
+TWO_HALVES = workers(2, 0.5)
 
 
 @pytest.fixture
@@ -81,43 +87,15 @@ def test_the_first_seed(machine, expected, nccl, version):
         assert groups_of(ranks[0]) == [[0, 1]]
 
 
+# Devices of the machine, the workers, the backend, the ranks that share a device, and devices of each worker.
 SHAPES = {
     "a GPU each": (2, {"num_workers": 2, "use_gpu": True}, "nccl", [], 1),
-    "two GPUs each": (
-        4,
-        {"num_workers": 2, "use_gpu": True, "resources_per_worker": {"CPU": 1, "GPU": 2}},
-        "nccl",
-        [],
-        2,
-    ),
-    "two on each of two": (
-        2,
-        {"num_workers": 4, "use_gpu": True, "resources_per_worker": HALF},
-        "gloo",
-        [[0, 1], [2, 3]],
-        1,
-    ),
-    "one worker at half": (1, {"num_workers": 1, "use_gpu": True, "resources_per_worker": HALF}, "nccl", [], 1),
-    "three at a third": (
-        1,
-        {"num_workers": 3, "use_gpu": True, "resources_per_worker": {"CPU": 1, "GPU": 0.33}},
-        "gloo",
-        [[0, 1, 2]],
-        1,
-    ),
-    "two thirds and packing": (
-        2,
-        {
-            "num_workers": 2,
-            "use_gpu": True,
-            "resources_per_worker": {"CPU": 1, "GPU": 0.6},
-            "placement_strategy": "PACK",
-        },
-        "nccl",
-        [],
-        1,
-    ),
-    "strictly packed halves": (2, {**TWO_HALVES, "placement_strategy": "STRICT_PACK"}, "gloo", [[0, 1]], 1),
+    "two GPUs each": (4, workers(2, 2), "nccl", [], 2),
+    "two on each of two": (2, workers(4, 0.5), "gloo", [[0, 1], [2, 3]], 1),
+    "one worker at half": (1, workers(1, 0.5), "nccl", [], 1),
+    "three at a third": (1, workers(3, 0.33), "gloo", [[0, 1, 2]], 1),
+    "two thirds and packing": (2, workers(2, 0.6, placement_strategy="PACK"), "nccl", [], 1),
+    "strictly packed halves": (2, workers(2, 0.5, placement_strategy="STRICT_PACK"), "gloo", [[0, 1]], 1),
 }
 
 
@@ -165,37 +143,38 @@ def test_restricted_visible_devices(machine, expected, visible):
     assert {rank["backend"] for rank in ranks} == {"nccl" if len(names) > 1 else "gloo"}
 
 
-@pytest.mark.parametrize(("nccl", "backend"), [("2.28.9", "gloo"), ("2.30.7", "nccl")])
-def test_mig_slices_of_one_gpu(machine, expected, nccl, backend):
-    """A list of slices, one for each worker: they share nothing, but an NCCL that compares bus ids refuses them."""
-    slices = [uuid(0, number) for number in range(2)]
-    mig = {"CUDA_RIG_MIG": "2", "CUDA_VISIBLE_DEVICES": ",".join(slices), "CUDA_RIG_NCCL": nccl}
+SLICES = [uuid(0, number) for number in range(2)]
+
+
+@pytest.mark.parametrize(("nccl", "nvml"), [("2.28.9", ""), ("2.28.9", "no_nvml"), ("2.30.7", "")])
+def test_mig_slices_of_one_gpu(machine, expected, nccl, nvml):
+    """A list of slices, one for each worker: they share nothing, but an NCCL that compares PCI bus ids refuses them.
+
+    CUDA reports these too, so the refusal is known without NVML.
+    """
+    mig = {"CUDA_RIG_MIG": "2", "CUDA_VISIBLE_DEVICES": ",".join(SLICES), "CUDA_RIG_NCCL": nccl, "CUDA_RIG_FAULT": nvml}
     # Otherwise Ray gives each worker the whole list, of which CUDA shows only the first slice.
     engine = machine(1, num_gpus=2, TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES="0", **mig)
     ranks = ranks_of(engine.run("shape", scaling={"num_workers": 2, "use_gpu": True}), expected)
-    assert {worker["devices"][0]["uuid"] for worker in ranks[0]["report"]["workers"]} == set(slices)
+    assert {worker["devices"][0]["uuid"] for worker in ranks[0]["report"]["workers"]} == set(SLICES)
     # Ranks that NCCL treats as ranks on one device, or none.
     assert groups_of(ranks[0]) == ([] if nccl == "2.30.7" else [[0, 1]])
-    assert {rank["backend"] for rank in ranks} == {backend}
+    assert {rank["backend"] for rank in ranks} == {"nccl" if nccl == "2.30.7" else "gloo"}
 
 
 def test_a_list_of_slices_that_workers_share(machine):
     """Without the variable above the error names it."""
-    slices = ",".join(uuid(0, number) for number in range(2))
-    engine = machine(1, num_gpus=2, CUDA_RIG_MIG="2", CUDA_VISIBLE_DEVICES=slices)
+    engine = machine(1, num_gpus=2, CUDA_RIG_MIG="2", CUDA_VISIBLE_DEVICES=",".join(SLICES))
     answer = engine.run("shape", scaling={"num_workers": 2, "use_gpu": True})
-    text = "\n".join(error["text"] for error in answer["errors"])
-    assert "rank 1" in text
-    assert "start Ray and the script with TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES=0" in text
+    assert "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES=0" in str(answer["errors"])
 
 
 def test_two_workers_in_one_mig_slice(machine, expected):
     """They share the slice, and both can map its memory."""
-    engine = machine(1, CUDA_RIG_MIG="2", CUDA_VISIBLE_DEVICES=uuid(0, 1))
+    engine = machine(1, CUDA_RIG_MIG="2", CUDA_VISIBLE_DEVICES=SLICES[1])
     ranks = ranks_of(engine.run("shape", scaling=TWO_HALVES, settings={"on_shared_device": "ipc"}), expected)
-    assert [(group["ranks"], group["device_uuid"]) for group in ranks[0]["report"]["plan"]["share_groups"]] == [
-        ([0, 1], uuid(0, 1))
-    ]
+    (group,) = ranks[0]["report"]["plan"]["share_groups"]
+    assert (group["ranks"], group["device_uuid"]) == ([0, 1], SLICES[1])
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])

@@ -158,7 +158,7 @@ _FUNCTIONS = {
 
 def library(job: dict[str, Any]) -> list[dict[str, Any]]:
     """One run by the library that the job names; what each rank told."""
-    make_trainer(job, _FUNCTIONS[job["library"]], job["out"], strategy=job.get("strategy")).fit()
+    make_trainer(job, _FUNCTIONS[job["library"]], strategy=job.get("strategy")).fit()
     return answers_in(job["out"])
 
 

@@ -10,10 +10,10 @@ import time
 
 import ray
 
-from tests.cuda import cuda_jobs, failing_jobs
+from tests.cuda import cuda_jobs
 from tests.gpu import gpu_libraries, gpu_training
 
-JOBS = {**gpu_training.JOBS, **gpu_libraries.JOBS, **cuda_jobs.JOBS, **failing_jobs.JOBS}
+JOBS = {**gpu_training.JOBS, **gpu_libraries.JOBS, **cuda_jobs.JOBS}
 
 
 def causes(error: BaseException | None) -> list[dict[str, str]]:

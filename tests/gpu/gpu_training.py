@@ -17,7 +17,7 @@ import ray.train.torch
 import ray.tune
 import torch
 import torch.distributed as dist
-from ray.train import RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from torch import nn
 
@@ -82,11 +82,18 @@ def losses_of_one_process(device: str) -> list[float]:
     return run_steps(Network().to(device), torch.device(device), 0, 1)
 
 
-def tell(config: dict[str, Any], found: dict[str, Any]) -> None:
+def leave(out: str, found: dict[str, Any]) -> None:
     """Leave what this rank found for the caller of the job."""
-    folder = Path(config["out"])
+    folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    draft = folder / f".{dist.get_rank()}"
+    draft.write_text(json.dumps(found))
+    draft.replace(folder / f"rank{dist.get_rank()}.json")
+
+
+def tell(config: dict[str, Any], found: dict[str, Any]) -> None:
+    """`leave` what this rank found, and report to Ray."""
+    leave(config["out"], found)
     ray.train.report({"loss": found.get("losses", [0.0])[-1]})
 
 
@@ -163,22 +170,31 @@ def memory_function(config: dict[str, Any]) -> None:
     tell(config, {"refused_at": refused_at, "works": works})
 
 
-def _config(job: dict[str, Any]) -> TorchConfig:
-    return TorchConfig() if job.get("stock") else FracTorchConfig(**job.get("settings", {}))
+def make_trainer(
+    job: dict[str, Any], function: Any, out: str | None = None, run: str = "run", max_failures: int = 0, **more: Any
+) -> TorchTrainer:
+    """A trainer whose workers share the GPU, or have the job's ``scaling``; the function gets ``more`` as well.
 
-
-def make_trainer(job: dict[str, Any], function: Any, out: str, **more: Any) -> TorchTrainer:
-    """A trainer whose workers share the GPU; the function gets ``more`` as well."""
-    num_workers = job.get("num_workers", 2)
-    fraction = job.get("fraction", int(10_000 / num_workers) / 10_000)
+    ``worker_env`` of a job are variables for the workers alone (V2), so that a fault is in one job of a Ray.
+    """
+    num_workers, stock, out = job.get("num_workers", 2), job.get("stock", False), out or job["out"]
+    storage, variables = Path(f"{out}_storage"), job.get("worker_env")
+    storage.mkdir(exist_ok=True, parents=True)
+    scaling = job.get("scaling")
+    if scaling is None:
+        fraction = job["fraction"] if "fraction" in job else int(10_000 / num_workers) / 10_000
+        scaling = {"num_workers": num_workers, "use_gpu": True, "resources_per_worker": {"CPU": 1, "GPU": fraction}}
     return TorchTrainer(
         function,
-        train_loop_config={"out": out, "stock": job.get("stock", False), **more},
-        torch_config=_config(job),
-        scaling_config=ScalingConfig(
-            num_workers=num_workers, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": fraction}
+        train_loop_config={"out": out, "storage": str(storage), "stock": stock, "fault": job.get("fault"), **more},
+        torch_config=TorchConfig() if stock else FracTorchConfig(**job.get("settings", {})),
+        scaling_config=ScalingConfig(**scaling),
+        run_config=RunConfig(
+            name=run,
+            storage_path=str(storage),
+            failure_config=FailureConfig(max_failures=max_failures),
+            **({"worker_runtime_env": {"env_vars": variables}} if variables else {}),
         ),
-        run_config=RunConfig(name="run", storage_path=f"{out}_storage"),
     )
 
 
@@ -189,13 +205,13 @@ def answers_in(folder: str) -> list[dict[str, Any]]:
 
 def train(job: dict[str, Any]) -> list[dict[str, Any]]:
     """One run of `train_function`; what each rank told."""
-    make_trainer(job, train_function, job["out"]).fit()
+    make_trainer(job, train_function).fit()
     return answers_in(job["out"])
 
 
 def memory(job: dict[str, Any]) -> list[dict[str, Any]]:
     """One run of `memory_function`; what each rank told."""
-    make_trainer(job, memory_function, job["out"], catch=job["catch"]).fit()
+    make_trainer(job, memory_function, catch=job["catch"]).fit()
     return answers_in(job["out"])
 
 
@@ -216,7 +232,7 @@ def tune(job: dict[str, Any]) -> list[dict[str, Any]]:
         tuner = ray.tune.Tuner(trial, param_space={"lr": ray.tune.grid_search(rates)}, run_config=run_config)
     else:
         space = {"train_loop_config": ray.tune.grid_search([loop_config(lr) for lr in rates])}
-        tuner = ray.tune.Tuner(make_trainer(job, train_function, job["out"]), param_space=space, run_config=run_config)
+        tuner = ray.tune.Tuner(make_trainer(job, train_function), param_space=space, run_config=run_config)
     results = tuner.fit()
     if results.errors:
         raise results.errors[0]
