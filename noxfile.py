@@ -1,4 +1,4 @@
-"""The version matrix, `nox -s matrix`, whose missing interpreters are left out and named; and runs under faults, `nox -s soak`."""
+"""The version matrix, `nox -s matrix`, whose missing interpreters are left out and named."""
 
 import sys
 from pathlib import Path
@@ -17,9 +17,3 @@ nox.options.error_on_missing_interpreters = False
 def matrix(session: nox.Session, torch: str) -> None:
     """All Rays with one Python and one torch. For some of them: nox -s "matrix-3.11(torch='2.13.0')" -- --ray 2.40.0"""
     session.run("python", "ci/matrix.py", "--torch", torch, *session.posargs)
-
-
-@nox.session(venv_backend="none", default=False)
-def soak(session: nox.Session) -> None:
-    """Runs under random faults, in the environment that nox is in: nox -s soak -- --minutes 30 --seed 7"""
-    session.run(sys.executable, "-m", "tests.soak", *session.posargs, external=True)
