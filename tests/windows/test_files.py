@@ -1,24 +1,20 @@
-"""Files that are open, mapped, or being copied: Windows' refusals, with the errors of Python, torch and pyarrow."""
+"""Files that are held or being copied: Windows' refusals, with the errors of pyarrow."""
 
 from __future__ import annotations
 
 import ctypes
-import gc
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from pyarrow import fs
 
 from tests.processes import under_wine
 
 pytestmark = pytest.mark.windows(reason="Windows' sharing of files")
 
-SHARING_VIOLATION, ACCESS_DENIED, USER_MAPPED_FILE = 32, 5, 1224
+SHARING_VIOLATION = 32
 _READ, _WRITE = 0x80000000, 0x40000000
 _OPEN_EXISTING = 3
 
@@ -76,59 +72,27 @@ def assert_sharing_violation(error: OSError) -> None:
     assert "[WinError 32] Failed copying" in str(error)
 
 
-def test_an_open_file_cannot_be_removed_or_renamed(folder: Path) -> None:
-    """PermissionError [WinError 32], also for the folder around it."""
-    path = made(folder / "model.pt")
-    with path.open("rb"):
-        for attempt in (path.unlink, lambda: path.rename(folder / "other.pt"), lambda: shutil.rmtree(folder)):
-            with pytest.raises(PermissionError, match="WinError 32") as caught:
-                attempt()
-            assert (caught.value.errno, caught.value.winerror) == (13, SHARING_VIOLATION)
-    path.unlink()
+@pytest.mark.parametrize(
+    ("which", "access", "share"),
+    [
+        *((which, access, 0) for which in ("source", "destination") for access in (_READ, _WRITE)),
+        ("destination", _READ, 1),
+    ],
+)
+def test_pyarrow_copy_of_a_held_file(folder: Path, which: str, access: int, share: int) -> None:
+    """PermissionError with errno 13 and winerror 32, the error of a rank whose peer copies the same file.
 
-
-def test_an_open_file_cannot_be_replaced(folder: Path) -> None:
-    """os.replace onto it raises PermissionError [WinError 5]; onto a closed file it works, and os.rename never does."""
-    draft, path = made(folder / "draft.pt", b"new"), made(folder / "model.pt")
-    with path.open("rb"), pytest.raises(PermissionError, match="WinError 5") as caught:
-        draft.replace(path)
-    assert caught.value.winerror == ACCESS_DENIED
-    with pytest.raises(FileExistsError, match="WinError 183"):
-        draft.rename(path)
-    draft.replace(path)
-    assert path.read_bytes() == b"new"
-
-
-@pytest.mark.parametrize("which", ["source", "destination"])
-@pytest.mark.parametrize("access", [_READ, _WRITE], ids=["reading", "writing"])
-def test_pyarrow_copy_of_a_file_held_without_sharing(folder: Path, which: str, access: int) -> None:
-    """PermissionError with errno 13 and winerror 32, the error of a rank whose peer copies the same file."""
+    Also onto a file that others may only read, as if a virus scanner or a viewer has it open.
+    """
     source, destination = made(folder / "from" / "model.pt", b"new"), made(folder / "to" / "model.pt")
     with (
-        held(source if which == "source" else destination, access),
+        held(source if which == "source" else destination, access, share),
         pytest.raises(OSError, match="WinError 32") as caught,
     ):
         arrow_copy(source, destination)
     assert_sharing_violation(caught.value)
     arrow_copy(source, destination)
     assert destination.read_bytes() == b"new"
-
-
-def test_pyarrow_copy_onto_a_file_that_others_only_may_read(folder: Path) -> None:
-    """As if a virus scanner or a viewer has it open."""
-    source, destination = made(folder / "from" / "model.pt", b"new"), made(folder / "to" / "model.pt")
-    with held(destination, _READ, share=1), pytest.raises(OSError, match="WinError 32") as caught:
-        arrow_copy(source, destination)
-    assert_sharing_violation(caught.value)
-
-
-@pytest.mark.skipif(under_wine(), reason="Wine: copies a file that is open for writing")
-def test_pyarrow_copy_of_a_file_that_is_open_for_writing(folder: Path) -> None:
-    """A checkpoint file that the train function has not closed."""
-    source, destination = made(folder / "from" / "model.pt", b"new"), made(folder / "to" / "model.pt")
-    with source.open("r+b"), pytest.raises(OSError, match="WinError 32") as caught:
-        arrow_copy(source, destination)
-    assert_sharing_violation(caught.value)
 
 
 @pytest.mark.skipif(under_wine(), reason="Wine: two copies write one destination at once, in silence")
@@ -163,42 +127,3 @@ def second_copy_inside_a_first(source: Path, destination: Path) -> list[OSError 
     )
     assert copied, ctypes.get_last_error()
     return errors
-
-
-def test_c_runtime_errors_have_no_winerror(folder: Path) -> None:
-    """open() and shutil's copies of a file held without sharing: PermissionError with only errno 13."""
-    source, destination = made(folder / "new.pt", b"new"), made(folder / "model.pt")
-    with held(destination, _WRITE):
-        for attempt in (lambda: destination.open("rb"), lambda: shutil.copyfile(source, destination)):
-            with pytest.raises(PermissionError) as caught:
-                attempt()
-            assert (caught.value.errno, caught.value.winerror) == (13, None)
-
-
-def test_a_mapped_file_cannot_be_overwritten(folder: Path) -> None:
-    """With torch.load(mmap=True) torch.save, open() and pyarrow cannot write it until the tensors are freed."""
-    path, source = folder / "to" / "model.pt", made(folder / "from" / "model.pt", b"new")
-    path.parent.mkdir()
-    torch.save({"weight": torch.arange(100_000)}, path)
-    state = torch.load(path, mmap=True)
-    with pytest.raises((OSError, RuntimeError)):
-        torch.save({"weight": torch.zeros(3)}, path)
-    with pytest.raises(OSError, match="Errno 22"):
-        path.open("wb")
-    with pytest.raises(OSError, match=f"WinError {USER_MAPPED_FILE}") as caught:
-        arrow_copy(source, path)
-    assert (caught.value.errno, caught.value.winerror) == (22, USER_MAPPED_FILE)
-    assert state["weight"][-1] == 99_999
-    del state
-    gc.collect()
-    torch.save({"weight": torch.zeros(3)}, path)
-
-
-def test_two_drives_have_no_relative_path() -> None:
-    """os.path.relpath and commonpath raise ValueError between drives, so no path of a run is made relative to another."""
-    own = Path.cwd().drive
-    other = "C:" if own.upper() != "C:" else "D:"
-    with pytest.raises(ValueError, match="mount"):
-        os.path.relpath(f"{other}\\results", f"{own}\\script")
-    with pytest.raises(ValueError, match="same drive"):
-        os.path.commonpath([f"{other}\\results", f"{own}\\script"])

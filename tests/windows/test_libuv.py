@@ -40,36 +40,35 @@ def test_a_direct_store_asks_for_libuv_by_default(options: dict[str, bool], monk
     assert not TCPStore("127.0.0.1", 0, 1, True, A_MINUTE, use_libuv=False).libuvBackend
 
 
+BY_DEFAULT = TorchVersion(torch.__version__) < "2.7"
+
+
 @pytest.mark.parametrize(
-    ("use_libuv", "url"),
-    [("1", "env://"), ("1", "tcp://127.0.0.1:{port}"), (None, "env://?use_libuv=1"), ("0", "env://?use_libuv=1")],
+    ("use_libuv", "url", "asks"),
+    [
+        ("1", "env://", True),
+        ("1", "tcp://127.0.0.1:{port}", True),
+        ("1", "env://?use_libuv=0", False),
+        ("0", "env://?use_libuv=1", True),
+        (None, "env://?use_libuv=1", True),
+        # torch 2.4 to 2.6 use libuv by default and fail; 2.7 and later do not use it on Windows.
+        (None, "env://", BY_DEFAULT),
+    ],
 )
-def test_stock_start_fails_with_libuv(use_libuv: str | None, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """USE_LIBUV=1 and ?use_libuv=1 make init_process_group fail, and the URL takes precedence over the variable."""
+def test_a_stock_start_that_asks_for_libuv_fails(
+    use_libuv: str | None, url: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The URL takes precedence over the variable."""
     if use_libuv is not None:
         monkeypatch.setenv("USE_LIBUV", use_libuv)
-    with pytest.raises(RuntimeError, match=WITHOUT_LIBUV):
-        dist.init_process_group("gloo", init_method=url.format(port=free_port()), rank=0, world_size=1)
-    assert not dist.is_initialized()
-
-
-def test_stock_start_without_a_setting() -> None:
-    """torch 2.4 to 2.6 use libuv by default and fail; 2.7 and later do not use it on Windows."""
-    if TorchVersion(torch.__version__) < "2.7":
+    start = rendezvous(url.format(port=free_port()), 0, 1, timeout=A_MINUTE)
+    if asks:
         with pytest.raises(RuntimeError, match=WITHOUT_LIBUV):
-            next(iter(rendezvous("env://", 0, 1, timeout=A_MINUTE)))
+            next(iter(start))
     else:
-        store, _, _ = next(iter(rendezvous("env://", 0, 1, timeout=A_MINUTE)))
+        store, _, _ = next(iter(start))
         store.set("key", "value")
         assert store.get("key") == b"value"
-
-
-def test_the_address_can_switch_libuv_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """?use_libuv=0 takes precedence over an inherited USE_LIBUV=1."""
-    monkeypatch.setenv("USE_LIBUV", "1")
-    store, _, _ = next(iter(rendezvous("env://?use_libuv=0", 0, 1, timeout=A_MINUTE)))
-    store.set("key", "value")
-    assert store.get("key") == b"value"
 
 
 def start_with_libuv_inherited(rank: int, num_processes: int, port: int) -> float:

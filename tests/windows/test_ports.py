@@ -6,8 +6,8 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
 
 import psutil
 import pytest
@@ -45,50 +45,6 @@ def bound(kind: str, host: str, port: int = 0) -> socket.socket:
     return listener
 
 
-def wine_differs(text: str, *values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.skipif(under_wine(), reason=f"Wine: {text}"))
-
-
-@pytest.mark.parametrize(
-    ("first", "host", "second", "code"),
-    [
-        ("plain", ONE, "plain", IN_USE),
-        ("plain", ONE, "exclusive", IN_USE),
-        ("plain", ONE, "reuse", DENIED),
-        ("exclusive", ONE, "plain", IN_USE),
-        ("exclusive", ONE, "exclusive", IN_USE),
-        ("exclusive", ONE, "reuse", DENIED),
-        ("reuse", ONE, "exclusive", IN_USE),
-        wine_differs("refused with 10013", "reuse", ONE, "reuse", None),
-        ("plain", ALL, "plain", IN_USE),
-        ("plain", ALL, "exclusive", IN_USE),
-        ("plain", ALL, "reuse", DENIED),
-        wine_differs("refused with 10013", "exclusive", ALL, "plain", IN_USE),
-        wine_differs("refused with 10013", "exclusive", ALL, "exclusive", IN_USE),
-        ("exclusive", ALL, "reuse", DENIED),
-    ],
-)
-def test_a_second_bind_of_one_address(first: str, host: str, second: str, code: int | None) -> None:
-    """Microsoft's table for one user: two sockets share an address and port only if both set SO_REUSEADDR."""
-    with bound(first, host) as listener:
-        port = listener.getsockname()[1]
-        if code is None:
-            bound(second, host, port).close()
-            return
-        with pytest.raises(OSError, match=str(code)) as caught:
-            bound(second, host, port)
-    assert caught.value.winerror == code
-    # Python maps 10013 to EACCES, and leaves 10048 unchanged.
-    assert caught.value.errno == (13 if code == DENIED else code)
-
-
-@pytest.mark.skipif(under_wine(), reason="Wine: refused with 10048")
-def test_a_plain_bind_of_all_addresses_goes_past_one_of_them() -> None:
-    """Without SO_EXCLUSIVEADDRUSE a port can look free although another process uses it on loopback."""
-    with bound("plain", ONE) as listener:
-        bound("plain", ALL, listener.getsockname()[1]).close()
-
-
 @pytest.mark.parametrize("kind", _OPTIONS)
 def test_the_held_store_keeps_all_others_out(kind: str) -> None:
     """c10d binds exclusively: no other process can bind the port on one address, with any option."""
@@ -97,28 +53,23 @@ def test_the_held_store_keeps_all_others_out(kind: str) -> None:
         bound(kind, ONE, port)
 
 
+def store_at(port: int) -> TCPStore:
+    return TCPStore(ONE, port, 1, True, timedelta(seconds=60), wait_for_workers=False, use_libuv=False)
+
+
 @pytest.mark.parametrize("host", [ONE, ALL])
-@pytest.mark.parametrize("kind", _OPTIONS)
+@pytest.mark.parametrize("kind", [*_OPTIONS, "another store"])
 def test_the_store_refuses_a_taken_port(kind: str, host: str) -> None:
     """c10d's message contains the system's code, and is_address_in_use detects it; hold_store names the setting."""
-    with bound(kind, host) as listener:
-        port = listener.getsockname()[1]
+    other = store_at(0) if kind == "another store" else None
+    with nullcontext() if other is not None else bound(kind, host) as listener:
+        port = other.port if other is not None else listener.getsockname()[1]
         with pytest.raises(RuntimeError, match=_refused(port)) as caught:
-            TCPStore(ONE, port, 1, True, timedelta(seconds=60), wait_for_workers=False, use_libuv=False)
+            store_at(port)
         assert is_address_in_use(caught.value)
         for one_node in (True, False):
             with pytest.raises(PortInUseError, match=f"^master_port={port} is taken on rank 0's node"):
                 hold_store(port, one_node)
-
-
-def test_the_store_refuses_the_port_of_another_store() -> None:
-    """The port of another job's start; 10048 on Windows, 10013 under Wine."""
-    other = TCPStore(ONE, 0, 1, True, timedelta(seconds=60), wait_for_workers=False, use_libuv=False)
-    with pytest.raises(RuntimeError, match=_refused(other.port)) as caught:
-        TCPStore(ONE, other.port, 1, True, timedelta(seconds=60), wait_for_workers=False, use_libuv=False)
-    assert is_address_in_use(caught.value)
-    with pytest.raises(PortInUseError):
-        hold_store(other.port)
 
 
 def _refused(port: int) -> str:

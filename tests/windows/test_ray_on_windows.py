@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -131,65 +132,30 @@ def other_drive() -> str | None:
     return None
 
 
-@pytest.fixture(scope="module")
-def trained() -> Iterator[tuple[Ended, str | None]]:
-    """One run for several tests: a copy of the script in such a folder, results on another drive, USE_LIBUV=1 inherited."""
+@needs_gloo
+def test_trains() -> None:
+    """Script, working directory and results have blanks and non-ASCII letters, the results are on another drive if there is one.
+
+    Two workers with half a logical GPU each train on the CPU, with USE_LIBUV=1 in the script's environment: each has
+    MASTER_ADDR=127.0.0.1, USE_LIBUV=0 and no GLOO_SOCKET_IFNAME (rule 1 of docs/windows.md), and the log says so.
+    """
     drive = other_drive()
     with results_folder() as own, results_folder(drive) as results:
         script = Path(shutil.copy(HERE / "train_script.py", own / "train script ü.py"))
-        yield run([script, results], results, cwd=own, USE_LIBUV="1"), drive
-
-
-@needs_gloo
-def test_trains_with_libuv_inherited(trained: tuple[Ended, str | None]) -> None:
-    """Two workers with half a logical GPU each train on the CPU and compute a sum, with USE_LIBUV=1 in the script's environment."""
-    ended, _ = trained
-    assert ended.code == 0, ended.output
-    assert ended.found["metrics"]["total"] == 3.0  # type: ignore[index]
-
-
-@needs_gloo
-def test_environment_of_a_worker(trained: tuple[Ended, str | None]) -> None:
-    """Rule 1 of docs/windows.md: MASTER_ADDR is 127.0.0.1, USE_LIBUV is 0, GLOO_SOCKET_IFNAME is not set."""
-    metrics = trained[0].found["metrics"]
-    expected = {"MASTER_ADDR": "127.0.0.1", "USE_LIBUV": "0", "GLOO_SOCKET_IFNAME": None}
-    assert {name: metrics[name] for name in expected} == expected  # type: ignore[index]
-
-
-@needs_gloo
-def test_note_of_the_start(trained: tuple[Ended, str | None]) -> None:
-    """The log says that c10d's line is harmless."""
-    output = trained[0].output
-    assert "this line is expected and harmless" in output
-
-
-@needs_gloo
-def test_checkpoint_and_report_in_a_folder_with_other_letters(trained: tuple[Ended, str | None]) -> None:
-    """Script, working directory and results may have blanks and non-ASCII letters."""
-    ended, _ = trained
-    assert "model.pt" in ended.found["files"]  # type: ignore[operator]
-    assert ended.found["keys"] == ["bias", "weight"]
-    assert ended.folder.name == FOLDER
-    report = json.loads((ended.folder / "run" / "start_report.json").read_text(encoding="utf-8"))
-    assert report["backend"] == "gloo" or "staged" in report["backend"]
-    assert report["master_addr"] == "127.0.0.1"
-    assert report["verification"]["latency_s"] > 0
-
-
-@needs_gloo
-def test_results_on_another_drive(trained: tuple[Ended, str | None]) -> None:
-    """The results are stored on another drive than the script and the temporary folder."""
-    ended, drive = trained
-    if drive is None:
-        pytest.skip("this machine has one drive")
-    assert ended.folder.drive != Path(tempfile.gettempdir()).drive
-    assert list((ended.folder / "run").glob("checkpoint_*/model.pt"))
-
-
-@needs_gloo
-def test_nothing_is_left_of_a_run(trained: tuple[Ended, str | None]) -> None:
-    """All processes of Ray end with the script."""
-    assert trained[0].left == []
+        ended = run([script, results], results, cwd=own, USE_LIBUV="1")
+        assert ended.code == 0, ended.output
+        assert ended.left == []
+        metrics: Any = ended.found["metrics"]
+        expected = {"total": 3.0, "MASTER_ADDR": "127.0.0.1", "USE_LIBUV": "0", "GLOO_SOCKET_IFNAME": None}
+        assert {name: metrics[name] for name in expected} == expected
+        assert "this line is expected and harmless" in ended.output
+        assert "model.pt" in ended.found["files"]  # type: ignore[operator]
+        assert ended.found["keys"] == ["bias", "weight"]
+        report = json.loads((results / "run" / "start_report.json").read_text(encoding="utf-8"))
+        assert report["backend"] == "gloo" or "staged" in report["backend"]
+        assert report["master_addr"] == "127.0.0.1"
+        assert report["verification"]["latency_s"] > 0
+        assert list((results / "run").glob("checkpoint_*/model.pt"))
 
 
 @needs_gloo
