@@ -81,44 +81,32 @@ def test_a_test_that_differs_is_found(tmp_path: Path) -> None:
 
 
 SOURCE = """
-import os, unittest
+import multiprocessing, os, time, unittest
 class Test(unittest.TestCase):
     def test_good(self): pass
     def test_bad(self): self.assertEqual(1, 2)
     @unittest.skip("why")
     def test_left_out(self): pass
+    def test_that_leaves_a_process(self):
+        process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        process.start()
+        with open(os.environ["PID_FILE"], "w") as file:
+            file.write(str(process.pid))
     def test_side(self): assert os.environ["SIDE"] == "ours"
 """
 
 
 def test_outcomes_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner reads passed, failed and skipped tests, with the side's variables set."""
+    """The runner reads passed, failed and skipped tests, with the side's variables set, and ends processes that are left."""
     (tmp_path / "test_it.py").write_text(SOURCE)
     monkeypatch.setenv("SOME_CHECKOUT", str(tmp_path))
-    suite = Suite("it", "torch", ("gone.py", "test_it.py"), "SOME_CHECKOUT", {"ours": {"SIDE": "ours"}})
+    monkeypatch.setattr(runner, "_END_S", 1)  # pytest would wait for the process
+    side = {"SIDE": "ours", "PID_FILE": str(tmp_path / "pid")}
+    suite = Suite("it", "torch", ("gone.py", "test_it.py"), "SOME_CHECKOUT", {"ours": side})
     outcomes = run(suite, "ours").outcomes
     assert outcomes.pop("Test::test_bad").startswith("failed: ")
-    assert outcomes == {"Test::test_good": "passed", "Test::test_left_out": "skipped", "Test::test_side": "passed"}
-
-
-LEAVING = """
-import multiprocessing, os, time
-
-def test_it():
-    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
-    process.start()
-    with open(os.environ["PID_FILE"], "w") as file:
-        file.write(str(process.pid))
-"""
-
-
-def test_processes_that_a_suite_leaves_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest would wait for them; the tests that have finished count."""
-    (tmp_path / "test_it.py").write_text(LEAVING)
-    monkeypatch.setenv("SOME_CHECKOUT", str(tmp_path))
-    monkeypatch.setattr(runner, "_END_S", 1)
-    suite = Suite("it", "torch", "test_it.py", "SOME_CHECKOUT", {"ours": {"PID_FILE": str(tmp_path / "pid")}})
-    assert run(suite, "ours").outcomes == {"test_it::test_it": "passed"}
+    assert outcomes.pop("Test::test_left_out") == "skipped"
+    assert outcomes == dict.fromkeys([f"Test::test_{n}" for n in ("good", "side", "that_leaves_a_process")], "passed")
     with contextlib.suppress(psutil.NoSuchProcess):
         left = psutil.Process(int((tmp_path / "pid").read_text()))
         assert left.status() == psutil.STATUS_ZOMBIE or left.wait(10) is None
@@ -147,53 +135,6 @@ def test_a_side_that_cannot_be_made_is_an_error() -> None:
     environment.pop("RAY_CHECKOUT", None)
     done = subprocess.run([sys.executable, "-c", "print('went on')"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-
-
-OF_RAY = """
-import os
-import pytest
-from ray.train.v2.tests.util import here
-import ray.train.torch
-from ray.train import ScalingConfig
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
-def seen(config):
-    return f"{type(config).__name__} {config.backend}"
-
-def test_configs():
-    assert here
-    trainers = [
-        ray.train.torch.TorchTrainer(print),
-        ray.train.torch.TorchTrainer(print, torch_config=ray.train.torch.TorchConfig()),
-        DataParallelTrainer(print),
-    ]
-    assert ", ".join(seen(trainer.backend_config) for trainer in trainers) == os.environ["SEEN"]
-    named = ray.train.torch.TorchTrainer(print, torch_config=ray.train.torch.TorchConfig(backend="gloo"))
-    assert seen(named.backend_config) == os.environ["NAMED"]
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("side", "seen", "named"),
-    [
-        ("TorchConfig", "TorchConfig gloo, TorchConfig gloo, TorchConfig None", "TorchConfig gloo"),
-        ("FracTorchConfig", ", ".join(["FracTorchConfig auto"] * 3), "FracTorchConfig gloo"),
-        ("FracTorchConfig ipc", ", ".join(["FracTorchConfig ipc"] * 3), "FracTorchConfig gloo"),
-    ],
-)
-def test_configs_of_a_suite_of_rays(
-    side: str, seen: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tests come from the checkout, and each trainer has the side's config, also a trainer without one."""
-    tests = tmp_path / "python" / "ray" / "train" / "v2" / "tests"
-    tests.mkdir(parents=True)
-    (tests / "util.py").write_text("here = True")
-    (tests / "test_it.py").write_text(OF_RAY)
-    monkeypatch.setenv("RAY_CHECKOUT", str(tmp_path))
-    env = {"PEERS_RAY": side, "SEEN": seen, "NAMED": named, "RAY_TRAIN_V2_ENABLED": "1"}
-    done = run(Suite("it", "Ray", "python/ray/train/v2/tests/test_it.py", "RAY_CHECKOUT", {side: env}), side)
-    assert list(done.outcomes.values()) == ["passed"], done.output
 
 
 @pytest.mark.parametrize(
