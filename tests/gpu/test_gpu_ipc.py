@@ -118,7 +118,7 @@ def long_kernel(job: Job, skip_waits: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_streams_alone_order_the_ranks_behind_a_long_kernel(size: int) -> None:
+def test_streams_order_the_ranks_behind_a_long_kernel(size: int) -> None:
     """No host waits for the device, and the results are right; without the waits of the streams they are not."""
     assert values(run_ranks(long_kernel, size, False, env=ON_DEVICE)) == [[True] * 4] * size
     if size == 2:

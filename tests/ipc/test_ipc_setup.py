@@ -221,32 +221,6 @@ def test_ranks_with_different_knobs_compute_the_same() -> None:
     assert values(run_ranks(set_up, 3, limit_s=60, env=env)) == [6.0] * 3
 
 
-SMALL_SHM = """
-mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$0" -m torch.distributed.run --standalone --nproc-per-node 2 "$1"
-"""
-SMALL_SHM_SCRIPT = """
-import os, torch, torch.distributed as dist
-import ray_fracbackend.ipc
-dist.init_process_group("ipc")
-x = torch.ones(10_000_000)
-dist.all_reduce(x)
-assert x[-1] == 2.0
-assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 65536
-"""
-
-
-@pytest.mark.full
-def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
-    """A 64 KiB /dev/shm, smaller than any container's, is enough, because the memory is not in it."""
-    script = tmp_path / "script.py"
-    script.write_text(SMALL_SHM_SCRIPT)
-    command = ["unshare", "--mount", "sh", "-c", SMALL_SHM, sys.executable, str(script)]
-    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
-    if "Operation not permitted" in done.stderr or "permission denied" in done.stderr.lower():
-        pytest.skip("mounting needs privileges")
-    assert done.returncode == 0, done.stderr
-
-
 def set_up_forever(job: Job, seed: int) -> None:
     """Create, use and drop groups until killed; each rank is killed at a different random moment."""
     rng = random.Random(f"{seed}/{job.rank}")
