@@ -24,7 +24,7 @@ BUS_ID = "00000000:1b:00.0"
 PROBE = """
 import json, os, sys
 import torch
-from ray_fracbackend.cli.doctor.child import STAGES, Found
+from ray_fracbackend.cli.doctor.facts import nvidia_driver
 from ray_fracbackend.worker import missing_cuda, probe
 from ray_fracbackend.worker.devices import machine_devices
 base = os.environ.get("CUDA_RIG_FAULT", "")
@@ -35,8 +35,7 @@ for line in sys.stdin:
     devices = [torch.device("cuda", i) for i in range(machine["num_visible_devices"])]
     own = {} if devices else {"cuda_missing": machine["cuda_missing"]}
     info = probe.collect_info(devices, rank=0, node_id="", node_ip="127.0.0.1", resources={"GPU": 1.0}, **own)
-    driver = STAGES["driver"].run(Found(), "127.0.0.1").machine
-    found = {"missing": info.cuda_missing, "node": driver.get("num_node_devices")}
+    found = {"missing": info.cuda_missing, "node": nvidia_driver().get("num_driver_gpus") or None}
     found["contexts"] = torch.cuda.memory_allocated() if devices else 0
     for device in info.devices[:1]:
         found |= {name: getattr(device, name) for name in ("uuid", "parent_uuid", "pci_bus_id", "compute_mode", "name")}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -15,6 +13,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -22,9 +21,8 @@ import ray
 import torch
 
 from ray_fracbackend import __version__
-from ray_fracbackend.cli.connect.address import ClusterError
-from ray_fracbackend.timeouts import Deadline
-from tests.processes import NAPS, free_port, python_path, wait_for_port, wait_until, with_signals
+from ray_fracbackend.cli.doctor import diagnose
+from tests.processes import NAPS, free_port, processes_with, python_path, wait_for_port, wait_until, with_signals
 from tests.ray.nodes import head_node, ray_start
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "doctor", "--json"]
@@ -56,134 +54,70 @@ def test_this_machine():
     code, found = doctor()
     problems = [check for check in lines(found).values() if check["level"] == "problem"]
     assert (code, found["ok"]) == ((1, False) if problems else (0, True))
-    assert {"versions", "Ray's GPUs", "NCCL", "MPS", "ipc", "Gloo", "host name", "interfaces", "environment"} <= set(
-        lines(found)
-    )
-    assert torch.__version__ in lines(found)["versions"]["text"]
-    assert found["environment"]["torch"] == torch.__version__
-    assert found["environment"]["Ray"] == ray.__version__
+    assert {"versions", "NCCL", "Gloo", "host name", "interfaces"} <= set(lines(found))
     assert lines(found)["Gloo"]["level"] == "ok", "the suite itself runs on Gloo here"
+    environment = found["nodes"][0]["environment"]
+    assert (environment["ray"], environment["torch"]) == (ray.__version__, torch.__version__)
 
 
-@pytest.fixture(scope="module")
-def faulty_machine(tmp_path_factory):
-    """Return the doctor's result if the host name resolves to a foreign address and /dev/shm has 32 MiB."""
+@pytest.mark.full
+@pytest.mark.linux(reason="needs mount namespaces")
+def test_wrong_hosts_file_and_tiny_shm(tmp_path):
+    """A host name that resolves to a foreign address, and a /dev/shm of 32 MiB, are problems; the other lines are unchanged."""
     if reason := why_no_namespace():
         pytest.skip(reason)
-    hosts = tmp_path_factory.mktemp("etc") / "hosts"
+    hosts = tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n203.0.113.5 {socket.gethostname()}\n")
     mounts = f'mount --bind {hosts} /etc/hosts && mount -t tmpfs -o size=32m none /dev/shm && exec "$@"'
-    return doctor(before=["unshare", "--mount", "sh", "-c", mounts, "sh"])
-
-
-@pytest.mark.full
-@pytest.mark.linux(reason="needs mount namespaces")
-def test_wrong_hosts_file(faulty_machine):
-    """The address and the line to write are named; the exit code is 1."""
-    code, found = faulty_machine
-    check = lines(found)["host name"]
-    assert (code, check["level"]) == (1, "problem")
-    assert "203.0.113.5, which is not an address of this machine" in check["text"]
-    assert "hosts file" in check["fix"]
-
-
-@pytest.mark.full
-@pytest.mark.linux(reason="needs mount namespaces")
-def test_tiny_shm(faulty_machine):
-    """Its size and Docker's option are named; the other lines are unchanged."""
-    code, found = faulty_machine
-    check = lines(found)["/dev/shm"]
-    assert (code, check["level"]) == (1, "problem")
-    assert "32 MiB free of 32 MiB" in check["text"]
-    assert "--shm-size" in check["fix"]
-    assert lines(found)["Gloo"]["level"] == "ok"
+    code, found = doctor(before=["unshare", "--mount", "sh", "-c", mounts, "sh"])
+    shown = lines(found)
+    assert [shown[name]["level"] for name in ("host name", "/dev/shm", "Gloo")] == ["problem", "problem", "ok"]
+    assert (code, "203.0.113.5" in shown["host name"]["detail"]) == (1, True)
 
 
 @pytest.mark.full
 def test_ray_claims_gpus_that_are_not_there(cluster):
-    """On a running Ray with num_gpus=2 the line has this number, the GPUs present, and the advice."""
+    """On a running Ray with num_gpus=2 the line has this number and the GPUs present."""
     if torch.cuda.device_count() >= 2:
         pytest.skip("this machine has the GPUs that its Ray is told of")
     code, found = doctor("--address", ray.get_runtime_context().gcs_address)
     check = lines(found)["Ray's GPUs"]
     assert (code, check["level"]) == (1, "problem")
-    assert f"num_gpus=2 of the node exceeds the GPUs present ({torch.cuda.device_count()})" in check["text"]
-    assert "--num-gpus" in check["fix"]
-    assert ray.get_runtime_context().get_node_id()[:8] in found["nodes"][0]["node"]
-    assert found["environment"]["torch"] == torch.__version__
-    (node,) = found["environment"]["nodes"]
-    assert f"Ray {ray.__version__}, torch {torch.__version__}" in node
-
-
-def test_node_without_the_package(cluster, monkeypatch, tmp_path):
-    """If a node cannot import the package, its line states this with the fix instead of a traceback."""
-    from ray_fracbackend.cli.doctor import diagnose
-
-    (tmp_path / "only_on_the_driver.py").write_text("def collect(*_):\n    return None\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(diagnose, "collect_packed", importlib.import_module("only_on_the_driver").collect)
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    (check,) = diagnose._ask(nodes, 100)
-    assert (check.level, check.text) == ("problem", "No module named 'only_on_the_driver'")
-    assert check.fix == "install only_on_the_driver on that node, as on the other nodes"
-
-
-def test_silent_node(cluster, monkeypatch):
-    """A node that does not answer in time is a problem, and nothing hangs."""
-    from ray_fracbackend.cli.doctor import diagnose
-
-    monkeypatch.setattr(diagnose, "collect_packed", never)
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    (check,) = diagnose._ask(nodes, 1)
-    assert (check.level, check.text) == ("problem", "no answer within 1 s")
-
-
-def test_node_with_another_version(cluster, monkeypatch, tmp_path):
-    """A node whose ray_fracbackend lacks the function, or whose report lacks needed values, has a line that says so."""
-    from ray_fracbackend.cli.doctor import diagnose
-
-    (tmp_path / "ray_fracbackend_newer.py").write_text("def collect(*_):\n    return None\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    newer = importlib.import_module("ray_fracbackend_newer").collect
-    newer.__module__ = "ray_fracbackend.cli.newer"
-    monkeypatch.setitem(sys.modules, "ray_fracbackend.cli.newer", importlib.import_module("ray_fracbackend_newer"))
-    monkeypatch.setattr(diagnose, "collect_packed", newer)
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    (check,) = diagnose._ask(nodes, 100)
-    assert (check.level, "another version of ray_fracbackend is installed" in check.text) == ("problem", True), check
-    assert check.fix.startswith("install ray_fracbackend ")
-
-
-def packed_by_an_older_one(*_):
-    """A report of another version with other field positions: it must not be unpickled."""
-    return "0.0.1", pickle.dumps({"worker": "another form"})
-
-
-def test_a_report_of_another_version(cluster, monkeypatch):
-    """Reports are pickled by the position of their fields: a report of another version is not read, and the version is named."""
-    from ray_fracbackend.cli.doctor import diagnose
-
-    monkeypatch.setattr(diagnose, "collect_packed", packed_by_an_older_one)
-    (check,) = diagnose._ask([node for node in ray.nodes() if node["Alive"]], 100)
-    assert (check.level, check.text) == ("problem", "another version of ray_fracbackend is installed: 0.0.1")
-    assert check.fix == f"install ray_fracbackend {__version__} on that node, as on this machine"
-
-
-def test_a_cluster_that_does_not_list_its_nodes(monkeypatch):
-    """The head node may stop between the connection and the query: there is a reason and no traceback."""
-    from ray_fracbackend.cli.doctor import diagnose
-
-    monkeypatch.setattr(ray, "nodes", never)
-    with pytest.raises(ClusterError, match=r"did not list its nodes within 0\.2 s; check the head node") as caught:
-        diagnose._ask_all(Deadline(0.2))
-    assert caught.value.reason == "no_answer"
+    assert f"num_gpus=2 of the node, and {torch.cuda.device_count()} GPUs" in check["text"]
+    assert ray.get_runtime_context().get_node_id()[:8] in found["nodes"][0]["name"]
 
 
 def never(*_):
-    """Hangs."""
-    import time
-
     time.sleep(600)
+
+
+def older(*_):
+    return {"ray_fracbackend": "0.0.1"}
+
+
+def unknown(*_):
+    """Stands for a function that the node's installation does not have."""
+
+
+unknown.__module__ = "only_on_the_driver"
+ANSWERS = {
+    "silent": (never, 3, "no answer within 3 s"),
+    "another version": (older, 100, "0.0.1"),
+    "no package": (unknown, 100, "No module named 'only_on_the_driver'"),
+}
+
+
+@pytest.mark.parametrize(("function", "timeout_s", "text"), ANSWERS.values(), ids=ANSWERS)
+def test_node_without_facts(cluster, monkeypatch, function, timeout_s, text):
+    """A node that does not answer in time, has another version or lacks the package is a problem, and nothing hangs."""
+    module = ModuleType("only_on_the_driver")
+    module.unknown = unknown
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(diagnose, "collect_facts", function)
+    (node,) = diagnose.diagnose_cluster(timeout_s)
+    (check,) = node.checks
+    assert (check.name, check.level, text in check.text) == ("node", "problem", True), check
+    assert f"ray_fracbackend {__version__}" in check.fix
 
 
 def test_no_cluster():
@@ -276,22 +210,29 @@ def test_head_node_with_a_token(own_head):
 
 @pytest.mark.full
 @pytest.mark.linux(reason="two Ray nodes on one machine")
-def test_equal_nodes():
-    """Two nodes of one cluster are one block with both names, and the last line is the verdict; JSON has each node's lines."""
+def test_two_nodes():
+    """Equal nodes are one block with both names, and the last line is the verdict; a node that stops is a problem of its own."""
     with head_node() as (address, settings), ray_start(settings, "--address", address, "--num-cpus", "4"):
-        assert wait_until(
-            lambda: len(json.loads(ended("--address", address, "--json", **settings)[1])["nodes"]) == 2, 100
-        )
-        code, out, _ = ended("--address", address, **settings)
-        found = json.loads(ended("--address", address, "--json", **settings)[1])
-    lines = out.splitlines()
-    assert lines[0] == "2 equal nodes; the lines show names and addresses of the first one"
-    assert all(node["node"] in " ".join(lines[1:3]) for node in found["nodes"])
-    assert sum(line.startswith(("  ok       versions ", "  problem  versions ")) for line in lines) == 1
-    levels = [check["level"] for check in found["nodes"][0]["checks"]]
-    assert f"{levels.count('problem')} problem" in lines[-1]
-    assert f"{levels.count('warning')} warning" in lines[-1]
-    assert code == (1 if "problem" in levels else 0)
+
+        def doctor_of_both(*arguments):
+            code, out, err = ended("--address", address, *arguments, **settings)
+            assert out, err
+            return code, out
+
+        assert wait_until(lambda: len(json.loads(doctor_of_both("--json")[1])["nodes"]) == 2, 100)
+        code, out = doctor_of_both()
+        assert out.startswith("2 equal nodes, with the values of the first: node ")
+        assert len([line for line in out.splitlines() if " versions " in line]) == 1
+        assert out.splitlines()[-1].startswith(f"{code} problem")
+        raylets = [each for each in processes_with("RAY_TMPDIR", settings["RAY_TMPDIR"]) if each.name() == "raylet"]
+        last = max(raylets, key=psutil.Process.create_time)
+        last.suspend()
+        try:
+            code, out = doctor_of_both("--json", "--timeout-s", "20")
+        finally:
+            last.resume()
+    levels = {check["name"]: check["level"] for node in json.loads(out)["nodes"] for check in node["checks"]}
+    assert (code, levels["node"], levels["Gloo"]) == (1, "problem", "ok")
 
 
 _STARTS_LOCAL = f"""
@@ -329,55 +270,3 @@ def test_local_ray(tmp_path, ending):
     assert process.returncode == {None: 0, signal.SIGINT: -2, signal.SIGTERM: 15}[ending]
     assert not psutil.wait_procs(below, timeout=20)[1]
     shutil.rmtree(short, ignore_errors=True)
-
-
-@pytest.mark.parametrize("arguments", [["--timeout-s", "0"], ["--timeout-s", "x"], ["--colour"]])
-def test_wrong_usage(arguments):
-    """Wrong usage exits with code 2, here as JSON."""
-    code, found = doctor(*arguments)
-    assert (code, found["error"]["reason"]) == (2, "wrong_usage")
-    assert arguments[0] in found["error"]["message"]
-
-
-_THREE_TIMES = """
-import contextlib, io, os
-from ray_fracbackend.cli import main
-
-main(["doctor"])
-with contextlib.redirect_stdout(io.StringIO()) as piped:
-    main(["doctor"])
-print("PIPED", piped.getvalue())
-os.environ["NO_COLOR"] = "1"
-print("NO_COLOR")
-main(["doctor"])
-"""
-
-
-@pytest.mark.full
-@pytest.mark.linux(reason="needs pseudo terminals")
-def test_colours_on_a_terminal_only():
-    """Output to a terminal has colours, unless NO_COLOR is set; other output is plain text."""
-    terminal, rest = on_terminal([sys.executable, "-c", _THREE_TIMES]).split(b"PIPED")
-    piped, without = rest.split(b"NO_COLOR\r\n")
-    assert b"\x1b[32mok" in terminal
-    assert b"ok " in piped
-    assert b"\x1b[" not in piped
-    # A package that Ray imports resets the terminal's colours at the end.
-    assert b"\x1b[3" not in without
-
-
-def on_terminal(command):
-    import pty
-
-    main, side = pty.openpty()
-    with subprocess.Popen(command, stdout=side, stderr=subprocess.DEVNULL) as process:
-        os.close(side)
-        shown = b""
-        try:
-            while part := os.read(main, 65536):
-                shown += part
-        except OSError:  # Linux: the other side is closed
-            pass
-        os.close(main)
-        process.wait(120)
-    return shown

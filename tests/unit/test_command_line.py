@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ray_fracbackend.cli import main, options
-from ray_fracbackend.cli.doctor.report import Check, Diagnosis
+from ray_fracbackend.cli.doctor.report import Check, Node
 from ray_fracbackend.cli.options import setting_options, settings_of
 from ray_fracbackend.cli.parser import parser
 from ray_fracbackend.decide.settings import Settings
@@ -144,7 +144,7 @@ def test_wrong_usage_is_found_before_ray_starts(line: str, said: str, capsys, mo
 
 def machine_with(*checks):
     """Make the doctor report a machine with these lines."""
-    return lambda timeout_s: Diagnosis({"this machine": tuple(checks)})
+    return lambda timeout_s: [Node("this machine", checks)]
 
 
 def broken(*_):
@@ -155,7 +155,7 @@ _FINE, _WRONG = Check("NCCL", "ok", "2.28.9"), Check("/dev/shm", "problem", "too
 # Command line, the doctor's lines, exit code, reason, a word of the message.
 _ENDS = {
     "good": ("doctor --json", machine_with(_FINE), 0, None, ""),
-    "a problem": ("doctor --json", machine_with(_FINE, _WRONG), 1, "problem_found", "/dev/shm: too little"),
+    "a problem": ("doctor --json", machine_with(_FINE, _WRONG), 1, "problem_found", "1 problem (/dev/shm)"),
     "our bug": ("doctor --json", broken, 1, "internal_error", "KeyError: 'of ours'"),
     "no cluster": ("doctor --json --address 127.0.0.1:1", None, 1, "no_cluster", "127.0.0.1:1"),
     "no cluster for a plan": (

@@ -273,8 +273,8 @@ def test_ipc_on_demand(monkeypatch, half_a_gpu):
     assert ipc_missing(*workers_of([probe.probe_worker(1, None, None, True, ask_ipc=True)])) == (None, "a reason")
 
 
-def test_the_doctor_asks_for_ipc():
-    """A machine's probe includes what ipc can use."""
+def test_ipc_support_without_devices():
+    """Host memory is checked, and there is a reason for device memory."""
     assert "not probed" not in probe.ipc_support(()).values()
 
 

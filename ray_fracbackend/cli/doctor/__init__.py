@@ -1,1 +1,1 @@
-"""Command ``doctor``: the report of a machine or of every node of a cluster, and the lines about it."""
+"""Command ``doctor``: collect facts about a machine or about every node of a cluster, and check them."""
