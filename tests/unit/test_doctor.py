@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -177,28 +177,16 @@ def test_no_secrets(monkeypatch):
     assert [probe._is_shown(name) for name in ("NCCL_DEBUG", "NCCL_X_KEY", "NCCL_FOO_TOKEN")] == [True, False, False]
 
 
-class Refused(Exception):
-    """NVML's error."""
-
-
-def refuse(*_):
-    raise Refused
-
-
 def test_gpus_of_the_driver(monkeypatch):
     """NVML's GPUs, also those of which it returns no name; nothing without NVML."""
-    names = ("SystemGetDriverVersion", "DeviceGetHandleByIndex", "DeviceGetName")
-    functions = {"nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "nvmlDeviceGetCount": lambda: 2}
-    module = SimpleNamespace(NVMLError=Refused, **{f"nvml{name}": refuse for name in names}, **functions)
-    monkeypatch.setitem(sys.modules, "pynvml", module)
-    assert nvidia_driver()["num_driver_gpus"] == 2
-    module.nvmlDeviceGetCount = refuse
-    assert nvidia_driver()["num_driver_gpus"] == 0
+    nvml = mock.Mock(NVMLError=ValueError)
+    nvml.nvmlDeviceGetCount.return_value, nvml.nvmlSystemGetDriverVersion.return_value = 2, b"570.1"
+    nvml.nvmlDeviceGetName.side_effect = ["NVIDIA H200", ValueError]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    found = {"NVIDIA driver": "570.1", "GPUs": "NVIDIA H200, one that does not answer", "num_driver_gpus": 2}
+    assert nvidia_driver() == found
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvidia_driver() == {}
-
-
-_HANGS = "import time; time.sleep(600)"
 
 
 def environment(folder, **bodies):
@@ -217,7 +205,7 @@ FAILURES = {
     "raises": ("print('noise'); raise OSError('libcudart.so.12:\\ncannot open')", "failed: OSError: libcudart.so.12: "),
     "sys.exit": ("import sys; sys.exit(7)", "failed: SystemExit: 7"),
     "exit code": ("import os; os._exit(7)", "ended the process: exit code 7"),
-    "hangs": (_HANGS, "did not end within 5 s"),
+    "hangs": ("import time; time.sleep(600)", "did not end within 5 s"),
     "signal": (
         "import os, signal; print('cause', flush=True); os.kill(os.getpid(), signal.SIGKILL)",
         "ended the process: SIGKILL (cause)",
