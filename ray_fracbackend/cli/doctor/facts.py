@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ray_fracbackend import __version__
@@ -191,8 +191,7 @@ def _devices(node_ip: str) -> Facts:
 
     found = machine_devices()
     devices = [torch.device("cuda", device.index) for device in found["devices"]]
-    own = {"rank": 0, "node_id": "", "node_ip": node_ip, "cuda_missing": found["cuda_missing"]}
-    worker = collect_info(devices, True, **own)
+    worker = replace(collect_info(devices, False, rank=0, node_id="", node_ip=node_ip), **found)
     return {"worker": asdict(worker), "NCCL": worker.nccl_version and version_text(worker.nccl_version)}
 
 
