@@ -57,7 +57,10 @@ def mode(name, ranks):
 # No other rank, no network and no search for a fault.
 _MISLEADING = ["network", "Connection closed", "is not in it", "Search for", "NCCL"]
 _ALONE = ["rank ", " (node ", "cuda:0 cannot be used: "]
-_NO_ROOM = [*_ALONE, "required to create MPS client have been exhausted", "see nvidia-smi and dmesg of the node"], _MISLEADING
+_NO_ROOM = (
+    [*_ALONE, "required to create MPS client have been exhausted", "see nvidia-smi and dmesg of the node"],
+    _MISLEADING,
+)
 _LOST = [*_ALONE, "unspecified launch failure", "see nvidia-smi and dmesg of the node"], _MISLEADING
 _FULL = ["ran out of device memory during start-up"]
 # Fault, policy, what the error must contain, and what it must not.

@@ -93,7 +93,13 @@ ENDINGS = {
         {"on_shared_device": "nccl"},
         ("rank 1 (node ", "Call to socket failed"),
     ),
-    "chosen, NVLS": (HALVES, "", NVLS, {"on_shared_device": "nccl"}, ("The user set NCCL_NVLS_ENABLE=1, which was kept: unset it",)),
+    "chosen, NVLS": (
+        HALVES,
+        "",
+        NVLS,
+        {"on_shared_device": "nccl"},
+        ("The user set NCCL_NVLS_ENABLE=1, which was kept: unset it",),
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from ray_fracbackend.decide.plain import from_plain
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, version_text
-from ray_fracbackend.errors import FracBackendError, MissingDeviceError
+from ray_fracbackend.errors import FracBackendError
 
 # Oldest supported versions.
 _OLDEST = {"ray": "2.40", "torch": "2.4"}
@@ -116,12 +116,13 @@ def _devices(worker: WorkerInfo, facts: Facts) -> Iterator[Check]:
 def _device(device: DeviceInfo, worker: WorkerInfo) -> Check:
     name, uuid = f"cuda:{device.index}", short_uuid(device.uuid)
     text = f"{device.name}, {device.total_memory_bytes / 2**30:.1f} GiB, compute mode {device.compute_mode}"
+    if device.compute_mode == "prohibited":
+        return Check(name, "problem", f"{text}: no process can use it", "nvidia-smi -c DEFAULT", uuid)
     pair = [replace(worker, rank=rank, resources={"GPU": 0.5}, devices=(device,)) for rank in range(2)]
     try:
         decision = decide_start(pair, Settings())
     except FracBackendError as error:
-        level = "problem" if isinstance(error, MissingDeviceError) else "warning"
-        return Check(name, level, f"{text}: workers cannot share it", detail=f"{uuid}: {error}")
+        return Check(name, "warning", f"{text}: workers cannot share it", detail=f"{uuid}: {error}")
     text += f": workers that share it use {decision.backend}"
     if device.is_mig and worker.nccl_available and (worker.nccl_version or (0, 0, 0)) < NCCL_COMPARES_UUID:
         text += ", and so do those on other MIG slices of its GPU, which NCCL refuses"
