@@ -193,7 +193,7 @@ class StartReport:
         sharing = {rank: group.ranks for group in self.plan.decision.share_groups for rank in group.ranks}
         lines = []
         for worker in self.workers:
-            device = f"{worker.device.name} {short_uuid(worker.device.uuid)}" if worker.device else "cpu"
+            device = f"{short_uuid(worker.device.uuid)} {worker.device.name}" if worker.device else "cpu"
             others = [rank for rank in sharing.get(worker.rank, ()) if rank != worker.rank]
             shared = f", shared with {ranks_text(others)}" if others else ""
             lines.append(f"{worker.where}: {worker.gpu_fraction:g} GPU, {device}{shared}")

@@ -66,7 +66,7 @@ _FULL = ["ran out of device memory during start-up"]
 # Fault, policy, what the error must contain, and what it must not.
 ENDS = [
     *[(f"exclusive{nvml}", "auto", *mode("EXCLUSIVE_PROCESS", "which is")) for nvml in ("", ",no_nvml")],
-    *[(f"prohibited{nvml}", "auto", *mode("PROHIBITED", "ranks 0,1 is")) for nvml in ("", ",no_nvml")],
+    ("prohibited", "auto", *mode("PROHIBITED", "a GPU of the node is")),
     *[("mps_clients=1", policy, *_NO_ROOM) for policy in ("auto", "staged", "ipc")],
     *[("device_lost=1", policy, *_LOST) for policy in ("auto", "ipc")],
     # As on a device that is nearly full: torch's text, without its last sentences on fragmentation.

@@ -123,8 +123,8 @@ def test_print(start_report):
     decision = replace(start_report.plan.decision, hints=("use 1/2",))
     hinted = replace(start_report, plan=replace(start_report.plan, decision=decision))
     assert str(hinted).splitlines() == [
-        "rank 0 (node 10.0.0.1, pid 0): 0.5 GPU, NVIDIA H200 GPU-ab12cd34, shared with rank 1",
-        "rank 1 (node 10.0.0.1, pid 0): 0.5 GPU, NVIDIA H200 GPU-ab12cd34, shared with rank 0",
+        "rank 0 (node 10.0.0.1, pid 0): 0.5 GPU, GPU-ab12cd34 NVIDIA H200, shared with rank 1",
+        "rank 1 (node 10.0.0.1, pid 0): 0.5 GPU, GPU-ab12cd34 NVIDIA H200, shared with rank 0",
         "",
         hinted.log_line(),
         *(f"warning: {warning}" for warning in hinted.warnings),
