@@ -130,7 +130,7 @@ class Start:
         with self._errors_have_warnings():
             workers = self._probe()
             deadline = Deadline(self._settings.start_timeout_s)
-            decision, store_port = self._decide(workers), workers[0].network.store_port
+            decision, store_port = decide_start(workers, self._settings), workers[0].network.store_port
             while True:
                 try:
                     return self._start(self._plan(decision, workers, store_port), workers, deadline)
@@ -150,7 +150,7 @@ class Start:
         """
         with self._errors_have_warnings():
             workers = self._probe()
-            plan = self._plan(self._decide(workers), workers, workers[0].network.store_port)
+            plan = self._plan(decide_start(workers, self._settings), workers, workers[0].network.store_port)
         return StartReport(plan=plan, workers=workers, settings=self.progress.settings)
 
     def log(self, report: StartReport) -> None:
@@ -189,17 +189,14 @@ class Start:
         self._add_seconds("probe", started)
         return self.progress.workers
 
-    def _decide(self, workers: Sequence[WorkerInfo]) -> Decision:
-        self.progress.decision = decide_start(workers, self._settings)
-        return self.progress.decision
-
     def _plan(self, decision: Decision, workers: Sequence[WorkerInfo], store_port: int | None) -> StartPlan:
+        self.progress.decision = decision
         self.progress.rendezvous = plan_rendezvous(workers, self._settings, decision.backend, store_port)
         return StartPlan(decision, self.progress.rendezvous)
 
     def _start(self, plan: StartPlan, workers: tuple[WorkerInfo, ...], deadline: Deadline) -> StartReport:
         started, settings = time.perf_counter(), self._settings
-        attempt = deadline.share(0.5) if plan.decision.is_trial else deadline
+        attempt = Deadline(deadline.left_s / 2, deadline.budget_s) if plan.decision.is_trial else deadline
         report = StartReport(plan=plan, workers=workers, settings=self.progress.settings)
         plans = plan.worker_plans(
             workers,

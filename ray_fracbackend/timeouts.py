@@ -27,10 +27,6 @@ class Deadline:
         """Seconds left. At least a millisecond, because torch treats 0 as no limit."""
         return max(0.001, self._end - time.monotonic())
 
-    def share(self, part: float) -> Deadline:
-        """Return a deadline for this part of the time left, with the whole budget."""
-        return Deadline(self.left_s * part, self.budget_s)
-
 
 def seconds_text(seconds: float) -> str:
     """Format seconds for a log line: whole ones from 10 s on."""

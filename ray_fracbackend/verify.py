@@ -121,11 +121,6 @@ def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 class Verification:
     """One verification on one rank.
 
-    Args:
-        group: The group.
-        device: Device of the tensors.
-        timeout_s: Time limit in seconds.
-
     Attributes:
         group: The group. Its owner deletes it, because the frames of an error would keep it.
         step: The current step, for messages.
