@@ -190,9 +190,9 @@ class Verification:
     def _wait(self, work: dist.Work | None) -> None:
         if work is None:
             return
-        end, pause_s = self.started + self.timeout_s, _MIN_PAUSE_S
+        end, pause_s, is_polled = self.started + self.timeout_s, _MIN_PAUSE_S, self.backend == "nccl"
         # If a wait for NCCL reaches its own timeout, torch's watchdog ends the process, in torch 2.7 at once.
-        while self.backend == "nccl" and not work.is_completed():
+        while is_polled and not work.is_completed():
             if time.perf_counter() > end:
                 raise TimeoutError(f"no answer within {self.timeout_s:.3g} s")
             time.sleep(pause_s)
