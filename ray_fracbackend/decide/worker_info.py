@@ -45,8 +45,8 @@ class DeviceInfo:
         total_memory_bytes: Memory of the device or slice.
         pci_bus_id: PCI bus id of the physical GPU, lower case; MIG slices of one GPU have the same. None if unknown.
         parent_uuid: UUID of the physical GPU if the device is a MIG slice, else None.
-        compute_mode: ``default``, ``exclusive_process``, ``prohibited``, or ``unknown`` if neither the driver nor NVML
-            reports it.
+        compute_mode: ``default``, ``exclusive_process``, ``prohibited``, or ``unknown`` if the driver does not
+            report it.
     """
 
     uuid: str
