@@ -80,7 +80,8 @@ def test_ray_claims_gpus_that_are_not_there(cluster):
     """On a running Ray with num_gpus=2 the line has this number and the GPUs present."""
     if torch.cuda.device_count() >= 2:
         pytest.skip("this machine has the GPUs that its Ray is told of")
-    code, found = doctor("--address", ray.get_runtime_context().gcs_address)
+    code, found = doctor("--address", ray.get_runtime_context().gcs_address, "--timeout-s", "200")
+    assert "Ray's GPUs" in lines(found), found
     check = lines(found)["Ray's GPUs"]
     assert (code, check["level"]) == (1, "problem")
     assert f"num_gpus=2 of the node, and {torch.cuda.device_count()} GPUs" in check["text"]
