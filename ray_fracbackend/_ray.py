@@ -16,6 +16,7 @@ only), 2.48 and 2.60 (V1 and V2 engines):
 ``ray.train.v2._internal.execution.callback``   ``WorkerGroupCallback``, 2.48 to 2.60
 ``ray.train.v2._internal.callbacks``            ``BackendSetupCallback``, 2.48 to 2.60
 ``ray.rllib.core.learner.learner_group``        ``_get_backend_config``, 2.40 to 2.60
+``ray._private.authentication...token_setup``   ``maybe_enable_token_auth_if_token_available``, 2.60
 ==============================================  ====================================================================
 
 Attributes of objects that Ray passes in need no import:
@@ -193,6 +194,16 @@ def set_torch_distributed_env() -> None:
 def node_ids() -> tuple[str, str]:
     """Return Ray's node id and IP address of this worker's node."""
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+
+def send_token() -> None:
+    """Let this process send the user's token, if there is one, as ``ray.init("auto")`` does; to an address Ray sends none by default."""
+    _private(
+        "ray._private.authentication.authentication_token_setup",
+        "maybe_enable_token_auth_if_token_available",
+        by="send_token",
+        since="2.60",
+    ).maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def assigned_resources() -> Mapping[str, float]:

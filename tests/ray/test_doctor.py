@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -127,7 +126,7 @@ def test_no_cluster():
         unused.bind(("127.0.0.1", 0))
         code, found = doctor("--address", f"127.0.0.1:{unused.getsockname()[1]}")
     assert code == 1
-    assert "no Ray cluster at 127.0.0.1:" in str(found["error"])
+    assert "no connection to Ray at 127.0.0.1:" in str(found["error"])
 
 
 def ended(*arguments, **environment):
@@ -145,18 +144,13 @@ def ended(*arguments, **environment):
 
 @pytest.mark.full(but="win32")
 def test_wrong_token(cluster):
-    """A real cluster that refuses the token is reported in one line, without the retries and warnings of Ray's client."""
+    """A real cluster that refuses the token, or gets none, is an error in time."""
     if os.environ.get("RAY_AUTH_MODE") != "token":
         pytest.skip("this Ray starts clusters without tokens")
     address = ray.get_runtime_context().gcs_address
-    for settings, text in (
-        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "wrong" * 8}, "refuses the token of RAY_AUTH_TOKEN;"),
-        ({}, "requires a token, and Ray sends none to this address while RAY_AUTH_MODE is not set;"),
-    ):
-        # The command has no time limit that ends it: Ray's client continues for minutes.
-        code, out, err = ended("--address", address, "--timeout-s", "600", **settings)
-        (shown,) = (out + err).splitlines()
-        assert (code, text in shown, "ray get-auth-token" in shown) == (1, True, True), shown
+    for settings in {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "wrong" * 8}, {}:
+        code, out, err = ended("--address", address, "--timeout-s", "20", **settings)
+        assert (code, "no connection" in out + err) == (1, True), out + err
 
 
 @pytest.fixture
@@ -205,8 +199,8 @@ def test_head_node_with_a_token(own_head):
     finally:
         for each in gcs:
             each.resume()
-    assert (code, len((out + err).splitlines())) == (1, 1), out + err
-    assert "the port accepts connections, but ray.init() did not end within" in out + err
+    assert code == 1
+    assert f"{address}: no connection within" in out + err
 
 
 @pytest.mark.full
@@ -236,38 +230,29 @@ def test_two_nodes():
     assert (code, levels["node"], levels["Gloo"]) == (1, "problem", "ok")
 
 
-_STARTS_LOCAL = f"""
-import os, sys
+_STARTS_LOCAL = """
 from ray_fracbackend.cli.connect.cluster import connected
 with connected(None) as own:
     print("RUNNING", own, flush=True)
-    if len(sys.argv) > 1:
-        import time
-        {NAPS}
+    input()
 """
 
 
 @pytest.mark.full
-@pytest.mark.linux(reason="sends signals")
-@pytest.mark.parametrize("ending", [None, signal.SIGINT, signal.SIGTERM], ids=["end", "Ctrl-C", "SIGTERM"])
-def test_local_ray(tmp_path, ending):
-    """Without any cluster a local Ray is announced in one line, and none of its processes is left, however the command ends."""
+@pytest.mark.linux(reason="looks for processes")
+def test_local_ray(tmp_path):
+    """Without any cluster a local Ray is announced in one line, and none of its processes is left."""
     short = tempfile.mkdtemp(prefix="rf")
     own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_ADDRESS", "RAY_AUTH"))}
-    command = with_signals(sys.executable, "-c", _STARTS_LOCAL, *(["wait"] if ending else []))
     environment = {**own, "HOME": str(tmp_path), "RAY_TMPDIR": short, "PYTHONPATH": python_path()}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", _STARTS_LOCAL], env=environment, text=True, **pipes) as process:
         assert process.stdout.readline() == "RUNNING True\n"
         below = psutil.Process(process.pid).children(True)
         assert below
-        if ending:
-            process.send_signal(ending)
-        _, err = process.communicate(timeout=60)
-    assert "no running Ray cluster found: starting a local one for this command" in err.splitlines()[0]
-    assert ending or len(err.splitlines()) == 1
-    # Without the command's own handler Ray's stays installed for SIGTERM: it exits with the signal's number.
-    assert process.returncode == {None: 0, signal.SIGINT: -2, signal.SIGTERM: 15}[ending]
+        _, err = process.communicate("\n", timeout=60)
+    assert "no running Ray cluster found: starting a local one for this command" in err
+    assert len(err.splitlines()) == 1
+    assert process.returncode == 0
     assert not psutil.wait_procs(below, timeout=20)[1]
     shutil.rmtree(short, ignore_errors=True)

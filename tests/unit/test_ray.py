@@ -62,6 +62,7 @@ _CALLS = {
     "worker_group_callback_class": _ray.worker_group_callback_class,
     "replace_backend_config": lambda: _ray.replace_backend_config(V2Group(), lambda config: config),
     "learner_backend_config": learners,
+    "send_token": _ray.send_token,
     "results_folder": lambda: _ray.results_folder(V1Group()),
 }
 _NAMES = sorted(lazy_names())
