@@ -6,7 +6,6 @@ If the output cannot be written the command ends; with exit code 141 if the read
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -35,27 +34,6 @@ def say(who: str, text: str) -> None:
         return
     with suppress(OSError):
         print(f"{who}: {text}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def log_lines(logger: logging.Logger) -> Iterator[None]:
-    """Write a logger's lines from INFO on to standard error while the block runs, whatever the level of its parents.
-
-    Args:
-        logger: Its level, handlers and propagation are restored afterwards.
-    """
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
 
 
 def flush() -> None:

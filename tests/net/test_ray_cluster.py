@@ -35,8 +35,14 @@ class Cluster:
         common = ["--num-cpus=2", '--resources={"slot": 1}', "--object-store-memory=80000000", "--disable-usage-stats"]
         head = [f"--node-ip-address={self.head.ip}", f"--port={GCS_PORT}", "--head", "--include-dashboard=false"]
         other = [f"--node-ip-address={self.other.ip}", f"--address={self.head.ip}:{GCS_PORT}"]
-        for node, args in ((self.head, [*head, f"--temp-dir={self.folder}/ray"]), (self.other, other)):
-            code = self._run(node, [ray, "start", *args, *common], 60)
+        # The temporary folder of the drivers is the head node's own.
+        (self.folder / "tmp").mkdir()
+        own_folder = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none {self.folder}/tmp && exec "$@"', "sh"]
+        for node, prefix, args in (
+            (self.head, [], [*head, f"--temp-dir={self.folder}/ray"]),
+            (self.other, own_folder, other),
+        ):
+            code = self._run(node, [*prefix, ray, "start", *args, *common], 60)
             assert code == 0, (self.folder / "log").read_text()[-5000:]
 
     def fit(self, name: str) -> dict[str, Any]:
@@ -54,14 +60,41 @@ class Cluster:
         assert text in log.read_bytes()[start:].decode()
         return trained.exists()
 
+    def command(self, engine: str, *arguments: str) -> dict[str, Any]:
+        """Return the JSON document of one of our commands on the head node."""
+        code = self._run(
+            self.head,
+            [
+                "sh",
+                "-c",
+                '"$@" >"$0"',
+                str(self.folder / "json"),
+                sys.executable,
+                "-m",
+                "ray_fracbackend",
+                *arguments,
+                "--json",
+            ],
+            120,
+            TMPDIR=str(self.folder / "tmp"),
+            RAY_TRAIN_V2_ENABLED=engine,
+        )
+        assert code == 0, (self.folder / "log").read_text()[-5000:]
+        return json.loads((self.folder / "json").read_text())
+
     def _driver(self, name: str) -> list[str]:
         return [sys.executable, str(HERE / "net_cluster_driver.py"), str(self.folder), name]
 
     def _run(
-        self, node: Node, command: list[str], timeout_s: float, enough: Callable[[], bool] = lambda: False
+        self,
+        node: Node,
+        command: list[str],
+        timeout_s: float,
+        enough: Callable[[], bool] = lambda: False,
+        **settings: str,
     ) -> int | None:
         """Return the exit code, None if the command was killed because it was enough or took too long."""
-        environment = {**node.environment(), "RAY_TRAIN_V2_ENABLED": "1"}
+        environment = {**node.environment(), "RAY_TRAIN_V2_ENABLED": "1", **settings}
         if "start" not in command:
             environment["RAY_ADDRESS"] = f"{self.head.ip}:{GCS_PORT}"
         with open(self.folder / "log", "ab") as log:
@@ -120,6 +153,18 @@ def test_trains_where_host_names_resolve_wrongly(cluster: Cluster) -> None:
     assert ours["trained"]["nodes"] == [cluster.head.ip, cluster.other.ip]
     assert "Gloo over eth0" in ours["trained"]["rendezvous"]
     assert not cluster.trains_before("stock", "connectFullMesh failed", STOCK_S)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["1", "0"], ids=["V2", "V1"])
+def test_the_command_needs_no_shared_storage(cluster: Cluster, engine: str) -> None:
+    """A run on two nodes, of which one does not see the driver's temporary folder; no file is left on either."""
+    wish = ("--num-workers", "2", "--placement-strategy", "STRICT_SPREAD")
+    for command in ("plan", "test"):
+        found = cluster.command(engine, command, *wish)
+        workers = found.get("report", found)["workers"]
+        assert {worker["node_ip"] for worker in workers} == {cluster.head.ip, cluster.other.ip}
+    assert not list((cluster.folder / "tmp").glob("ray_fracbackend*"))
 
 
 @pytest.mark.full

@@ -1,13 +1,15 @@
-"""ray-fracbackend test: a real group on a real local Ray, without Ray Train."""
+"""ray-fracbackend test: a real run on a real local Ray, with the engine of RAY_TRAIN_V2_ENABLED; also how it ends."""
 
 from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
-from dataclasses import replace
+import time
 
+import psutil
 import pytest
 import ray
 import torch
@@ -15,9 +17,11 @@ from ray.train import ScalingConfig
 from torch import nn
 
 from ray_fracbackend import FracTorchConfig, MissingDeviceError
-from ray_fracbackend.cli.ddp_steps import GroupTest, largest_difference, run_group_test
+from ray_fracbackend.cli.commands.test import outcome
+from ray_fracbackend.cli.ddp_steps import largest_difference, train
+from ray_fracbackend.cli.plan import fit
 from ray_fracbackend.ipc import host_memory_support
-from tests.processes import wait_until
+from tests.processes import wait_until, with_signals
 from tests.ray.conftest import HALF_GPU
 from tests.ray.test_placement import nothing_is_left
 
@@ -41,22 +45,20 @@ COMMAND = [sys.executable, "-m", "ray_fracbackend", "test"]
 )
 def test_the_group_trains_as_one_process(cluster, backend, num_workers):
     """Real placement, start, verification and DDP steps; the result is that of one process, and nothing is left."""
-    result = run_group_test(ScalingConfig(num_workers=num_workers), FracTorchConfig(backend=backend))
-    assert result.problem() is None
-    assert len(result.steps) == num_workers
-    assert result.report.verification.world_size == num_workers
-    assert result.report.backend == ("gloo" if backend == "auto" else backend)
-    (losses,) = {(step.first_loss, step.last_loss) for step in result.steps}
-    assert losses[1] < losses[0], "it trains"
-    assert f"10 DDP steps on {num_workers} workers" in result.to_text()
+    report, *steps = fit(ScalingConfig(num_workers=num_workers), FracTorchConfig(backend=backend), train)
+    assert report.verification.world_size == num_workers
+    assert report.backend == ("gloo" if backend == "auto" else backend)
+    found = outcome(report, sorted(steps))
+    assert found.error is None
+    assert all(step["last_loss"] < step["first_loss"] for step in found.values["steps"]), "it trains"
+    assert f"10 DDP steps on {num_workers} workers" in found.text
     assert wait_until(nothing_is_left)
     # A difference from one process is a failure, whatever its cause and rank.
     for difference, told in (1e-3, 1e-3), (float("nan"), None):
-        wrong = GroupTest(result.report, (*result.steps[1:], replace(result.steps[0], difference=difference)))
-        assert wrong.wrong_ranks == [num_workers - 1]
-        assert wrong.to_dict()["steps"][-1]["difference"] == told
-        assert f"problem: the weights of rank {num_workers - 1} differ from those of one process" in wrong.to_text()
-        assert ("--backend gloo" in wrong.to_text()) == (backend == "ipc"), "no advice to use what is used"
+        wrong = outcome(report, [*sorted(steps)[:-1], (*max(steps)[:-1], difference)])
+        assert (wrong.error.reason, wrong.error.ranks) == ("wrong_weights", [num_workers - 1])
+        assert wrong.values["steps"][-1]["difference"] == told
+        assert f"problem: the weights of rank {num_workers - 1} differ from those of one process" in wrong.text
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -76,7 +78,7 @@ def test_a_start_that_fails(cluster):
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: nothing is missing")
     with pytest.raises(MissingDeviceError, match="on_missing_cuda='cpu'"):
-        run_group_test(ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU), FracTorchConfig())
+        fit(ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU), FracTorchConfig(), train)
     assert wait_until(nothing_is_left)
 
 
@@ -90,4 +92,26 @@ def test_command(cluster):
     found = json.loads(done.stdout)
     assert (found["ok"], found["report"]["settings"]["on_missing_cuda"], len(found["steps"])) == (True, "cpu", 2)
     assert max(step["difference"] for step in found["steps"]) < 1e-9
-    assert "ray_fracbackend: starting gloo at 127.0.0.1:" in done.stderr, "the lines of a start, as in a training run"
+
+
+@pytest.mark.full
+@pytest.mark.linux(reason="sends signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["raylet", "TrainWorker"], ids=["Ray starts", "the workers start"])
+def test_a_signal(number, when):
+    """One line, the shell's exit code, and no process of the local Ray is left."""
+    process = subprocess.Popen(
+        with_signals(*COMMAND, "--address", "local", "--num-cpus", "4"), stderr=subprocess.PIPE, text=True
+    )
+    own = psutil.Process(process.pid)
+
+    def children():
+        return [each for each in own.children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+
+    assert wait_until(lambda: any(when in " ".join(each.cmdline()) for each in children()), 100)
+    time.sleep(0.5)
+    below = children()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 128 + number, errors
+    assert not psutil.wait_procs(below, timeout=20)[1]

@@ -107,11 +107,9 @@ def test_more_than_a_local_ray_has(tmp_path):
     before = 'ray.init("local", num_cpus=1, num_gpus=0, include_dashboard=False)'
     process, output = start(tmp_path, before=before)
     assert process.wait(150) == 1
-    num_cpus = 2 if v2_enabled() else 3  # one for V1's trainer
-    assert (
-        "InsufficientResourcesError: Ray cannot place 2 workers of 1 CPU and 0.5 GPU each (PACK): this Ray has no GPU. Declare "
-        f"logical GPUs with --num-gpus 1 --num-cpus {num_cpus}, with --on-missing-cuda cpu if the machine has no GPU, or request no GPU."
-    ) in output.read_text()
+    text = output.read_text()
+    assert "InsufficientResourcesError: Ray cannot place 2 workers of 1 CPU and 0.5 GPU each (PACK): " in text
+    assert "declare more with --num-gpus and --num-cpus" in text
     assert nothing_is_left(tmp_path)
 
 
@@ -135,7 +133,7 @@ assert ray.get(holder.is_there.remote())
 def test_ctrl_c_ends_a_script_that_waits(tmp_path, presses):
     """What is needed and free is said, Ctrl-C ends the wait, a second one the process at once, and no process is left."""
     process, output = start(tmp_path, before=_BUSY)
-    wanted = "Ray waits to place 2 workers of 1 CPU and 0.5 GPU each (PACK): other jobs hold the resources ("
+    wanted = "Ray waits to place 2 workers of 1 CPU and 0.5 GPU each (PACK): too little is free ("
     assert wait_until(lambda: any(line.startswith(wanted) for line in ours(output)), 200), output.read_text()
     assert "1 GPU needed and 0 free" in ours(output)[-1]
     process.send_signal(signal.SIGINT)
@@ -166,11 +164,13 @@ def test_a_cluster_that_grows(tmp_path):
         options = ("--num-gpus", "1", "--on-missing-cuda", "cpu")
         process, output = start(tmp_path, *options, **settings, RAY_ADDRESS=address)
         assert wait_until(lambda: len(ours(output)) == 2, 100), output.read_text()
-        assert ours(output) == [
-            f"--num-gpus 1: no effect, because the script uses the running Ray cluster at RAY_ADDRESS={address}",
-            "Ray waits to place 2 workers of 1 CPU and 0.5 GPU each (PACK): no node of this cluster has a GPU in Ray. Start Ray with "
-            "--num-gpus on the nodes that have GPUs, or request no GPU. It continues when such nodes join, as from an autoscaler; Ctrl-C ends it",
-        ]
+        effect, waits = ours(output)
+        assert (
+            effect
+            == f"--num-gpus 1: no effect, because the script uses the running Ray cluster at RAY_ADDRESS={address}"
+        )
+        assert waits.startswith("Ray waits to place 2 workers of 1 CPU and 0.5 GPU each (PACK): the cluster has 1 x (")
+        assert waits.endswith("It continues when such nodes join, as from an autoscaler; Ctrl-C ends it")
         with ray_start(settings, "--address", address, "--num-cpus", "4", "--num-gpus", "1"):
             assert process.wait(200) == 0, output.read_text()
         assert trained(tmp_path) == ["trained-0-2", "trained-1-2"]
@@ -203,7 +203,9 @@ def test_lines_are_rare(pending):
         waits.look(now, _pending())
         counts.append(len(said))
     assert counts == [1, 1, 1, 2, 2, 2, 3]
-    assert said[0].startswith("Ray waits to place one worker of 1 CPU and 3 GPU (PACK): one node has no room for it.")
+    assert said[0].startswith(
+        "Ray waits to place one worker of 1 CPU and 3 GPU (PACK): the cluster has 1 x (32 CPU and 2 GPU): room for 0 of them."
+    )
     waits.look(1000.0, [])
     waits.look(1001.0, _pending())
     waits.look(1003.0, _pending())

@@ -1,17 +1,25 @@
-"""Capacity for workers, and the advice if it is too small."""
+"""Whether workers fit the nodes of a cluster, and the message if they do not."""
 
 from __future__ import annotations
 
 import itertools
-import re
+from unittest import mock
 
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_fracbackend.cli.workers.capacity import places, why_no_place
+from ray_fracbackend.cli.workers.shortage import cluster_too_small, request_text, resources_in_use
 
 NODE = {"CPU": 8.0, "GPU": 2.0}
+FRACTION = {"CPU": 1.0, "GPU": 0.6}
+
+
+def too_small(nodes, worker, num_workers, strategy="PACK", **own):
+    """Return the message for nodes with these resources."""
+    with mock.patch.object(ray, "nodes", return_value=[{"Alive": True, "Resources": node} for node in nodes]):
+        return cluster_too_small([worker] * num_workers, strategy, **own)
 
 
 def packed(gpus: int, fraction: float) -> int:
@@ -28,110 +36,34 @@ def packed(gpus: int, fraction: float) -> int:
 @given(st.integers(0, 4), st.integers(400, 9999))
 def test_fractions_do_not_add_up_over_devices(gpus: int, parts: int) -> None:
     """The capacity is that of a packing device by device."""
-    fraction = parts / 10_000
-    assert places({"GPU": float(gpus)}, {"GPU": fraction}) == packed(gpus, fraction)
-
-
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 30), st.integers(400, 9999))
-def test_the_advice_fits(gpus: int, num_nodes: int, num_workers: int, parts: int) -> None:
-    """With the fraction or the number of workers that the text advises, all workers fit."""
-    nodes = [{"CPU": 1000.0, "GPU": float(gpus)}] * num_nodes
-    worker = {"CPU": 1.0, "GPU": parts / 10_000}
-    text = why_no_place(nodes, worker, num_workers, "PACK")
-    assert (text is None) == (sum(places(node, worker) for node in nodes) >= num_workers)
-    if text is not None:
-        if fraction := re.search(r"Ask for ([\d.]+) GPU per worker", text):
-            assert why_no_place(nodes, {**worker, "GPU": float(fraction[1])}, num_workers, "PACK") is None
-        if fewer := re.search(r"ask for (\d+) workers?,", text):
-            assert why_no_place(nodes, worker, int(fewer[1]), "PACK") is None
+    node, worker, fit = {"GPU": float(gpus)}, {"GPU": parts / 10_000}, packed(gpus, parts / 10_000)
+    assert not fit or too_small([node], worker, fit) is None
+    assert f"room for {fit} of them" in too_small([node], worker, fit + 1)
 
 
 @pytest.mark.parametrize(
     ("nodes", "worker", "num_workers", "strategy", "said"),
     [
-        ([NODE], {"CPU": 1, "GPU": 0.5}, 4, "PACK", None),
-        ([NODE, NODE], {"CPU": 1}, 2, "STRICT_SPREAD", None),
-        (
-            [NODE],
-            {"CPU": 1, "GPU": 0.6},
-            3,
-            "PACK",
-            "room for 2 of them: 1 of 0.6 GPU fits on one GPU. Ask for 0.5 GPU",
-        ),
-        (
-            [NODE],
-            {"CPU": 1},
-            2,
-            "STRICT_SPREAD",
-            "each worker on a separate node, and one node has room for 1 of them. Use SPREAD or PACK, ask for 1 worker, or",
-        ),
-        (
-            [NODE, NODE],
-            {"GPU": 1},
-            3,
-            "STRICT_PACK",
-            "the largest of 2 nodes has room for 2 of them.* ask for 0.5|Ask for 0.5 GPU per worker, use PACK, ask for 2 workers",
-        ),
-        (
-            [{"CPU": 8.0}],
-            {"GPU": 0.5},
-            1,
-            "PACK",
-            "no node of this cluster has a GPU in Ray. Start Ray with --num-gpus",
-        ),
-        ([NODE], {"CPU": 16}, 1, "PACK", r"one node has no room for it\. Add nodes with CPU"),
-        ([NODE], {"CPU": 4}, 3, "SPREAD", "Ask for 2 workers, or add nodes with CPU"),
-        (
-            [{"CPU": 1.0}] * 2,
-            {"CPU": 1},
-            5,
-            "STRICT_SPREAD",
-            r"2 nodes have room for 2 of them\. Ask for 2 workers, or add",
-        ),
-        (
-            [NODE],
-            {"CPU": 100, "GPU": 0.5},
-            1,
-            "STRICT_SPREAD",
-            r"one node has no room for it\. Add nodes with CPU",
-        ),
+        ([NODE], {"CPU": 1.0, "GPU": 0.5}, 4, "PACK", None),
+        ([NODE, NODE], {"CPU": 1.0}, 2, "STRICT_SPREAD", None),
+        ([NODE, NODE], {"GPU": 1.0}, 4, "SPREAD", None),
+        ([NODE], FRACTION, 3, "PACK", "1 x (8 CPU and 2 GPU): room for 2 of them, 1 on each GPU."),
+        ([NODE, NODE], {"GPU": 1.0}, 3, "STRICT_PACK", "2 x (2 GPU): room for 2 of them."),
+        ([NODE], {"CPU": 1.0}, 2, "STRICT_SPREAD", "1 x (8 CPU): room for 1 of them."),
+        ([{"CPU": 8.0}, NODE], {"GPU": 3.0}, 1, "PACK", "1 x (0 GPU), 1 x (2 GPU): room for 0 of them."),
     ],
 )
-def test_texts(nodes, worker, num_workers, strategy, said) -> None:
-    """The text states which packing is possible, and what to request instead."""
-    text = why_no_place(nodes, worker, num_workers, strategy)
-    assert text is None if said is None else re.search(said, text)
+def test_room(nodes, worker, num_workers, strategy, said) -> None:
+    """The text has the nodes and the number of workers that fit them."""
+    text = too_small(nodes, worker, num_workers, strategy)
+    assert text is None if said is None else said in text
+    assert said is None or "--num-gpus" in too_small(nodes, worker, num_workers, strategy, is_own=True)
 
 
-_HALF = {"CPU": 1.0, "GPU": 0.5}
-_LAPTOP = {"CPU": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "worker", "num_workers", "strategy", "trainer", "said"),
-    [
-        ([_LAPTOP], _HALF, 2, "PACK", {}, "this Ray has no GPU. Declare logical GPUs with --num-gpus 1, with"),
-        ([_LAPTOP], _HALF, 3, "PACK", {}, "Declare logical GPUs with --num-gpus 2 --num-cpus 3, with"),
-        ([_LAPTOP], _HALF, 2, "PACK", {"CPU": 1.0}, "Declare logical GPUs with --num-gpus 1 --num-cpus 3, with"),
-        ([_LAPTOP], {"CPU": 1.0, "GPU": 2.0}, 2, "PACK", {}, "Declare logical GPUs with --num-gpus 4, with"),
-        ([_LAPTOP], {"CPU": 1.0}, 3, "PACK", {}, "Declare more with --num-cpus 3, or ask for 2 workers"),
-        (
-            [NODE],
-            {"CPU": 1.0, "GPU": 0.6},
-            3,
-            "PACK",
-            {},
-            "Ask for 0.5 GPU per worker, ask for 2 workers, or declare more logical GPUs with --num-gpus 3",
-        ),
-        ([_LAPTOP], {"CPU": 1.0}, 2, "STRICT_SPREAD", {}, "or add nodes with CPU"),
-        ([_LAPTOP], {"CPU": 1.0, "TPU": 1.0}, 1, "PACK", {}, "Add nodes with TPU"),
-        ([NODE] * 2, {"GPU": 1.0}, 5, "PACK", {}, "or add nodes with GPU"),
-    ],
-)
-def test_a_ray_of_ones_own(nodes, worker, num_workers, strategy, trainer, said) -> None:
-    """The options with which its one node has the places; nodes where an option does not help."""
-    text = why_no_place(nodes, worker, num_workers, strategy, trainer, is_own=True)
-    assert said in text
-    declared = {name.upper()[:-1]: float(number) for name, number in re.findall(r"--num-(\w+) (\d+)", text)}
-    if declared:
-        assert why_no_place([{**nodes[0], **declared}], worker, num_workers, strategy, trainer) is None
+def test_the_request_and_what_is_free() -> None:
+    """The request is that of the last bundle; the sum contains V1's trainer too."""
+    bundles = [{"CPU": 2.0, "GPU": 0.6}, FRACTION]
+    assert request_text(bundles, "PACK") == "2 workers of 1 CPU and 0.6 GPU each (PACK)"
+    assert request_text(bundles[1:], "SPREAD") == "one worker of 1 CPU and 0.6 GPU (SPREAD)"
+    with mock.patch.object(ray, "available_resources", return_value={"CPU": 2.0}):
+        assert "(3 CPU needed and 2 free, 1.2 GPU needed and 0 free)" in resources_in_use(bundles)

@@ -216,7 +216,7 @@ def test_it_imports_where_unix_modules_are_missing():
 
 
 # Tests of decide/ and of other pure functions.
-_PURE_TESTS = ("capacity", "error_texts", "explain", "interfaces", "plan", "plan_property", "rendezvous")
+_PURE_TESTS = ("error_texts", "explain", "interfaces", "plan", "plan_property", "rendezvous")
 
 
 def test_the_tests_of_the_decision_need_neither_torch_nor_ray():

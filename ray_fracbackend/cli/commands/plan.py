@@ -1,12 +1,22 @@
-"""Command ``plan``: print what a start would do on a cluster."""
+"""Command ``plan``: print what a start would do on a cluster; and the steps that it shares with ``test``."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 
-from ray_fracbackend.cli.options import add_workers
-from ray_fracbackend.cli.program import Outcome
+from ray_fracbackend.cli.connect.address import ClusterError
+from ray_fracbackend.cli.connect.cluster import connected
+from ray_fracbackend.cli.imports import import_or_fail
+from ray_fracbackend.cli.no_effect import without_effect
+from ray_fracbackend.cli.options import add_workers, check_settings, local_ray, settings_of
+from ray_fracbackend.cli.output import say
+from ray_fracbackend.cli.program import PROGRAM, CommandError, Outcome, wrong_usage
+from ray_fracbackend.errors import FracBackendError
 
 
 def register(commands: Any) -> None:
@@ -18,8 +28,6 @@ def register(commands: Any) -> None:
 
 def execute(options: argparse.Namespace) -> Outcome:
     """Run the command."""
-    from ray_fracbackend.cli.workers.command import on_cluster
-
     return on_cluster(options, _plan, only_plans=True)
 
 
@@ -28,3 +36,41 @@ def _plan(*workers: Any, **how: Any) -> Outcome:
 
     report = plan_workers(*workers, **how)
     return Outcome(report.to_text(), report.to_dict())
+
+
+def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome], *, only_plans: bool = False) -> Outcome:
+    """Run ``command(scaling_config, torch_config, timeout_s=..., fixed=...)`` for the options of `add_workers`, on their cluster.
+
+    Args:
+        options: Parsed options.
+        command: The command.
+        only_plans: The command starts no process group.
+    """
+    settings = settings_of(options)
+    check_settings(settings)
+    import_or_fail("torch", "ray")
+    from ray.train import ScalingConfig
+
+    from ray_fracbackend.cli.plan import check_plannable
+    from ray_fracbackend.config import FracTorchConfig
+
+    try:
+        scaling_config = ScalingConfig(
+            num_workers=options.num_workers,
+            use_gpu=options.gpus_per_worker > 0,
+            resources_per_worker={"CPU": options.cpus_per_worker, "GPU": options.gpus_per_worker},
+            placement_strategy=options.placement_strategy,
+        )
+        torch_config = FracTorchConfig(**settings)
+        check_plannable(scaling_config, torch_config)
+    except ValueError as error:
+        raise wrong_usage(error) from None
+    for line in without_effect(settings, torch_config.backend, options.gpus_per_worker, only_plans=only_plans):
+        say(f"{PROGRAM} {options.command}", line)
+    # The results go to standard output, and Ctrl-C is the command's; Tune (V1) writes there and has its own handler.
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
+    try:
+        with connected(options.address, options.wait_s, local_ray(options)) as own, redirect_stdout(sys.stderr):
+            return command(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)
+    except (ClusterError, FracBackendError) as error:
+        raise CommandError(error.reason, str(error), ranks=getattr(error, "ranks", ())) from error
