@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Sequence
 
 from ray_fracbackend.cli.output import emit, say
-from ray_fracbackend.cli.parser import UsageError, parser
-from ray_fracbackend.cli.program import PROGRAM, CommandError, Outcome, wrong_usage
+from ray_fracbackend.cli.parser import parser
+from ray_fracbackend.cli.program import PROGRAM, CommandError, Outcome
 from ray_fracbackend.cli.signals import stopping, to_its_end
 
 
@@ -31,29 +31,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(words: Sequence[str]) -> int:
+    # After run, --json may be an option of the script.
+    who, as_json = PROGRAM, "--json" in words and "run" not in words
     try:
-        options = parser().parse_args(words)
-    except UsageError as error:
-        if "--json" in words and "run" not in words:  # after run, --json may be an option of the script
-            return _show(Outcome(error=wrong_usage(error)), as_json=True)
-        sys.stderr.write(f"{error.usage}{error.program}: error: {error}\n")
-        return 2
-    try:
-        if not hasattr(options, "json"):  # the command runs a script, which has its own signal handlers
+        options = parser().parse_args(words or ["--help"])
+        who += f" {options.command}"
+        if options.command in ("run", "demo"):  # these run a script, which has its own signal handlers
             code: int = options.execute(options)
             return code
         with stopping():
-            return _show(options.execute(options), options.json)
+            return _show(options.execute(options), as_json)
     except CommandError as error:
-        if getattr(options, "json", False):
-            return _show(Outcome(error=error), as_json=True)
-        say(f"{PROGRAM} {options.command}", str(error))
+        if as_json:
+            return _show(Outcome(error=error), as_json)
+        say(who, str(error))
         return error.code
     except Exception as error:  # a bug of this package: print the document and the traceback
-        if not getattr(options, "json", False):
+        if not as_json:
             raise
         traceback.print_exc()
-        return _show(Outcome(error=CommandError("internal_error", f"{type(error).__name__}: {error}")), as_json=True)
+        return _show(Outcome(error=CommandError("internal_error", f"{type(error).__name__}: {error}")), as_json)
 
 
 def _show(outcome: Outcome, as_json: bool) -> int:

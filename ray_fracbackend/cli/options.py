@@ -3,96 +3,61 @@
 from __future__ import annotations
 
 import argparse
-import math
+
+from argparse import SUPPRESS
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, fields
-from typing import Any
+from dataclasses import Field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ray_fracbackend.cli.program import wrong_usage
-from ray_fracbackend.decide.settings import CHOICES, MAX_S, Settings, setting_names
+from ray_fracbackend.decide.settings import Settings, is_seconds, setting_names
 
 # Ray itself tests clusters with this number of actors; each probe worker is an actor.
 MAX_WORKERS = 10_000
 # More than any machine has.
 MAX_DECLARED = 10_000
-# Seconds.
-_WAIT_S = 30.0
 
 
-@dataclass(frozen=True)
-class _Option:
-    """Option of a setting of FracTorchConfig.
-
-    Attributes:
-        help: Text for ``--help``; for a switch that is on by default, the text for ``--no-NAME``.
-        name: Name of the option if it differs from that of the setting.
-    """
-
-    help: str
-    name: str = ""
-
-
-# By the name of the setting.
-_OPTIONS: Mapping[str, _Option] = {
-    "backend": _Option("auto, nccl, gloo, ipc, staged, or a pair such as cpu:gloo,cuda:nccl"),
-    "init_method": _Option("env or tcp, as for TorchConfig"),
-    # --timeout-s limits how long plan and test wait for cluster and resources.
-    "timeout_s": _Option("timeout of collectives once training runs", name="collective_timeout_s"),
-    "on_shared_device": _Option("what to do when ranks share a device"),
-    "on_missing_cuda": _Option("what to do when Ray assigned GPUs that torch cannot use"),
-    "verify": _Option("do not check the group before training"),
-    "start_timeout_s": _Option("time limit for connecting and checking, and for the probe before them"),
-    "master_addr": _Option("address of rank 0's node that all other nodes reach"),
-    "master_port": _Option("port on rank 0's node, or a range LOW-HIGH of ports"),
-    "limit_gpu_memory": _Option("cap each worker's CUDA memory at its GPU fraction"),
+# Help text by the name of the setting; for a switch that is on by default, the text of ``--no-NAME``.
+_HELP = {
+    "backend": "auto, nccl, gloo, ipc, staged, or a pair such as cpu:gloo,cuda:nccl",
+    "init_method": "env or tcp, as for TorchConfig",
+    "timeout_s": "timeout of collectives once training runs",
+    "on_shared_device": "what to do when ranks share a device",
+    "on_missing_cuda": "what to do when Ray assigned GPUs that torch cannot use",
+    "verify": "do not check the group before training",
+    "start_timeout_s": "time limit for connecting and checking, and for the probe before them",
+    "master_addr": "address of rank 0's node that all other nodes reach",
+    "master_port": "port on rank 0's node, or a range LOW-HIGH of ports",
+    "limit_gpu_memory": "cap each worker's CUDA memory at its GPU fraction",
 }
+# --timeout-s limits how long plan and test wait for cluster and resources.
+_OTHER_NAMES = {"timeout_s": "collective_timeout_s"}
 
 
 def add_workers(command: argparse.ArgumentParser, num_workers: int | None) -> None:
     """Add the options that `plan` and `test` share: workers, cluster, settings."""
-    default = f" (default {num_workers})" if num_workers else ""
+    text = "number of workers, as for ScalingConfig" + (f" (default {num_workers})" if num_workers else "")
+    number: dict[str, Any] = {"default": num_workers, "required": num_workers is None, "metavar": "NUMBER"}
+    of_worker: dict[str, Any] = {"type": amount, "metavar": "AMOUNT"}
+    strategies = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+    command.add_argument("--num-workers", type=count(MAX_WORKERS), help=text, **number)
     command.add_argument(
-        "--num-workers",
-        type=count(MAX_WORKERS),
-        required=num_workers is None,
-        default=num_workers,
-        metavar="NUMBER",
-        help=f"number of workers, as for ScalingConfig{default}",
+        "--gpus-per-worker", default=0, help="GPUs of each worker, such as 0.5 (default 0)", **of_worker
     )
-    command.add_argument(
-        "--gpus-per-worker",
-        type=_gpus,
-        default=0,
-        metavar="AMOUNT",
-        help="GPUs of each worker, such as 0.5 (default 0)",
-    )
-    command.add_argument(
-        "--cpus-per-worker", type=_amount, default=1, metavar="AMOUNT", help="CPUs of each worker (default 1)"
-    )
-    command.add_argument(
-        "--placement-strategy",
-        choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
-        default="PACK",
-        help="as for ScalingConfig (default PACK)",
-    )
-    add_wait(command, _WAIT_S, "how long to wait for cluster and resources")
-    add_cluster(
-        command, "default: the running cluster that ray.init() finds, else a new local one, announced on stderr"
-    )
+    command.add_argument("--cpus-per-worker", default=1, help="CPUs of each worker (default 1)", **of_worker)
+    text = "as for ScalingConfig (default PACK)"
+    command.add_argument("--placement-strategy", choices=strategies, default="PACK", help=text)
+    add_wait(command, 30.0, "how long to wait for cluster and resources")
+    add_cluster(command, "default: the cluster of RAY_ADDRESS or of this machine, else a new local one")
     add_local_ray(command, "this command")
     add_settings(command)
 
 
 def add_wait(command: argparse.ArgumentParser, default: float, what: str) -> None:
     """Add ``--timeout-s``."""
-    command.add_argument(
-        "--timeout-s",
-        dest="wait_s",
-        type=_seconds,
-        default=default,
-        metavar="SECONDS",
-        help=f"{what} (default {default:g})",
-    )
+    text = f"{what} (default {default:g})"
+    command.add_argument("--timeout-s", dest="wait_s", type=seconds, default=default, metavar="SECONDS", help=text)
 
 
 def add_cluster(command: argparse.ArgumentParser, default: str) -> None:
@@ -132,20 +97,26 @@ def options_text(declared: Mapping[str, int]) -> str:
 def add_settings(command: argparse.ArgumentParser) -> None:
     """Add the settings of FracTorchConfig, each absent unless set; ``--no-NAME`` for those that are on by default."""
     group = command.add_argument_group("settings of FracTorchConfig")
+    hints = get_type_hints(Settings)
     for setting in fields(Settings):
-        text, choices = _OPTIONS[setting.name].help, CHOICES.get(setting.name)
-        kind: dict[str, Any] = {"choices": choices} if choices else {"metavar": setting.name.split("_")[-1].upper()}
-        if isinstance(setting.default, bool):
-            kind = {"action": "store_false" if setting.default else "store_true"}
-        elif setting.name.endswith("_s"):
-            kind = {"type": _seconds, "metavar": "SECONDS"}
-        elif setting.name == "master_port":
-            kind = {"type": _ports, "metavar": "PORT"}
-        group.add_argument(_flag(setting), dest=setting.name, default=argparse.SUPPRESS, help=text, **kind)
+        kind = _kind(hints[setting.name], setting)
+        group.add_argument(_flag(setting), dest=setting.name, default=SUPPRESS, help=_HELP.get(setting.name), **kind)
+
+
+def _kind(hint: Any, setting: Field[Any]) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` for a setting's type; `Settings` checks the value."""
+    if hint is bool:
+        return {"action": "store_false" if setting.default else "store_true"}
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if hint is float:
+        return {"type": float, "metavar": "SECONDS"}
+    metavar = setting.name.split("_")[-1].upper()
+    return {"type": ports, "metavar": metavar} if int in get_args(hint) else {"metavar": metavar}
 
 
 def _flag(setting: Field[Any]) -> str:
-    name = _OPTIONS[setting.name].name or setting.name
+    name = _OTHER_NAMES.get(setting.name, setting.name)
     return f"--{'no-' if setting.default is True else ''}{name.replace('_', '-')}"
 
 
@@ -175,48 +146,30 @@ def count(most: int, least: int = 1) -> Callable[[str], int]:
     """Return the argument type of a whole number from ``least`` to ``most``, both included."""
 
     def number(text: str) -> int:
-        if not (text.strip().lstrip("+-").isdecimal() and len(text) < 30 and least <= int(text) <= most):
+        if not (text.isdecimal() and len(text) < 30 and least <= int(text) <= most):
             raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got {text!r}")
         return int(text)
 
     return number
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _amount(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1e6 or abs(round(value, 4) - value) > 1e-9:
-        rule = "must be a number from 0 to 1000000 with at most four decimals, which is Ray's precision, such as 0.5"
-        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
+def amount(text: str) -> float:
+    """Convert an amount of a resource."""
+    value = float(text)
+    if not 0 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1000000, such as 0.5, got {text!r}")
     return value
 
 
-def _gpus(text: str) -> float:
-    value = _amount(text)
-    if value > 1 and value != int(value):
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number if it is above 1: Ray only splits a single GPU, got {text!r}"
-        )
+def seconds(text: str) -> float:
+    """Convert a time limit."""
+    value = float(text)
+    if not is_seconds(value):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, up to 1e9, such as 30, got {text!r}")
     return value
 
 
-def _seconds(text: str) -> float:
-    value = _number(text)
-    if not 0 < value <= MAX_S:
-        raise argparse.ArgumentTypeError(
-            f"must be a finite number of seconds above 0, up to 1e9, such as 30, got {text!r}"
-        )
-    return value
-
-
-def _ports(text: str) -> int | tuple[int, int]:
+def ports(text: str) -> int | tuple[int, int]:
+    """Convert a port, or a range of ports."""
     low, dash, high = text.partition("-")
-    if not (low.isdecimal() and (high.isdecimal() or not dash)) or len(text) > 30:
-        raise argparse.ArgumentTypeError(f"must be a port such as 29500 or a range such as 29500-29600, got {text!r}")
     return (int(low), int(high)) if dash else int(low)
