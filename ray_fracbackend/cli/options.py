@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields

@@ -21,7 +21,7 @@ import torch
 
 from ray_fracbackend import __version__
 from ray_fracbackend.cli.doctor import diagnose
-from tests.processes import NAPS, free_port, processes_with, python_path, wait_for_port, wait_until, with_signals
+from tests.processes import free_port, processes_with, python_path, wait_for_port, wait_until
 from tests.ray.nodes import head_node, ray_start
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "doctor", "--json"]
