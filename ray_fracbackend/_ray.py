@@ -17,6 +17,7 @@ only), 2.48 and 2.60 (V1 and V2 engines):
 ``ray.train.v2._internal.callbacks``            ``BackendSetupCallback``, 2.48 to 2.60
 ``ray.rllib.core.learner.learner_group``        ``_get_backend_config``, 2.40 to 2.60
 ``ray._private.authentication...token_setup``   ``maybe_enable_token_auth_if_token_available``, 2.60
+``ray._private.worker``                         ``_global_node``, 2.40 to 2.60
 ==============================================  ====================================================================
 
 Attributes of objects that Ray passes in need no import:
@@ -278,14 +279,23 @@ def keep_torch_config(trainer: Any, config: Any) -> None:
         arguments["torch_config"] = config
 
 
-def replace_sigint_handler(trainer_class: type, register: Callable[[Any], None]) -> None:
-    """Let ``register(controller)`` set the handler of SIGINT for each run of V2, where V2 sets its own.
+def leave_sigint_to_python(trainer_class: type) -> None:
+    """Make Ctrl-C raise KeyboardInterrupt also while a trainer runs.
 
-    V2's handler waits without a limit for the controller, which does not answer while it waits for resources
-    (DataParallelTrainer._register_sigint_handler, WorkerGroup._start_impl, 2.60). V1 leaves SIGINT to Tune.
+    V2 sets a handler for each run. It waits without a limit for the controller, which does not answer while it waits for
+    resources, and then exits with code 0 or 1 (DataParallelTrainer._register_sigint_handler, 2.60). V1 leaves SIGINT to
+    Tune, which ends the run, and the script continues.
     """
-    if hasattr(trainer_class, "_register_sigint_handler"):
-        trainer_class._register_sigint_handler = lambda self, controller: register(controller)
+    if v2_enabled():
+        trainer_class._register_sigint_handler = lambda self, controller: None  # type: ignore[attr-defined]
+    else:
+        os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
+
+
+def started_here() -> bool:
+    """Return True if this process started the Ray that it uses, False if it connected to a running one."""
+    node = _private("ray._private.worker", "_global_node", by="started_here")._global_node
+    return node is not None and bool(node.is_head())
 
 
 def v2_enabled() -> bool:

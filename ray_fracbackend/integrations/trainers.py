@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any
 
@@ -14,9 +13,6 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_fracbackend import _ray
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.log import logger
-
-_Announce = Callable[[TorchConfig, TorchTrainer, bool], None]
-_AroundFit = Callable[[TorchTrainer], AbstractContextManager[None]]
 
 
 def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> TorchConfig:
@@ -46,36 +42,16 @@ def frac_config(config: TorchConfig | None, settings: Mapping[str, Any]) -> Torc
 
 
 def replace_torch_config(
-    settings: Mapping[str, Any], announce: _Announce | None = None, around_fit: _AroundFit | None = None
+    settings: Mapping[str, Any], announce: Callable[[TorchConfig, bool], None] | None = None
 ) -> None:
     """Start every TorchTrainer that this process creates from now on with FracTorchConfig.
 
     Args:
         settings: As for `frac_config`.
-        announce: Called with the configuration of each trainer, the trainer, and whether the configuration is the script's own.
-        around_fit: Creates the context in which each trainer fits.
-
-    Raises:
-        ValueError: A setting breaks its rule.
+        announce: Called with the configuration of each trainer, and whether it is the script's own.
     """
-    FracTorchConfig(**settings)  # raises for a wrong setting now, not when the script creates its trainer
-    TorchTrainer.__init__ = _with_frac_config(TorchTrainer.__init__, settings, announce)
-    if around_fit is not None:
-        TorchTrainer.fit = _inside(around_fit, TorchTrainer.fit)
+    init = TorchTrainer.__init__
 
-
-def _inside(around: _AroundFit, fit: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fit)
-    def wrapped(self: Any) -> Any:
-        with around(self):
-            return fit(self)
-
-    return wrapped
-
-
-def _with_frac_config(
-    init: Callable[..., None], settings: Mapping[str, Any], announce: _Announce | None
-) -> Callable[..., None]:
     # functools.wraps keeps the signature; the V1 engine looks up the argument names in it.
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, torch_config: TorchConfig | None = None, **kwargs: Any) -> None:
@@ -83,6 +59,6 @@ def _with_frac_config(
         init(self, *args, torch_config=config, **kwargs)
         _ray.keep_torch_config(self, config)
         if announce is not None:
-            announce(config, self, config is torch_config)
+            announce(config, config is torch_config)
 
-    return __init__
+    TorchTrainer.__init__ = __init__

@@ -73,7 +73,7 @@ def tune_over_trainers(out):
 
 
 def main():
-    print("argv", sys.argv[1:], "main", __name__, "path", sys.path, "cwd", os.getcwd())
+    print("argv", sys.argv[1:], "main", __name__, "path", sys.path[:2], "cwd", os.getcwd())
     kinds, out = sys.argv[1:3]
     if kinds == "exit":
         sys.exit(7)

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from ray_fracbackend._ray import v2_enabled
 from tests.processes import processes_with, wait_until, with_signals
 
 
@@ -38,9 +37,6 @@ def test_stock_demo_fails_without_gpus():
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "NCCL" in done.stderr or "CUDA" in done.stderr
-    ours = [line for line in done.stderr.splitlines() if line.startswith("ray-fracbackend demo: ")]
-    assert len(ours) == 1
-    assert "FracTorchConfig avoids it" in ours[0]
 
 
 @pytest.mark.full
@@ -48,8 +44,6 @@ def test_stock_demo_fails_without_gpus():
 def test_ctrl_c_during_the_training(monkeypatch, tmp_path):
     """One line and the shell's exit code, and nothing continues."""
     pytest.importorskip("sklearn", reason="the demo needs scikit-learn (extra demo)")
-    if not v2_enabled():
-        pytest.skip("Tune, under V1, takes Ctrl-C for itself")
     monkeypatch.setenv("DEMO_TEST", str(tmp_path))
     process = subprocess.Popen(
         with_signals(sys.executable, "-m", "ray_fracbackend", "demo", "--epochs", "100000"),
@@ -66,8 +60,7 @@ def test_ctrl_c_during_the_training(monkeypatch, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 130
-    (line,) = [line for line in errors.splitlines() if line.startswith("ray-fracbackend demo: ")]
-    assert line.startswith("ray-fracbackend demo: interrupted at ")
+    assert "ray-fracbackend: interrupted\n" in errors
     assert "Traceback" not in errors
     assert wait_until(lambda: not processes_with("DEMO_TEST", str(tmp_path)), 60)
 

@@ -13,21 +13,21 @@ import pytest
 import ray.train.torch
 import torch
 from pyarrow.fs import LocalFileSystem
-from ray.train import RunConfig, ScalingConfig
+from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
-from ray_fracbackend.cli import script as run_module
 from ray_fracbackend.integrations.trainers import replace_torch_config
-from tests.processes import NAPS, processes_with, python_path, wait_until, with_signals
-from tests.ray.conftest import HALF_GPU
+from tests.processes import processes_with, python_path, wait_until, with_signals
+from tests.ray.nodes import head_node, ray_start
 
 SCRIPT = Path(__file__).with_name("stock_script.py")
-needs_v2 = pytest.mark.skipif(not v2_enabled(), reason="callbacks by environment variable are of the V2 engine")
+RUN = ("-m", "ray_fracbackend", "run")
+needs_v2 = pytest.mark.skipif(not v2_enabled(), reason="of the V2 engine")
 
 
-def run(*arguments, cwd=None, command=("-m", "ray_fracbackend", "run"), **env):
+def run(*arguments, cwd=None, command=RUN, **env):
     return subprocess.run(
         [sys.executable, *command, *map(str, arguments)],
         capture_output=True,
@@ -99,7 +99,7 @@ def test_configs_that_are_no_torch_config_stay(replaced):
 
 @pytest.mark.full
 def test_settings_reach_the_start(tmp_path):
-    """Without --on-missing-cuda the same script ends with our error, with the cause, the setting and exit code 1."""
+    """Without --on-missing-cuda the same script ends with our error, with the cause and exit code 1."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: nothing is missing")
     done = run("--start-timeout-s", "60", SCRIPT, "none", tmp_path)
@@ -118,32 +118,6 @@ def test_trainers_in_a_tune_function(tmp_path):
         assert [answer["started_by_us"] for answer in answers(tmp_path, name)] == [True, True]
 
 
-def tell_backend(config):
-    """Return the backend of a worker's start."""
-    import torch.distributed as dist
-
-    from ray_fracbackend import get_start_report
-
-    told = [get_start_report().backend, dist.get_backend()]
-    Path(config["out"], f"{dist.get_rank()}.json").write_text(json.dumps(told))
-
-
-@needs_v2
-@pytest.mark.full
-def test_callback(cluster, tmp_path, monkeypatch):
-    """With both variables set, a trainer with a plain TorchConfig starts with FracTorchConfig and the settings."""
-    monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "ray_fracbackend.integrations.callback.FracTorchCallback")
-    monkeypatch.setenv("RAY_FRACBACKEND_SETTINGS", '{"on_missing_cuda": "cpu"}')
-    TorchTrainer(
-        tell_backend,
-        train_loop_config={"out": str(tmp_path)},
-        torch_config=TorchConfig("nccl"),
-        scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU),
-        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
-    ).fit()
-    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [["gloo", "gloo"]] * 2
-
-
 @needs_v2
 @pytest.mark.full
 def test_callback_alone(tmp_path):
@@ -158,37 +132,19 @@ def test_callback_alone(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert [answer["started_by_us"] for answer in answers(tmp_path, "nccl")] == [True, True]
-    assert re.search(
-        r"ray_fracbackend: run .*: FracTorchConfig\(on_missing_cuda='cpu'\) replaces TorchConfig\(",
-        done.stderr,
-    )
+    assert re.search(r"run .*: FracTorchConfig\(on_missing_cuda='cpu'\) replaces TorchConfig\(", done.stderr)
 
 
 @needs_v2
 @pytest.mark.parametrize("settings", ["nothing", "[]", '{"on_missing_cuda": "gpu"}', '{"colour": "red"}'])
-def test_callback_with_wrong_settings(monkeypatch, settings):
-    """A wrong variable raises a ValueError with its name and value."""
+def test_callback_with_wrong_settings(monkeypatch, caplog, settings):
+    """The error and a log line name the variable and its value: Ray raises another error that has only the name of the class."""
     from ray_fracbackend.integrations.callback import FracTorchCallback
 
     monkeypatch.setenv("RAY_FRACBACKEND_SETTINGS", settings)
-    with pytest.raises(ValueError, match="RAY_FRACBACKEND_SETTINGS="):
+    with pytest.raises(ValueError, match="RAY_FRACBACKEND_SETTINGS=") as caught:
         FracTorchCallback()
-
-
-@needs_v2
-def test_callback_with_wrong_settings_in_a_run(cluster, monkeypatch, caplog):
-    """Ray's error has only the name of the class; ours is its cause, and in the log."""
-    monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "ray_fracbackend.integrations.callback.FracTorchCallback")
-    monkeypatch.setenv("RAY_FRACBACKEND_SETTINGS", '{"on_missing_cuda": "gpu"}')
-    with pytest.raises(ValueError, match="Failed to import callback") as caught:
-        TorchTrainer(tell_backend).fit()
-    text = (
-        'RAY_FRACBACKEND_SETTINGS=\'{"on_missing_cuda": "gpu"}\': must be a JSON object of FracTorchConfig\'s settings'
-    )
-    assert str(caught.value.__cause__).startswith(text)
-    assert "on_missing_cuda must be one of 'error', 'cpu'" in str(caught.value.__cause__)
-    (line,) = [record for record in caplog.records if text in record.getMessage()]
-    assert (line.levelname, line.getMessage()) == ("ERROR", f"ray_fracbackend: {caught.value.__cause__}")
+    assert [record.getMessage() for record in caplog.records] == [f"ray_fracbackend: {caught.value}"]
 
 
 @needs_v2
@@ -209,266 +165,165 @@ def test_callback_tells_what_it_replaces(monkeypatch, caplog, tmp_path):
                 SimpleNamespace(_callbacks=callbacks, _storage_context=storage)
             )
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(
-        "ray_fracbackend: run half_gpus: FracTorchConfig(on_missing_cuda='cpu') replaces TorchConfig(backend='nccl', "
-    )
+    assert "run half_gpus: FracTorchConfig(on_missing_cuda='cpu') replaces TorchConfig(backend='nccl', " in line
+
+
+# Arguments of python, and its exit code.
+_AS_PYTHON = {
+    "a script": ([SCRIPT, "exit", "x", "--json", "--", "--on-missing-cuda", "-h"], 7),
+    "a module": (["-m", "parts.train", "--epochs", "3"], 5),
+    "an error": ([SCRIPT, "raise", "folder"], 1),
+    "an error of the syntax": (["broken.py"], 1),
+}
 
 
 @pytest.mark.full
-def test_as_with_python(tmp_path):
-    """argv, __main__, sys.path, the working directory and the exit code are those of python SCRIPT."""
-    arguments = ("exit", "x", "--json", "--", "--on-missing-cuda", "-h")
-    ours = run(SCRIPT, *arguments, cwd=tmp_path)
-    plain = run(SCRIPT, *arguments, cwd=tmp_path, command=())
-    assert plain.returncode == 7
-    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
-    assert "main __main__" in ours.stdout
-
-
-@pytest.mark.full
-def test_a_module(tmp_path):
-    """-m runs a module like python -m, with arguments, exit code and its folder of sys.path."""
+@pytest.mark.parametrize(("arguments", "code"), _AS_PYTHON.values(), ids=_AS_PYTHON)
+def test_as_with_python(tmp_path, arguments, code):
+    """argv, __main__, the first folders of the path, the exit code and the traceback are those of python SCRIPT."""
     (tmp_path / "parts").mkdir()
-    text = "import ray, sys; print('argv', sys.argv[1:], __name__, __package__, sys.path[:3]); sys.exit(5)"  # Ray puts a folder first
+    text = "import ray, sys; print(sys.argv, __name__, __package__, __file__, sys.path[:2]); sys.exit(5)"
     (tmp_path / "parts" / "train.py").write_text(text)
-    ours = run("-m", "parts.train", "--epochs", "3", cwd=tmp_path)
-    plain = run("-m", "parts.train", "--epochs", "3", cwd=tmp_path, command=())
-    assert plain.returncode == 5
-    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
-
-
-@pytest.mark.full
-def test_exception_of_the_script(tmp_path):
-    """An exception of the script prints its traceback like python, with exit code 1."""
-    done = run(SCRIPT, "raise", tmp_path)
-    plain = run(SCRIPT, "raise", tmp_path, command=())
-    assert done.returncode == plain.returncode == 1
-    assert done.stderr == plain.stderr
-    assert "KeyError: 'from the script'" in done.stderr
-
-
-@pytest.mark.full
-def test_a_syntax_error_of_the_script(tmp_path):
-    """It has no frame of the script: python prints the place in the file."""
     (tmp_path / "broken.py").write_text("def f(:\n")
-    done = run(tmp_path / "broken.py")
-    assert done.returncode == 1
-    assert "broken.py" in done.stderr
-    assert done.stderr.endswith("SyntaxError: invalid syntax\n")
-    assert "runpy" not in done.stderr
+    ours, plain = run(*arguments, cwd=tmp_path), run(*arguments, cwd=tmp_path, command=())
+    assert plain.returncode == code
+    assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
 
 
-_TRAINS_LONG = """
+_SCRIPT = """
 import ray
-from ray.train import ScalingConfig
+from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 
 def train_func():
-    import time
+    import time, torch.distributed as dist
 
-    open({begun!r}, "w").close()
-    time.sleep(600)
+    open(f"{folder}/trained-{{dist.get_rank()}}", "w").close()
+    time.sleep({sleep_s})
 
 
-ray.init("local", num_cpus=4, include_dashboard=False)
-TorchTrainer(train_func, scaling_config=ScalingConfig(num_workers=1)).fit()  # line 15
+{before}
+TorchTrainer(
+    train_func,
+    scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={{"CPU": 1, "GPU": 0.5}}),
+    run_config=RunConfig(storage_path="{folder}"),
+).fit()
 """
 
 
-@pytest.mark.full
-@pytest.mark.linux(reason="signals are those of Unix")
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
-def test_a_stopped_script(tmp_path, number, said):
-    """One line of ours with the place in the script, the shell's exit code, no C++ stack, and no process left."""
-    begun = tmp_path / "begun"
-    (tmp_path / "train.py").write_text(_TRAINS_LONG.format(begun=str(begun)))
-    process = start_script(tmp_path)
-    assert wait_until(begun.exists, 150)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=100)
-    if number == signal.SIGINT and not v2_enabled():
-        # Tune handles Ctrl-C itself, ends the run in order, and the script continues.
-        assert (process.returncode, "Training has been interrupted" in output) == (0, True), output
-    else:
-        assert process.returncode == 128 + number, output
-        # Lines of Ray's actors may follow it.
-        ours = [line for line in output.splitlines() if line.startswith("ray-fracbackend run: ")]
-        assert ours[-1] == f"ray-fracbackend run: {said} at {tmp_path / 'train.py'}:15", output
-    assert "*** SIG" not in output
-    assert wait_until(lambda: not processes_with("RAY_FRACBACKEND_TEST_RUN", str(tmp_path)), 60)
+class Started:
+    """A GPU script in a folder, which the command runs."""
 
-
-@pytest.mark.full
-@pytest.mark.linux(reason="signals are those of Unix")
-def test_a_second_sigterm_ends_the_script_at_once(tmp_path):
-    """While Ray shuts down, without a traceback and without processes left."""
-    begun = tmp_path / "begun"
-    (tmp_path / "train.py").write_text(_TRAINS_LONG.format(begun=str(begun)))
-    process = start_script(tmp_path)
-    assert wait_until(begun.exists, 150)
-    process.send_signal(signal.SIGTERM)
-    for line in process.stdout:
-        if line.startswith("ray-fracbackend run: ended"):
-            break
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), output
-    assert "Traceback" not in output
-    assert wait_until(lambda: not processes_with("RAY_FRACBACKEND_TEST_RUN", str(tmp_path)), 60)
-
-
-@pytest.mark.linux(reason="signals are those of Unix")
-def test_a_default_handler_of_the_script_stays(monkeypatch):
-    """If it calls ray.init again."""
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(run_module.ray, "init", lambda **_: None)
-    try:
-        with run_module._watching_signals():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            run_module.ray.init(ignore_reinit_error=True)
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def start_script(folder):
-    """Start train.py in a folder with the command; `processes_with` finds its processes."""
-    return subprocess.Popen(
-        with_signals(sys.executable, "-m", "ray_fracbackend", "run", "train.py"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": python_path(), "RAY_FRACBACKEND_TEST_RUN": str(folder)},
-    )
-
-
-_HANDLES_CTRL_C = """
-import sys, time
-try:
-    print("begun", flush=True)
-    {naps}
-except KeyboardInterrupt:
-    {body}
-"""
-
-
-@pytest.mark.full
-@pytest.mark.linux(reason="signals are those of Unix")
-@pytest.mark.parametrize("body", ["sys.exit(3)", "sys.exit(0)", "raise ValueError('own')", "print('saved')"])
-def test_a_script_that_handles_ctrl_c(tmp_path, body):
-    """Exit code and traceback are the script's own, also below a folder named ray, such as the home in Ray's images."""
-    folder = tmp_path / "ray"
-    folder.mkdir()
-    (folder / "train.py").write_text(_HANDLES_CTRL_C.format(naps=NAPS, body=body))
-    ended = []
-    for command in ("-m", "ray_fracbackend", "run"), ():
-        process = subprocess.Popen(
-            with_signals(sys.executable, *command, folder / "train.py"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": python_path()},
+    def __init__(self, folder, *options, before="", sleep_s=0, **env):
+        script, self.folder, self._output = folder / "train.py", folder, folder / "output"
+        script.write_text(_SCRIPT.format(folder=folder, before=before, sleep_s=sleep_s))
+        self.process = subprocess.Popen(
+            with_signals(sys.executable, *RUN, *options, str(script)),
+            stdout=self._output.open("w"),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": python_path(), "RAY_FRACBACKEND_TEST_RUN": str(folder), **env},
         )
-        assert process.stdout.readline() == "begun\n"
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=100)
-        own = [line for line in errors.splitlines() if not line.startswith("ray-fracbackend run: ")]
-        # Without the lines of the script at which Ctrl-C came, which differ between runs.
-        ended.append((process.returncode, output, own[-1:]))
-    assert ended[0] == ended[1]
+
+    @property
+    def output(self):
+        return self._output.read_text()
+
+    def trained(self):
+        return sorted(path.name for path in self.folder.glob("trained-*")) == ["trained-0", "trained-1"]
+
+    def processes(self):
+        return processes_with("RAY_FRACBACKEND_TEST_RUN", str(self.folder))
+
+    def has_left_nothing(self):
+        return wait_until(lambda: not self.processes(), 60)
 
 
 @pytest.mark.full
-def test_a_script_beside_the_package(tmp_path):
-    """A name that starts like the package's folder does not count as a frame of this command, and __file__ is absolute, as with python."""
-    (tmp_path / "ray_fracbackend").symlink_to(Path(__file__).parents[2] / "ray_fracbackend")
-    (tmp_path / "ray_fracbackend_try.py").write_text("print(__file__)\nraise ValueError('boom')\n")
-    ours = run("ray_fracbackend_try.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    plain = run("ray_fracbackend_try.py", cwd=tmp_path, command=())
-    assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+def test_logical_gpus(tmp_path):
+    """In one command a GPU script without ray.init() trains on a machine without a GPU."""
+    script = Started(tmp_path, "--num-gpus", "1", "--num-cpus", "4", "--on-missing-cuda", "cpu")
+    assert script.process.wait(250) == 0, script.output
+    assert script.trained()
 
 
 @pytest.mark.full
-def test_replacements_are_logged(tmp_path):
-    """One line for the configuration of the trainers, and one if the script created no trainer."""
-    (tmp_path / "train.py").write_text(
-        "from ray.train.torch import TorchTrainer\nfor _ in range(2): TorchTrainer(lambda: None)\n"
+def test_the_scripts_own_number_of_gpus(tmp_path):
+    """It takes precedence, and the option that the script does not set has an effect."""
+    (tmp_path / "init.py").write_text(
+        "import ray\n"
+        "ray.init('local', num_gpus=2, include_dashboard=False)\n"
+        "ray.init(ignore_reinit_error=True)\n"
+        "print(ray.cluster_resources()['GPU'], ray.cluster_resources()['CPU'])\n"
     )
-    (tmp_path / "other.py").write_text("print('nothing to train')\n")
-    made = run("--backend", "gloo", "train.py", cwd=tmp_path)
-    (line,) = [line for line in made.stderr.splitlines() if line.startswith("ray-fracbackend run:")]
-    assert line.startswith("ray-fracbackend run: TorchTrainer starts with FracTorchConfig(backend='gloo'")
-    late = run("other.py", "--on-missing-cuda=cpu", "--epochs", "3", cwd=tmp_path)
-    assert "--on-missing-cuda went to your script; put it before the script name to set it here" in late.stderr
-    none = run("other.py", cwd=tmp_path)
-    assert (none.returncode, none.stdout) == (0, "nothing to train\n")
-    assert none.stderr == (
-        "ray-fracbackend run: other.py made no TorchTrainer in its own process: no configuration was replaced there\n"
-    )
+    done = run("--num-gpus", "5", "--num-cpus", "3", "init.py", cwd=tmp_path)
+    assert done.stdout == "2.0 3.0\n", done.stderr
 
 
-# Options, the trainer of the script, and the lines after the one about its configuration.
-_WITHOUT_EFFECT = {
-    "its own FracTorchConfig": (
-        "--backend ipc --no-verify",
-        "torch_config=FracTorchConfig(backend='gloo')",
-        ["--backend, --no-verify: no effect, because the script makes its own FracTorchConfig: set them there"],
-    ),
-    "whole GPUs": (
-        "--limit-gpu-memory --on-missing-cuda cpu",
-        "scaling_config=ScalingConfig(num_workers=1, use_gpu=True)",
-        ["--limit-gpu-memory: no effect, because workers with whole GPUs have no limit"],
-    ),
-    "no Ray": (
-        "--num-gpus 1 --backend gloo",
-        "",
-        ["--num-gpus 1: no effect, because train.py started no Ray in its own process"],
-    ),
-}
-_TRAINER = """
-from ray.train import ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray_fracbackend import FracTorchConfig, MissingDeviceError
+@pytest.mark.full
+def test_more_than_a_local_ray_has(tmp_path):
+    """An error at once with what is asked for, what there is, and what to ask instead; nothing is left."""
+    script = Started(tmp_path, before='ray.init("local", num_cpus=1, num_gpus=0, include_dashboard=False)')
+    assert script.process.wait(150) == 1
+    said = "InsufficientResourcesError: Ray cannot place 2 workers of 1 CPU and 0.5 GPU each (PACK): "
+    assert said in script.output
+    assert "--num-gpus 1" in script.output
+    assert script.has_left_nothing()
+
+
+@pytest.mark.full
+@pytest.mark.linux(reason="two Ray nodes on one machine")
+def test_a_cluster_that_grows(tmp_path):
+    """On a running cluster the script waits, and trains when a node with GPUs joins."""
+    with head_node() as (address, settings):
+        script = Started(tmp_path, "--on-missing-cuda", "cpu", **settings, RAY_ADDRESS=address)
+        assert wait_until(lambda: "TorchTrainer starts with" in script.output, 100), script.output
+        with ray_start(settings, "--address", address, "--num-cpus", "4", "--num-gpus", "1"):
+            assert script.process.wait(200) == 0, script.output
+        assert script.trained()
+
+
+# An actor of the script itself has the GPU, and never ends.
+_BUSY = """
+@ray.remote(num_gpus=1)
+class Holder:
+    def is_there(self):
+        return True
+
+
+holder = Holder.remote()
+assert ray.get(holder.is_there.remote())
 """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("options", "trainer", "lines"), _WITHOUT_EFFECT.values(), ids=_WITHOUT_EFFECT)
-def test_options_without_effect_are_said(tmp_path, options, trainer, lines):
-    """One line for each reason, and none for an option that has an effect."""
-    (tmp_path / "train.py").write_text(f"{_TRAINER}for _ in range(2): TorchTrainer(lambda: None, {trainer})\n")
-    done = run(*options.split(), "train.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("ray-fracbackend run: ")]
-    assert said[0].startswith("ray-fracbackend run: TorchTrainer starts with ")
-    assert [line.removeprefix("ray-fracbackend run: ") for line in said[1:]] == lines
+@pytest.mark.linux(reason="signals are those of Unix")
+@pytest.mark.parametrize(
+    ("before", "actor"),
+    [("", "RayTrainWorker"), pytest.param(_BUSY, "TrainController", marks=needs_v2)],
+    ids=["training", "waiting for a GPU"],
+)
+def test_ctrl_c(tmp_path, before, actor):
+    """The script ends within seconds with the shell's exit code, and no process of Ray is left."""
+    options = ("--num-gpus", "1", "--num-cpus", "4", "--on-missing-cuda", "cpu")
+    script = Started(tmp_path, *options, before=before, sleep_s=600)
+    assert wait_until(lambda: any(actor in each.name() for each in script.processes()), 150), script.output
+    assert before or wait_until(script.trained, 100), script.output
+    script.process.send_signal(signal.SIGINT)
+    assert script.process.wait(60) == 130, script.output
+    assert script.has_left_nothing()
 
 
 @pytest.mark.full
-def test_settings_of_a_script_without_a_trainer(tmp_path):
-    """They have no effect in its process."""
-    (tmp_path / "other.py").write_text("import sys; sys.exit(0)\n")
-    done = run("--backend", "ipc", "other.py", cwd=tmp_path)
-    assert done.stderr.splitlines()[-1] == (
-        "ray-fracbackend run: other.py made no TorchTrainer in its own process: --backend had no effect there"
+def test_the_configuration_is_said(tmp_path):
+    """A line shows the configuration of each trainer, and whether the settings have an effect on it."""
+    (tmp_path / "train.py").write_text(
+        "from ray.train.torch import TorchTrainer\nfrom ray_fracbackend import FracTorchConfig\n"
+        "for config in None, FracTorchConfig(verify=False): TorchTrainer(lambda: None, torch_config=config)\n"
     )
-
-
-@pytest.mark.full(but="V2")
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((), "SCRIPT"),
-        (("nowhere.py",), "'nowhere.py' is not a file"),
-        (("--on-shared-device", "never", SCRIPT), "invalid choice: 'never'"),
-        (("--start-timeout-s", "0", SCRIPT), "must be a finite number of seconds above 0"),
-        (("--backend", "nccl,", SCRIPT), "FracTorchConfig(backend='nccl,')"),
-    ],
-)
-def test_wrong_usage(arguments, said):
-    """Wrong usage exits with code 2 and an explanation, before anything starts."""
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert said in done.stderr
+    done = run("--backend", "gloo", "train.py", cwd=tmp_path)
+    assert [line for line in done.stderr.splitlines() if line.startswith("ray-fracbackend run: ")] == [
+        "ray-fracbackend run: TorchTrainer starts with FracTorchConfig(backend='gloo')",
+        "ray-fracbackend run: TorchTrainer starts with FracTorchConfig(verify=False); the settings of the command line have no "
+        "effect on it",
+    ]

@@ -7,10 +7,7 @@ import importlib.util
 from typing import Any
 
 from ray_fracbackend.cli.options import count
-from ray_fracbackend.cli.output import say
-from ray_fracbackend.cli.program import PROGRAM, CommandError
-
-_WHO = f"{PROGRAM} demo"
+from ray_fracbackend.cli.program import CommandError
 
 
 def register(commands: Any) -> None:
@@ -34,17 +31,4 @@ def execute(options: argparse.Namespace) -> int:
     from ray_fracbackend.cli.script import run_as_main
 
     arguments = ["--epochs", str(options.epochs), *(["--stock"] if options.stock else [])]
-    after_error = _compare if options.stock else None
-    return run_as_main(_WHO, "ray_fracbackend.demo", arguments, is_module=True, after_error=after_error)
-
-
-def _compare(error: Exception) -> None:
-    """Print that FracTorchConfig avoids the error, if it is an error of Ray's start: these name NCCL or CUDA."""
-    from ray_fracbackend.cli.progress import root_cause
-
-    # The message of a V1 error only refers to its logs.
-    if any(name in f"{error} {root_cause(error)}" for name in ("NCCL", "CUDA")):
-        say(
-            _WHO,
-            f"this error comes from Ray's own TorchConfig; FracTorchConfig avoids it: run {_WHO} without --stock",
-        )
+    return run_as_main("ray_fracbackend.demo", arguments, is_module=True)
