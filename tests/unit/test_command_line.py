@@ -190,17 +190,3 @@ def test_a_package_that_does_not_import(tmp_path: Path, package: str, command: l
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"ray-fracbackend {command[0]}: {package} cannot be imported (OSError: libcudart.so.12: ")
     assert "ray-fracbackend doctor" in line
-
-
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
-        ("or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU", "--on-missing-cuda cpu"),
-        ("FracTorchConfig(master_port=...) or FracTorchConfig(master_addr=...)", "--master-port, --master-addr"),
-        ("FracTorchConfig(verify=False), FracTorchConfig(verify=False)", "--no-verify"),
-        ("FracTorchConfig(colour='red'), on_missing_cuda='cpu'", ""),
-    ],
-)
-def test_options_of_an_advice(text: str, options: str) -> None:
-    """Each setting that a text advises as FracTorchConfig(NAME=VALUE) has its option once, with a value that is a word."""
-    assert advised_options(text) == options

@@ -12,10 +12,8 @@ from typing import Any
 from ray_fracbackend.cli.connect.address import ClusterError
 from ray_fracbackend.cli.connect.cluster import connected
 from ray_fracbackend.cli.imports import import_or_fail
-from ray_fracbackend.cli.no_effect import without_effect
 from ray_fracbackend.cli.options import add_workers, check_settings, local_ray, settings_of
-from ray_fracbackend.cli.output import say
-from ray_fracbackend.cli.program import PROGRAM, CommandError, Outcome, wrong_usage
+from ray_fracbackend.cli.program import CommandError, Outcome, wrong_usage
 from ray_fracbackend.errors import FracBackendError
 
 
@@ -28,7 +26,7 @@ def register(commands: Any) -> None:
 
 def execute(options: argparse.Namespace) -> Outcome:
     """Run the command."""
-    return on_cluster(options, _plan, only_plans=True)
+    return on_cluster(options, _plan)
 
 
 def _plan(*workers: Any, **how: Any) -> Outcome:
@@ -38,13 +36,12 @@ def _plan(*workers: Any, **how: Any) -> Outcome:
     return Outcome(report.to_text(), report.to_dict())
 
 
-def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome], *, only_plans: bool = False) -> Outcome:
+def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome]) -> Outcome:
     """Run ``command(scaling_config, torch_config, timeout_s=..., fixed=...)`` for the options of `add_workers`, on their cluster.
 
     Args:
         options: Parsed options.
         command: The command.
-        only_plans: The command starts no process group.
     """
     settings = settings_of(options)
     check_settings(settings)
@@ -65,8 +62,6 @@ def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome], *, 
         check_plannable(scaling_config, torch_config)
     except ValueError as error:
         raise wrong_usage(error) from None
-    for line in without_effect(settings, torch_config.backend, options.gpus_per_worker, only_plans=only_plans):
-        say(f"{PROGRAM} {options.command}", line)
     # The results go to standard output, and Ctrl-C is the command's; Tune (V1) writes there and has its own handler.
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     try:
