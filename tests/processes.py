@@ -69,12 +69,12 @@ def loopback_name() -> str:
 _WITH_SIGNALS = """
 import os, signal, sys
 for number in signal.SIGINT, signal.SIGHUP:
-    signal.signal(number, signal.Handlers(int(sys.argv[1])))
-os.execv(sys.argv[2], sys.argv[2:])
+    signal.signal(number, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-def with_signals(*command: str | os.PathLike[str], ignored: bool = False) -> list[str]:
+def with_signals(*command: str | os.PathLike[str]) -> list[str]:
     """Return a command that SIGINT and SIGHUP end, also if a shell or nohup ignores them for background jobs.
 
     preexec_fn is not used, because subprocess then runs the fork handlers of libraries: a process that had been
@@ -83,8 +83,7 @@ def with_signals(*command: str | os.PathLike[str], ignored: bool = False) -> lis
     arguments = [os.fspath(each) for each in command]
     if sys.platform == "win32":
         return arguments
-    handler = signal.SIG_IGN if ignored else signal.SIG_DFL
-    return [sys.executable, "-ISc", _WITH_SIGNALS, str(int(handler)), *arguments]
+    return [sys.executable, "-ISc", _WITH_SIGNALS, *arguments]
 
 
 def python_path() -> str:

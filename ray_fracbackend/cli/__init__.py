@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ray_fracbackend.cli.output import emit, say
 from ray_fracbackend.cli.parser import parser
 from ray_fracbackend.cli.program import PROGRAM, CommandError, Outcome
-from ray_fracbackend.cli.signals import stopping, to_its_end
+from ray_fracbackend.cli.signals import to_its_end
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,11 +36,10 @@ def _main(words: Sequence[str]) -> int:
     try:
         options = parser().parse_args(words or ["--help"])
         who += f" {options.command}"
-        if options.command in ("run", "demo"):  # these run a script, which has its own signal handlers
+        if options.command in ("run", "demo"):  # these run a script
             code: int = options.execute(options)
             return code
-        with stopping():
-            return _show(options.execute(options), as_json)
+        return _show(options.execute(options), as_json)
     except CommandError as error:
         if as_json:
             return _show(Outcome(error=error), as_json)

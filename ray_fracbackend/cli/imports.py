@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 
 from ray_fracbackend.cli.program import PROGRAM, CommandError
-from ray_fracbackend.cli.signals import stopping
 
 
 def import_or_fail(*names: str) -> None:
@@ -13,13 +12,11 @@ def import_or_fail(*names: str) -> None:
 
     Raises:
         CommandError: A package cannot be imported.
-        Stopped: A signal ended the command during the import.
     """
-    with stopping():
-        for name in names:
-            try:
-                importlib.import_module(name)
-            except Exception as error:
-                cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-                text = f"{name} cannot be imported ({cause}); run {PROGRAM} doctor to see what is missing and how to install it"
-                raise CommandError("missing_package", text) from None
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            text = f"{name} cannot be imported ({cause}); run {PROGRAM} doctor to see what is missing and how to install it"
+            raise CommandError("missing_package", text) from None
