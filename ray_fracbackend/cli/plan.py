@@ -9,13 +9,13 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from ray.exceptions import RayTaskError
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
 
 from ray_fracbackend import _ray
 from ray_fracbackend.backend import FracTorchBackend, Start
-from ray_fracbackend.cli.progress import root_cause
 from ray_fracbackend.cli.workers.shortage import bundles_of, check_placement
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.decide.left_to_ray import left_to_ray
@@ -42,7 +42,7 @@ def plan_workers(
         fixed: No autoscaler adds nodes to this cluster: workers that cannot fit are an error at once.
 
     Returns:
-        The report of that start without measurements (share map, decision, reasons); a table in notebooks.
+        The report of that start without measurements (share map, decision, reasons).
 
     Raises:
         InsufficientResourcesError: The cluster has not placed the workers in time.
@@ -87,7 +87,7 @@ def fit(
     check_placement(scaling_config, timeout_s, is_own=fixed)
     config = _Config(**torch_config.to_plain())
     config.results, config.only_plans = Queue(actor_options={"num_cpus": 0}), train is None
-    _ray.replace_sigint_handler(_Trainer, lambda controller: None)
+    _ray.leave_sigint_to_python(_Trainer)
     with tempfile.TemporaryDirectory(prefix="ray_fracbackend") as folder:
         quiet = {} if _ray.v2_enabled() else {"verbose": 0}
         try:
@@ -100,12 +100,20 @@ def fit(
             ).fit()
             return list(config.results.get_nowait_batch(config.results.qsize()))
         except Exception as error:
-            cause = root_cause(error)
+            cause = _root_cause(error)
             if isinstance(cause, FracBackendError):
                 raise cause from None
             raise FracBackendError(f"the run failed ({type(cause).__name__}): {cause}") from error
         finally:
             config.results.shutdown(force=True)
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """Unwrap an error of Ray: a task's own error, that of V2's controller, or the cause of V1's."""
+    inner = (
+        error.cause if isinstance(error, RayTaskError) else getattr(error, "controller_failure", None)
+    ) or error.__cause__
+    return _root_cause(inner) if inner is not None else error
 
 
 def _nothing(config: dict[str, Any]) -> None:

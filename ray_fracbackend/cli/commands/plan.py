@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -62,8 +61,7 @@ def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome]) -> 
         check_plannable(scaling_config, torch_config)
     except ValueError as error:
         raise wrong_usage(error) from None
-    # The results go to standard output, and Ctrl-C is the command's; Tune (V1) writes there and has its own handler.
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
+    # The results go to standard output, where Tune (V1) writes too.
     try:
         with connected(options.address, options.wait_s, local_ray(options)) as own, redirect_stdout(sys.stderr):
             return command(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)

@@ -1,1 +1,1 @@
-"""Connection of a command to a Ray cluster: its address, a first attempt in a child process, and the connection itself."""
+"""Connection of a command to a Ray cluster: its address and the connection itself."""
