@@ -190,6 +190,9 @@ def test_reason_and_share_groups():
         "ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.1: using gloo (NCCL 2.28.9 refuses shared devices)"
     )
     assert [group.ranks for group in found.share_groups] == [(0, 1)]
+    eight, nine = (decide_start(job(*[gpu()] * number), Settings()).reason for number in (8, 9))
+    assert eight.startswith("ranks 0,1,2,3,4,5,6,7 share")
+    assert nine.startswith("ranks 0,1,2,3,4,5,6,7,... (9 in all) share")
     many = decide_start(job(*[gpu(f"{rank // 2}") for rank in range(20)]), Settings())
     assert "and 7 more such groups: using gloo" in many.reason
     containers = [worker(0, gpu()), worker(1, gpu(), node="2", hostname="container2", boot_id="boot1")]

@@ -157,6 +157,11 @@ def test_a_configured_name_becomes_each_ranks_own_literal():
     plans = worker_plans([first, second], master_addr="head")
     assert [each.env["MASTER_ADDR"] for each in plans] == ["127.0.1.1", "10.0.0.1"]
     assert [each.master_addr for each in plans] == ["127.0.1.1", "10.0.0.1"]
+    found = plan([first, second], master_addr="head")
+    assert found.reason.startswith("rank 0 at 127.0.1.1:4321 (master_addr as configured), ")
+    # Rank 0 itself has the address.
+    elsewhere = replace(second, network=replace(second.network, master_addrs=("10.9.9.9",)))
+    assert plan([first, elsewhere], master_addr="head").warnings == ()
 
 
 @pytest.mark.parametrize(
