@@ -26,7 +26,7 @@ from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerAddress, WorkerInfo
-from ray_fracbackend.verify_result import VerificationResult
+from ray_fracbackend.verify.result import VerificationResult
 from ray_fracbackend.worker import group_end, probe, process_group, store
 
 _REPEATS = 3

@@ -7,9 +7,8 @@ TorchTrainer(train_func, scaling_config=..., torch_config=FracTorchConfig())
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from ray_fracbackend.checkpoint import report_rank0
+    from ray_fracbackend.checkpoints.rank0 import report_rank0
     from ray_fracbackend.config import FracTorchConfig
-    from ray_fracbackend.device_check import DeviceCheck, check_devices
     from ray_fracbackend.errors import (
         BackendUnavailableError,
         FracBackendError,
@@ -26,9 +25,10 @@ if _typing.TYPE_CHECKING:
         VerificationError,
         WorkerDiedError,
     )
-    from ray_fracbackend.report import StartReport
-    from ray_fracbackend.verify import verify_process_group
-    from ray_fracbackend.verify_result import VerificationResult
+    from ray_fracbackend.report.start_report import StartReport
+    from ray_fracbackend.verify.collectives import verify_process_group
+    from ray_fracbackend.verify.result import VerificationResult
+    from ray_fracbackend.worker.device_check import DeviceCheck, check_devices
     from ray_fracbackend.worker.state import get_start_report
 
 __version__ = "0.1.0"
@@ -59,14 +59,14 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "DeviceCheck": "device_check",
+    "DeviceCheck": "worker.device_check",
     "FracTorchConfig": "config",
-    "StartReport": "report",
-    "VerificationResult": "verify_result",
-    "check_devices": "device_check",
+    "StartReport": "report.start_report",
+    "VerificationResult": "verify.result",
+    "check_devices": "worker.device_check",
     "get_start_report": "worker.state",
-    "report_rank0": "checkpoint",
-    "verify_process_group": "verify",
+    "report_rank0": "checkpoints.rank0",
+    "verify_process_group": "verify.collectives",
 }
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from ray.train.torch import TorchConfig
 
-from ray_fracbackend.backend import FracTorchBackend
 from ray_fracbackend.decide.settings import Settings
+from ray_fracbackend.start.backend import FracTorchBackend
 from ray_fracbackend.worker.memory_cap import explain_out_of_memory
 from ray_fracbackend.worker.nccl_env import late_nccl_env_logged
 

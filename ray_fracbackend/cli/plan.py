@@ -15,12 +15,12 @@ from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
 
 from ray_fracbackend import _ray
-from ray_fracbackend.backend import FracTorchBackend, Start
-from ray_fracbackend.cli.workers.shortage import bundles_of, check_placement
+from ray_fracbackend.cli.placement import bundles_of, check_placement
 from ray_fracbackend.config import FracTorchConfig
 from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.errors import FracBackendError
-from ray_fracbackend.report import StartReport
+from ray_fracbackend.report.start_report import StartReport
+from ray_fracbackend.start.backend import FracTorchBackend, Start
 
 
 def plan_workers(

@@ -18,8 +18,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import _ray
 from ray_fracbackend.cli.output import say
+from ray_fracbackend.cli.placement import bundles_of, cluster_too_small, request_text
 from ray_fracbackend.cli.program import PROGRAM
-from ray_fracbackend.cli.workers.shortage import bundles_of, cluster_too_small, request_text
 from ray_fracbackend.errors import InsufficientResourcesError
 from ray_fracbackend.integrations.trainers import replace_torch_config
 

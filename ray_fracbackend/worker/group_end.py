@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ray_fracbackend import _torch
 from ray_fracbackend.log import logger
 from ray_fracbackend.timeouts import bounded
-from ray_fracbackend.verify import backends_by_device
+from ray_fracbackend.verify.collectives import backends_by_device
 
 # Time limit for aborting a failed NCCL group.
 ABORT_S = 5.0

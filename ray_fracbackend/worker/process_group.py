@@ -24,8 +24,8 @@ from ray_fracbackend.decide.rendezvous import AGENT_STORE
 from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import GroupFormationError, RendezvousError, UnreachableMasterError, VerificationError
 from ray_fracbackend.timeouts import Deadline, bounded, ended_by
-from ray_fracbackend.verify import verify_process_group
-from ray_fracbackend.verify_result import VerificationResult
+from ray_fracbackend.verify.collectives import verify_process_group
+from ray_fracbackend.verify.result import VerificationResult
 from ray_fracbackend.worker import environment, memory_cap, store
 from ray_fracbackend.worker.group_end import ABORT_S, end_process_group
 from ray_fracbackend.worker.nccl_env import nccl_env
@@ -38,7 +38,7 @@ from ray_fracbackend.worker.state import STATE
 if TYPE_CHECKING:
     import ray
 
-    from ray_fracbackend.report import StartReport
+    from ray_fracbackend.report.start_report import StartReport
 
 # Time past the deadline in which c10d and Gloo raise their own timeout; the driver waits longer for the result.
 _SILENCE_S = 1.0

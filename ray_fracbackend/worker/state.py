@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ray_fracbackend.report import StartReport
-from ray_fracbackend.verify_result import VerificationResult
+from ray_fracbackend.report.start_report import StartReport
+from ray_fracbackend.verify.result import VerificationResult
 
 if TYPE_CHECKING:
     import ray

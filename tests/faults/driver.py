@@ -29,7 +29,7 @@ from ray.tune import Tuner
 import ray_fracbackend
 from ray_fracbackend import FracBackendError
 from ray_fracbackend._ray import v2_enabled
-from ray_fracbackend.report_file import REPORT_FILE
+from ray_fracbackend.report.file import REPORT_FILE
 from tests.faults.callbacks import HOOK, Raising
 from tests.faults.cases import Case
 from tests.faults.planted import BEGIN, END, FAULT, TRAINED, PlantedConfig, noted, told_at, train_func

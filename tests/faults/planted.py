@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ray_fracbackend import FracTorchConfig
-from ray_fracbackend.backend import FracTorchBackend
+from ray_fracbackend.start.backend import FracTorchBackend
 from tests.faults.cases import PACKAGES, Case
 
 # Events of a run, recorded in its folder.

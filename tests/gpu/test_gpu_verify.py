@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ipc_harness import Job, on_ranks
 
 from ray_fracbackend.errors import VerificationError
-from ray_fracbackend.verify import verify_process_group
+from ray_fracbackend.verify.collectives import verify_process_group
 from ray_fracbackend.worker.group_end import end_process_group
 
 pytestmark = [

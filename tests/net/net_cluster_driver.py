@@ -19,7 +19,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 
 from ray_fracbackend import FracTorchConfig, get_start_report
-from ray_fracbackend.backend import FracTorchBackend
+from ray_fracbackend.start.backend import FracTorchBackend
 
 FIREWALLED_PORT = 21700
 # Read before ray.init, which sets the variable itself.

@@ -15,7 +15,7 @@ from net_nodes import Node, Switch, Worker, network, run
 
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.worker_info import WorkerAddress
-from ray_fracbackend.isolation.search import find_faults
+from ray_fracbackend.start.isolation.search import find_faults
 
 NUM_NODES = 4
 

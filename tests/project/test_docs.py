@@ -25,7 +25,7 @@ from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.cli.parser import parser
 from ray_fracbackend.decide.settings import setting_names
 from ray_fracbackend.errors import FracBackendError
-from ray_fracbackend.failure import merge
+from ray_fracbackend.start.failure import merge
 from tests.processes import free_port
 
 _ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import ray_fracbackend
 from ray_fracbackend import ipc
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.errors import VerificationError
-from ray_fracbackend.report import Progress, document
+from ray_fracbackend.report.start_report import Progress, document
 
 _ROOT = Path(__file__).parents[2]
 _DOCS = _ROOT / "docs"

@@ -16,7 +16,7 @@ from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from ray_fracbackend import FracTorchConfig, report_rank0
-from ray_fracbackend.checkpoint_turns import copy_checkpoints_in_turn
+from ray_fracbackend.checkpoints.turns import copy_checkpoints_in_turn
 
 # Longer than the delay between the ranks after a barrier.
 COPY_S = 1.5

@@ -8,7 +8,7 @@ import ray.train
 from ray.train.base_trainer import TrainingFailedError as V1TrainingFailedError
 
 from ray_fracbackend import FracTorchConfig
-from ray_fracbackend.backend import FracTorchBackend
+from ray_fracbackend.start.backend import FracTorchBackend
 
 # Errors of fit() by engine.
 TRAINING_FAILED = (V1TrainingFailedError, getattr(ray.train, "TrainingFailedError", V1TrainingFailedError))

@@ -231,7 +231,7 @@ def test_two_nodes():
 
 
 _STARTS_LOCAL = """
-from ray_fracbackend.cli.connect.cluster import connected
+from ray_fracbackend.cli.cluster import connected
 with connected(None) as own:
     print("RUNNING", own, flush=True)
     input()

@@ -11,7 +11,7 @@ import ray_fracbackend
 from ray_fracbackend import FracBackendError, WorkerDiedError
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.decide.worker_info import WorkerAddress
-from ray_fracbackend.failure.merge import as_engine_error, merged
+from ray_fracbackend.start.failure.merge import as_engine_error, merged
 
 pytestmark = pytest.mark.skipif(not v2_enabled(), reason="needs the V2 engine of Ray Train")
 

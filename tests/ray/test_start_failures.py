@@ -25,10 +25,10 @@ from ray_fracbackend import (
     VerificationError,
     WorkerDiedError,
 )
-from ray_fracbackend import backend as backend_module
 from ray_fracbackend._ray import worker_addresses
 from ray_fracbackend.decide.plan import WorkerPlan
-from ray_fracbackend.isolation.search import with_faults
+from ray_fracbackend.start import backend as backend_module
+from ray_fracbackend.start.isolation.search import with_faults
 from tests.processes import free_port, wait_until
 from tests.ray.starts import START_S, initialized, replace_in_worker, start
 

@@ -28,12 +28,12 @@ def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port
     plan = Decision(
         backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
     )
-    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
+    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap", 1)
     seconds = []
     monkeypatch.setattr(
-        "ray_fracbackend.backend.save_report", lambda group, report: seconds.append(report["seconds"]["start"])
+        "ray_fracbackend.start.backend.save_report", lambda group, report: seconds.append(report["seconds"]["start"])
     )
     start(pair, **_BUDGET, **({"master_port": free_port()} if fixed_port else {}))
 
@@ -54,7 +54,7 @@ def test_workers_are_probed_once(pair, monkeypatch):
     plan = Decision(
         backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
     )
-    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
+    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     sent, execute = [], pair.execute_single_async
 
@@ -82,7 +82,7 @@ def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
     plan = Decision(
         backend="stall", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
     )
-    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
+    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
     pair.execute(register_stalling)
     with caplog.at_level("WARNING", logger="ray.train"):
         start(pair, start_timeout_s=12)
@@ -98,7 +98,7 @@ def test_second_choice_after_no_answer(pair, monkeypatch):
     plan = Decision(
         backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
     )
-    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
+    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
     pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap 15", 1)
     start(pair, start_timeout_s=22)
     assert {state["backend"] for state in pair.execute(group_state)} == {"gloo"}
@@ -115,7 +115,7 @@ def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
         fallback="gloo",
         falls_back=FallBack.AFTER_FAILURE,
     )
-    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
+    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
     pair.execute(refuse_once, torch_text(DUPLICATE))
     start(pair)
 
@@ -135,7 +135,7 @@ def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
 def test_refusal_of_nccl_without_a_fallback(pair, monkeypatch):
     """An explicit NCCL ends in one error that names the ranks and the advice."""
     plan = Decision(backend="nccl", device_type="cpu", reason="nccl", share_groups=shared_devices(job(gpu(), gpu())))
-    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
+    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
     pair.execute(refuse_once, torch_text())
     with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share .*\(ncclInvalidUsage\)\. .*gloo"):
         start(pair, start_timeout_s=START_S)

@@ -33,7 +33,7 @@ def lines(caplog):
 def doubted(pair, monkeypatch):
     """Workers whose plan has a warning."""
     monkeypatch.setattr(
-        "ray_fracbackend.backend.decide_start", lambda *args: replace(decide_start(*args), warnings=(DOUBT,))
+        "ray_fracbackend.start.backend.decide_start", lambda *args: replace(decide_start(*args), warnings=(DOUBT,))
     )
     return pair
 
@@ -76,7 +76,7 @@ def test_an_error_of_the_fallback_has_the_first_failure(pair, monkeypatch, lines
         falls_back=FallBack.AFTER_FAILURE,
         warnings=("a doubt",),
     )
-    monkeypatch.setattr("ray_fracbackend.backend.decide_start", lambda *args: plan)
+    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
     pair.execute(replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 2)
     with pytest.raises(VerificationError) as caught:
         start(pair, start_timeout_s=9)  # too short for a search for the fault

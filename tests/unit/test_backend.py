@@ -10,8 +10,8 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend import FracTorchConfig
-from ray_fracbackend.backend import FracTorchBackend
 from ray_fracbackend.log import logger
+from ray_fracbackend.start.backend import FracTorchBackend
 from tests.unit.test_missing_cuda import RELEASES, recorded
 
 

@@ -10,7 +10,7 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_fracbackend.cli.workers.shortage import cluster_too_small, request_text, resources_in_use
+from ray_fracbackend.cli.placement import cluster_too_small, request_text, resources_in_use
 
 NODE = {"CPU": 8.0, "GPU": 2.0}
 FRACTION = {"CPU": 1.0, "GPU": 0.6}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ray_fracbackend.cli.connect.address import ClusterError, Target, target_of
+from ray_fracbackend.cli.address import ClusterError, Target, target_of
 from tests.processes import free_port, processes_with, python_path, wait_until, with_signals
 
 
@@ -86,7 +86,7 @@ import os, signal, sys, time, types
 sys.modules["ray_fracbackend._ray"] = types.SimpleNamespace(send_token=lambda: None)
 import ray_fracbackend
 ray_fracbackend._ray = sys.modules["ray_fracbackend._ray"]
-from ray_fracbackend.cli.connect.cluster import ClusterError, connected
+from ray_fracbackend.cli.cluster import ClusterError, connected
 def own_handler(*_): pass
 signal.signal(signal.SIGTERM, own_handler)
 started = time.monotonic()

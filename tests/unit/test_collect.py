@@ -11,8 +11,6 @@ import torch
 from ray.exceptions import NodeDiedError
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
-from ray_fracbackend import collect
-from ray_fracbackend.collect import gather
 from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.errors import (
     FracBackendError,
@@ -24,6 +22,8 @@ from ray_fracbackend.errors import (
     VerificationError,
     WorkerDiedError,
 )
+from ray_fracbackend.start import collect
+from ray_fracbackend.start.collect import gather
 from ray_fracbackend.timeouts import Deadline
 
 

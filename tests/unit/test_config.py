@@ -12,8 +12,8 @@ import pytest
 from ray.train.torch import TorchConfig
 
 from ray_fracbackend import FracTorchConfig
-from ray_fracbackend.backend import FracTorchBackend
 from ray_fracbackend.integrations.trainers import frac_config
+from ray_fracbackend.start.backend import FracTorchBackend
 
 _DEFAULTS = {
     "backend": "auto",
@@ -157,7 +157,7 @@ def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, backend, handed_
 def test_an_unknown_backend_is_a_warning(monkeypatch, caplog, backend, level, said):
     """torch would refuse it later, with a less clear error."""
     monkeypatch.setattr(TorchConfig().backend_cls, "on_start", lambda self, group, config: None)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="ray.train.fracbackend")
     group = SimpleNamespace(get_resources_per_worker=lambda: {"TPU": 1})
     FracTorchBackend().on_start(group, FracTorchConfig(backend=backend))
     (record,) = caplog.records

@@ -13,7 +13,7 @@ from ray.train._internal.worker_group import WorkerGroup
 
 from ray_fracbackend import errors
 from ray_fracbackend.errors import VerificationError
-from ray_fracbackend.failure.merge import LostWorkerError, as_engine_error
+from ray_fracbackend.start.failure.merge import LostWorkerError, as_engine_error
 from tests.unit.test_report import FIGURES
 
 _ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RuntimeError)]

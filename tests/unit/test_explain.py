@@ -13,7 +13,7 @@ from ray_fracbackend.errors import (
     UnreachableMasterError,
     VerificationError,
 )
-from ray_fracbackend.failure.explain import explained
+from ray_fracbackend.start.failure.explain import explained
 from tests.unit import test_rendezvous as network
 from tests.unit.builders import gpu, job, mig
 from tests.unit.test_error_texts import DUPLICATE, REFUSALS, torch_text

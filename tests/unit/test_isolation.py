@@ -16,8 +16,8 @@ from ray.exceptions import ActorDiedError
 
 from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.errors import FracBackendError, GroupFormationError, RendezvousError, VerificationError
-from ray_fracbackend.isolation import rank_tests, search
-from ray_fracbackend.isolation.faults import MAX_MESH, Findings, diagnose, peers_of
+from ray_fracbackend.start.isolation import rank_tests, search
+from ray_fracbackend.start.isolation.faults import MAX_MESH, Findings, diagnose, peers_of
 
 KINDS = ("silent rank", "device", "cut node", "cut link", "no connections from", "nothing")
 WORD = b"sixteen bytes ok"

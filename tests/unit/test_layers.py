@@ -21,39 +21,24 @@ _PARTS = (
     "decide",
     "_torch",
     "_ray",
-    "verify_failure",
-    "verify_result",
     "verify",
     "report",
-    "report_file",
     "worker",
-    "device_check",
-    "failure",
-    "collect",
-    "isolation",
-    "checkpoint_turns",
-    "backend",
+    "checkpoints",
+    "start",
     "config",
-    "checkpoint",
     "integrations",
     "cli",
     "demo",
 )
-# The folders of the ipc backend, in the same order.
-_IPC_PARTS = ("errors", "knobs", "_torch", "host", "protocol", "device", "group")
+# Parts of a folder, in the same order.
+_ROOMS = {
+    "ipc": ("errors", "knobs", "_torch", "host", "protocol", "device", "group"),
+    "start": ("failure", "collect", "isolation", "backend"),
+}
 # Parts that need only the standard library, and parts that need torch but never Ray.
 _PURE = ("errors", "timeouts", "log", "decide")
-_WITHOUT_RAY = (
-    "log",
-    "_torch",
-    "verify",
-    "verify_failure",
-    "verify_result",
-    "report",
-    "device_check",
-    "ipc",
-    "staged",
-)
+_WITHOUT_RAY = ("log", "_torch", "verify", "ipc", "staged")
 _MODULES = sorted(
     path for path in _PACKAGE.rglob("*.py") if path.parent != _PACKAGE or path.stem not in ("__init__", "__main__")
 )
@@ -94,11 +79,12 @@ def test_imports_go_one_way(path):
     ours = {name.split(".")[1] for name in names if name.startswith("ray_fracbackend.")} - {"__version__"}
     if part == "demo":  # a script like those of users
         ours -= set(ray_fracbackend.__all__)
+    if part in _ROOMS:
+        room = path.relative_to(_PACKAGE / part).with_suffix("").parts[0]
+        rooms = {name.split(".")[2] for name in names if name.startswith(f"ray_fracbackend.{part}.")} & {*_ROOMS[part]}
+        assert room == "__init__" or rooms <= {*_ROOMS[part][: _ROOMS[part].index(room) + 1]}
     if part == "ipc":
         assert ours <= {"ipc"}
-        room = path.relative_to(_PACKAGE / "ipc").with_suffix("").parts[0]
-        rooms = {name.split(".")[2] for name in names if name.startswith("ray_fracbackend.ipc.")} & set(_IPC_PARTS)
-        assert room == "__init__" or rooms <= set(_IPC_PARTS[: _IPC_PARTS.index(room) + 1])
     else:
         at_the_top = imported(path, top_only=True)
         assert not [name for name in at_the_top if name.startswith("ray_fracbackend.ipc")] or part in ("cli", "staged")
@@ -178,7 +164,7 @@ def test_without_ray():
     """The verification, its errors and the NCCL version can be used without Ray installed, or without importing it."""
     code = (
         "import sys; sys.modules['ray'] = None; from ray_fracbackend.worker.nccl_library import loaded_nccl_version; "
-        "import ray_fracbackend.isolation.rank_tests, ray_fracbackend.cli; "
+        "import ray_fracbackend.start.isolation.rank_tests, ray_fracbackend.cli; "
         "from ray_fracbackend import check_devices, verify_process_group, FracBackendError"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -16,7 +16,7 @@ from ray_fracbackend.errors import (
     VerificationError,
     WorkerDiedError,
 )
-from ray_fracbackend.failure.merge import merged
+from ray_fracbackend.start.failure.merge import merged
 
 ADDRESSES = {rank: WorkerAddress(rank, "10.0.0.3", 100 + rank, "node") for rank in range(8)}
 UNREACHABLE = UnreachableMasterError("cannot reach rank 0's store.", advice="Open the port.")

@@ -64,6 +64,7 @@ _CALLS = {
     "learner_backend_config": learners,
     "send_token": _ray.send_token,
     "results_folder": lambda: _ray.results_folder(V1Group()),
+    "started_here": _ray.started_here,
 }
 _NAMES = sorted(lazy_names())
 

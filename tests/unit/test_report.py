@@ -12,8 +12,8 @@ from ray_fracbackend.decide.rendezvous import Rendezvous
 from ray_fracbackend.decide.settings import Settings, setting_names
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.errors import VerificationError
-from ray_fracbackend.report import Progress, StartReport, document
-from ray_fracbackend.verify_result import VerificationResult
+from ray_fracbackend.report.start_report import Progress, StartReport, document
+from ray_fracbackend.verify.result import VerificationResult
 from ray_fracbackend.worker.state import STATE, get_start_report
 from tests.unit.builders import gpu, job, worker
 

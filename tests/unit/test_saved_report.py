@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
-from ray_fracbackend import report_file
-from ray_fracbackend.report_file import REPORT_FILE, save_report
+from ray_fracbackend.report import file as report_file
+from ray_fracbackend.report.file import REPORT_FILE, save_report
 
 REPORT = {"backend": "gloo"}
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from ray_fracbackend.verify import verify_process_group
+from ray_fracbackend.verify.collectives import verify_process_group
 from ray_fracbackend.worker.network import gloo_missing
 from ray_fracbackend.worker.store import open_store
 

@@ -21,7 +21,7 @@ from ray.train.torch import TorchTrainer
 from torch import nn
 
 from ray_fracbackend import FracTorchConfig, report_rank0
-from ray_fracbackend.backend import FracTorchBackend
+from ray_fracbackend.start.backend import FracTorchBackend
 
 NAMES = ("MASTER_ADDR", "USE_LIBUV", "GLOO_SOCKET_IFNAME")
 

@@ -22,8 +22,8 @@ def register(commands: Any) -> None:
 
 def execute(options: argparse.Namespace) -> Outcome:
     """Run the command."""
-    from ray_fracbackend.cli.connect.address import ClusterError
-    from ray_fracbackend.cli.connect.cluster import connected
+    from ray_fracbackend.cli.address import ClusterError
+    from ray_fracbackend.cli.cluster import connected
     from ray_fracbackend.cli.doctor.diagnose import diagnose_cluster, diagnose_machine
     from ray_fracbackend.cli.doctor.report import report, verdict
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
-from ray_fracbackend.cli.connect.address import ClusterError
-from ray_fracbackend.cli.connect.cluster import connected
+from ray_fracbackend.cli.address import ClusterError
+from ray_fracbackend.cli.cluster import connected
 from ray_fracbackend.cli.imports import import_or_fail
 from ray_fracbackend.cli.options import add_workers, check_settings, local_ray, settings_of
 from ray_fracbackend.cli.program import CommandError, Outcome, wrong_usage

@@ -23,7 +23,7 @@ from ray_fracbackend.errors import FracBackendError, SharedDeviceError, Verifica
 from ray_fracbackend.timeouts import bounded
 
 if TYPE_CHECKING:
-    from ray_fracbackend.verify import Verification
+    from ray_fracbackend.verify.collectives import Verification
 
 # Number of ranks that look for missing ranks when a collective stalls; more would only load the store.
 _NUM_REPORTERS = 8

@@ -21,7 +21,6 @@ from ray.train.torch import TorchConfig
 
 from ray_fracbackend import _ray
 from ray_fracbackend._ray import WorkerGroup
-from ray_fracbackend.collect import gather
 from ray_fracbackend.decide.addresses import bracketed
 from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.plain import workers_of
@@ -32,8 +31,9 @@ from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import WorkerAddress, WorkerInfo
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.log import logger
-from ray_fracbackend.report import Progress, StartReport, document
-from ray_fracbackend.report_file import save_report
+from ray_fracbackend.report.file import save_report
+from ray_fracbackend.report.start_report import Progress, StartReport, document
+from ray_fracbackend.start.collect import gather
 from ray_fracbackend.timeouts import Deadline, seconds_text
 from ray_fracbackend.worker.group_end import ABORT_S
 from ray_fracbackend.worker.probe import probe_worker
@@ -71,7 +71,7 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
                     path = save_report(worker_group, document(start.progress, error))
                     if isinstance(error, FracBackendError):
                         error.report = path
-                from ray_fracbackend.failure.merge import as_engine_error
+                from ray_fracbackend.start.failure.merge import as_engine_error
 
                 # Assign it to no variable: the error would keep its frames alive.
                 raise as_engine_error(error, worker_group)  # noqa: B904  which has its cause
@@ -89,7 +89,7 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
         """On Windows, let the workers copy checkpoint files of the same name one after the other."""
         super().on_training_start(worker_group, backend_config)
         if sys.platform == "win32":
-            from ray_fracbackend.checkpoint_turns import copy_checkpoints_in_turn
+            from ray_fracbackend.checkpoints.turns import copy_checkpoints_in_turn
 
             worker_group.execute(copy_checkpoints_in_turn)
 
@@ -243,8 +243,8 @@ class Start:
         refs: list[Any],
     ) -> FracBackendError:
         """Return the error, explained from the reports of all ranks, and with the fault if it ends the start."""
-        from ray_fracbackend.failure.explain import explained  # not on the good path
-        from ray_fracbackend.isolation.search import with_faults
+        from ray_fracbackend.start.failure.explain import explained  # not on the good path
+        from ray_fracbackend.start.isolation.search import with_faults
 
         told = explained(error, report.plan.decision, report.workers, report.master_addr)
         if report.plan.decision.falls_back_from(told) or not self._settings.verify:

@@ -2,7 +2,7 @@
 
 Ray Train merges the checkpoints of all ranks into one directory. If two ranks copy a file with the same name at the
 same time, the last copy wins on Linux. On Windows the second copy raises ``PermissionError [WinError 32]``, unless
-FracTorchConfig started the workers: then they copy one after the other (checkpoint_turns.py).
+FracTorchConfig started the workers: then they copy one after the other (turns.py).
 """
 
 from __future__ import annotations

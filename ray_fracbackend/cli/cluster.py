@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from ray_fracbackend.cli.connect.address import ClusterError, Target, target_of
+from ray_fracbackend.cli.address import ClusterError, Target, target_of
 from ray_fracbackend.cli.options import declared_text, options_text
 from ray_fracbackend.cli.output import say
 from ray_fracbackend.cli.program import PROGRAM

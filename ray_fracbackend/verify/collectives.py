@@ -22,7 +22,7 @@ from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.settings import is_seconds
 from ray_fracbackend.errors import VerificationError
 from ray_fracbackend.timeouts import bounded
-from ray_fracbackend.verify_result import VerificationResult
+from ray_fracbackend.verify.result import VerificationResult
 
 SMALL_BYTES = 1024
 LARGE_BYTES = 1024 * 1024
@@ -110,7 +110,7 @@ def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
         # NCCL has waits without a timeout: in the call, on the device and in its store.
         return bounded(verification.run, timeout_s + _STALL_S)
     except (RuntimeError, TimeoutError) as error:  # from c10d for lost peers and timeouts; from bounded()
-        from ray_fracbackend.verify_failure import raise_failure  # not imported on the good path
+        from ray_fracbackend.verify.failure import raise_failure  # not imported on the good path
 
         raise_failure(verification, error)
         raise

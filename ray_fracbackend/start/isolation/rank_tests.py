@@ -14,7 +14,7 @@ from contextlib import nullcontext, suppress
 import torch
 
 from ray_fracbackend.decide.error_texts import cause_of, says_nothing_of_device
-from ray_fracbackend.isolation.faults import Findings
+from ray_fracbackend.start.isolation.faults import Findings
 from ray_fracbackend.timeouts import bounded
 from ray_fracbackend.worker.network import route_address
 

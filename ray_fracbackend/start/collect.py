@@ -85,7 +85,7 @@ def gather(
                 seconds_text(max(0.0, left_s)),
             )
     if failures or pending:
-        from ray_fracbackend.failure.merge import merged  # not on the good path
+        from ray_fracbackend.start.failure.merge import merged  # not on the good path
 
         # If the grace period of an earlier failure ended the wait, ranks without an answer wait for the failed rank.
         absent = [address_of[ref].rank for ref in pending] if time.monotonic() >= due else []

@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ray_fracbackend._ray import WorkerGroup
-from ray_fracbackend.collect import collect
 from ray_fracbackend.decide.error_texts import is_lost_connection
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.errors import FracBackendError, GroupFormationError, VerificationError
-from ray_fracbackend.failure.merge import PEER_LOST, dead_workers
-from ray_fracbackend.isolation.faults import Fault, diagnose, peers_of
-from ray_fracbackend.isolation.rank_tests import open_listener, run_tests
 from ray_fracbackend.log import logger
+from ray_fracbackend.start.collect import collect
+from ray_fracbackend.start.failure.merge import PEER_LOST, dead_workers
+from ray_fracbackend.start.isolation.faults import Fault, diagnose, peers_of
+from ray_fracbackend.start.isolation.rank_tests import open_listener, run_tests
 from ray_fracbackend.timeouts import Deadline, seconds_text
 
 # The search takes at most this part of the start's time limit, and at most _MAX_S.

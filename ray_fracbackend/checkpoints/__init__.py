@@ -1,0 +1,1 @@
+"""Checkpoints of several ranks in one folder."""

@@ -1,0 +1,1 @@
+"""Report of a start: its log line, its JSON and its file."""
