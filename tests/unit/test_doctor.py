@@ -177,6 +177,16 @@ def test_no_secrets(monkeypatch):
     assert [probe._is_shown(name) for name in ("NCCL_DEBUG", "NCCL_X_KEY", "NCCL_FOO_TOKEN")] == [True, False, False]
 
 
+@pytest.mark.linux(reason="asks getent")
+def test_silent_name_server(tmp_path, monkeypatch):
+    """A lookup that takes longer than a second is a fact."""
+    (tmp_path / "getent").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "getent").chmod(0o755)
+    assert STAGES["network"]("127.0.0.1")["name_server_silent"] is False
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert STAGES["network"]("127.0.0.1")["name_server_silent"] is True
+
+
 def test_gpus_of_the_driver(monkeypatch):
     """NVML's GPUs, also those of which it returns no name; nothing without NVML."""
     nvml = mock.Mock(NVMLError=ValueError)
