@@ -181,7 +181,7 @@ def struck_by_signal(job: Job, memory: str, name: str, points: list[Any], kind: 
         members = (*range(survivors), victim)
         if job.rank not in members:
             continue
-        pg = MEMORIES[memory].group(job, str(number), min(job.rank, survivors), survivors + 1, 60.0, members)
+        pg = MEMORIES[memory].group(job, str(number), min(job.rank, survivors), survivors + 1, 150.0, members)
         pg.set_timeout(timedelta(seconds=timeout_s))
         if job.rank == victim:
             MEMORIES[memory].strike_at(pg, point, lambda: strike(kind))
