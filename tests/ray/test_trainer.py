@@ -196,11 +196,3 @@ def test_config_is_not_replaced_by_the_trainer(tmp_path):
     config = FracTorchConfig(backend=None)
     TorchTrainer(look_around, torch_config=config, scaling_config=TWO_HALF_GPUS)
     assert config.backend == "auto"
-
-
-@pytest.mark.full(but="V2")  # V2 raises it in the driver, at once
-def test_the_class_in_place_of_an_object(tmp_path):
-    """The error contains the fix, with both engines."""
-    with pytest.raises((TypeError, *TRAINING_FAILED)) as caught:
-        fit(look_around, tmp_path, FracTorchConfig)
-    assert "Add parentheses: torch_config=FracTorchConfig()." in causes(caught.value)

@@ -30,6 +30,7 @@ _SWITCH = {"env": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
 _WINDOWS, _MISSING = {"platform": "win32", **_NO_NCCL}, {"resources": {"GPU": 1.0}, "cuda_missing": "no driver"}
 _NO_STAGED, _IPC, _SEEN = {"staged_missing": "no"}, {"ipc_host_memory_missing": None}, {"num_visible_devices": 1}
 _EXCLUSIVE = gpu(compute_mode="exclusive_process")
+_UNNAMED = (mig("1", parent_uuid=None), mig("2", parent_uuid=None))  # NVML does not name the parent
 _ON_CPU = {"device": "cpu", "on_missing_cuda": "cpu"}
 _COST, _OVERRIDE, _WINDOWS_GLOO = "ranks share a GPU", "cannot be used here", "pytorch#186535"
 
@@ -153,6 +154,7 @@ _CASES = {
         case([worker(0, gpu("a")), worker(1, gpu("b"), nccl_version=None)], {}, "nccl", falls_back=_REFUSAL),
         case((mig("1", "a"), mig("2", "b")), {}, "nccl", falls_back=_REFUSAL),
         case(_SLICES, _NEW, "nccl", falls_back=_FAILURE, warns=["may refuse them"]),
+        case(_UNNAMED, _NEW, "nccl", falls_back=_FAILURE, warns=["may refuse them"]),
     ],
 }
 

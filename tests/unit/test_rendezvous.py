@@ -74,7 +74,7 @@ _CASES = {
     "several nodes": (apart(), {}, "10.0.0.1", ["eth0", "eth0"], False, []),
     "other names": (_OTHER_NAMES, {}, "10.0.0.1", ["eth0", "ens5"], False, []),
     "IPv6": (_V6, {}, "fd00:0:0::1", ["eth0", "eth0"], False, []),
-    "bridge": (_BRIDGE, {}, "192.0.2.9", [BY_ROUTE, "eth0"], False, ["--network host", "no interface has the node's"]),
+    "bridge": (_BRIDGE, {}, "192.0.2.9", [BY_ROUTE, "eth0"], False, ["its node (lo 127.0.0.1,::1; eth0 172.17.0.2). If", "no interface has the node's"]),
     "unknown interfaces, several nodes": (
         [worker(0, interfaces={}), worker(1, "10.0.0.2", {})],
         {},
