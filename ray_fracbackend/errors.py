@@ -78,16 +78,6 @@ class FracBackendError(RuntimeError):
         lines += [f"report of this start: {self.report}"] if self.report else []
         return "\n".join(lines)
 
-    def to_probe_result(self) -> dict[str, object]:
-        """Return plain values with the fields of a health probe's result, as in Ray's enhancement proposal 71.
-
-        Returns:
-            ``passed`` is False. ``events`` contains the reason, and ``rank N`` for each rank at fault. ``detail`` is
-            the message with the result of a search for the fault. ``metrics`` and ``devices`` are empty.
-        """
-        events = [self.reason, *(f"rank {rank}" for rank in self.ranks)]
-        return {"metrics": {}, "devices": {}, "events": events, "passed": False, "detail": str(self)}
-
     def __reduce__(self) -> tuple[object, ...]:
         # Do not call the constructor: Ray raises a subclass with its own constructor, and up to 2.40 it does not reduce
         # it itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,25 +29,6 @@ class VerificationResult:
     rank_seconds: tuple[float, ...]
     total_s: float
     path: str | None = None
-
-    def to_probe_result(self) -> dict[str, Any]:
-        """Return plain values with the fields of a health probe's result, as in Ray's enhancement proposal 71.
-
-        Returns:
-            ``metrics`` in seconds and bytes per second, ``devices`` with the seconds of each rank, empty ``events``,
-            ``passed`` True, and ``detail`` in one line.
-        """
-        return {
-            "metrics": {
-                "all_reduce_latency_s": self.latency_s,
-                "all_reduce_bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
-                "verification_s": self.total_s,
-            },
-            "devices": {f"rank {rank}": {"all_reduce_s": seconds} for rank, seconds in enumerate(self.rank_seconds)},
-            "events": [],
-            "passed": True,
-            "detail": f"collectives of {self.world_size} ranks over {self.backend} on {self.device} returned exact results",
-        }
 
     @property
     def speed(self) -> str:

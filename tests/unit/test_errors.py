@@ -1,7 +1,6 @@
 """Errors cross processes with all their attributes."""
 
 import gc
-import json
 import pickle
 import weakref
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from ray.train._internal.worker_group import WorkerGroup
 from ray_fracbackend import errors
 from ray_fracbackend.errors import VerificationError
 from ray_fracbackend.start.failure.merge import LostWorkerError, as_engine_error
-from tests.unit.test_report import FIGURES
 
 _ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, RuntimeError)]
 
@@ -107,25 +105,3 @@ def test_a_failed_start_is_freed_at_once(cls):
         assert seen() is None
     finally:
         gc.enable()
-
-
-def test_the_form_of_a_health_probe():
-    """The failure, its ranks and the whole message can be converted to JSON."""
-    found = VerificationError("rank 1 is not in it", ranks=[1]).to_probe_result()
-    assert json.loads(json.dumps(found)) == {
-        "metrics": {},
-        "devices": {},
-        "events": ["verification", "rank 1"],
-        "passed": False,
-        "detail": "rank 1 is not in it",
-    }
-
-
-def test_the_form_of_a_health_probe_that_passed():
-    """Values by name with units, and values of each rank."""
-    found = FIGURES.to_probe_result()
-    assert json.loads(json.dumps(found)) == found
-    assert (found["passed"], found["events"]) == (True, [])
-    assert found["metrics"]["all_reduce_latency_s"] == FIGURES.latency_s
-    assert found["devices"] == {"rank 0": {"all_reduce_s": 0.002}, "rank 1": {"all_reduce_s": 0.003}}
-    assert found["detail"] == "collectives of 2 ranks over gloo on cuda:0 returned exact results"
