@@ -89,14 +89,13 @@ def fit(
     config.results, config.only_plans = Queue(actor_options={"num_cpus": 0}), train is None
     _ray.leave_sigint_to_python(_Trainer)
     with tempfile.TemporaryDirectory(prefix="ray_fracbackend") as folder:
-        quiet = {} if _ray.v2_enabled() else {"verbose": 0}
         try:
             _Trainer(
                 train or _nothing,
                 train_loop_config={"results": config.results},
                 scaling_config=scaling_config,
                 torch_config=config,
-                run_config=RunConfig(storage_path=folder, **quiet),
+                run_config=RunConfig(storage_path=folder),
             ).fit()
             return list(config.results.get_nowait_batch(config.results.qsize()))
         except Exception as error:

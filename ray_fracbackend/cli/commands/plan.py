@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
@@ -61,9 +61,9 @@ def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome]) -> 
         check_plannable(scaling_config, torch_config)
     except ValueError as error:
         raise wrong_usage(error) from None
-    # The results go to standard output, where Tune (V1) writes too.
+    # Tune (V1) prints tables to standard output.
     try:
-        with connected(options.address, options.wait_s, local_ray(options)) as own, redirect_stdout(sys.stderr):
+        with connected(options.address, options.wait_s, local_ray(options)) as own, redirect_stdout(io.StringIO()):
             return command(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)
     except (ClusterError, FracBackendError) as error:
         raise CommandError(error.reason, str(error), ranks=getattr(error, "ranks", ())) from error
