@@ -63,7 +63,7 @@ def check_plannable(scaling_config: ScalingConfig, torch_config: FracTorchConfig
     if not isinstance(num_workers, int) or num_workers < 1:
         raise ValueError(f"ScalingConfig(num_workers={num_workers!r}): a plan needs a fixed number of at least 1.")
     bundles = bundles_of(scaling_config)
-    if not bundles:
+    if len(bundles) < num_workers:  # V1's trainer adds to the first one only
         raise ValueError("a plan needs workers with resources: request CPUs or GPUs for them.")
     if left := left_to_ray(torch_config.backend, bundles[-1]):
         raise ValueError(f"{left}: there is nothing to plan.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ray_fracbackend.decide.backends import STAGED
 from ray_fracbackend.decide.device_sharing import ShareGroup, share_text, sharing_ranks
-from ray_fracbackend.decide.hints import cost_warning, hints
+from ray_fracbackend.decide.hints import cost_warning, debug_level_warnings, hints
 from ray_fracbackend.decide.job import Job
 from ray_fracbackend.decide.nccl import (
     MULTI_RANK_ENV,
@@ -283,6 +283,8 @@ def _decided(
         warnings += interface_doubts(job.workers)
     elif asked.has_nccl or (asked.has_staged and train_on_cpu):
         warnings = (f"backend={job.settings.backend!r} cannot be used here: using {backend}", *warnings)
+    if backend == "gloo":
+        warnings += debug_level_warnings(job)
     return Decision(
         backend=backend,
         device_type=on,

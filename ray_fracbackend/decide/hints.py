@@ -24,6 +24,13 @@ def cost_warning(job: Job, backend: str) -> str:
     )
 
 
+def debug_level_warnings(job: Job) -> tuple[str, ...]:
+    """Return the warning about a debug level under which DDP on Gloo crashes, if a rank has it."""
+    ranks = [w.rank for w in job.workers if w.env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"]
+    text = "in torch 2.13.0, DDP on Gloo ends the process with SIGSEGV under DETAIL; use INFO, or backend='ipc'"
+    return (f"TORCH_DISTRIBUTED_DEBUG=DETAIL on {ranks_text(ranks)}: {text}",) if ranks else ()
+
+
 def hints(job: Job) -> tuple[str, ...]:
     """Return advice for a job on CUDA devices, one line each."""
     return tuple(hint for hint in (_fraction(job.workers[0].gpu_fraction), _local_rank(job)) if hint)

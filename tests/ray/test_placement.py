@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import ray
@@ -28,10 +26,9 @@ def plan(*arguments):
 
 
 def nothing_is_left():
-    """Whether no placement group, no process of a run and no storage folder is left."""
+    """Whether no placement group and no process of a run is left."""
     groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    folders = list(Path(tempfile.gettempdir()).glob("ray_fracbackend*"))
-    return not groups and not folders and not actor_processes("RayTrainWorker") and not actor_processes("QueueActor")
+    return not groups and not actor_processes("RayTrainWorker") and not actor_processes("QueueActor")
 
 
 def test_plan(cluster):

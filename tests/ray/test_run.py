@@ -222,7 +222,14 @@ class Started:
             with_signals(sys.executable, *RUN, *options, str(script)),
             stdout=self._output.open("w"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": python_path(), "RAY_FRACBACKEND_TEST_RUN": str(folder), **env},
+            # Without an address ray.init() would use another Ray of this machine.
+            env={
+                **os.environ,
+                "PYTHONPATH": python_path(),
+                "RAY_FRACBACKEND_TEST_RUN": str(folder),
+                "RAY_ADDRESS": "local",
+                **env,
+            },
         )
 
     @property

@@ -27,6 +27,7 @@ _CPU, _OWN, _SHARED, _SLICES = (None, None), (gpu("a"), gpu("b", index=1)), (gpu
 _STAGED, _PAIR, _GLOO_PAIR = "cpu:gloo,cuda:staged", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
 _NEW, _OLD, _NO_NCCL = {"nccl_version": (2, 30, 7)}, {"nccl_version": (2, 30, 6)}, {"nccl_available": False}
 _SWITCH = {"env": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
+_DETAIL = {"env": {"TORCH_DISTRIBUTED_DEBUG": "detail"}}
 _WINDOWS, _MISSING = {"platform": "win32", **_NO_NCCL}, {"resources": {"GPU": 1.0}, "cuda_missing": "no driver"}
 _NO_STAGED, _IPC, _SEEN = {"staged_missing": "no"}, {"ipc_host_memory_missing": None}, {"num_visible_devices": 1}
 _EXCLUSIVE = gpu(compute_mode="exclusive_process")
@@ -67,6 +68,8 @@ _CASES = {
     "no GPUs": [
         case(_CPU, {}, "gloo", "cpu"),
         case(_CPU, {"cuda_missing": "no driver"}, "gloo", "cpu"),
+        case(_CPU, _DETAIL, "gloo", "cpu", warns=["DETAIL on ranks 0,1"]),
+        case(_CPU, _DETAIL | _IPC, "ipc", "cpu", backend="ipc"),
         case(_CPU, {}, _GLOO_PAIR, "cpu", backend=_GLOO_PAIR),
         case(_CPU, {}, "staged", "cpu", backend="staged"),
         case(_CPU, _NO_STAGED, BackendUnavailableError, backend="staged"),
