@@ -21,11 +21,12 @@ from typing import Any
 from common import parser, save
 from planning import made_up_workers
 
-from ray_fracbackend import __version__, backend, collect
+from ray_fracbackend import __version__
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.rendezvous import plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerAddress, WorkerInfo
+from ray_fracbackend.start import backend, collect
 from ray_fracbackend.verify.result import VerificationResult
 from ray_fracbackend.worker import group_end, probe, process_group, store
 

@@ -66,7 +66,7 @@ def test_ctrl_c_during_the_training(monkeypatch, tmp_path):
 
 
 @pytest.mark.full(but="V2")
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["demo", "--epochs", "0"], ["demo", "--epochs", "x"]])
+@pytest.mark.parametrize("arguments", [["nothing"], ["demo", "--epochs", "0"], ["demo", "--epochs", "x"]])
 def test_wrong_usage(arguments):
     """Wrong usage exits with code 2 and an explanation."""
     done = run(*arguments)

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from ray_fracbackend import UnreachableMasterError, VerificationError, collect
+from ray_fracbackend import UnreachableMasterError, VerificationError
 from ray_fracbackend.decide.plan import Decision, FallBack
 from ray_fracbackend.decide.table import decide_start
+from ray_fracbackend.start import collect
 from tests.ray.starts import START_S, replace_in_worker, start
 
 PROCESS_GROUP = "ray_fracbackend.worker.process_group"

@@ -17,7 +17,8 @@ import pyarrow.fs
 import pytest
 from ray.train.torch import TorchConfig
 
-from ray_fracbackend import FracTorchConfig, _ray, checkpoint_turns
+from ray_fracbackend import FracTorchConfig, _ray
+from ray_fracbackend.checkpoints import turns as checkpoint_turns
 from ray_fracbackend.checkpoints.turns import TURNS_ENV, copy_checkpoints_in_turn, in_turn
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.log import logger

@@ -23,10 +23,10 @@ from ray_fracbackend import (
     RendezvousError,
     SharedDeviceError,
     check_devices,
-    device_check,
 )
 from ray_fracbackend.decide.plain import from_plain
 from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerInfo
+from ray_fracbackend.worker import device_check
 from ray_fracbackend.worker.store import uses_libuv
 from tests.processes import run_processes
 from tests.unit.builders import gpu, mig, worker

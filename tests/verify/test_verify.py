@@ -18,11 +18,11 @@ from ray_fracbackend import (
     SharedDeviceError,
     VerificationError,
     VerificationResult,
-    verify,
-    verify_failure,
     verify_process_group,
 )
 from ray_fracbackend.decide.error_texts import is_invalid_usage
+from ray_fracbackend.verify import collectives as verify
+from ray_fracbackend.verify import failure as verify_failure
 from tests.processes import run_processes
 from tests.unit.test_error_texts import DUPLICATE, torch_text
 from tests.unit.test_missing_cuda import RELEASES, recorded
