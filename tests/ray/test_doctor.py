@@ -223,7 +223,7 @@ def test_two_nodes():
         last = max(raylets, key=psutil.Process.create_time)
         last.suspend()
         try:
-            code, out = doctor_of_both("--json", "--timeout-s", "20")
+            code, out = doctor_of_both("--json", "--timeout-s", "60")
         finally:
             last.resume()
     levels = {check["name"]: check["level"] for node in json.loads(out)["nodes"] for check in node["checks"]}
