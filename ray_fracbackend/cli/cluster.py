@@ -41,9 +41,11 @@ def connected(
     sigterm = signal.getsignal(signal.SIGTERM)
     try:
         _init(target, timeout_s, declared if target.is_local else {})
-    except BaseException:
+    except BaseException as error:
         if target.is_local:
             ray.shutdown()
+        if isinstance(error, SystemExit):  # Ray's own handlers exit with other codes
+            raise SystemExit(128 + signal.SIGTERM) from None
         raise
     finally:  # Ray sets two handlers, and the one in C++ aborts
         signal.signal(signal.SIGTERM, sigterm)
@@ -73,10 +75,8 @@ def _init(target: Target, timeout_s: float, declared: Mapping[str, int]) -> None
         ray.init(target.address, log_to_driver=False, logging_level="ERROR", **declared)
 
     try:
-        if (
-            target.is_local
-        ):  # in this thread: on Linux the processes of a local Ray end with the thread that started them
-            init()
+        if target.is_local:
+            init()  # in this thread: on Linux the processes of a local Ray end with the thread that started them
         else:
             bounded(init, timeout_s)
     except TimeoutError:

@@ -11,11 +11,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ray_fracbackend.cli.program import wrong_usage
 from ray_fracbackend.decide.settings import Settings, is_seconds, setting_names
 
-# Ray itself tests clusters with this number of actors; each probe worker is an actor.
+# Ray itself tests clusters with this number of actors; each worker is an actor.
 MAX_WORKERS = 10_000
 # More than any machine has.
 MAX_DECLARED = 10_000
-
 
 # Help text by the name of the setting; for a switch that is on by default, the text of ``--no-NAME``.
 _HELP = {

@@ -23,12 +23,23 @@ def to_its_end(who: str, command: Callable[[], int]) -> int:
     Raises:
         SystemExit: SIGTERM ended the command, or the command raised it.
     """
-    before = signal.signal(signal.SIGTERM, _exit)
+    received: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        received.append(number)
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         try:
             return command()
         finally:  # argparse leaves by SystemExit after --help
             flush()
+    except SystemExit:
+        if received:  # ray.get() replaces the exit code
+            raise SystemExit(128 + received[0]) from None
+        raise
     except OutputError as error:
         if error.text:
             say(who, error.text)
@@ -38,8 +49,3 @@ def to_its_end(who: str, command: Callable[[], int]) -> int:
         return 128 + signal.SIGINT
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
-    sys.exit(128 + number)

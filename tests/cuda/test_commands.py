@@ -19,7 +19,6 @@ from tests.processes import python_path
 pytestmark = [needs_rig, pytest.mark.timeout(400)]
 
 full = pytest.mark.full()
-_GPU = "GPU-a0a1a2a3 Emulated CUDA Device"
 _HALVES = ("--num-workers", "2", "--gpus-per-worker", "0.5")
 _CLUSTER = """
 import sys, ray

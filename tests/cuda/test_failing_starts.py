@@ -49,9 +49,8 @@ def trained(ranks, text, device="cuda:0"):
     return ranks[0]["report"]
 
 
-def mode(name, ranks):
-    """The rows of the table: nothing was tried. Without NVML the driver says the mode."""
-    return [f"{ranks} in compute mode {name}", "nvidia-smi -c DEFAULT"], ["CUDA error"]
+# The row of the table: nothing was tried. Without NVML the driver says the mode.
+_EXCLUSIVE = ["which is in compute mode EXCLUSIVE_PROCESS", "nvidia-smi -c DEFAULT"], ["CUDA error"]
 
 
 # No other rank, no network and no search for a fault.
@@ -65,8 +64,8 @@ _LOST = [*_ALONE, "unspecified launch failure", "see nvidia-smi and dmesg of the
 _FULL = ["ran out of device memory during start-up"]
 # Fault, policy, what the error must contain, and what it must not.
 ENDS = [
-    *[(f"exclusive{nvml}", "auto", *mode("EXCLUSIVE_PROCESS", "which is")) for nvml in ("", ",no_nvml")],
-    ("prohibited", "auto", *mode("PROHIBITED", "a GPU of the node is")),
+    *[(f"exclusive{nvml}", "auto", *_EXCLUSIVE) for nvml in ("", ",no_nvml")],
+    ("prohibited", "auto", [*_ALONE, "is in compute mode PROHIBITED", "nvidia-smi -c DEFAULT"], _MISLEADING),
     *[("mps_clients=1", policy, *_NO_ROOM) for policy in ("auto", "staged", "ipc")],
     *[("device_lost=1", policy, *_LOST) for policy in ("auto", "ipc")],
     # As on a device that is nearly full: torch's text, without its last sentences on fragmentation.

@@ -114,4 +114,5 @@ def test_a_signal(number, when):
     process.send_signal(number)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 128 + number, errors
-    assert not psutil.wait_procs(below, timeout=20)[1]
+    # After a start of Ray that was interrupted its agents end by themselves, a minute later, as with ray.init() alone.
+    assert not psutil.wait_procs(below, timeout=120 if when == "raylet" else 20)[1]

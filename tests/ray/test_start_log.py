@@ -13,7 +13,6 @@ from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.start import collect
 from tests.ray.starts import START_S, replace_in_worker, start
 
-PROCESS_GROUP = "ray_fracbackend.worker.process_group"
 DOUBT = "a doubt about the workers"
 
 

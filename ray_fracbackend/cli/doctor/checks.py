@@ -104,7 +104,7 @@ def _devices(worker: WorkerInfo, facts: Facts) -> Iterator[Check]:
         yield Check("CUDA devices", "warning" if is_hidden else "problem", text)
     else:
         yield Check("CUDA devices", "ok", f"none ({worker.cuda_missing}): GPU workers need on_missing_cuda='cpu'")
-    # Of a GPU in MIG mode Ray has the whole GPU or the slices, as it was told.
+    # Of a GPU in MIG mode Ray has the whole GPU or the slices, as configured.
     if claimed is not None and not any(device.is_mig for device in worker.devices):
         present = max(worker.num_visible_devices, num_gpus)
         text = f"num_gpus={claimed:g} of the node, and {present} GPUs are present"
