@@ -83,6 +83,15 @@ def test_a_rank_that_lost_a_peer_is_not_named_beside_the_rank_with_the_wrong_res
     assert both.ranks == (1,)
 
 
+def test_a_rank_that_lost_a_peer_while_the_group_was_created() -> None:
+    """Another rank was faster, failed in the verification and ended; alone the same error names its rank."""
+    cause = "Gloo connectFullMesh failed with [pair.cc:152] no error, remote=[10.0.0.4]:1"
+    lost = GroupFormationError(f"creating the group failed ({cause}).", ranks=(0,), kind="failed", cause=cause)
+    error = of_start({0: lost, 2: OSError("disk full")})
+    assert (error.ranks, str(error)) == ((2,), f"starting gloo failed: {ADDRESSES[2].text}: OSError: disk full.")
+    assert of_start({0: lost}).ranks == (0,)
+
+
 def test_beside_a_silent_rank_the_others_give_no_advice() -> None:
     """They waited for it. One sentence says where to look."""
     waited = GroupFormationError("creating the group failed (timed out).", advice="Check the ports.", ranks=(0,))

@@ -10,7 +10,7 @@ from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
 from ray_fracbackend._ray import WorkerGroup, restarts_lost_workers
 from ray_fracbackend.decide.advice import advise
-from ray_fracbackend.decide.error_texts import cause_of, without_allocator
+from ray_fracbackend.decide.error_texts import cause_of, is_lost_connection, without_allocator
 from ray_fracbackend.decide.worker_info import WorkerAddress, named
 from ray_fracbackend.errors import (
     BackendUnavailableError,
@@ -131,17 +131,19 @@ def _by_precedence(failures: Mapping[int, BaseException]) -> dict[int, BaseExcep
 
     Such an error stays if it names a rank without an error of its own, and if all ranks lost a peer.
     """
-    lost = {rank: error.ranks for rank, error in failures.items() if _lost_a_peer(error) and rank not in error.ranks}
+    lost = {rank: {*error.ranks} - {rank} for rank, error in failures.items() if _lost_a_peer(error, rank)}
     explained = failures.keys() - lost.keys()
     kept = [rank for rank in failures if rank not in lost or not explained or not explained.issuperset(lost[rank])]
     return {rank: failures[rank] for rank in sorted(kept, key=lambda rank: (*_precedence(failures[rank]), rank))}
 
 
-def _lost_a_peer(error: BaseException) -> TypeGuard[FracBackendError]:
+def _lost_a_peer(error: BaseException, rank: int) -> TypeGuard[FracBackendError]:
     """Return whether this rank waited for others, and names no failure of its own."""
+    if isinstance(error, GroupFormationError):
+        return is_lost_connection(error.cause)
     if isinstance(error, VerificationError):
-        return error.kind in PEER_LOST
-    return type(error) is RendezvousError and bool(error.ranks)
+        return rank not in error.ranks and error.kind in PEER_LOST
+    return type(error) is RendezvousError and bool(error.ranks) and rank not in error.ranks
 
 
 def _precedence(error: BaseException) -> tuple[bool, bool, int, int]:
