@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -35,3 +36,14 @@ def reset_group_count() -> None:
 def set_group_timeout(timeout: timedelta) -> None:
     """Set the timeout of the default group's collectives. torch 2.14 has a public function, and a FutureWarning for the old one."""
     getattr(dist, "set_timeout", distributed_c10d._set_pg_timeout)(timeout)
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Clear the local variables of all finished calls in the tracebacks of an error and of its causes.
+
+    They reference the group of a failed call, so its peers would continue to wait for this rank. A cleared frame still
+    references the closure of its function: such calls have no closures.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

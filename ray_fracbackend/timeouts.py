@@ -58,15 +58,7 @@ def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
         BaseException: The call, or the check of ``ended_by``, raised it.
     """
     outcome: list[_T | BaseException] = []
-    calls = [call]  # removed before it runs, so no error references it: a cleared frame still has its closure
-
-    def run() -> None:
-        try:
-            outcome.append(calls.pop()())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=_run, args=(call, outcome), daemon=True)
     thread.start()
     end, check = time.monotonic() + timeout_s, _CHECK.get()
     while not outcome and (left_s := end - time.monotonic()) > 0:
@@ -83,3 +75,11 @@ def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
         raise result
     finally:
         del result
+
+
+def _run(call: Callable[[], _T], outcome: list[_T | BaseException]) -> None:
+    """Keep result or error of a call. No closure: an error would keep it, and with it the process group of the call."""
+    try:
+        outcome.append(call())
+    except BaseException as error:
+        outcome.append(error)

@@ -73,16 +73,13 @@ def verify_process_group(
         raise ValueError(
             "verify_process_group() needs a process group: call torch.distributed.init_process_group first."
         )
-    group = group or _torch.default_group()
     if dist.get_rank(group) < 0:
         raise ValueError("only the ranks of the group may call verify_process_group(), and this rank is not in it.")
-    devices = [torch.device(device)] if device is not None else _default_devices(group)
-    end = time.perf_counter() + timeout_s
     try:
-        results = [_verify_on(group, each, max(end - time.perf_counter(), 0.001)) for each in devices]
-    finally:
-        del group  # a frame of an error would reference it, and its peers would wait
-    return results[-1]
+        return _verify(group or _torch.default_group(), device, timeout_s)
+    except BaseException as error:
+        _torch.release_frames(error)
+        raise
 
 
 def backends_by_device(group: dist.ProcessGroup | None = None) -> dict[str, str]:
@@ -103,9 +100,16 @@ def _default_devices(group: dist.ProcessGroup) -> list[torch.device]:
     return [torch.device(kind) for kind in (kinds if both else kinds[1:])]
 
 
+def _verify(group: dist.ProcessGroup, device: torch.device | str | None, timeout_s: float) -> VerificationResult:
+    devices = [torch.device(device)] if device is not None else _default_devices(group)
+    end = time.perf_counter() + timeout_s
+    for each in devices:  # no comprehension, which is a closure
+        result = _verify_on(group, each, max(end - time.perf_counter(), 0.001))
+    return result
+
+
 def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> VerificationResult:
     verification = Verification(group, device, timeout_s)
-    del group
     try:
         # NCCL has waits without a timeout: in the call, on the device and in its store.
         return bounded(verification.run, timeout_s + _STALL_S)
@@ -114,15 +118,13 @@ def _verify_on(group: dist.ProcessGroup, device: torch.device, timeout_s: float)
 
         raise_failure(verification, error)
         raise
-    finally:
-        del verification.group
 
 
 class Verification:
     """One verification on one rank.
 
     Attributes:
-        group: The group. Its owner deletes it, because the frames of an error would keep it.
+        group: The group.
         step: The current step, for messages.
     """
 

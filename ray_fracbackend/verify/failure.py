@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,7 +117,7 @@ def _absent(verification: Verification) -> list[int] | None:
     """Return the global ranks without a record in the store, None if the store does not answer."""
     try:
         # A call that has not returned may block the store's client.
-        return bounded(lambda: _looked_up(verification), 2 * _REPORT_S)
+        return bounded(partial(_looked_up, verification), 2 * _REPORT_S)
     except TimeoutError:
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -80,7 +79,7 @@ def start_worker(plan: WorkerPlan, report: list[ray.ObjectRef[StartReport]] | No
         # At the deadline all ranks end by themselves.
         if deadline.left_s > _SILENCE_S and not isinstance(error, UnreachableMasterError):
             peers.tell_failure()
-        _release_frames(error)
+        _torch.release_frames(error)
         end_process_group(failed=True)
         memory_cap.set_cap(None)
         environment.clear()
@@ -91,17 +90,6 @@ def start_worker(plan: WorkerPlan, report: list[ray.ObjectRef[StartReport]] | No
     has_communicator = plan.rank == 0 and plan.verify and plan.backends.has_nccl
     STATE.nccl_env = nccl_env() if has_communicator else None
     return result if plan.rank == 0 else None
-
-
-def _release_frames(error: BaseException | None) -> None:
-    """Clear the local variables of all finished calls in the tracebacks of an error and of its causes.
-
-    They reference the group, so its peers would continue to wait for this rank. A cleared frame still references the
-    closure of its function. The owner of an object in a closure must delete it.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _form(

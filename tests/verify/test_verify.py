@@ -227,6 +227,29 @@ def test_rank_that_dies():
         ), text
 
 
+def keeps_its_error(rank, world_size, port):
+    """Rank 0 fails alone, keeps the error and leaves the group; the store shows that its peer has ended too."""
+    init(rank, world_size, port)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        verify.Verification._broadcast = lambda self: self.store.get(1)
+    try:
+        verify_process_group(timeout_s=20)
+    except (TypeError, VerificationError) as error:
+        kept = error
+    dist.destroy_process_group()
+    store.set(f"ended/{rank}", "")
+    store.wait([f"ended/{1 - rank}"])
+    return kept
+
+
+def test_an_error_keeps_no_group():
+    """The peer of a rank that failed and left the group gets an error at once, although the rank keeps its own error."""
+    own, of_peer = run_processes(keeps_its_error, 2)
+    assert isinstance(own, TypeError)
+    assert "Connection closed by peer" in str(of_peer)
+
+
 def test_wrong_use():
     """No group, or an invalid time limit, raises a ValueError with the advice."""
     with pytest.raises(ValueError, match="init_process_group first"):
