@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ray_fracbackend import FracTorchConfig
-from ray_fracbackend.demo import build_model, load_digits
+from ray_fracbackend.cli.demo import build_model, load_digits
 
 
 def train(config: dict[str, Any]) -> None:

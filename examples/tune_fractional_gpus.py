@@ -37,7 +37,7 @@ def train_func(config):
         optimizer.step()
     # Every trial has its own start, with another port and other workers.
     start = get_start_report()
-    train.report({"loss": loss.item(), "backend": start.backend, "port": start.master_port})
+    train.report({"loss": loss.item(), "backend": start.backend, "port": start.rendezvous.master_port})
 
 
 def make_trainer(config, results_folder, name, **run_settings):

@@ -70,9 +70,6 @@ _MODULE_OF = {
 }
 
 
-# To be imported by their own name.
-_SUBMODULES = ("integrations", "ipc", "staged")
-
 if not _typing.TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> object:
@@ -85,4 +82,4 @@ if not _typing.TYPE_CHECKING:  # a type checker would accept every name
 
 
 def __dir__() -> list[str]:
-    return sorted(name for name in {*globals(), *__all__} if name in (*__all__, *_SUBMODULES) or name.startswith("__"))
+    return [*__all__, "integrations", "ipc", "staged"]

@@ -2,25 +2,8 @@
 
 Each function imports the private names that it uses. A Ray release without one of them breaks only that function, with
 an ImportError that names it, and not ``import ray_fracbackend``. Checked against Ray 2.40 (first supported; V1 engine
-only), 2.48 and 2.60 (V1 and V2 engines):
-
-==============================================  ====================================================================
-``ray.train.torch.config``                      ``_set_torch_distributed_env_vars``, 2.40 to 2.60; run before
-                                                ``init_process_group`` by V2 only
-``ray.train._internal.session``                 ``get_session`` (V1), 2.40 to 2.60, and its ``storage``
-``ray.train._internal.storage``                 ``_pyarrow_fs_copy_files`` (V1), 2.40 to 2.60
-``ray.train.v2._internal.execution.storage``    ``_pyarrow_fs_copy_files``, 2.48 to 2.60
-``ray.air._internal.torch_utils``               ``get_devices``, 2.40 to 2.60
-``ray.air._internal.device_manager``            ``CPUTorchDeviceManager``, ``_torch_device_manager``,
-                                                ``_torch_device_manager_lock``, 2.40 to 2.60
-``ray.train.v2._internal.execution.callback``   ``WorkerGroupCallback``, 2.48 to 2.60
-``ray.train.v2._internal.callbacks``            ``BackendSetupCallback``, 2.48 to 2.60
-``ray.rllib.core.learner.learner_group``        ``_get_backend_config``, 2.40 to 2.60
-``ray._private.authentication...token_setup``   ``maybe_enable_token_auth_if_token_available``, 2.60
-``ray._private.worker``                         ``_global_node``, 2.40 to 2.60
-==============================================  ====================================================================
-
-Attributes of objects that Ray passes in need no import:
+only), 2.48 and 2.60 (V1 and V2 engines). The calls of ``_private`` have the imported names, with the first release that has
+them. Attributes of objects that Ray passes in need no import:
 
 ==============================================  ====================================================================
 V1 worker groups                                ``.workers``, ``.num_gpus_per_worker``, ``._remote_cls``, and no

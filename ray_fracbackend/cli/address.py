@@ -8,18 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-
-class ClusterError(ConnectionError):
-    """There is no connection to a Ray cluster.
-
-    Args:
-        message: Address, cause and fix.
-        reason: ``no_cluster``, ``no_answer`` or ``other_user``; also an attribute.
-    """
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+from ray_fracbackend.cli.program import CommandError
 
 
 @dataclass(frozen=True)
@@ -46,7 +35,7 @@ def target_of(address: str | None) -> Target:
     """Resolve an address: that of the user, else RAY_ADDRESS, else the cluster of ``ray start``, else, for None, a local Ray.
 
     Raises:
-        ClusterError: No cluster runs on this machine, or it is another user's.
+        CommandError: No cluster runs on this machine, or it is another user's.
     """
     named = os.environ.get("RAY_ADDRESS", "")
     if address not in (None, "auto"):
@@ -62,8 +51,8 @@ def target_of(address: str | None) -> Target:
         if "auto" not in (address, named):
             return Target("local", "local", automatic=True)
         text = "no Ray cluster runs on this machine; start one with `ray start --head`, or name its address"
-        raise ClusterError(text, "no_cluster") from None
+        raise CommandError("no_cluster", text) from None
     if sys.platform != "win32" and owner not in (0, os.getuid()):
         text = f"{file} belongs to another user (uid {owner}); use --address {found} to connect to that cluster"
-        raise ClusterError(text, "other_user")
+        raise CommandError("other_user", text)
     return Target(found, f"{found} (from {file})", automatic=True)

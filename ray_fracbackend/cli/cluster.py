@@ -9,10 +9,10 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from ray_fracbackend.cli.address import ClusterError, Target, target_of
+from ray_fracbackend.cli.address import Target, target_of
 from ray_fracbackend.cli.options import declared_text, options_text
 from ray_fracbackend.cli.output import say
-from ray_fracbackend.cli.program import PROGRAM
+from ray_fracbackend.cli.program import PROGRAM, CommandError
 from ray_fracbackend.timeouts import bounded
 
 
@@ -31,7 +31,7 @@ def connected(
         True if Ray was started for the block, False if it was running.
 
     Raises:
-        ClusterError: There is no connection; ``reason`` says why.
+        CommandError: There is no connection; ``reason`` says why.
     """
     target, declared = target_of(address), dict(declared or {})
     if target.is_local and target.automatic:
@@ -82,9 +82,9 @@ def _init(target: Target, timeout_s: float, declared: Mapping[str, int]) -> None
     except TimeoutError:
         atexit.unregister(ray.shutdown)  # it could wait for the thread that still connects
         fix = "check the address, the head node, its firewall and the cluster's token, or raise --timeout-s"
-        raise ClusterError(f"{target.text}: no connection within {timeout_s:g} s; {fix}", "no_answer") from None
+        raise CommandError("no_answer", f"{target.text}: no connection within {timeout_s:g} s; {fix}") from None
     except Exception as error:  # Ray raises errors of many classes
         fix = "start one with `ray start --head`, or correct the address"
         if target.automatic:
             fix = "name a cluster with --address; if this one has ended, delete that file or run `ray stop`"
-        raise ClusterError(f"no connection to Ray at {target.text}: {error}; {fix}", "no_cluster") from error
+        raise CommandError("no_cluster", f"no connection to Ray at {target.text}: {error}; {fix}") from error

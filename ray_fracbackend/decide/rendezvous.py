@@ -63,6 +63,11 @@ class Rendezvous:
         """Address of rank 0's store on rank 0 itself."""
         return self.master_addrs[0]
 
+    @property
+    def address(self) -> str:
+        """Address and port of that store."""
+        return f"{bracketed(self.master_addr)}:{self.master_port}"
+
     def env_of(self, worker: WorkerInfo) -> dict[str, str]:
         """Return the variables to set in one worker, overriding the user's."""
         env: dict[str, str] = {}

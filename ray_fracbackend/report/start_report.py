@@ -136,21 +136,6 @@ class StartReport:
         return self.plan.rendezvous
 
     @property
-    def init_method(self) -> str:
-        """``env`` or ``tcp``."""
-        return self.rendezvous.init_method
-
-    @property
-    def master_addr(self) -> str:
-        """Address of rank 0's store."""
-        return self.rendezvous.master_addr
-
-    @property
-    def master_port(self) -> int:
-        """Port of rank 0's store."""
-        return self.rendezvous.master_port
-
-    @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings of plan and rendezvous, one line each."""
         return (*self.plan.decision.warnings, *self.rendezvous.warnings)

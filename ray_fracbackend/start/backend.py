@@ -21,7 +21,6 @@ from ray.train.torch import TorchConfig
 
 from ray_fracbackend import _ray
 from ray_fracbackend._ray import WorkerGroup
-from ray_fracbackend.decide.addresses import bracketed
 from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.plain import workers_of
 from ray_fracbackend.decide.plan import Decision, StartPlan, WorkerPlan
@@ -206,7 +205,7 @@ class Start:
             set_distributed_env=_ray.sets_env_before_init(self._group),
         )
         reference = [ray.put(report)]  # in a list: Ray fetches a reference that is an argument itself
-        step = f"starting {report.backend} at {bracketed(report.master_addr)}:{report.master_port}"
+        step = f"starting {report.backend} at {plan.rendezvous.address}"
         self._log_warnings()
         num_workers = f"{len(workers)} worker{'s' if len(workers) != 1 else ''}"
         then = f", then {plan.decision.fallback}" if plan.decision.is_trial else ""
@@ -246,7 +245,7 @@ class Start:
         from ray_fracbackend.start.failure.explain import explained  # not on the good path
         from ray_fracbackend.start.isolation.search import with_faults
 
-        told = explained(error, report.plan.decision, report.workers, report.master_addr)
+        told = explained(error, report.plan.decision, report.workers, report.rendezvous.master_addr)
         if report.plan.decision.falls_back_from(told) or not self._settings.verify:
             return told
         _, pending = ray.wait(refs, num_returns=len(refs), timeout=0)

@@ -10,7 +10,6 @@ import os
 import socket
 import stat
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,23 +86,6 @@ def _describe(index: int, properties: Any) -> DeviceInfo:
         parent_uuid=f"GPU-{of_torch}" if is_known and has_parent else None,
         compute_mode=COMPUTE_MODES.get(facts.compute_mode, "unknown"),
     )
-
-
-def machine_devices() -> dict[str, Any]:
-    """Describe all CUDA devices of this machine, as a worker with all of them would; needs no Ray.
-
-    Returns:
-        The attributes ``devices``, ``num_visible_devices`` and ``cuda_missing`` of `WorkerInfo`.
-    """
-    count = 0
-    if torch.cuda.is_available():
-        # Before CUDA is initialized torch counts NVML's GPUs. If they are in MIG mode, CUDA shows one slice of one GPU.
-        with suppress(Exception):  # reported for each device below
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-        count = torch.cuda.device_count()
-    known, unreadable = described([torch.device("cuda", index) for index in range(count)])
-    missing = unreadable if count or unreadable else why_no_cuda()
-    return {"devices": known, "num_visible_devices": count, "cuda_missing": missing}
 
 
 def boot_id() -> str:

@@ -24,14 +24,14 @@ BUS_ID = "00000000:1b:00.0"
 PROBE = """
 import json, os, sys
 import torch
-from ray_fracbackend.cli.doctor.facts import nvidia_driver
+from dataclasses import asdict
+from ray_fracbackend.cli.doctor.facts import _devices, nvidia_driver
 from ray_fracbackend.worker import missing_cuda, probe
-from ray_fracbackend.worker.devices import machine_devices
 base = os.environ.get("CUDA_RIG_FAULT", "")
 for line in sys.stdin:
     os.environ["CUDA_RIG_FAULT"] = ",".join(filter(None, [base, line.strip()]))
     print(line.strip(), end="\\t", flush=True)
-    machine = machine_devices()
+    machine = _devices("127.0.0.1")["worker"]
     devices = [torch.device("cuda", i) for i in range(machine["num_visible_devices"])]
     own = {} if devices else {"cuda_missing": machine["cuda_missing"]}
     info = probe.collect_info(devices, rank=0, node_id="", node_ip="127.0.0.1", resources={"GPU": 1.0}, **own)
@@ -40,7 +40,7 @@ for line in sys.stdin:
     for device in info.devices[:1]:
         found |= {name: getattr(device, name) for name in ("uuid", "parent_uuid", "pci_bus_id", "compute_mode", "name")}
     assert "ray_fracbackend.ipc" not in sys.modules
-    assert machine["devices"] == info.devices and machine["cuda_missing"] == info.cuda_missing
+    assert machine["devices"] == asdict(info)["devices"] and machine["cuda_missing"] == info.cuda_missing
     print(json.dumps(found), flush=True)
 """
 

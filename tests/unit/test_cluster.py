@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from ray_fracbackend.cli.address import ClusterError, Target, target_of
+from ray_fracbackend.cli.address import Target, target_of
+from ray_fracbackend.cli.program import CommandError
 from tests.processes import free_port, processes_with, python_path, wait_until, with_signals
 
 
@@ -49,7 +50,7 @@ def test_addresses(monkeypatch, address, named, target):
 def test_no_cluster_on_this_machine(monkeypatch, address, named):
     """It is an error if the user asked for it."""
     monkeypatch.setenv("RAY_ADDRESS", named)
-    with pytest.raises(ClusterError, match="ray start --head") as caught:
+    with pytest.raises(CommandError, match="ray start --head") as caught:
         target_of(address)
     assert caught.value.reason == "no_cluster"
 
@@ -67,7 +68,7 @@ def test_the_cluster_of_this_machine(address_file, address):
 def test_a_file_of_another_user(address_file, address):
     """Another user could create /tmp/ray first and name their cluster: only an explicit address connects there."""
     os.chown(address_file, 4242, 4242)
-    with pytest.raises(ClusterError, match=r"belongs to another user.*--address 10\.0\.0\.3:6379") as caught:
+    with pytest.raises(CommandError, match=r"belongs to another user.*--address 10\.0\.0\.3:6379") as caught:
         target_of(address)
     assert caught.value.reason == "other_user"
     assert target_of("10.0.0.3:6379").address == "10.0.0.3:6379"
@@ -86,14 +87,15 @@ import os, signal, sys, time, types
 sys.modules["ray_fracbackend._ray"] = types.SimpleNamespace(send_token=lambda: None)
 import ray_fracbackend
 ray_fracbackend._ray = sys.modules["ray_fracbackend._ray"]
-from ray_fracbackend.cli.cluster import ClusterError, connected
+from ray_fracbackend.cli.cluster import connected
+from ray_fracbackend.cli.program import CommandError
 def own_handler(*_): pass
 signal.signal(signal.SIGTERM, own_handler)
 started = time.monotonic()
 try:
     with connected("ADDRESS", TIMEOUT) as own:
         print("INSIDE", own, signal.getsignal(signal.SIGTERM) is own_handler)
-except ClusterError as error:
+except CommandError as error:
     print(error.reason, error)
 except KeyboardInterrupt:
     print("INTERRUPTED")

@@ -1,4 +1,4 @@
-"""Command ``demo``: the script `ray_fracbackend.demo`."""
+"""Command ``demo``: the script `ray_fracbackend.cli.demo`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def register(commands: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Run the command, as ``python -m ray_fracbackend.demo``."""
+    """Run the command, as ``python -m ray_fracbackend.cli.demo``."""
     if importlib.util.find_spec("sklearn") is None:
         text = "the demo needs a package of the extra 'demo': pip install scikit-learn"
         raise CommandError("missing_package", text)
@@ -31,4 +31,4 @@ def execute(options: argparse.Namespace) -> int:
     from ray_fracbackend.cli.script import run_as_main
 
     arguments = ["--epochs", str(options.epochs), *(["--stock"] if options.stock else [])]
-    return run_as_main("ray_fracbackend.demo", arguments, is_module=True)
+    return run_as_main("ray_fracbackend.cli.demo", arguments, is_module=True)

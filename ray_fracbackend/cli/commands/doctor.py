@@ -22,7 +22,6 @@ def register(commands: Any) -> None:
 
 def execute(options: argparse.Namespace) -> Outcome:
     """Run the command."""
-    from ray_fracbackend.cli.address import ClusterError
     from ray_fracbackend.cli.cluster import connected
     from ray_fracbackend.cli.doctor.diagnose import diagnose_cluster, diagnose_machine
     from ray_fracbackend.cli.doctor.report import report, verdict
@@ -32,11 +31,8 @@ def execute(options: argparse.Namespace) -> Outcome:
     else:
         deadline = Deadline(options.wait_s)
         import_or_fail("ray")
-        try:
-            with connected(options.address, deadline.left_s):
-                nodes = diagnose_cluster(deadline.left_s)
-        except ClusterError as error:
-            raise CommandError(error.reason, str(error)) from error
+        with connected(options.address, deadline.left_s):
+            nodes = diagnose_cluster(deadline.left_s)
     has_problem = any(check.level == "problem" for node in nodes for check in node.checks)
     failure = CommandError("problem_found", verdict(nodes)) if has_problem else None
     return Outcome(report(nodes), {"nodes": [asdict(node) for node in nodes]}, failure)

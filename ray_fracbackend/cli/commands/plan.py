@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
-from ray_fracbackend.cli.address import ClusterError
 from ray_fracbackend.cli.cluster import connected
 from ray_fracbackend.cli.imports import import_or_fail
 from ray_fracbackend.cli.options import add_workers, check_settings, local_ray, settings_of
@@ -65,5 +64,5 @@ def on_cluster(options: argparse.Namespace, command: Callable[..., Outcome]) -> 
     try:
         with connected(options.address, options.wait_s, local_ray(options)) as own, redirect_stdout(io.StringIO()):
             return command(scaling_config, torch_config, timeout_s=options.wait_s, fixed=own)
-    except (ClusterError, FracBackendError) as error:
-        raise CommandError(error.reason, str(error), ranks=getattr(error, "ranks", ())) from error
+    except FracBackendError as error:
+        raise CommandError(error.reason, str(error), ranks=error.ranks) from error

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from ray_fracbackend import __version__
@@ -186,12 +186,17 @@ def _torch(node_ip: str) -> Facts:
 def _devices(node_ip: str) -> Facts:
     import torch
 
-    from ray_fracbackend.worker.devices import machine_devices
+    from ray_fracbackend.worker.missing_cuda import why_no_cuda
     from ray_fracbackend.worker.probe import collect_info
 
-    found = machine_devices()
-    devices = [torch.device("cuda", device.index) for device in found["devices"]]
-    worker = replace(collect_info(devices, False, rank=0, node_id="", node_ip=node_ip), **found)
+    count = 0
+    if torch.cuda.is_available():
+        # Before CUDA is initialized torch counts NVML's GPUs. If they are in MIG mode, CUDA shows one slice of one GPU.
+        with suppress(Exception):  # reported for each device below
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        count = torch.cuda.device_count()
+    devices = [torch.device("cuda", index) for index in range(count)]
+    worker = collect_info(devices, rank=0, node_id="", node_ip=node_ip, cuda_missing=None if count else why_no_cuda())
     return {"worker": asdict(worker), "NCCL": worker.nccl_version and version_text(worker.nccl_version)}
 
 

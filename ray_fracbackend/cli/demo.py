@@ -1,6 +1,6 @@
 """Train a small network on scikit-learn's digits with two workers at half a GPU each: ``ray-fracbackend demo``.
 
-An ordinary Ray Train script, which also runs as ``python -m ray_fracbackend.demo``. It uses this package only for the argument
+An ordinary Ray Train script, which also runs as ``python -m ray_fracbackend.cli.demo``. It uses this package only for the argument
 ``torch_config``. Without a GPU the script declares one logical GPU to Ray, and the workers train on the CPU.
 """
 
