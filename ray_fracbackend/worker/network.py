@@ -12,7 +12,8 @@ import socket
 import sys
 
 from ray_fracbackend.decide.addresses import is_link_local, is_loopback, normal, owner_of, parsed
-from ray_fracbackend.decide.error_texts import cause_of, has_no_transport
+from ray_fracbackend.decide.advice import advise
+from ray_fracbackend.decide.error_texts import cause_of, has_no_port, has_no_transport
 from ray_fracbackend.decide.interfaces import IFNAME
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.errors import RendezvousError
@@ -124,7 +125,7 @@ def check_gloo_device(interface: str | None) -> None:
         setting = f"{IFNAME}={interface}" if interface is not None else f"{IFNAME} not set"
         raise RendezvousError(
             f"Gloo cannot use a network device here ({setting}): {cause}.",
-            advice=f"This node has {', '.join(interfaces())}.",
+            advice=advise("Gloo has no port") if has_no_port(error) else f"This node has {', '.join(interfaces())}.",
         ) from error
 
 

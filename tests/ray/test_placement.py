@@ -18,7 +18,7 @@ from tests.processes import actor_processes, wait_until
 from tests.ray.conftest import HALF_GPU
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "plan"]
-HALVES = ScalingConfig(num_workers=3, use_gpu=True, resources_per_worker=HALF_GPU)
+HALVES = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU)
 
 
 def plan(*arguments):
@@ -32,19 +32,17 @@ def nothing_is_left():
 
 
 def test_plan(cluster):
-    """Three workers with half a GPU: real placement, decision and text; nothing is left."""
+    """Two workers with half a GPU: real placement, decision and text; nothing is left."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: the gpu suite plans on it")
     report = plan_workers(HALVES, FracTorchConfig(on_missing_cuda="cpu"))
     assert report.backend == "gloo"
     assert report.verification is None
-    assert [worker.rank for worker in report.workers] == [0, 1, 2]
-    assert [worker.gpu_fraction for worker in report.workers] == [0.5] * 3
-    # Ray packs two workers on its first GPU and the third on its second, and Train ranks them in that order.
-    assert [worker.gpu_ids for worker in report.workers] == [("0",), ("0",), ("1",)]
-    assert len({worker.pid for worker in report.workers}) == 3
+    found = [(worker.rank, worker.gpu_fraction, worker.gpu_ids) for worker in report.workers]
+    assert found == [(0, 0.5, ("0",)), (1, 0.5, ("0",))]
+    assert len({worker.pid for worker in report.workers}) == 2
     assert "not verified" in report.to_text()
-    assert report.to_text().count("0.5 GPU, cpu\n") == 3
+    assert report.to_text().count("0.5 GPU, cpu\n") == 2
     assert wait_until(nothing_is_left)
 
 
@@ -74,7 +72,7 @@ def test_places_that_others_hold(cluster):
     assert wait_until(lambda: ray.available_resources().get("GPU") == 2), "what ran before has given its GPUs back"
     holder = ray.remote(num_gpus=2)(wait_until_killed).remote()
     assert wait_until(lambda: not ray.available_resources().get("GPU"))
-    with pytest.raises(InsufficientResourcesError, match=r"1\.5 GPU needed and 0 free.*Wait for other jobs"):
+    with pytest.raises(InsufficientResourcesError, match=r"1 GPU needed and 0 free.*Wait for other jobs"):
         plan_workers(HALVES, timeout_s=1)
     ray.cancel(holder, force=True)
     assert wait_until(nothing_is_left)

@@ -121,6 +121,18 @@ def test_a_missing_transport_is_recognised(monkeypatch: pytest.MonkeyPatch) -> N
     assert "unset GLOO_DEVICE_TRANSPORT" in str(network.gloo_missing())
 
 
+def test_a_node_without_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another interface would not help: the advice is about the ports."""
+
+    def no_port(**device: str) -> None:
+        raise RuntimeError("[socket.cc:95] rv != -1. -1 vs -1. bind: Address already in use")
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", no_port)
+    with pytest.raises(RendezvousError, match="no free port left") as caught:
+        network.check_gloo_device("lo")
+    assert "This node has lo" not in str(caught.value)
+
+
 def test_torch_without_gloo_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build without Gloo is reported without using a class that does not exist."""
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
