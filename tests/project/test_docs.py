@@ -156,7 +156,7 @@ def test_scripts_run(tmp_path):
                 done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
                 assert done.returncode == 0, done.stderr
                 if "print(verify_process_group(" in code:
-                    assert done.stdout.count("2 ranks over gloo on cpu: every result is exact") == 2, done.stdout
+                    assert done.stdout.count("(backend='gloo', device='cpu', world_size=2") == 2, done.stdout
     assert found
 
 
