@@ -8,19 +8,14 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray.exceptions import NodeDiedError
-from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
 from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.errors import (
     FracBackendError,
     GroupFormationError,
-    MissingDeviceError,
     OutOfMemoryError,
-    RendezvousError,
     StartTimeoutError,
     VerificationError,
-    WorkerDiedError,
 )
 from ray_fracbackend.start import collect
 from ray_fracbackend.start.collect import gather
@@ -49,17 +44,6 @@ def failure_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     return gathered
 
 
-@pytest.mark.parametrize(
-    "death", [RayOutOfMemoryError("the node ran low on memory"), NodeDiedError("the node is gone")]
-)
-def test_a_worker_that_ray_s_memory_monitor_killed_is_dead(failure_of: Any, death: Exception) -> None:
-    """Ray raises a separate error for it, which is not a RayActorError; the errors of waiting ranks do not hide it."""
-    error = failure_of(VerificationError("barrier failed", ranks=[0]), death)
-    assert isinstance(error, WorkerDiedError)
-    assert error.ranks == (1,)
-    assert "rank 1 (node 10.0.0.1, pid 4711) died during start-up (starting gloo)" in str(error)
-
-
 def test_the_most_specific_rank_is_reported(failure_of: Any) -> None:
     """Kind, cause and the sentence for a fallback's warning come from NCCL's refusal; a peer that only lost it says nothing."""
     refused = GroupFormationError(
@@ -73,17 +57,6 @@ def test_the_most_specific_rank_is_reported(failure_of: Any) -> None:
         assert error.advice == "Look."
     stalled = VerificationError("barrier failed (no answer).", kind="stalled")
     assert failure_of(lost, stalled).kind == "stalled"
-
-
-def test_the_texts_of_several_ranks_are_joined(failure_of: Any) -> None:
-    """Each text is a sentence; a full stop before the semicolon goes."""
-    error = failure_of(
-        RendezvousError("rank 1 did not connect. Look at the nodes."), RendezvousError("no answer. Look.")
-    )
-    assert str(error) == (
-        "rank 0 (node 10.0.0.0, pid 4711): rank 1 did not connect. Look at the nodes; "
-        "rank 1 (node 10.0.0.1, pid 4711): no answer. Look."
-    )
 
 
 def test_out_of_memory_without_a_text(failure_of: Any) -> None:
@@ -103,15 +76,6 @@ def test_torchs_allocator_advice_is_left_out(failure_of: Any) -> None:
     text = str(failure_of(torch.cuda.OutOfMemoryError(said)))
     assert "Process 4711 has 7.00 GiB memory in use. End other processes on the device" in text
     assert "PyTorch" not in text
-
-
-def test_a_device_that_cuda_refuses_is_the_cause(failure_of: Any) -> None:
-    """The rank with the refused device ends, and its peers fail then: the error contains neither their messages nor their ranks."""
-    refused = MissingDeviceError("cuda:0 cannot be used: busy.", ranks=[1])
-    error = failure_of(VerificationError("connection closed. Look at its node's network.", ranks=[0]), refused)
-    assert isinstance(error, MissingDeviceError)
-    assert error.ranks == (1,)
-    assert str(error) == "rank 1 (node 10.0.0.1, pid 4711): cuda:0 cannot be used: busy."
 
 
 @pytest.mark.parametrize(("budget_s", "is_named"), [(0.1, True), (60.0, False)])

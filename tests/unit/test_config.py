@@ -1,9 +1,7 @@
 """The public configuration: fields, validation, representations."""
 
-import dataclasses
 import inspect
 import json
-import pickle
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -31,22 +29,18 @@ _DEFAULTS = {
 _BAD = [
     ("backend", "cpu:gloo, cuda:nccl", "without spaces"),
     ("backend", "cpu:ipc,cuda:nccl", "are part of no other pair"),
-    ("backend", "cuda:nccl,cpu:ipc", "are part of no other pair"),
     ("backend", "cpu:staged,cuda:gloo", "are part of no other pair"),
     ("backend", "nccl,gloo", "a pair such as"),
     ("backend", "cpu:", "a pair such as"),
     ("backend", 3, "must be 'auto'"),
     ("init_method", "file", "must be one of 'env', 'tcp'"),
-    ("init_method", None, "must be one of"),
     ("timeout_s", 0, "above 0"),
-    ("timeout_s", -1, "above 0"),
     ("timeout_s", float("nan"), "finite"),
     ("timeout_s", "30", "number of seconds"),
     ("timeout_s", True, "number of seconds"),
     ("timeout_s", 1e10, "up to 1e9"),
     ("timeout_s", 10**400, "up to 1e9"),
     ("on_shared_device", "share", "must be one of 'auto', 'ipc', 'staged', 'gloo', 'nccl', 'error'"),
-    ("on_shared_device", None, "must be one of"),
     ("on_shared_device", "glo", "(did you mean 'gloo'?)"),
     ("on_missing_cuda", "gpu", "must be one of 'error', 'cpu'"),
     ("verify", "yes", "must be True or False"),
@@ -57,52 +51,39 @@ _BAD = [
     ("master_addr", "tcp://10.0.0.1", "without scheme"),
     ("master_addr", "10.0.0.1:29500", "without scheme, port"),
     ("master_addr", "[fd00::1]", "brackets"),
-    ("master_addr", 10, "must be an IP address"),
     ("master_port", 0, "from 1 to 65535"),
     ("master_port", 65536, "from 1 to 65535"),
     ("master_port", "29500", "from 1 to 65535"),
     ("master_port", True, "from 1 to 65535"),
     ("master_port", (29600, 29500), "inclusive range"),
     ("master_port", (1, 2, 3), "inclusive range"),
-    ("master_port", (29500,), "inclusive range"),
     ("limit_gpu_memory", 0.5, "must be True or False"),
 ]
 
 
-def test_fields_and_defaults_are_the_agreed_ones():
-    """Names, order and defaults of the fields are public; this test fixes them."""
-    assert {field.name: field.default for field in dataclasses.fields(FracTorchConfig)} == _DEFAULTS
-    assert [field.name for field in dataclasses.fields(FracTorchConfig)] == list(_DEFAULTS)
-
-
 def test_signature():
-    """help() and editors show names, types and defaults; TorchConfig's three fields stay positional, ours are keyword-only."""
+    """Names, order and defaults are public; TorchConfig's three fields stay positional, ours are keyword-only."""
     parameters = inspect.signature(FracTorchConfig).parameters
-    assert {name: each.default for name, each in parameters.items()} == _DEFAULTS
+    assert [(name, each.default) for name, each in parameters.items()] == list(_DEFAULTS.items())
     assert [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY] == list(_DEFAULTS)[3:]
     assert parameters["on_missing_cuda"].annotation == "Literal['error', 'cpu']"
     with pytest.raises(TypeError, match="on_missing_gpu"):
         FracTorchConfig(on_missing_gpu="cpu")
 
 
-def test_it_is_a_torch_config_with_its_own_backend():
-    """Ray sees a TorchConfig and gets our backend from it."""
-    config = FracTorchConfig()
-    assert isinstance(config, TorchConfig)
-    assert config.backend_cls is FracTorchBackend
-
-
-def test_none_becomes_auto():
-    """TorchTrainer replaces a falsy backend by nccl or gloo before the start, so None must become "auto"."""
-    assert FracTorchConfig(backend=None).backend == "auto"
-
-
 @pytest.mark.parametrize(
     ("given", "taken"),
-    [("", "auto"), ("GLOO", "gloo"), ("Nccl", "nccl"), ("CPU:gloo,CUDA:NCCL", "cpu:gloo,cuda:nccl"), ("Mine", "mine")],
+    [
+        (None, "auto"),
+        ("", "auto"),
+        ("GLOO", "gloo"),
+        ("Nccl", "nccl"),
+        ("CPU:gloo,CUDA:NCCL", "cpu:gloo,cuda:nccl"),
+        ("Mine", "mine"),
+    ],
 )
 def test_spellings_of_a_backend(given, taken):
-    """All spellings that torch accepts are accepted, also in another script's TorchConfig."""
+    """Those that torch accepts, also in another script's TorchConfig. TorchTrainer would replace a falsy one by nccl or gloo."""
     assert FracTorchConfig(backend=given).backend == taken
     assert frac_config(TorchConfig(backend=given), {}).backend == taken
 
@@ -132,9 +113,17 @@ def test_a_field_that_a_newer_ray_adds():
     ]
 
 
-@pytest.mark.parametrize(("backend", "handed_over"), [("mine", "mine"), ("auto", None)])
-def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, backend, handed_over):
-    """A field that a later Ray adds to TorchConfig is passed on too, and the user's config is not changed."""
+@pytest.mark.parametrize(
+    ("backend", "handed_over", "level", "said"),
+    [
+        ("glo", "glo", "WARNING", "backend 'glo' is left to Ray Train (did you mean 'gloo'?)"),
+        ("mine", "mine", "WARNING", "backend 'mine' is left to Ray Train"),
+        ("auto", None, "INFO", "TPU workers are left to Ray Train"),
+    ],
+)
+def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, caplog, backend, handed_over, level, said):
+    """Also a field that a later Ray adds to TorchConfig. An unknown name is a warning: torch would refuse it later."""
+    caplog.set_level("INFO", logger="ray.train.fracbackend")
     seen = []
     monkeypatch.setattr(TorchConfig().backend_cls, "on_start", lambda self, group, config: seen.append(config))
     config = FracTorchConfig(backend=backend, init_method="tcp", timeout_s=7)
@@ -144,22 +133,6 @@ def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, backend, handed_
     (stock,) = seen
     assert (stock.backend, stock.init_method, stock.timeout_s, stock.field_of_a_later_ray) == (handed_over, "tcp", 7, 3)
     assert config.backend == backend
-
-
-@pytest.mark.parametrize(
-    ("backend", "level", "said"),
-    [
-        ("glo", "WARNING", "backend 'glo' is left to Ray Train (did you mean 'gloo'?)"),
-        ("mine", "WARNING", "backend 'mine' is left to Ray Train"),
-        ("auto", "INFO", "TPU workers are left to Ray Train"),
-    ],
-)
-def test_an_unknown_backend_is_a_warning(monkeypatch, caplog, backend, level, said):
-    """torch would refuse it later, with a less clear error."""
-    monkeypatch.setattr(TorchConfig().backend_cls, "on_start", lambda self, group, config: None)
-    caplog.set_level("INFO", logger="ray.train.fracbackend")
-    group = SimpleNamespace(get_resources_per_worker=lambda: {"TPU": 1})
-    FracTorchBackend().on_start(group, FracTorchConfig(backend=backend))
     (record,) = caplog.records
     assert (record.levelname, record.getMessage()) == (level, f"ray_fracbackend: {said}")
 
@@ -177,16 +150,13 @@ def test_wrong_values(name, value, rule):
     "settings",
     [
         {"backend": "cpu:gloo,cuda:nccl"},
-        {"backend": "my_backend"},
         {"master_port": (29500, 29500)},
         {"master_port": 29500, "master_addr": "node-1.example.com"},
         {"master_addr": "fd00::3"},
-        {"master_addr": "10.0.0.1"},
         {"timeout_s": 0.5, "start_timeout_s": 3},
     ],
 )
 def test_right_values(settings):
-    """Valid values are kept unchanged."""
     config = FracTorchConfig(**settings)
     assert {name: getattr(config, name) for name in settings} == settings
 
@@ -220,16 +190,3 @@ def test_repr_is_the_call():
 def test_to_dict_is_json_ready_and_whole():
     """Ray Train's state export receives every setting as plain values."""
     assert json.loads(json.dumps(FracTorchConfig(master_port=(1, 2)).to_dict())) == {**_DEFAULTS, "master_port": [1, 2]}
-
-
-def test_notebook_representation_shows_the_settings():
-    """As with stock: a table with every field."""
-    html = FracTorchConfig(on_shared_device="gloo")._repr_html_()
-    assert "FracTorchConfig" in html
-    assert "on_shared_device" in html
-
-
-def test_it_pickles():
-    """The configuration is sent to Ray's controller."""
-    config = FracTorchConfig(master_port=(1, 2), on_missing_cuda="cpu")
-    assert pickle.loads(pickle.dumps(config)) == config
