@@ -145,6 +145,7 @@ _CASES = {
     ],
     "no NCCL": [
         case([worker(0, gpu("a")), worker(1, gpu("b"), **_NO_NCCL)], {}, "gloo", warns=["rank 1 lacks"]),
+        case([worker(0, mig("1"), **_NEW), worker(1, mig("2"), **_NO_NCCL)], {}, "gloo", warns=["rank 1 lacks"]),
         case(_OWN, _NO_NCCL, "gloo", warns=[_OVERRIDE], backend="nccl"),
         case(_OWN, _WINDOWS, _STAGED),
     ],

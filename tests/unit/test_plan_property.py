@@ -254,23 +254,6 @@ def decided(workers: list[WorkerInfo], options: Settings) -> object:
     return plan.backend, plan.device_type, plan.fallback, dict(plan.env_defaults), plan.train_on_cpu, groups
 
 
-def outcome(workers: list[WorkerInfo], options: Settings) -> str:
-    """Return the backend, or the class of the error."""
-    try:
-        return decide_start(workers, options).backend
-    except FracBackendError as error:
-        return type(error).__name__
-
-
-@pytest.mark.parametrize("without", [0, 1])
-@pytest.mark.parametrize("policy", ["auto", "gloo", "nccl"])
-def test_one_rank_without_nccl_decides_whichever_it_is(without, policy):
-    """Two MIG slices of one GPU with NCCL 2.30.7 on only one rank: gloo, whether it is rank 0 or rank 1."""
-    workers = [worker(rank, mig(f"s{rank}"), nccl_version=(2, 30, 7)) for rank in range(2)]
-    workers[without] = replace(workers[without], nccl_available=False, nccl_version=None)
-    assert outcome(workers, Settings(on_shared_device=policy)) == "gloo"
-
-
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     jobs(),
