@@ -19,7 +19,6 @@ def test_every_name_is_known():
 
 @pytest.mark.full
 def test_record_holds_for_its_ray():
-    """With the recorded Ray there are no differences."""
     known = json.loads(canary.KNOWN.read_text())
     if version("ray") != known["ray"]:
         pytest.skip(f"needs Ray {known['ray']}, the one of the record")

@@ -117,12 +117,8 @@ def config_calls(page):
             depth += {"(": 1, ")": -1}.get(text[end], 0)
             end += 1
         call = ast.parse(text[found.start() : end], mode="eval").body
-        values = {
-            keyword.arg: keyword.value
-            for keyword in call.keywords
-            if not (isinstance(keyword.value, ast.Constant) and keyword.value.value is ...)
-        }
         names = {keyword.arg for keyword in call.keywords}
+        values = {each.arg: each.value for each in call.keywords if ast.unparse(each.value) != "..."}
         positional = [argument for argument in call.args if ast.unparse(argument) != "..."]
         yield names, [ast.literal_eval(argument) for argument in positional], values, text[end:].split("\n")[0]
 
@@ -170,19 +166,8 @@ def test_commands(page):
 
 def known_errors():
     """Return names of exceptions that a page may name: ours, Python's, and those of Ray and torch that users see."""
-    modules = [
-        errors,
-        merge,
-        ipc,
-        builtins,
-        ray.exceptions,
-        ray.train,
-        ray.train.base_trainer,
-        ray.train.v2._internal.exceptions,
-        ray.tune.error,
-        dist,
-        subprocess,
-    ]
+    modules = [errors, merge, ipc, builtins, subprocess, dist, ray.exceptions, ray.train, ray.train.base_trainer]
+    modules += [ray.tune.error, ray.train.v2._internal.exceptions]
     modules += [importlib.import_module("ray.train.v2.api.exceptions")] if v2_enabled() else []
     return {name for module in modules for name in dir(module)}
 
@@ -196,7 +181,7 @@ def test_error_classes(page):
 def test_every_error_has_a_section():
     """docs/troubleshooting.md has a section for each error class of the package."""
     ours = {
-        name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, FracBackendError)
+        name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, FracBackendError)
     }
     headings = re.findall(r"^## (\w+Error)$", (_ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
     assert ours - set(headings) == set()

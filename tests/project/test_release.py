@@ -21,7 +21,6 @@ _PROJECT = (_ROOT / "pyproject.toml").read_text()
 
 
 def test_install_page_has_the_version():
-    """Every wheel that docs/install.md names is that of the version."""
     page = (_ROOT / "docs" / "install.md").read_text()
     assert set(re.findall(r"ray_fracbackend-([\w.]+)-py3", page)) == {__version__}
 
@@ -81,7 +80,6 @@ def test_nothing_else_is_uploaded(tmp_path):
 
 
 def test_every_command_of_the_wheel_is_run():
-    """The list of commands that are run with the wheel is that of the command line, with valid arguments."""
     (choices,) = (action.choices for action in parser()._actions if action.dest == "command")
     assert set(COMMANDS) == set(choices)
     for name, command in COMMANDS.items():

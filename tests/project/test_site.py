@@ -34,7 +34,6 @@ def test_site_builds():
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_notebook_runs():
-    """examples/fractional_gpu.ipynb runs from top to bottom."""
     pytest.importorskip("nbclient", reason="the extra test is not installed")
     jupyter = Path(sys.executable).with_name("jupyter-execute")
     assert run(jupyter, "--timeout", "300", _ROOT / "examples" / "fractional_gpu.ipynb") is None
@@ -61,9 +60,8 @@ def test_api_page_has_every_public_name():
 
 def test_api_page_has_every_key_of_the_report():
     """The table of the JSON names each key of a report once, and each key of its error."""
-    section = (
-        (_DOCS / "api.md").read_text(encoding="utf-8").partition("### The report as JSON\n")[2].partition("\n## ")[0]
-    )
+    page = (_DOCS / "api.md").read_text(encoding="utf-8")
+    section = page.partition("### The report as JSON\n")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| (`[^|]+`) \| (.+) \|$", section, flags=re.MULTILINE))
     named = [key for cell in rows for key in re.findall(r"`(\w+)`", cell)]
     report = document(Progress(settings=Settings().to_plain()), VerificationError("x"))

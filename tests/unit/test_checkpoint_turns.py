@@ -85,17 +85,15 @@ def test_the_wait_for_a_turn_is_bounded(caplog: pytest.LogCaptureFixture) -> Non
     with in_turn("there"), caplog.at_level(logging.WARNING, logger.name), in_turn("there", turn_s=0.1):
         pass
     assert "copying a checkpoint to there without waiting for other workers" in caplog.text
+    assert Settings().timeout_s > checkpoint_turns._TURN_S  # the other ranks wait in their next collective
     with in_turn("there", turn_s=0.1):
         pass  # both are free again
 
 
-def test_a_folder_for_locks_that_is_missing(temporary: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The copy is made without the lock."""
+def test_a_copy_without_a_folder_for_locks(temporary: Path) -> None:
     temporary.rmdir()
-    ran = False
     with in_turn("there", turn_s=0.1):
-        ran = True
-    assert ran
+        pass
 
 
 def test_ray_copies_to_a_local_folder_inside(storage: Any, tmp_path: Path) -> None:
@@ -154,24 +152,12 @@ def test_workers_take_turns_on_windows(platform: str, takes_turns: bool, monkeyp
 
 @pytest.mark.parametrize(("value", "wraps"), [(None, True), ("1", True), ("0", False)])
 def test_the_switch(value: str | None, wraps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable disables the turns."""
     calls: list[Any] = []
     monkeypatch.setattr(_ray, "wrap_checkpoint_copies", calls.append)
     if value is not None:
         monkeypatch.setenv(TURNS_ENV, value)
     copy_checkpoints_in_turn()
     assert bool(calls) is wraps
-
-
-def test_a_wrong_value_of_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error contains value, rule and fix."""
     monkeypatch.setenv(TURNS_ENV, "no")
-    with pytest.raises(
-        ValueError, match=r"^RAY_FRACBACKEND_CHECKPOINT_TURNS='no': must be 0 or 1; leave it out for 1\.$"
-    ):
+    with pytest.raises(ValueError, match=f"{TURNS_ENV}='no': must be 0 or 1"):
         copy_checkpoints_in_turn()
-
-
-def test_the_wait_is_shorter_than_the_default_timeout_of_collectives() -> None:
-    """The other ranks wait in their next collective during the copies."""
-    assert Settings().timeout_s > checkpoint_turns._TURN_S

@@ -154,5 +154,4 @@ def test_a_connection(connect, address):
 @pytest.mark.linux(reason="sends a signal to a process that waits")
 @pytest.mark.parametrize("address", ["head", "local"])
 def test_interrupt_during_the_connection(connect, address):
-    """Ctrl-C ends a connection at once."""
     assert "INTERRUPTED" in connect("time.sleep(0.3); os.kill(os.getpid(), signal.SIGINT); time.sleep(30)", address, 60)

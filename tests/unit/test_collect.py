@@ -59,15 +59,11 @@ def test_the_most_specific_rank_is_reported(failure_of: Any) -> None:
     assert failure_of(lost, stalled).kind == "stalled"
 
 
-def test_out_of_memory_without_a_text(failure_of: Any) -> None:
-    """An error without a message is reported by its class name."""
+def test_out_of_memory(failure_of: Any) -> None:
+    """Without torch's advice on fragmentation: other users of the memory may be the cause. Without a text, the class says it."""
     error = failure_of(None, torch.cuda.OutOfMemoryError())
     assert isinstance(error, OutOfMemoryError)
     assert "(starting gloo): OutOfMemoryError. End other processes on the device" in str(error)
-
-
-def test_torchs_allocator_advice_is_left_out(failure_of: Any) -> None:
-    """Fragmentation is not the cause at a start; other users of the memory may be."""
     said = (
         "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 MiB is free. "
         "Process 4711 has 7.00 GiB memory in use. Including non-PyTorch memory, this process has 0 bytes memory in use. Of "

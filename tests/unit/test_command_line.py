@@ -56,7 +56,6 @@ def test_every_setting_has_an_option() -> None:
         ("run --master-port high script.py", "--master-port: invalid ports value: 'high'"),
         ("run --start-timeout-s x script.py", "--start-timeout-s: invalid float value: 'x'"),
         ("run --on-missing-cuda gpu script.py", "invalid choice: 'gpu'"),
-        ("plan --num-workers 2.5", "--num-workers: must be a whole number from 1 to 10000, got '2.5'"),
         ("plan --num-workers 99999999999999999999", "--num-workers: must be a whole number from 1 to 10000, got '9999"),
         ("plan --num-workers 1 --gpus-per-worker nan", "must be a number from 0 to 1000000, such as 0.5, got 'nan'"),
         ("plan --num-workers 1 --timeout-s inf", "--timeout-s: must be a number of seconds above 0, up to 1e9"),
@@ -65,7 +64,6 @@ def test_every_setting_has_an_option() -> None:
         ("run", "the following arguments are required: SCRIPT\n"),
         ("run --on-missing-cude cpu script.py", "unrecognized arguments: --on-missing-cude"),
         ("plan --num-worker=2", "the following arguments are required: --num-workers"),
-        ("doctor everything", "unrecognized arguments: everything"),
         ("train", "invalid choice: 'train'"),
         ("run --num-gpus -1 script.py", "--num-gpus: "),
     ],
@@ -91,7 +89,6 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("line", "said"),
     [
         ("plan --num-workers 2 --backend glo", "backend 'glo' is left to Ray Train (did you mean 'gloo'?)"),
-        ("plan --num-workers 2 --backend gloo,", "FracTorchConfig(backend='gloo,')"),
         ("plan --num-workers 2 --cpus-per-worker 0", "needs workers with resources"),
         ("test --master-addr 0.0.0.0", "master_addr must be an IP address or a host name of rank 0's node"),
         ("run nowhere.py", "SCRIPT 'nowhere.py' is not a file"),
@@ -123,17 +120,14 @@ _ENDS = {
     "our bug": ("doctor --json", broken, 1, "internal_error", "KeyError: 'of ours'"),
     "no cluster": ("doctor --json --address 127.0.0.1:1", None, 1, "no_cluster", "127.0.0.1:1"),
     "no cluster for a plan": (
-        "plan --json --num-workers 1 --address 127.0.0.1:1",
+        "plan --json --num-workers 1 --address localhost:1",
         None,
         1,
         "no_cluster",
-        "127.0.0.1:1",
+        "localhost:1",
     ),
-    "no cluster for a test": ("test --json --address 127.0.0.1:1", None, 1, "no_cluster", "127.0.0.1:1"),
     "no address": ("test --json --address nowhere", None, 1, "no_cluster", "no connection to Ray at nowhere"),
-    "an option is missing": ("plan --json", None, 2, "wrong_usage", "--num-workers"),
     "a value": ("plan --json --num-workers 0", None, 2, "wrong_usage", "from 1 to 10000, got '0'"),
-    "an option": ("doctor --json --colour", None, 2, "wrong_usage", "--colour"),
     "an abbreviation": ("doctor --json --time 3", None, 2, "wrong_usage", "--time"),
     "a setting": ("test --json --master-addr 0.0.0.0", None, 2, "wrong_usage", "master_addr"),
     "nothing to plan": (
@@ -154,13 +148,10 @@ def test_one_shape_of_json(line, found, code, reason, said, capsys, monkeypatch)
     output, errors = capsys.readouterr()
     document = json.loads(output)
     assert list(document)[:2] == ["ok", "error"]
-    assert document["ok"] == (code == 0)
-    if code == 0:
-        assert document["error"] is None
-    else:
-        assert set(document["error"]) == {"reason", "message", "ranks"}
-        assert (document["error"]["reason"], document["error"]["ranks"]) == (reason, [])
-        assert said in document["error"]["message"]
+    assert document["ok"] == (document["error"] is None) == (code == 0)
+    error = document["error"] or {"reason": None, "message": "", "ranks": []}
+    assert (error["reason"], error["ranks"], set(error)) == (reason, [], {"reason", "message", "ranks"})
+    assert said in error["message"]
     assert errors == "" or errors.startswith({"internal_error": "Traceback", "wrong_usage": "usage: "}[reason])
 
 

@@ -139,7 +139,6 @@ def test_a_start_left_to_ray_gets_the_whole_config(monkeypatch, caplog, backend,
 
 @pytest.mark.parametrize(("name", "value", "rule"), _BAD, ids=[f"{n}={v!r}" for n, v, _ in _BAD])
 def test_wrong_values(name, value, rule):
-    """Every wrong value is a ValueError at construction with the value and the rule."""
     with pytest.raises(ValueError, match="must be") as caught:
         FracTorchConfig(**{name: value})
     assert f"{name}={value!r}" in str(caught.value)
@@ -188,5 +187,4 @@ def test_repr_is_the_call():
 
 
 def test_to_dict_is_json_ready_and_whole():
-    """Ray Train's state export receives every setting as plain values."""
     assert json.loads(json.dumps(FracTorchConfig(master_port=(1, 2)).to_dict())) == {**_DEFAULTS, "master_port": [1, 2]}

@@ -60,26 +60,17 @@ def test_users_own_variables_are_named():
     assert "The user set NCCL_MAX_CTAS=16, NCCL_MULTI_RANK_GPU_ENABLE=0, which was kept: unset it" in text
 
 
-_WRONG_INTERFACE = {
-    "env": {"NCCL_SOCKET_IFNAME": "nosuch0"},
-    "network": NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)}),
-}
-
-
 def test_an_interface_that_is_not_there_is_no_shared_device():
-    """NCCL reports both as an invalid usage: the plan's warning names the variable and the ranks; the error blames no sharing."""
-    plan, workers = multi_rank(**_WRONG_INTERFACE)
+    """NCCL reports both as an invalid usage: only the plan's warning names the variable and the ranks, and not for Gloo."""
+    network = NetworkInfo(interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)})
+    facts = {"env": {"NCCL_SOCKET_IFNAME": "nosuch0"}, "network": network}
+    plan, workers = multi_rank(**facts)
     doubt = "ranks 0,1: NCCL_SOCKET_IFNAME=nosuch0 is kept, but it matches none of this node's interfaces (lo, eth0)"
     assert doubt in plan.warnings
     bare = failed(torch_text().splitlines()[0], "invalid_usage", [1])
     assert explained(bare, plan, workers, "10.0.0.1") is bare
-    refused = explained(failed(DUPLICATE, "refused"), plan, workers, "10.0.0.1")
-    assert isinstance(refused, SharedDeviceError)
-
-
-def test_an_interface_that_is_not_there_warns_where_nothing_is_shared():
-    """The warning comes before NCCL starts, and only for NCCL."""
-    workers = job(gpu("a"), gpu("b"), **_WRONG_INTERFACE)
+    assert isinstance(explained(failed(DUPLICATE, "refused"), plan, workers, "10.0.0.1"), SharedDeviceError)
+    workers = job(gpu("a"), gpu("b"), **facts)
     assert len(decide_start(workers, Settings()).warnings) == 1
     assert decide_start(workers, Settings(backend="gloo")).warnings == ()
 
@@ -110,23 +101,21 @@ def test_hang_has_its_usual_cause(kind):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"), [("", "wrong_answer"), ("ncclSystemError: x", "own_failure"), ("connection closed", "failed")]
+    ("error", "policy"),
+    [
+        (failed(kind="wrong_answer"), "nccl"),
+        (failed("ncclSystemError: x", "own_failure"), "nccl"),
+        (failed("connection closed"), "nccl"),
+        (RendezvousError("no route to host"), "nccl"),
+        (failed("no answer", "stalled"), "gloo"),
+    ],
+    ids=["wrong sum", "NCCL's own error", "lost peer", "firewall", "Gloo"],
 )
-def test_a_finished_collective_is_not_a_hang(text, kind):
-    """There is no advice on hangs if the collective ended with a wrong sum or NCCL with an error."""
-    plan, workers = multi_rank()
-    ended = failed(text, kind)
-    assert explained(ended, plan, workers, "10.0.0.1") is ended
-
-
-def test_other_failures_are_unchanged():
-    """A firewall does not count as a refusal; neither does any error of Gloo."""
-    plan, workers = multi_rank()
-    error = RendezvousError("no route to host")
-    assert explained(error, plan, workers, "10.0.0.1") is error
-    gloo = decide_start(workers, Settings(on_shared_device="gloo"))
-    stalled = failed("no answer", "stalled")
-    assert explained(stalled, gloo, workers, "10.0.0.1") is stalled
+def test_other_failures_are_unchanged(error, policy):
+    """There is no advice on hangs if the collective ended, and a firewall is no refusal; neither is any error of Gloo."""
+    workers = job(gpu(), gpu(), nccl_version=_NEW)
+    assert explained(error, decide_start(workers, Settings(on_shared_device=policy)), workers, "10.0.0.1") is error
+    assert error.advice == ""
 
 
 _LISTED = (

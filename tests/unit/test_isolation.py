@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,10 @@ class Group:
         return None if rank in self._outcomes else self._pool.submit(function, *args), self._outcomes.get(rank)
 
 
+def plans(number: int) -> list[Any]:
+    return [SimpleNamespace(rank=rank, device="cpu", master_addr="127.0.0.1") for rank in range(number)]
+
+
 def collected(refs: list[Any], timeout_s: float) -> list[Any]:
     return [(None, error) if error else None if future is None else (future.result(), None) for future, error in refs]
 
@@ -213,29 +218,14 @@ def test_a_rank_that_is_busy_in_the_start_is_not_asked(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "busy"),
     [
-        RendezvousError("rank 1 raised OSError", ranks=[1]),
-        VerificationError("wrong sum.", ranks=[1], kind="wrong_answer"),
-        GroupFormationError("Gloo failed.", ranks=[1], kind="failed", cause="bind: Address already in use"),
+        (RendezvousError("rank 1 raised OSError", ranks=[1]), ()),
+        (VerificationError("wrong sum.", ranks=[1], kind="wrong_answer"), ()),
+        (GroupFormationError("Gloo failed.", ranks=[1], kind="failed", cause="bind: Address already in use"), ()),
+        (STALLED, {1}),
     ],
 )
-def test_no_search_if_a_rank_has_said_what_is_wrong(error: FracBackendError) -> None:
-    """The error is returned as it is."""
-    assert search.with_faults(error, None, [], [], 20.0) is error
-
-
-def test_no_search_if_the_error_names_a_rank_that_still_hangs() -> None:
-    """It is the fault: all waits of a start have ended by then."""
-    assert search.with_faults(STALLED, None, [], [], 20.0, busy={1}) is STALLED
-
-
-def plans(number: int) -> list[Any]:
-    return [Plan(rank) for rank in range(number)]
-
-
-class Plan:
-    device, master_addr = "cpu", "127.0.0.1"
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+def test_no_search_if_the_fault_is_known(error: FracBackendError, busy: Any) -> None:
+    """A rank has said what is wrong, or the error names one that still hangs: all waits of a start have ended by then."""
+    assert search.with_faults(error, None, [], [], 20.0, busy) is error

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from ray_fracbackend import FracTorchConfig
-from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.worker import memory_cap
 from ray_fracbackend.worker.state import STATE
-from tests.unit.builders import gpu, job
 
 _GIB = 1 << 30
 
@@ -33,20 +30,6 @@ def fractions(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(39.5 * _GIB))
     yield told
     STATE.memory_cap = None
-
-
-@pytest.mark.parametrize(("num_gpus", "expected"), [(0.5, 0.5), (0.25, 0.25), (1, None), (2, None)])
-def test_fraction_of_a_worker(num_gpus, expected):
-    """The cap is the fraction of the device; workers with whole devices have none."""
-    workers = job(gpu("a"), gpu("a") if num_gpus < 1 else gpu("b"), resources={"GPU": num_gpus})
-    assert decide_start(workers, Settings()).memory_fraction_of(workers[0]) == expected
-
-
-def test_no_cap_on_the_cpu():
-    """A job that trains on the CPU instead has no CUDA memory to cap."""
-    workers = job(None, None, resources={"GPU": 0.5}, cuda_missing="no driver")
-    plan = decide_start(workers, Settings(on_missing_cuda="cpu"))
-    assert plan.memory_fraction_of(workers[0]) is None
 
 
 def test_set_and_remove(fractions):

@@ -9,8 +9,8 @@ from ray_fracbackend.worker import nccl_env
 from ray_fracbackend.worker.state import STATE
 
 
-@pytest.mark.parametrize("has_communicator", [True, False])
-def test_late_variables_are_named(monkeypatch: pytest.MonkeyPatch, has_communicator: bool) -> None:
+@pytest.mark.parametrize(("has_communicator", "changes"), [(True, True), (False, True), (True, False)])
+def test_late_variables_are_named(monkeypatch: pytest.MonkeyPatch, has_communicator: bool, changes: bool) -> None:
     """Those that are new, changed or gone, without their values; also if the train function fails."""
     for name in ("NCCL_KEPT", "NCCL_CHANGED", "NCCL_GONE"):
         monkeypatch.setenv(name, "1")
@@ -20,22 +20,15 @@ def test_late_variables_are_named(monkeypatch: pytest.MonkeyPatch, has_communica
 
     def train() -> None:
         with FracTorchConfig().train_func_context():
-            monkeypatch.setenv("NCCL_CHANGED", "2")
-            monkeypatch.setenv("NCCL_NEW", "secret")
             monkeypatch.setenv("OTHER", "1")
-            monkeypatch.delenv("NCCL_GONE")
+            if changes:
+                monkeypatch.setenv("NCCL_CHANGED", "2")
+                monkeypatch.setenv("NCCL_NEW", "secret")
+                monkeypatch.delenv("NCCL_GONE")
             raise KeyError
 
     with pytest.raises(KeyError):
         train()
     assert [text.partition(" after ")[0] for text in logged] == (
-        ["the train function changed NCCL_CHANGED, NCCL_GONE, NCCL_NEW"] if has_communicator else []
+        ["the train function changed NCCL_CHANGED, NCCL_GONE, NCCL_NEW"] if has_communicator and changes else []
     )
-
-
-def test_without_a_change_nothing_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual train function."""
-    monkeypatch.setattr(nccl_env.logger, "warning", pytest.fail)
-    monkeypatch.setattr(STATE, "nccl_env", nccl_env.nccl_env())
-    with FracTorchConfig().train_func_context():
-        pass

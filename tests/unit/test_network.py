@@ -22,8 +22,9 @@ Address = namedtuple("Address", "family address")
 Stats = namedtuple("Stats", "isup")
 
 
-def fake_nics(monkeypatch: pytest.MonkeyPatch, nics: dict[str, tuple[bool, list[tuple[int, str]]]]) -> None:
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: Stats(up) for name, (up, _) in nics.items()})
+def fake_nics(monkeypatch: pytest.MonkeyPatch, nics: dict[str, tuple[bool | None, list[tuple[int, str]]]]) -> None:
+    stats = {name: Stats(up) for name, (up, _) in nics.items() if up is not None}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
     addresses = {name: [Address(*entry) for entry in entries] for name, (_, entries) in nics.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
 
@@ -55,27 +56,16 @@ def test_a_node_that_ray_knows_by_name(
 
 
 def test_interfaces_that_are_down_or_link_local_only_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Container interfaces with only fe80 addresses are not sent to the driver; scopes are removed."""
-    fake_nics(
-        monkeypatch,
-        {
-            "eth0": (
-                True,
-                [(socket.AF_INET, "10.0.0.1"), (socket.AF_INET6, "fe80::1%eth0"), (-1, "00:00:00:00:00:00")],
-            ),
-            "cali1": (True, [(socket.AF_INET6, "fe80::2%cali1")]),
-            "wlan0": (False, [(socket.AF_INET, "10.0.0.2")]),
-        },
-    )
-    assert network.interfaces() == {"eth0": ("10.0.0.1", "fe80::1")}
-
-
-def test_an_alias_has_the_state_of_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """eth0:1 is listed with addresses and has no state of its own."""
-    fake_nics(monkeypatch, {"eth0": (True, [(socket.AF_INET, "10.0.0.1")])})
-    listed = psutil.net_if_addrs()
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {**listed, "eth0:1": [Address(socket.AF_INET, "10.0.0.9")]})
-    assert network.interfaces()["eth0:1"] == ("10.0.0.9",)
+    """As those of containers, with only fe80 addresses; scopes are removed. An alias is listed without a state of its own."""
+    of_eth0 = [(socket.AF_INET, "10.0.0.1"), (socket.AF_INET6, "fe80::1%eth0"), (-1, "00:00:00:00:00:00")]
+    nics = {
+        "eth0": (True, of_eth0),
+        "eth0:1": (None, [(socket.AF_INET, "10.0.0.9")]),
+        "cali1": (True, [(socket.AF_INET6, "fe80::2%cali1")]),
+        "wlan0": (False, [(socket.AF_INET, "10.0.0.2")]),
+    }
+    fake_nics(monkeypatch, nics)
+    assert network.interfaces() == {"eth0": ("10.0.0.1", "fe80::1"), "eth0:1": ("10.0.0.9",)}
 
 
 @pytest.mark.parametrize("error", [PermissionError("no netlink here"), psutil.AccessDenied()])
@@ -96,10 +86,8 @@ def test_this_machines_loopback_is_found() -> None:
 
 def test_a_missing_interface_is_named_with_the_existing_ones() -> None:
     """Gloo's 'Unable to find address' becomes an error with the setting and the existing names."""
-    with pytest.raises(
-        RendezvousError,
-        match=rf"GLOO_SOCKET_IFNAME=nope\d.*This node has .*{re.escape(loopback_name())}",
-    ):
+    says = rf"GLOO_SOCKET_IFNAME=nope\d.*This node has .*{re.escape(loopback_name())}"
+    with pytest.raises(RendezvousError, match=says):
         network.check_gloo_device("nope9")
 
 
@@ -147,7 +135,6 @@ def test_names_are_resolved_ipv4_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_resolver_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lookup without an answer ends at its time limit with an OSError."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: time.sleep(30))
     with pytest.raises(OSError, match=r"no answer within 0\.2 s"):
         network.resolve("head", 0.2)
@@ -181,11 +168,5 @@ def test_networks_are_distinguished_by_kernel_and_namespace() -> None:
 
 
 def test_literals_and_names() -> None:
-    """Addresses are distinguished from names without a resolver."""
-    assert [network.parsed(value) is not None for value in ("10.0.0.1", "fd00::1", "fe80::1%eth0", "head", "189")] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
+    literals = ["10.0.0.1", "fd00::1", "fe80::1%eth0"]
+    assert [value for value in (*literals, "head", "189") if network.parsed(value) is not None] == literals

@@ -16,20 +16,18 @@ def test_answers_of_one_version():
 
 
 @pytest.mark.parametrize(
-    ("version", "change", "text"),
+    ("version", "ranks", "text"),
     [
-        ("0.0.9", {"cgroup": ""}, "ranks 1,2: version 0.0.9 of"),
-        (__version__, {"cgroup": ""}, f"a worker: another build of version {__version__} (report is {{'rank': 1"),
+        ("0.0.9", (1, 2), "ranks 1,2: version 0.0.9 of"),
+        (__version__, (), f"a worker: another build of version {__version__} (report is {{'rank': 1"),
     ],
     ids=["version", "fields"],
 )
-def test_other_versions(version, change, text):
+def test_other_versions(version, ranks, text):
     """The error names the ranks and both versions, before the report is interpreted."""
-    workers = [worker(0), worker(1), worker(2)]
-    answers = [
-        (version if each.rank else __version__, asdict(each) | (change if each.rank else {})) for each in workers
-    ]
+    others = [(version, asdict(worker(rank)) | {"cgroup": ""}) for rank in (1, 2)]
     with pytest.raises(IncompatibleWorkersError) as caught:
-        workers_of(answers)
+        workers_of([(__version__, asdict(worker(0))), *others])
+    assert caught.value.ranks == ranks
     assert str(caught.value).startswith(text)
     assert f"and the controller has {__version__}. Install one version on every node" in str(caught.value)

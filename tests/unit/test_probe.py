@@ -114,17 +114,9 @@ def test_device_without_uuid(monkeypatch, cuda, uuid_of, bus, last, kernel):
 
 
 @pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        (
-            RuntimeError("CUDA error: GPU is lost\nCUDA kernel errors might be reported late"),
-            'cannot use CUDA (CUDA says "CUDA error: GPU is lost"',
-        ),
-        (AssertionError("Invalid device id"), 'cannot use CUDA (CUDA says "Invalid device id"'),
-        (torch.cuda.DeferredCudaCallError("CUDA call failed lazily"), 'CUDA says "CUDA call failed lazily"'),
-    ],
+    "error", [RuntimeError("it is lost\nCUDA kernel errors"), torch.cuda.DeferredCudaCallError("it is lost")]
 )
-def test_device_that_cannot_be_read(monkeypatch, cuda, error, cause):
+def test_device_that_cannot_be_read(monkeypatch, cuda, error):
     """If torch counts a device but cannot describe it, this is the worker's cause, and none of its devices is used."""
     cuda()
 
@@ -135,7 +127,7 @@ def test_device_that_cannot_be_read(monkeypatch, cuda, error, cause):
     found = facts_on("cuda:0", cuda_missing=None)
     assert found.devices == ()
     assert found.cuda_missing.startswith("cuda:0 cannot be used: ")
-    assert cause in found.cuda_missing
+    assert 'cannot use CUDA (CUDA says "it is lost"' in found.cuda_missing
 
 
 @pytest.mark.parametrize(

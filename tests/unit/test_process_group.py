@@ -30,22 +30,8 @@ from ray_fracbackend.worker import process_group, start_failure
 from ray_fracbackend.worker.process_group import start_worker
 from ray_fracbackend.worker.store import connect_store, hold_store, release_store
 from tests.processes import CONTEXT, free_port, loopback_name, run_processes, wait_for_port
+from tests.unit.builders import worker_plan
 from tests.unit.test_missing_cuda import RELEASES, recorded
-
-
-def plan_of(backend: str, device: str) -> WorkerPlan:
-    return WorkerPlan(
-        rank=0,
-        world_size=2,
-        backend=backend,
-        device=device,
-        master_addr="127.0.0.1",
-        master_port=1,
-        timeout_s=1800,
-        budget_s=60,
-        attempt="first",
-        verify=True,
-    )
 
 
 def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: int) -> int:
@@ -65,7 +51,7 @@ def start_after_a_failure(rank: int, num_processes: int, port: int, first_port: 
 def cpu_plan(rank: int, port: int, budget_s: float) -> WorkerPlan:
     if rank == 0:
         hold_store(port, one_node=True)
-    return replace(plan_of("gloo", "cpu"), rank=rank, master_port=port, interface=loopback_name(), budget_s=budget_s)
+    return worker_plan(rank=rank, master_port=port, interface=loopback_name(), budget_s=budget_s)
 
 
 @pytest.mark.full
@@ -75,7 +61,6 @@ def test_a_rank_whose_last_start_failed_can_start_with_a_new_one() -> None:
 
 
 def test_a_rank_that_does_not_connect_is_named() -> None:
-    """Rank 0 waits for all ranks at its store and names the missing ones."""
     with pytest.raises(RendezvousError, match=r"rank 1 did not connect to rank 0's store at 127\.0\.0\.1:") as caught:
         start_worker(cpu_plan(0, free_port(), budget_s=0.5))
     assert caught.value.ranks == (1,)
@@ -85,7 +70,7 @@ def test_the_advice_after_a_rendezvous_that_failed() -> None:
     """The advice is about the store's address and port, because Gloo has not connected yet."""
     release_store()  # of a start that failed in this process
     with pytest.raises(RendezvousError, match="Check that every node reaches that address and port") as caught:
-        start_worker(plan_of("gloo", "cpu"))  # rank 0, which has no store
+        start_worker(worker_plan())  # rank 0, which has no store
     assert "Gloo" not in str(caught.value)
 
 
@@ -106,9 +91,8 @@ def test_a_store_that_falls_silent_ends_the_start() -> None:
         try:
             port = int(server.stdout.readline())
             psutil.Process(server.pid).suspend()
-            with pytest.raises(
-                RendezvousError, match=rf"127.0.0.1:{port} failed \(no answer within .* Rank 0 hangs"
-            ) as caught:
+            says = rf"127.0.0.1:{port} failed \(no answer within .* Rank 0 hangs"
+            with pytest.raises(RendezvousError, match=says) as caught:
                 start_worker(cpu_plan(1, port, budget_s=1))
         finally:
             server.kill()
@@ -208,13 +192,9 @@ def test_a_device_that_cuda_refuses_is_no_failure_of_the_group(
     why = threading.Event().wait if hangs else lambda: "MPS has no room; let fewer ranks share it"
     monkeypatch.setattr(start_failure, "why_no_cuda", lambda error: why())
     with pytest.raises(MissingDeviceError) as caught:
-        process_group._verify(plan_of("gloo", "cuda:0"), Deadline(10))
-    says = (
-        "all_reduce of 1 KiB failed on rank 0 (<...>). Look at nvidia-smi."
-        if hangs
-        else "MPS has no room; let fewer ranks share it."
-    )
-    assert str(caught.value) == f"cuda:0 cannot be used: {says}"
+        process_group._verify(worker_plan(device="cuda:0"), Deadline(10))
+    says = "all_reduce of 1 KiB failed on rank 0 (<...>). Look at nvidia-smi." if hangs else "MPS has no room; let"
+    assert str(caught.value).startswith(f"cuda:0 cannot be used: {says}")
     assert caught.value.ranks == (0,)
 
 
@@ -228,14 +208,14 @@ def test_a_group_that_fails_is_no_refused_device(
     """An error of the network stays unchanged; without pinned memory Gloo cannot send CUDA tensors."""
     failing_verification(monkeypatch, RuntimeError(cause))
     with pytest.raises(kind, match="all_reduce of 1 KiB failed on rank 0"):
-        process_group._verify(plan_of("gloo", "cuda:0"), Deadline(10))
+        process_group._verify(worker_plan(device="cuda:0"), Deadline(10))
 
 
 def timeout_that_was_set(rank: int, world_size: int, port: int) -> float:
     """Return the timeout of the group after setting it, with warnings as errors."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     warnings.simplefilter("error")
-    process_group._set_group_timeout(plan_of("gloo", "cpu"), 5)
+    process_group._set_group_timeout(worker_plan(), 5)
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     return float(backend.options._timeout.total_seconds())
 

@@ -150,23 +150,6 @@ def test_a_package_that_ray_needs_is_not_a_private_name(monkeypatch):
     assert caught.value is missing
 
 
-@pytest.mark.parametrize(
-    ("path", "is_v1"),
-    [
-        ("ray.train._internal.worker_group:WorkerGroup", True),
-        ("ray.train.v2._internal.execution.worker_group:WorkerGroup", False),
-    ],
-)
-def test_engines_are_distinguished_by_get_workers(path, is_v1):
-    """V1's own class has no get_workers; V2's worker groups have it."""
-    module, _, name = path.partition(":")
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError:
-        pytest.skip(f"Ray {ray.__version__} has no {path}")
-    assert _ray.restarts_lost_workers(cls.__new__(cls)) is not is_v1
-
-
 def test_v2_needs_nothing_of_v1(monkeypatch):
     """A V2 group without a run has no results folder, with or without V1's session in Ray."""
     monkeypatch.setitem(sys.modules, "ray.train._internal.session", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cProfile
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from ray_fracbackend.decide.rendezvous import Rendezvous, plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerInfo
 from ray_fracbackend.errors import RendezvousError
+from tests.unit.builders import num_calls
 
 LO = {"lo": ("127.0.0.1", "::1")}
 PSEUDO = "Loopback Pseudo-Interface 1"
@@ -48,6 +48,9 @@ def worker_plans(workers: list[WorkerInfo], backend: str = "gloo", **options: An
 
 _V6 = [worker(0, "fd00:0:0::1", {"eth0": ("fd00::1",)}), worker(1, "fd00::2", {"eth0": ("fd00::2",)})]
 _TWIN = {"network_id": "boot/4026531840"}
+_ONE_MACHINE = [worker(rank, node=f"n{rank}", network=_TWIN) for rank in range(2)]
+_UNKNOWN = [worker(0, interfaces={}), worker(1, "10.0.0.2", {})]
+_WINDOWS = [on_windows(0, "10.0.0.1", "a"), on_windows(1, "10.0.0.2", "b")]
 _UNRESOLVED = {"network": {"default_device_missing": "the name does not resolve"}}
 _MINE = [worker(0, env={IFNAME: "ib0"}, interfaces={"eth0": ("10.0.0.1",), "ib0": ("10.1.0.1",)}), apart()[1]]
 _OTHER_NAMES = [worker(0), worker(1, "10.0.0.2", {"ens5": ("10.0.0.2",), "eth0": ("172.17.0.1",)})]
@@ -61,28 +64,14 @@ _CASES = {
     "unknown interfaces": ([worker(0, interfaces={})], {}, "127.0.0.1", [None], True, []),
     "user, one node": ([worker(0, env={IFNAME: "eth0"})], {}, "127.0.0.1", ["eth0"], True, []),
     "user, one node, list": ([worker(0, env={IFNAME: "eth0,lo"})], {}, "127.0.0.1", ["eth0,lo"], True, []),
-    "two Ray nodes on one machine": (
-        [worker(rank, node=f"n{rank}", network=_TWIN) for rank in range(2)],
-        {},
-        "127.0.0.1",
-        ["lo", "lo"],
-        True,
-        [],
-    ),
+    "two Ray nodes on one machine": (_ONE_MACHINE, {}, "127.0.0.1", ["lo", "lo"], True, []),
     "clones": ([replace(w, network=replace(w.network, **_TWIN)) for w in apart()], {}, "10.0.0.1", ["eth0"] * 2, False, []),
     "one address, unknown networks": ([worker(0), worker(1, node="b")], {}, "10.0.0.1", ["eth0"] * 2, False, []),
     "several nodes": (apart(), {}, "10.0.0.1", ["eth0", "eth0"], False, []),
     "other names": (_OTHER_NAMES, {}, "10.0.0.1", ["eth0", "ens5"], False, []),
     "IPv6": (_V6, {}, "fd00:0:0::1", ["eth0", "eth0"], False, []),
     "bridge": (_BRIDGE, {}, "192.0.2.9", [BY_ROUTE, "eth0"], False, ["its node (lo 127.0.0.1,::1; eth0 172.17.0.2). If", "no interface has the node's"]),
-    "unknown interfaces, several nodes": (
-        [worker(0, interfaces={}), worker(1, "10.0.0.2", {})],
-        {},
-        "10.0.0.1",
-        [BY_ROUTE, BY_ROUTE],
-        False,
-        ["rank 0: no interface", "rank 1: no interface"],
-    ),
+    "unknown interfaces, several nodes": (_UNKNOWN, {}, "10.0.0.1", [BY_ROUTE] * 2, False, ["rank 0: no interface", "rank 1: no"]),
     "user": (_MINE, {}, "10.0.0.1", ["ib0", "eth0"], False, ["rank 0: GLOO_SOCKET_IFNAME=ib0 is kept; without it eth0 would"]),
     "user, as ruled": (apart(env={IFNAME: "eth0"}), {}, "10.0.0.1", ["eth0", "eth0"], False, []),
     "user, stale": (apart(env={IFNAME: "eth9"}), {}, "10.0.0.1", ["eth9"] * 2, False, ["'eth9' is none of this node's interfaces (lo, eth0)"]),
@@ -90,14 +79,7 @@ _CASES = {
     "master_addr elsewhere": (apart(), {"master_addr": "192.0.2.5"}, "192.0.2.5", ["eth0"] * 2, False, ["192.0.2.5 (master_addr as configured) is on no"]),
     "Windows": ([on_windows(0)], {}, "127.0.0.1", [None], True, []),
     "Windows, name does not resolve": ([on_windows(0, **_UNRESOLVED)], {}, "127.0.0.1", [PSEUDO], True, []),
-    "Windows, several nodes": (
-        [on_windows(0, "10.0.0.1", "a"), on_windows(1, "10.0.0.2", "b")],
-        {},
-        "10.0.0.1",
-        ["Ethernet 2", "Ethernet 2"],
-        False,
-        [],
-    ),
+    "Windows, several nodes": (_WINDOWS, {}, "10.0.0.1", ["Ethernet 2"] * 2, False, []),
 }  # fmt: skip
 
 
@@ -122,10 +104,7 @@ def test_rule(workers, options, address, interfaces, one_node, warns):
 def test_reason():
     """The line of the log; many interfaces are shortened."""
     assert plan([worker(0)]).reason == "rank 0 at 127.0.0.1:4321 (one node), Gloo over lo"
-    assert (
-        plan(_OTHER_NAMES).reason
-        == "rank 0 at 10.0.0.1:4321 (its node's address), Gloo over eth0 (rank 0), over ens5 (rank 1)"
-    )
+    assert plan(_OTHER_NAMES).reason.endswith("(its node's address), Gloo over eth0 (rank 0), over ens5 (rank 1)")
     assert plan(_MINE).reason.endswith("Gloo over ib0 as set by the user (rank 0), over eth0 (rank 1)")
     assert plan([on_windows(0)]).reason.endswith("Gloo over the address of the host name")
     assert plan(_BRIDGE).reason.endswith(f"Gloo over {BY_ROUTE} (rank 0), over eth0 (rank 1)")
@@ -134,14 +113,10 @@ def test_reason():
     assert plan(many[:4]).reason.endswith("over eth3 (rank 3)")
 
 
-@pytest.mark.parametrize("backend", ["gloo", "ipc", "staged", "cpu:gloo,cuda:nccl"])
-def test_every_backend_with_gloo_inside_gets_an_interface(backend):
-    """ipc, staged and a pair with Gloo contain Gloo groups."""
-    assert worker_plans([worker(0)], backend)[0].interface == "lo"
-
-
-def test_nccl_needs_no_interface_of_gloo():
-    """It finds its interfaces itself."""
+def test_backends_with_gloo_inside_get_an_interface():
+    """ipc, staged and a pair with Gloo contain Gloo groups; NCCL finds its interfaces itself."""
+    for backend in ("gloo", "ipc", "staged", "cpu:gloo,cuda:nccl"):
+        assert worker_plans([worker(0)], backend)[0].interface == "lo"
     assert [each.interface for each in worker_plans(apart(), "nccl")] == [None, None]
 
 
@@ -155,8 +130,9 @@ def test_a_configured_name_becomes_each_ranks_own_literal():
     first = worker(0, interfaces={"e": ("127.0.1.1", "10.0.0.1")}, network={"master_addrs": ("127.0.1.1",)})
     second = worker(1, "10.0.0.2", network={"master_addrs": ("10.0.0.1", "fd00::1")})
     plans = worker_plans([first, second], master_addr="head")
-    assert [each.env["MASTER_ADDR"] for each in plans] == ["127.0.1.1", "10.0.0.1"]
-    assert [each.master_addr for each in plans] == ["127.0.1.1", "10.0.0.1"]
+    assert (
+        [each.env["MASTER_ADDR"] for each in plans] == [each.master_addr for each in plans] == ["127.0.1.1", "10.0.0.1"]
+    )
     found = plan([first, second], master_addr="head")
     assert found.reason.startswith("rank 0 at 127.0.1.1:4321 (master_addr as configured), ")
     # Rank 0 itself has the address.
@@ -179,7 +155,6 @@ def test_a_configured_name_becomes_each_ranks_own_literal():
     ids=["unresolved", "loopback", "Windows"],
 )
 def test_no_address_for_all_ranks(workers, options, ranks, text):
-    """The error names the ranks and the fix."""
     with pytest.raises(RendezvousError) as caught:
         plan(workers, **options)
     assert caught.value.ranks == ranks
@@ -203,12 +178,8 @@ def test_kinds_of_addresses():
 def test_the_choice_is_linear():
     """Ten times the workers cause ten times as many calls, not a hundred."""
 
-    def num_calls(count: int) -> int:
+    def calls(count: int) -> int:
         workers = [worker(rank, f"10.{rank // 65536}.{rank // 256 % 256}.{rank % 256}") for rank in range(1, count)]
-        profile = cProfile.Profile()
-        profile.enable()
-        worker_plans([worker(0, "11.0.0.1"), *workers])
-        profile.disable()
-        return sum(entry.callcount for entry in profile.getstats())
+        return num_calls(worker_plans, [worker(0, "11.0.0.1"), *workers])
 
-    assert num_calls(2_000) < 11 * num_calls(200)
+    assert calls(2_000) < 11 * calls(200)

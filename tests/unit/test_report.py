@@ -45,7 +45,6 @@ def start_report():
 
 
 def test_log_line(start_report):
-    """One line with the shared devices, the decision, the reason and the measurements."""
     assert start_report.log_line() == (
         "ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.1: using gloo (NCCL 2.28.9 refuses shared devices) "
         "[2 workers, rank 0 at 10.0.0.1:29500 (one node), verified in 12 ms: all_reduce 0.20 ms at 1 KiB, 500 MB/s at 1 MiB]"

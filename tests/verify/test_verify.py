@@ -43,7 +43,7 @@ def verify_world(rank, world_size, port):
     return [verify_process_group() for _ in range(2)][1]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_world_sizes(world_size):
     """A working group of any size passes, twice in a row, and all ranks have the same measurements."""
     results = run_processes(verify_world, world_size)
@@ -183,7 +183,7 @@ def swapped(rank, world_size, port):
 
 
 def test_swapped_ranks_do_not_pass():
-    """If two ranks are swapped, every sum stays the same, but the swap is detected."""
+    """Every sum stays the same."""
     errors = run_processes(swapped, 3)
     assert any(isinstance(error, VerificationError) for error in errors)
 
@@ -208,7 +208,6 @@ def missing_rank(rank, world_size, port, how):
 
 
 def test_rank_that_does_not_come():
-    """A missing rank is named by the others within the time limit."""
     results = run_processes(missing_rank, 3, "sleep", timeout_s=20, needed=(0, 2))
     for rank in (0, 2):
         text, ranks = results[rank]
@@ -291,31 +290,14 @@ def test_figures_are_those_of_the_collective(is_gloo, small_s, large_s):
     assert result.rank_seconds == (small_s + large_s,)
 
 
-def out_of_memory(rank, world_size, port):
+def refused_call(rank, world_size, port, error):
+    """CUDA refuses a call on the last rank while its peer is in the collective."""
     init(rank, world_size, port)
 
     def fail(*args, **kwargs):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        raise error
 
-    dist.all_reduce = fail
-    verify_process_group(timeout_s=10)
-
-
-def test_out_of_memory_passes_through():
-    """A full device is not a failure of the group."""
-    (error,) = run_processes(out_of_memory, 1)
-    assert isinstance(error, torch.cuda.OutOfMemoryError)
-    assert "Tried to allocate" in str(error)
-
-
-def refused_device(rank, world_size, port, name):
-    """CUDA refuses a call on one rank while its peer is in the collective."""
-    init(rank, world_size, port)
-
-    def fail(*args, **kwargs):
-        raise RuntimeError(recorded(name))
-
-    if rank == 1:
+    if rank == world_size - 1:
         dist.all_reduce = fail
     verify_process_group(timeout_s=10)
 
@@ -329,13 +311,18 @@ def refused_device(rank, world_size, port, name):
 )
 def test_what_cuda_refuses(name, says, advice):
     """The rank with the error reports it, without blaming another rank or the network."""
-    peer, error = run_processes(refused_device, 2, name)
-    assert isinstance(peer, VerificationError)
-    assert isinstance(error, VerificationError)
+    peer, error = run_processes(refused_call, 2, RuntimeError(recorded(name)))
+    assert (type(peer), type(error)) == (VerificationError, VerificationError)
     assert error.ranks == (1,)
     assert says in str(error)
     assert advice in str(error)
     assert "network" not in str(error)
+
+
+def test_out_of_memory_passes_through():
+    """A full device is not a failure of the group."""
+    (error,) = run_processes(refused_call, 1, torch.cuda.OutOfMemoryError("Tried to allocate 2.00 MiB."))
+    assert (type(error), str(error)) == (torch.cuda.OutOfMemoryError, "Tried to allocate 2.00 MiB.")
 
 
 @pytest.mark.parametrize(
@@ -358,34 +345,21 @@ def test_no_memory_for_a_context(monkeypatch, release, free, is_full):
     assert not verify_failure._has_no_memory(RuntimeError(recorded("exclusive", release)), torch.device("cuda:0"))
 
 
-def never_ends(rank, world_size, port):
-    """A collective without its own timeout, like NCCL's connecting and CUDA's waits."""
+def never_ends(rank, world_size, port, blocks_store):
+    """A collective without its own timeout, like NCCL's connecting and CUDA's waits, which may block the store's client."""
     init(rank, world_size, port)
     dist.all_reduce = lambda *args, **kwargs: threading.Event().wait()
+    if blocks_store:
+        verify_failure._looked_up = lambda verification: threading.Event().wait()
     verify_process_group(timeout_s=0.5)
 
 
-def test_a_collective_without_a_limit_is_left():
-    """The time limit also applies to calls that ignore it. Gloo would have ended a wait for others, so this rank is named."""
-    (error,) = run_processes(never_ends, 1, timeout_s=30)
-    assert isinstance(error, VerificationError)
-    assert error.ranks == (0,)
+@pytest.mark.parametrize(("blocks_store", "ranks"), [(False, (0,)), (True, ())])
+def test_a_collective_without_a_limit_is_left(blocks_store, ranks):
+    """Gloo would have ended a wait for others, so this rank is named; no rank is if the store does not answer."""
+    (error,) = run_processes(never_ends, 1, blocks_store, timeout_s=30)
+    assert (type(error), error.ranks) == (VerificationError, ranks)
     assert re.search(r"all_reduce of 1 KiB failed on rank 0 .*no answer within 0.5 s", str(error))
-
-
-def store_hangs_too(rank, world_size, port):
-    """The call that does not return blocks the store's client."""
-    init(rank, world_size, port)
-    dist.all_reduce = lambda *args, **kwargs: threading.Event().wait()
-    verify_failure._looked_up = lambda verification: threading.Event().wait()
-    verify_process_group(timeout_s=0.5)
-
-
-def test_a_store_that_hangs_too_is_left():
-    """Then no rank is named, but the error is still raised."""
-    (error,) = run_processes(store_hangs_too, 1, timeout_s=30)
-    assert isinstance(error, VerificationError)
-    assert error.ranks == ()
 
 
 def both_halves(rank, world_size, port):
