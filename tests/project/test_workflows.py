@@ -14,7 +14,6 @@ _ROOT = Path(__file__).parents[2]
 sys.path.append(str(_ROOT / "ci"))
 
 import cuda_steps  # noqa: E402
-import windows  # noqa: E402
 
 _TEXTS = {path.name: path.read_text() for path in sorted((_ROOT / ".github" / "workflows").glob("*.yml"))}
 # Read everything as text: YAML would read "on" as True.
@@ -46,12 +45,6 @@ def test_files_in_workflows_exist(name: str) -> None:
     ours = re.findall(r"(?<![\w./-])(?:ci|tests|benchmarks|examples|docs|upstream)/[\w./-]+", lines)
     assert ours
     assert [path for path in ours if not (_ROOT / path).exists()] == []
-
-
-def test_files_of_the_windows_list_exist() -> None:
-    """A moved test file would be a failed step only on Windows."""
-    paths = [word for step in windows.STEPS for word in step.command if "/" in word]
-    assert [path for path in paths if not (_ROOT / path).exists()] == []
 
 
 def test_all_tests_of_cuda_tensors_are_in_a_step() -> None:

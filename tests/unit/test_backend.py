@@ -16,8 +16,6 @@ from tests.unit.test_missing_cuda import RELEASES, recorded
 
 
 def shut_down(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Shut down a worker group whose workers raise this error."""
-
     def fail(backend: Any, worker_group: Any, config: Any) -> None:
         raise error
 

@@ -17,7 +17,6 @@ FRACTION = {"CPU": 1.0, "GPU": 0.6}
 
 
 def too_small(nodes, worker, num_workers, strategy="PACK", **own):
-    """Return the message for nodes with these resources."""
     with mock.patch.object(ray, "nodes", return_value=[{"Alive": True, "Resources": node} for node in nodes]):
         return cluster_too_small([worker] * num_workers, strategy, **own)
 

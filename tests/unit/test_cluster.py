@@ -48,7 +48,6 @@ def test_addresses(monkeypatch, address, named, target):
 
 @pytest.mark.parametrize(("address", "named"), [("auto", ""), (None, "auto")])
 def test_no_cluster_on_this_machine(monkeypatch, address, named):
-    """It is an error if the user asked for it."""
     monkeypatch.setenv("RAY_ADDRESS", named)
     with pytest.raises(CommandError, match="ray start --head") as caught:
         target_of(address)

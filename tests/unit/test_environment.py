@@ -51,7 +51,6 @@ def test_clear_removes_what_earlier_starts_set() -> None:
 
 
 def test_variables_of_the_start_are_removed() -> None:
-    """A variable of the start is removed afterwards; the user's variable stays unchanged."""
     os.environ[f"{NAME}_USER"] = "same"
     environment.set_always({NAME: "ours", f"{NAME}_USER": "same", f"{NAME}_2": "stays"})
     assert os.environ[NAME] == "ours"

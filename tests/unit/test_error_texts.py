@@ -39,7 +39,6 @@ REFUSALS = {
 
 
 def torch_text(sentence=None):
-    """Return the message of torch's DistBackendError."""
     return _HEAD if sentence is None else f"{_HEAD}\nLast error:\n{sentence}"
 
 

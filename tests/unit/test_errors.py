@@ -62,7 +62,6 @@ def test_pickle_as_an_error_of_a_task():
 
 
 def test_reasons_are_distinct():
-    """Programs can distinguish the errors by their reason."""
     assert len({cls.reason for cls in _ALL}) == len(_ALL)
 
 

@@ -84,7 +84,6 @@ def test_mig_slices_are_named():
 
 
 def test_devices_that_ray_does_not_count():
-    """Without known devices the error contains NCCL's own ranks."""
     plan = Decision(backend="nccl", device_type="cuda", reason="as requested")
     error = explained(failed(DUPLICATE, "refused", [0, 1], SharedDeviceError), plan, job(None, None), "10.0.0.1")
     assert "ranks 0,1 share a GPU" in str(error)

@@ -1,8 +1,7 @@
-"""Interfaces that match the variables of Gloo and NCCL."""
+"""Interfaces that match the variables of NCCL."""
 
 import pytest
 
-from ray_fracbackend.decide.interfaces import gloo_doubt
 from ray_fracbackend.decide.nccl import interface_doubts, matching
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from tests.unit.builders import worker
@@ -31,9 +30,3 @@ def test_nccls_syntax(value, names):
     own, unknown, none = {"NCCL_SOCKET_IFNAME": value}, worker(1), worker(2, network=network)
     doubts = interface_doubts([worker(0, network=network, env=own), unknown, none])
     assert [doubt.partition(":")[0] for doubt in doubts] == ([] if names else ["rank 0"])
-
-
-def test_gloos_names():
-    """Exact names of existing interfaces."""
-    assert gloo_doubt("eth0,eth1", KNOWN) is None
-    assert gloo_doubt("eth0,wlan0", KNOWN) == "'wlan0' is none of this node's interfaces (lo, eth0, eth1, docker0, ib0)"

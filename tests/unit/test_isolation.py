@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from ray.exceptions import ActorDiedError
 
 from ray_fracbackend.decide.worker_info import WorkerAddress
@@ -25,7 +24,6 @@ WORD = b"sixteen bytes ok"
 
 
 def on_nodes(*sizes: int) -> list[WorkerAddress]:
-    """Return addresses of ranks on nodes with these numbers of ranks."""
     nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
     return [WorkerAddress(rank, f"10.0.0.{node}", 4711 + rank, f"node{node}") for rank, node in enumerate(nodes)]
 
@@ -156,12 +154,6 @@ def test_a_device_that_could_not_be_tested_is_not_at_fault(
     assert rank_tests.run_tests("cpu", {}, WORD, 1.0) == Findings(device_fault=str(error) if is_fault else "")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine where torch sees no CUDA device")
-def test_a_device_that_this_process_does_not_have() -> None:
-    """torch's own error of any class is not a fault of the device."""
-    assert rank_tests.run_tests("cuda:0", {}, WORD, 1.0) == Findings()
-
-
 class Group:
     """A worker group of threads; calls of some ranks do not end, or raise."""
 
@@ -174,10 +166,6 @@ class Group:
         return None if rank in self._outcomes else self._pool.submit(function, *args), self._outcomes.get(rank)
 
 
-def plans(number: int) -> list[Any]:
-    return [SimpleNamespace(rank=rank, device="cpu", master_addr="127.0.0.1") for rank in range(number)]
-
-
 def collected(refs: list[Any], timeout_s: float) -> list[Any]:
     return [(None, error) if error else None if future is None else (future.result(), None) for future, error in refs]
 
@@ -187,34 +175,52 @@ NOT_REACHED = GroupFormationError("Gloo failed.", cause="Gloo connectFullMesh fa
 
 
 @pytest.mark.parametrize(
-    ("error", "outcomes", "kind", "ranks", "text"),
+    ("error", "outcomes", "busy", "kind", "ranks", "text"),
     [
-        (STALLED, {}, VerificationError, (1,), "barrier failed."),
-        (STALLED, {2: None}, VerificationError, (1, 2), "barrier failed. Search for the fault: no answer from rank 2 "),
-        (NOT_REACHED, {2: None}, GroupFormationError, (2,), "Gloo failed. Search for the fault: no answer from rank 2"),
-        (STALLED, {2: OSError("cannot listen")}, VerificationError, (1,), "barrier failed."),
-        (STALLED, {2: ActorDiedError()}, FracBackendError, (2,), "rank 2 (node 10.0.0.2, pid 4713) died during"),
+        (STALLED, {}, (), VerificationError, (1,), "barrier failed."),
+        (
+            STALLED,
+            {2: None},
+            (),
+            VerificationError,
+            (1, 2),
+            "barrier failed. Search for the fault: no answer from rank 2 ",
+        ),
+        (STALLED, {2: None}, (2,), VerificationError, (1,), "barrier failed."),
+        (
+            NOT_REACHED,
+            {2: None},
+            (),
+            GroupFormationError,
+            (2,),
+            "Gloo failed. Search for the fault: no answer from rank 2",
+        ),
+        (STALLED, {2: OSError("cannot listen")}, (), VerificationError, (1,), "barrier failed."),
+        (STALLED, {2: ActorDiedError()}, (), FracBackendError, (2,), "rank 2 (node 10.0.0.2, pid 4713) died during"),
     ],
 )
 def test_the_search_adds_ranks(
-    monkeypatch: pytest.MonkeyPatch, error: FracBackendError, outcomes: Any, kind: type, ranks: Any, text: str
+    monkeypatch: pytest.MonkeyPatch,
+    error: FracBackendError,
+    outcomes: Any,
+    busy: Any,
+    kind: type,
+    ranks: Any,
+    text: str,
 ) -> None:
-    """The ranks that the error named stay; a rank that cannot be tested is not at fault; a dead one is a dead worker."""
+    """The ranks that the error named stay; a rank that cannot be tested is not at fault; a dead one is a dead worker.
+
+    A rank that is busy in the start is not asked: a call to it would wait for the start, so it says nothing about the rank.
+    """
     monkeypatch.setattr(search, "collect", collected)
     group = Group(outcomes)
-    found = search.with_faults(copy.copy(error), group, plans(3), on_nodes(1, 1, 1), 20.0)
+    plans: list[Any] = [SimpleNamespace(rank=rank, device="cpu", master_addr="127.0.0.1") for rank in range(3)]
+    found = search.with_faults(copy.copy(error), group, plans, on_nodes(1, 1, 1), 20.0, busy)
     assert isinstance(found, kind)
     assert found.ranks == ranks
     assert str(found).startswith(text)
-    assert group.asked == {0, 1, 2}
-
-
-def test_a_rank_that_is_busy_in_the_start_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call to it would wait for the start, so it says nothing about the rank."""
-    monkeypatch.setattr(search, "collect", collected)
-    group = Group({2: None})
-    assert search.with_faults(STALLED, group, plans(3), on_nodes(1, 1, 1), 20.0, {2}) is STALLED
-    assert group.asked == {0, 1}
+    assert ("Search" in str(found)) == ("Search" in text)
+    assert group.asked == {0, 1, 2} - {*busy}
 
 
 @pytest.mark.parametrize(

@@ -171,8 +171,6 @@ def test_without_ray():
 
 def test_unknown_names_are_attribute_errors():
     """The lazy package raises AttributeError for unknown names, like a module."""
-    import ray_fracbackend
-
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = ray_fracbackend.nothing
     names = {name for name in dir(ray_fracbackend) if not name.startswith("__")}
@@ -198,20 +196,3 @@ def test_it_imports_where_unix_modules_are_missing():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-
-
-# Tests of decide/ and of other pure functions.
-_PURE_TESTS = ("error_texts", "explain", "interfaces", "plan", "plan_property", "rendezvous")
-
-
-def test_the_tests_of_the_decision_need_neither_torch_nor_ray():
-    """They are collected within seconds and can run after each change of a rule."""
-    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in _PURE_TESTS]
-    code = (
-        "import sys; sys.modules.update(torch=None, ray=None); import pytest; "
-        f"sys.exit(pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', *{files!r}]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=_PACKAGE.parent, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:]

@@ -21,7 +21,6 @@ RELEASES = tuple(RECORD)
 
 
 def recorded(name, release=RELEASES[0]):
-    """Return the recorded message of this torch release for this case."""
     return RECORD[release]["errors"][name]["text"]
 
 

@@ -30,7 +30,6 @@ print(nccl_library.loaded_nccl_version())
 
 
 def compiled(path, source, *options):
-    """Compile a shared library."""
     path.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", str(path), "-x", "c", "-", "-x", "none", *options],

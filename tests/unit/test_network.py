@@ -85,7 +85,6 @@ def test_this_machines_loopback_is_found() -> None:
 
 
 def test_a_missing_interface_is_named_with_the_existing_ones() -> None:
-    """Gloo's 'Unable to find address' becomes an error with the setting and the existing names."""
     says = rf"GLOO_SOCKET_IFNAME=nope\d.*This node has .*{re.escape(loopback_name())}"
     with pytest.raises(RendezvousError, match=says):
         network.check_gloo_device("nope9")
@@ -107,6 +106,8 @@ def test_a_missing_transport_is_recognised(monkeypatch: pytest.MonkeyPatch) -> N
     assert network.gloo_missing() is None
     monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "UV")
     assert "unset GLOO_DEVICE_TRANSPORT" in str(network.gloo_missing())
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    assert network.gloo_missing() == "torch was built without Gloo"
 
 
 def test_a_node_without_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,12 +120,6 @@ def test_a_node_without_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RendezvousError, match="no free port left") as caught:
         network.check_gloo_device("lo")
     assert "This node has lo" not in str(caught.value)
-
-
-def test_torch_without_gloo_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build without Gloo is reported without using a class that does not exist."""
-    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    assert network.gloo_missing() == "torch was built without Gloo"
 
 
 def test_names_are_resolved_ipv4_first(monkeypatch: pytest.MonkeyPatch) -> None:

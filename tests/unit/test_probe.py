@@ -47,7 +47,6 @@ def cuda(monkeypatch):
 
 
 def facts_on(*devices, **own):
-    """Probe a worker with these devices, without Ray."""
     return probe.collect_info(
         [torch.device(device) for device in devices], rank=0, node_id="", node_ip="127.0.0.1", **own
     )
@@ -213,7 +212,6 @@ def half_a_gpu(monkeypatch, cuda):
 
 
 def ipc_missing(found):
-    """Return the attributes of WorkerInfo about the ipc backend."""
     return found.ipc_host_memory_missing, found.ipc_device_memory_missing
 
 
@@ -253,7 +251,6 @@ def test_ipc_of_a_worker_without_a_device():
 
 @pytest.mark.linux(reason="needs Linux, which the ipc backend asks for first")
 def test_device_memory_of_a_torch_without_cuda(monkeypatch, cuda):
-    """The ipc backend provides the reason."""
     cuda()
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "was built without CUDA" in ipc_missing(facts_on("cuda:0", ask_ipc=True))[1]

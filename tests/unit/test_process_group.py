@@ -103,23 +103,26 @@ def test_a_store_that_falls_silent_ends_the_start() -> None:
     assert caught.value.ranks == (1,)
 
 
-def time_limits(rank: int, num_processes: int, port: int, detail: bool) -> float:
-    """Return the time limits of a Gloo group after its start, in seconds."""
+def time_limits(rank: int, num_processes: int, port: int, detail: bool) -> list[float]:
+    """Return the time limits of a Gloo group in seconds, after its start and after a change with warnings as errors."""
     if detail:
         set_debug_level(DebugLevel.DETAIL)
     start_worker(cpu_plan(rank, port, budget_s=60))
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    return (backend.wrapped_pg if detail else backend).options._timeout.total_seconds()
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    gloo = backend.wrapped_pg if detail else backend
+    started_s = gloo.options._timeout.total_seconds()
+    warnings.simplefilter("error")
+    process_group._set_group_timeout(worker_plan(), 5)
+    return [started_s, gloo.options._timeout.total_seconds()]
 
 
 @pytest.mark.parametrize("detail", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_users_time_limit_holds_once_the_group_runs(detail: bool) -> None:
     """Also with TORCH_DISTRIBUTED_DEBUG=DETAIL, where torch's wrapper cannot change the limit later."""
-    assert run_processes(time_limits, 2, detail, timeout_s=120) == [1800.0, 1800.0]
+    assert run_processes(time_limits, 2, detail, timeout_s=120) == [[1800.0, 1800.0 if detail else 5.0]] * 2
 
 
 def late_message(rank: int, num_processes: int, port: int, backend: str) -> float:
-    """One rank sends long after the time limit of the start."""
     start_worker(replace(cpu_plan(rank, port, budget_s=4), backend=backend))
     value = torch.full((4,), float(rank))
     if rank == 1:
@@ -209,17 +212,3 @@ def test_a_group_that_fails_is_no_refused_device(
     failing_verification(monkeypatch, RuntimeError(cause))
     with pytest.raises(kind, match="all_reduce of 1 KiB failed on rank 0"):
         process_group._verify(worker_plan(device="cuda:0"), Deadline(10))
-
-
-def timeout_that_was_set(rank: int, world_size: int, port: int) -> float:
-    """Return the timeout of the group after setting it, with warnings as errors."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    warnings.simplefilter("error")
-    process_group._set_group_timeout(worker_plan(), 5)
-    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    return float(backend.options._timeout.total_seconds())
-
-
-def test_the_timeout_is_set_without_a_warning() -> None:
-    """The function of this torch version is used."""
-    assert run_processes(timeout_that_was_set, 1) == [5.0]

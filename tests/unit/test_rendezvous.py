@@ -33,7 +33,6 @@ def on_windows(rank: int, ip: str = "127.0.0.1", node: str = "w", **changes: Any
 
 
 def apart(**changes: Any) -> list[WorkerInfo]:
-    """Return workers on two nodes."""
     return [worker(0, "10.0.0.1", **changes), worker(1, "10.0.0.2", **changes)]
 
 
@@ -74,7 +73,7 @@ _CASES = {
     "unknown interfaces, several nodes": (_UNKNOWN, {}, "10.0.0.1", [BY_ROUTE] * 2, False, ["rank 0: no interface", "rank 1: no"]),
     "user": (_MINE, {}, "10.0.0.1", ["ib0", "eth0"], False, ["rank 0: GLOO_SOCKET_IFNAME=ib0 is kept; without it eth0 would"]),
     "user, as ruled": (apart(env={IFNAME: "eth0"}), {}, "10.0.0.1", ["eth0", "eth0"], False, []),
-    "user, stale": (apart(env={IFNAME: "eth9"}), {}, "10.0.0.1", ["eth9"] * 2, False, ["'eth9' is none of this node's interfaces (lo, eth0)"]),
+    "user, stale": (apart(env={IFNAME: "eth0,eth9"}), {}, "10.0.0.1", ["eth0,eth9"] * 2, False, ["'eth9' is none of this node's interfaces (lo, eth0)"]),
     "master_addr": (apart(), {"master_addr": "10.0.0.1"}, "10.0.0.1", ["eth0", "eth0"], False, []),
     "master_addr elsewhere": (apart(), {"master_addr": "192.0.2.5"}, "192.0.2.5", ["eth0"] * 2, False, ["192.0.2.5 (master_addr as configured) is on no"]),
     "Windows": ([on_windows(0)], {}, "127.0.0.1", [None], True, []),
@@ -176,8 +175,6 @@ def test_kinds_of_addresses():
 
 
 def test_the_choice_is_linear():
-    """Ten times the workers cause ten times as many calls, not a hundred."""
-
     def calls(count: int) -> int:
         workers = [worker(rank, f"10.{rank // 65536}.{rank // 256 % 256}.{rank % 256}") for rank in range(1, count)]
         return num_calls(worker_plans, [worker(0, "11.0.0.1"), *workers])

@@ -21,7 +21,6 @@ def group(path, file_system=None):
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """Collect logged warnings."""
     found = []
     monkeypatch.setattr(report_file.logger, "warning", lambda text, *values: found.append(text % values))
     return found
@@ -38,14 +37,12 @@ def test_it_is_written_and_replaced(tmp_path, warnings):
 
 
 def test_storage_that_refuses(tmp_path, warnings):
-    """The reason is logged as a warning, and the start continues."""
     (tmp_path / "run").write_text("a file where the folder should be")
     assert save_report(group(tmp_path / "run"), REPORT) is None
     assert "start_report.json was not written in the results folder: " in warnings[0]
 
 
 def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
-    """The start continues while the storage hangs."""
     monkeypatch.setattr(report_file, "_SAVE_S", 0.2)
     release = threading.Event()
     save_report(group(tmp_path, SimpleNamespace(create_dir=lambda *_, **__: release.wait())), REPORT)

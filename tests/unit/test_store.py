@@ -45,7 +45,6 @@ def client_of(port: int) -> TCPStore:
 
 
 def free_range(length: int) -> int:
-    """Return the first port of a range of free ports."""
     for first in range(23000, 40000, length):
         try:
             for port in range(first, first + length):
@@ -130,7 +129,6 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_a_port_that_processes_of_an_earlier_attempt_still_hold() -> None:
-    """The start waits for the port up to the given time."""
     with listener() as taken:
         port = taken.getsockname()[1]
         threading.Timer(2.0, taken.close).start()

@@ -162,7 +162,6 @@ def test_a_value_of_a_stranger(value):
     ids=str,
 )
 def test_a_report_of_other_fields_or_types(change, found):
-    """The message names the field."""
     assert found in told_to_rank_0(json.dumps([VERSION, json.dumps({**INFO, **change})]))
 
 
@@ -180,7 +179,6 @@ def test_every_field_survives_json():
 
 
 def host_dies(rank, size, port):
-    """The process with the store ends before the others call."""
     store = tcp_store(rank, port)
     if rank == 0:
         store.wait(["1"], timedelta(seconds=20))

@@ -69,7 +69,6 @@ def test_subgroup():
 
 
 def missing_in_subgroup(rank, world_size, port):
-    """One rank of a subgroup is missing; return the error of its peer."""
     init(rank, world_size, port)
     group = dist.new_group([1, 2])
     text, ranks = None, None
@@ -90,7 +89,6 @@ def test_ranks_of_a_subgroup_are_named_as_those_of_the_job():
 
 
 def outside(rank, world_size, port):
-    """A rank that is not in the group calls the function."""
     init(rank, world_size, port)
     group = dist.new_group([0])
     errors = []
@@ -111,7 +109,6 @@ def test_a_rank_outside_the_group():
 
 
 def corrupt(rank, world_size, port, name, bad_rank):
-    """Change the result of a collective on one rank."""
     init(rank, world_size, port)
     original = getattr(dist, name)
 
@@ -175,7 +172,6 @@ def test_nccl_refuses_ranks_on_one_gpu():
 
 
 def swapped(rank, world_size, port):
-    """Ranks 0 and 1 contribute each other's values."""
     init(rank, world_size, port)
     original = dist.get_rank
     dist.get_rank = lambda group=None: {0: 1, 1: 0}.get(original(group), original(group))
@@ -250,7 +246,6 @@ def test_an_error_keeps_no_group():
 
 
 def test_wrong_use():
-    """No group, or an invalid time limit, raises a ValueError with the advice."""
     with pytest.raises(ValueError, match="init_process_group first"):
         verify_process_group()
     for timeout_s in (0, float("nan"), float("inf"), 1e10, "30", True):
