@@ -34,7 +34,6 @@ _PAGES = sorted([*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md")])
 
 
 def name_of(page):
-    """Return the path of a page in the repository."""
     return str(page.relative_to(_ROOT))
 
 
@@ -80,7 +79,6 @@ def test_named_files(page):
 
 @_each_page
 def test_python_snippets(page):
-    """Every Python snippet is valid Python."""
     for _, language, code in _FENCE.findall(page.read_text()):
         if language == "python":
             ast.parse(code)
@@ -174,7 +172,6 @@ def known_errors():
 
 @_each_page
 def test_error_classes(page):
-    """Every error class in a page exists."""
     assert set(re.findall(r"`([A-Z]\w+Error)\b", page.read_text())) - known_errors() == set()
 
 

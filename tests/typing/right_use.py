@@ -27,7 +27,6 @@ from ray_fracbackend import (
 
 
 def train_func(config: dict[str, float]) -> None:
-    """Train with a report of the start."""
     report = get_start_report()
     assert_type(report, "StartReport | None")
     if report is not None:
@@ -63,7 +62,6 @@ trainer = TorchTrainer(
 
 
 def stock_or_ours(is_shared: bool) -> TorchConfig:
-    """FracTorchConfig is a TorchConfig."""
     return FracTorchConfig() if is_shared else TorchConfig(backend="nccl")
 
 
@@ -79,7 +77,6 @@ OwnConfig("gloo", on_missing_cuda="cpu", team="audio").team.upper()
 
 
 def without_ray(group: torch.distributed.ProcessGroup | None) -> tuple[float, str]:
-    """Verify a group and look for shared devices."""
     try:
         result = verify_process_group(group, device="cpu", timeout_s=30)
     except VerificationError as error:
@@ -95,7 +92,6 @@ def without_ray(group: torch.distributed.ProcessGroup | None) -> tuple[float, st
 
 
 def newest(reports: list[StartReport]) -> str:
-    """Compare the dates."""
     return max(report.date for report in reports)
 
 

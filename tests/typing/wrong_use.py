@@ -7,7 +7,6 @@ from ray_fracbackend import FracTorchConfig, get_start_report, verify_process_gr
 
 
 def train_func() -> None:
-    """Use the report."""
     print(get_start_report().backend)  # error: None where the start was Ray's own
     report = get_start_report()
     if report is not None:

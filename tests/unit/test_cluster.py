@@ -109,14 +109,9 @@ def connect(tmp_path):
     def connect(body, address="head", timeout_s=30.0):
         (tmp_path / "ray.py").write_text(_FAKE_RAY.replace("BODY", body))
         code = _CONNECT.replace("ADDRESS", address).replace("TIMEOUT", str(timeout_s))
-        done = subprocess.run(
-            with_signals(sys.executable, "-c", code),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), python_path()])},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), python_path()])}
+        command = with_signals(sys.executable, "-c", code)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert wait_until(lambda: not processes_with("PYTHONPATH", str(tmp_path)), 20)
         assert (done.returncode, done.stderr) == (0, "")
         *lines, last = done.stdout.splitlines()

@@ -69,7 +69,6 @@ def test_every_setting_has_an_option() -> None:
     ],
 )
 def test_wrong_usage(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The exit code is 2, and the error contains option, rule and value."""
     assert main(line.split()) == 2
     output, errors = capsys.readouterr()
     assert (output, errors.startswith("usage: ray-fracbackend")) == ("", True)
@@ -95,7 +94,6 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_wrong_usage_is_found_before_ray_starts(line: str, said: str, capsys) -> None:
-    """The exit code is 2, with one line on standard error that starts with the command."""
     assert main(line.split()) == 2
     output, errors = capsys.readouterr()
     assert (output, errors.count("\n")) == ("", 1)
@@ -159,24 +157,17 @@ def test_one_shape_of_json(line, found, code, reason, said, capsys, monkeypatch)
     ("package", "command"),
     [
         ("torch", ["plan", "--num-workers", "2"]),
-        *(
-            pytest.param(package, command, marks=pytest.mark.full)
-            for package, command in [("ray", ["demo"]), ("ray", ["test"]), ("torch", ["run", __file__])]
-        ),
+        pytest.param("ray", ["demo"], marks=pytest.mark.full),
+        pytest.param("ray", ["test"], marks=pytest.mark.full),
+        pytest.param("torch", ["run", __file__], marks=pytest.mark.full),
     ],
 )
 def test_a_package_that_does_not_import(tmp_path: Path, package: str, command: list[str]) -> None:
     """One line with the cause replaces the traceback, such as for a torch that lacks a library of the driver."""
     (tmp_path / f"{package}.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
-    done = subprocess.run(
-        [sys.executable, "-m", "ray_fracbackend", *command],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        cwd=tmp_path,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    arguments = [sys.executable, "-m", "ray_fracbackend", *command]
+    done = subprocess.run(arguments, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"ray-fracbackend {command[0]}: {package} cannot be imported (OSError: libcudart.so.12: ")

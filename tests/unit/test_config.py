@@ -161,7 +161,6 @@ def test_right_values(settings):
 
 
 def test_a_change_after_construction_is_checked_by_the_start():
-    """The start checks its copy of the settings, so it detects a wrong assignment after construction."""
     config = FracTorchConfig()
     config.on_shared_device = "maybe"
     with pytest.raises(ValueError, match="on_shared_device='maybe'"):

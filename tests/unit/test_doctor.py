@@ -224,9 +224,8 @@ _KILLED = "import os, signal; print('cause', flush=True); os.kill(os.getpid(), s
 def test_torch_that_cannot_be_imported(tmp_path, body, text):
     """One JSON document has the reason and the facts of the earlier stages; nothing is on the terminal, and no process is left."""
     command = [sys.executable, "-m", "ray_fracbackend", "doctor", "--json", "--timeout-s", "5"]
-    done = subprocess.run(
-        command, env=environment(tmp_path, torch=body), capture_output=True, text=True, timeout=60, check=False
-    )
+    env = environment(tmp_path, torch=body)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (1, "")
     (node,) = json.loads(done.stdout)["nodes"]
     found = {check["name"]: check for check in node["checks"]}
@@ -244,10 +243,8 @@ ENDS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": 9}  # a n
 def test_no_process_is_left(tmp_path, ending):
     """The child and its own processes end with the command, however it ends."""
     body = "import subprocess\ndef nvmlInit(): open('ready', 'w').close(); subprocess.run(['sleep', '600'])"
-    command = with_signals(sys.executable, "-m", "ray_fracbackend", "doctor")
-    with subprocess.Popen(
-        command, env=environment(tmp_path, pynvml=body), cwd=tmp_path, stderr=subprocess.DEVNULL
-    ) as process:
+    command, env = with_signals(sys.executable, "-m", "ray_fracbackend", "doctor"), environment(tmp_path, pynvml=body)
+    with subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
         assert wait_until((tmp_path / "ready").exists, 60)
         process.send_signal(ending)
         process.wait(20)

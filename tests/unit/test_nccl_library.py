@@ -31,12 +31,8 @@ print(nccl_library.loaded_nccl_version())
 
 def compiled(path, source, *options):
     path.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-o", str(path), "-x", "c", "-", "-x", "none", *options],
-        input=source,
-        text=True,
-        check=True,
-    )
+    command = ["gcc", "-shared", "-fPIC", "-o", str(path), "-x", "c", "-", "-x", "none", *options]
+    subprocess.run(command, input=source, text=True, check=True)
     return str(path)
 
 
@@ -56,16 +52,10 @@ def test_the_library_that_torch_calls(tmp_path):
     """Another package's copy that was loaded before is ignored; a preloaded one precedes torch's own, as for torch."""
     own = nccl(tmp_path / "own", 22809)
     calls = "int ncclGetVersion(int *); int calls(int *number) { return ncclGetVersion(number); }"
-    compiled(
-        tmp_path / "torch" / "lib" / "libtorch_cuda.so",
-        calls,
-        own,
-        "-Wl,--disable-new-dtags",
-        f"-Wl,-rpath,{tmp_path}/own",
-    )
-    other = compiled(
-        tmp_path / "other" / "libnccl.so", "int ncclGetVersion(int *number) { *number = 21805; return 0; }"
-    )
+    rpath = ["-Wl,--disable-new-dtags", f"-Wl,-rpath,{tmp_path}/own"]
+    compiled(tmp_path / "torch" / "lib" / "libtorch_cuda.so", calls, own, *rpath)
+    source = "int ncclGetVersion(int *number) { *number = 21805; return 0; }"
+    other = compiled(tmp_path / "other" / "libnccl.so", source)
     newer = nccl(tmp_path / "newer", 23007)
     command = [sys.executable, "-c", FIND, str(tmp_path / "torch" / "__init__.py"), other]
     for preload, found in (("", (2, 28, 9)), (newer, (2, 30, 7))):

@@ -44,11 +44,7 @@ def test_a_node_that_ray_knows_by_name(
 ) -> None:
     """The address of the name that other nodes reach; a name without one stays. Literal addresses are not looked up."""
 
-    def lookup(name: str) -> tuple[str, ...]:
-        if resolved is None:
-            raise OSError(name)
-        return resolved
-
+    lookup = MagicMock(side_effect=OSError) if resolved is None else MagicMock(return_value=resolved)
     monkeypatch.setattr(network, "resolve", lookup)
     fake_nics(monkeypatch, {"eth0": (True, [(socket.AF_INET, "10.0.0.1"), (socket.AF_INET6, "fd88::1")])})
     assert network.node_address("head.pods.local") == address

@@ -30,6 +30,7 @@ _SWITCH = {"env": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
 _DETAIL = {"env": {"TORCH_DISTRIBUTED_DEBUG": "detail"}}
 _WINDOWS, _MISSING = {"platform": "win32", **_NO_NCCL}, {"resources": {"GPU": 1.0}, "cuda_missing": "no driver"}
 _NO_STAGED, _IPC, _SEEN = {"staged_missing": "no"}, {"ipc_host_memory_missing": None}, {"num_visible_devices": 1}
+_TWO_VERSIONS = [worker(0, gpu(), **_NEW), worker(1, gpu(), nccl_version=(2, 30, 6))]
 _EXCLUSIVE = gpu(compute_mode="exclusive_process")
 _UNNAMED = (mig("1", parent_uuid=None), mig("2", parent_uuid=None))  # NVML does not name the parent
 _ON_CPU = {"device": "cpu", "on_missing_cuda": "cpu"}
@@ -98,9 +99,7 @@ _CASES = {
         case(_SHARED, {}, BackendUnavailableError, on_shared_device="nccl"),
         case(_SHARED, {"nccl_version": None}, BackendUnavailableError, on_shared_device="nccl"),
         case(_SHARED, _NEW | _NO_NCCL, BackendUnavailableError, on_shared_device="nccl"),
-        case(
-            [worker(0, gpu(), **_NEW), worker(1, gpu(), **_OLD)], {}, IncompatibleWorkersError, on_shared_device="nccl"
-        ),
+        case(_TWO_VERSIONS, {}, IncompatibleWorkersError, on_shared_device="nccl"),
         case(_SHARED, _NEW | _SWITCH, "nccl", falls_back=_FAILURE),
         case(_SHARED, {"nccl_version": (2, 30, 0), **_SWITCH}, "nccl", falls_back=_FAILURE),
         case(_SLICES, _NEW, "nccl", on_shared_device="nccl"),

@@ -226,19 +226,11 @@ def test_a_node_known_by_name(monkeypatch, half_a_gpu):
     assert probe.probe_devices(0).node_ip == "10.0.0.1"
 
 
-def test_a_start_does_not_ask_for_ipc(monkeypatch, half_a_gpu):
-    def fail(devices):
-        raise AssertionError("ipc was asked")
-
-    monkeypatch.setattr(probe, "ipc_support", fail)
-    assert ipc_missing(probe.probe_devices(0)) == _NOT_PROBED
-    assert ipc_missing(*workers_of([probe.probe_worker(1)])) == _NOT_PROBED
-
-
 def test_ipc_on_demand(monkeypatch, half_a_gpu):
-    """ask_ipc checks the worker's own devices, in probe_worker and probe_devices."""
+    """Only ask_ipc checks the worker's own devices, in probe_worker and probe_devices."""
     answer = {"ipc_host_memory_missing": None, "ipc_device_memory_missing": "a reason"}
     monkeypatch.setattr(probe, "ipc_support", lambda devices: answer if devices else {})
+    assert ipc_missing(probe.probe_devices(0)) == ipc_missing(*workers_of([probe.probe_worker(1)])) == _NOT_PROBED
     assert ipc_missing(probe.probe_devices(0, ask_ipc=True)) == (None, "a reason")
     assert ipc_missing(*workers_of([probe.probe_worker(1, None, None, True, ask_ipc=True)])) == (None, "a reason")
 

@@ -32,14 +32,9 @@ def test_left_files(path: Path, marked: bool, monkeypatch: pytest.MonkeyPatch) -
     environment = dict(os.environ)
     mark_processes()
     read, write = os.pipe(), os.pipe()
-    subprocess.run(
-        [sys.executable, "-c", _ORPHAN],
-        stdin=read[0],
-        stdout=write[1],
-        check=True,
-        timeout=60,
-        env=dict(os.environ) if marked else environment,
-    )
+    env = dict(os.environ) if marked else environment
+    command = [sys.executable, "-c", _ORPHAN]
+    subprocess.run(command, stdin=read[0], stdout=write[1], check=True, timeout=60, env=env)
     try:
         before = shared_files()
         os.write(read[1], f"{path}\n".encode())

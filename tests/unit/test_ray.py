@@ -88,7 +88,6 @@ assert issubclass(ray_fracbackend.FracTorchConfig().backend_cls, stock)
 
 
 def test_the_package_imports_without_private_names():
-    """If Ray removed or renamed all of them, the import and FracTorchConfig() still work."""
     subprocess.run([sys.executable, "-c", _WITHOUT_PRIVATE_NAMES], check=True, timeout=200)
 
 
@@ -113,7 +112,6 @@ def test_a_callback_for_all_runs_of_a_cluster_needs_no_torch():
 
 
 def test_every_function_is_called_here():
-    """The tests below call each function that imports a private name."""
     assert {function for function, _, _ in _NAMES} == set(_CALLS)
 
 

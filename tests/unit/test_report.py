@@ -122,7 +122,6 @@ def test_print(start_report):
 
 
 def test_no_report_outside_of_a_start(monkeypatch):
-    """If our start did not run, also if it was left to Ray, train functions receive None and no error."""
     monkeypatch.setattr(STATE, "report", None)
     assert get_start_report() is None
 

@@ -69,18 +69,21 @@ def test_a_second_sigterm_ends_a_clean_up_that_hangs() -> None:
     assert (process.returncode, errors) == (-signal.SIGTERM, "")
 
 
+_FULL = "cannot write to standard output: No space left on device"
 # The command's work, a redirection or a pipe after it in a shell, its exit code and its standard error.
 _OUTPUTS = {
     "a closed pipe": ("time.sleep(0.5); emit('x' * 10)", "| true", 141, "begun\ncleaned up\n"),
     "a closed output": ("emit('text')", ">&-", 0, "begun\ncleaned up\n"),
     "a closed standard error": ("emit('text')", "2>&- >/dev/null", 0, ""),
-    "a full disk": (
-        "emit('text')",
-        ">/dev/full",
-        1,
-        "begun\ncleaned up\nprogram: cannot write to standard output: No space left on device\n",
-    ),
+    "a full disk": ("emit('text')", ">/dev/full", 1, f"begun\ncleaned up\nprogram: {_FULL}\n"),
 }
+
+
+def piped(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a shell, with a redirection or a pipe after it."""
+    line = f'"$0" "$@" {redirection}; exit ${{PIPESTATUS[0]}}'
+    command = ["bash", "-c", line, sys.executable, *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60, check=False)
 
 
 @pytest.mark.parametrize(("body", "redirection", "code", "errors"), _OUTPUTS.values(), ids=_OUTPUTS)
@@ -88,23 +91,12 @@ def test_outputs(body: str, redirection: str, code: int, errors: str) -> None:
     """Exit code 141 as for a program that SIGPIPE ends, 1 with the reason if the disk is full, else the command's own."""
     if ">/dev/full" in redirection and not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
-    line = f'"$0" -c "$1" {redirection}; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(
-        ["bash", "-c", line, sys.executable, COMMAND.format(body=body, after="")],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        timeout=60,
-        check=False,
-    )
+    done = piped(redirection, "-c", COMMAND.format(body=body, after=""))
     assert (done.returncode, done.stderr) == (code, errors)
 
 
 def test_help_into_a_closed_pipe() -> None:
     """argparse prints the help and exits; the interpreter reports no error afterwards."""
-    line = '"$0" -m ray_fracbackend --help | true; exit ${PIPESTATUS[0]}'
-    done = subprocess.run(
-        ["bash", "-c", line, sys.executable], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
-    )
+    done = piped("| true", "-m", "ray_fracbackend", "--help")
     assert done.returncode in (0, 141)  # the output may have been read before the pipe was closed
     assert done.stderr == ""

@@ -220,7 +220,6 @@ def test_other_failures_of_the_store_are_not_called_a_port(monkeypatch: pytest.M
 
 
 def test_a_refused_connection_is_named_within_its_bound() -> None:
-    """Refusals are retried until the time limit, then reported with address, port and advice."""
     with listener() as closed:
         port = closed.getsockname()[1]
     with pytest.raises(UnreachableMasterError, match=rf"127\.0\.0\.1:{port} within 0\.5 s \(refused") as info:

@@ -29,13 +29,8 @@ from tests.unit.test_missing_cuda import RELEASES, recorded
 
 
 def init(rank, world_size, port):
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-    )
+    url, timeout = f"tcp://127.0.0.1:{port}", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def verify_world(rank, world_size, port):
@@ -48,24 +43,30 @@ def test_world_sizes(world_size):
     """A working group of any size passes, twice in a row, and all ranks have the same measurements."""
     results = run_processes(verify_world, world_size)
     assert all(isinstance(result, VerificationResult) for result in results), results
-    assert {(r.world_size, r.backend, r.device, len(r.rank_seconds)) for r in results} == {
-        (world_size, "gloo", "cpu", world_size)
-    }
+    found = {(each.world_size, each.backend, each.device, len(each.rank_seconds)) for each in results}
+    assert found == {(world_size, "gloo", "cpu", world_size)}
     assert len({(r.latency_s, r.bandwidth_bytes_per_s, r.rank_seconds) for r in results}) == 1
     assert results[0].latency_s > 0
 
 
-def verify_subgroup(rank, world_size, port):
+def in_subgroup(rank, world_size, port):
+    """Return the size of a group of ranks 1 and 2 for every form of the call, or the error of the rank that is not in it."""
     init(rank, world_size, port)
-    group = dist.new_group([1, 2])
-    size = verify_process_group(group).world_size if rank in (1, 2) else None
+    group, found = dist.new_group([1, 2]), []
+    for device in (None, "cpu"):
+        try:
+            found.append(verify_process_group(group, device=device).world_size)
+        except ValueError as error:
+            found.append(str(error))
     dist.barrier()  # rank 0 hosts the store that the others use
-    return size
+    return found
 
 
 def test_subgroup():
     """A subgroup is verified only by its ranks, with its own rank numbers."""
-    assert run_processes(verify_subgroup, 3) == [None, 2, 2]
+    outside, *inside = run_processes(in_subgroup, 3)
+    assert inside == [[2, 2], [2, 2]]
+    assert ["this rank is not in it" in text for text in outside] == [True, True]
 
 
 def missing_in_subgroup(rank, world_size, port):
@@ -86,26 +87,6 @@ def test_ranks_of_a_subgroup_are_named_as_those_of_the_job():
     text, ranks = run_processes(missing_in_subgroup, 3)[1]
     assert re.search(r"barrier failed on rank 1 after .*: rank 2 is not in it", text)
     assert ranks == (2,)
-
-
-def outside(rank, world_size, port):
-    init(rank, world_size, port)
-    group = dist.new_group([0])
-    errors = []
-    for device in (None, "cpu"):
-        try:
-            verify_process_group(group, device=device)
-        except ValueError as error:
-            errors.append(str(error))
-    dist.barrier()
-    return errors
-
-
-def test_a_rank_outside_the_group():
-    """In every form of the call it raises a ValueError."""
-    inside, told = run_processes(outside, 2)
-    assert inside == []
-    assert ["this rank is not in it" in text for text in told] == [True, True]
 
 
 def corrupt(rank, world_size, port, name, bad_rank):
@@ -217,9 +198,8 @@ def test_rank_that_dies():
     for rank in (0, 2):
         text, ranks = results[rank]
         # Gloo may report only a lost connection, without the rank.
-        assert 1 in ranks or re.search(
-            r"barrier failed.*(closed by peer|reset by peer|Broken pipe)", text, re.DOTALL
-        ), text
+        lost = r"barrier failed.*(closed by peer|reset by peer|Broken pipe)"
+        assert 1 in ranks or re.search(lost, text, re.DOTALL), text
 
 
 def keeps_its_error(rank, world_size, port):
@@ -233,8 +213,10 @@ def keeps_its_error(rank, world_size, port):
     except (TypeError, VerificationError) as error:
         kept = error
     dist.destroy_process_group()
-    store.set(f"ended/{rank}", "")
-    store.wait([f"ended/{1 - rank}"])
+    if rank == 0:  # it hosts the store
+        store.wait(["the peer has ended"])
+    else:
+        store.set("the peer has ended", "")
     return kept
 
 
