@@ -32,13 +32,7 @@ _RUN = "RAY_FRACBACKEND_TEST_RUN"
 CONTEXT: Any = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
 if sys.platform != "win32":
     CONTEXT.set_forkserver_preload(
-        [
-            "torch.distributed.optim",
-            "torch.distributed.checkpoint",
-            "torch._dynamo",
-            "pytest",
-            "ray_fracbackend.staged",
-        ]
+        ["torch.distributed.optim", "torch.distributed.checkpoint", "torch._dynamo", "pytest", "ray_fracbackend.staged"]
     )
 # A child imports the test's module before the time limit of a run starts.
 _IMPORTS_S = 120.0

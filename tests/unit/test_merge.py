@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
+import torch
 from ray.exceptions import ActorUnavailableError, NodeDiedError, RaySystemError
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
@@ -12,6 +13,7 @@ from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.errors import (
     GroupFormationError,
     MissingDeviceError,
+    OutOfMemoryError,
     RendezvousError,
     UnreachableMasterError,
     VerificationError,
@@ -122,3 +124,31 @@ def test_how_a_worker_was_lost() -> None:
         assert part in str(error)
     missing = RaySystemError("System error: No module named 'ray_fracbackend'")
     assert "Install ray_fracbackend on every node" in str(of_start({1: missing}))
+
+
+def test_the_kind_is_that_of_the_most_specific_error() -> None:
+    """Kind, cause and the sentence for a fallback's warning are NCCL's refusal's; a peer that only lost it says nothing."""
+    cause = "Duplicate GPU"
+    refused = GroupFormationError(f"creating failed ({cause}).", advice="Look.", kind="refused", cause=cause)
+    lost = VerificationError("barrier failed (closed).", advice="Go.", ranks=[1], kind="failed", cause="closed")
+    for rank in (0, 1):
+        error = of_start({rank: refused, 1 - rank: lost})
+        assert (type(error), error.kind, error.cause) == (GroupFormationError, "refused", cause)
+        assert error.found.startswith(f"{ADDRESSES[rank].text}: creating failed (Duplicate GPU)")
+        assert error.advice == "Look."
+    stalled = VerificationError("barrier failed (no answer).", kind="stalled")
+    assert of_start({0: lost, 1: stalled}).kind == "stalled"
+
+
+def test_out_of_memory() -> None:
+    """Without torch's advice on fragmentation: other users of the memory may be the cause. Without a text, the class says it."""
+    error = of_start({1: torch.cuda.OutOfMemoryError()})
+    assert (type(error), error.ranks) == (OutOfMemoryError, (1,))
+    assert "(starting gloo): OutOfMemoryError. End other processes on the device" in str(error)
+    said = (
+        "CUDA out of memory. Process 4711 has 7.00 GiB memory in use. Including non-PyTorch memory, this process has 0 bytes "
+        "memory in use. Of the allocated memory 0 bytes is allocated by PyTorch. See documentation for Memory Management"
+    )
+    text = str(of_start({0: torch.cuda.OutOfMemoryError(said)}))
+    assert "Process 4711 has 7.00 GiB memory in use. End other processes on the device" in text
+    assert "PyTorch" not in text

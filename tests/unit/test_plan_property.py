@@ -20,11 +20,7 @@ _VERSIONS = [(2, minor, patch) for minor in range(18, 33) for patch in (0, 3, 7)
 
 @st.composite
 def jobs(draw: st.DrawFn) -> list[WorkerInfo]:
-    """Generate random jobs.
-
-    They contain nodes, containers on one host, whole GPUs and shared fractions, several GPUs per worker, MIG, AMD GPUs, UUID or index
-    names, missing NCCL, mixed versions, the user's own NCCL switch on some or all ranks, and Windows.
-    """
+    """Generate jobs with nodes, containers, shared fractions, MIG, AMD, missing or mixed NCCL, the user's switch, and Windows."""
     if draw(st.integers(0, 4)) == 0:
         return draw(one_pair())
     num_nodes = draw(st.integers(1, 3))
@@ -297,12 +293,7 @@ def test_a_device_is_never_counted_from_the_local_rank(fraction, num_gpus, data)
     num_workers = data.draw(st.integers(1, min(num_fit, 16)))
     of_gpu = sorted(data.draw(st.lists(st.integers(0, num_gpus - 1), min_size=num_workers, max_size=num_workers)))
     workers = [
-        worker(
-            rank,
-            gpu(f"g{index}", index=index),
-            resources={"CPU": 1.0, "GPU": fraction},
-            num_visible_devices=num_gpus,
-        )
+        worker(rank, gpu(f"g{index}", index=index), resources={"GPU": fraction}, num_visible_devices=num_gpus)
         for rank, index in enumerate(of_gpu)
     ]
     plan = decide_start(workers, Settings())
