@@ -3,8 +3,6 @@
 Uses the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both. benchmarks/faults.py runs the whole list.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

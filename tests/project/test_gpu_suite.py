@@ -1,7 +1,5 @@
 """ci/gpu.sh without a GPU: a mistake in it would cost the time on one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

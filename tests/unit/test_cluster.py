@@ -1,7 +1,5 @@
 """Addresses of Ray clusters, and connections that fail, on real sockets; a Ray that hangs or fails is a fake."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

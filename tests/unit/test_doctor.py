@@ -1,7 +1,5 @@
 """The doctor's lines about facts, its report, and its child process with real packages that fail, crash and hang."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

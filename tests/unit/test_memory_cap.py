@@ -1,7 +1,5 @@
 """The memory cap, with simulated answers of CUDA."""
 
-from __future__ import annotations
-
 import contextlib
 import types
 

@@ -1,7 +1,5 @@
 """The error of a start that several ranks report."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import pytest
@@ -81,7 +79,7 @@ def test_a_rank_that_waited_for_a_rank_without_an_error_is_named(others):
     assert f"{ADDRESSES[0].text}: ranks 1,2 did not connect" in str(error)
 
 
-def test_a_rank_that_lost_a_peer_is_not_named_beside_the_rank_with_the_wrong_result() -> None:
+def test_a_rank_that_lost_a_peer_is_not_named_beside_the_rank_with_the_wrong_result():
     """Gloo's message names no rank. If all ranks lost a peer, all are named."""
     wrong = VerificationError("all_reduce computed a wrong result.", kind="wrong_answer")
     lost = VerificationError("all_reduce failed (Connection closed by peer).", kind="failed")
@@ -91,7 +89,7 @@ def test_a_rank_that_lost_a_peer_is_not_named_beside_the_rank_with_the_wrong_res
     assert of_start({0: lost, 2: VerificationError("failed.", kind="failed", ranks=[1])}).ranks == (1,)
 
 
-def test_a_rank_that_lost_a_peer_while_the_group_was_created() -> None:
+def test_a_rank_that_lost_a_peer_while_the_group_was_created():
     """Another rank was faster, failed in the verification and ended; alone the same error names its rank."""
     cause = "Gloo connectFullMesh failed with [pair.cc:152] no error, remote=[10.0.0.4]:1"
     lost = GroupFormationError(f"creating the group failed ({cause}).", ranks=(0,), kind="failed", cause=cause)
@@ -100,7 +98,7 @@ def test_a_rank_that_lost_a_peer_while_the_group_was_created() -> None:
     assert of_start({0: lost}).ranks == (0,)
 
 
-def test_beside_a_silent_rank_the_others_give_no_advice() -> None:
+def test_beside_a_silent_rank_the_others_give_no_advice():
     """They waited for it. One sentence says where to look."""
     waited = GroupFormationError("creating the group failed (timed out).", advice="Check the ports.", ranks=(0,))
     error = merged({0: waited}, (1,), ADDRESSES, "starting gloo", 60.0)
@@ -112,7 +110,7 @@ def test_beside_a_silent_rank_the_others_give_no_advice() -> None:
     )
 
 
-def test_how_a_worker_was_lost() -> None:
+def test_how_a_worker_was_lost():
     """Its connection, Ray's memory monitor, or its process, whatever the waiting ranks say; and a worker without the package."""
     for death, part in (
         (ActorUnavailableError("Socket closed", None), "rank 1 (node 10.0.0.3, pid 101) cannot be reached during"),
@@ -126,7 +124,7 @@ def test_how_a_worker_was_lost() -> None:
     assert "Install ray_fracbackend on every node" in str(of_start({1: missing}))
 
 
-def test_the_kind_is_that_of_the_most_specific_error() -> None:
+def test_the_kind_is_that_of_the_most_specific_error():
     """Kind, cause and the sentence for a fallback's warning are NCCL's refusal's; a peer that only lost it says nothing."""
     cause = "Duplicate GPU"
     refused = GroupFormationError(f"creating failed ({cause}).", advice="Look.", kind="refused", cause=cause)
@@ -140,7 +138,7 @@ def test_the_kind_is_that_of_the_most_specific_error() -> None:
     assert of_start({0: lost, 1: stalled}).kind == "stalled"
 
 
-def test_out_of_memory() -> None:
+def test_out_of_memory():
     """Without torch's advice on fragmentation: other users of the memory may be the cause. Without a text, the class says it."""
     error = of_start({1: torch.cuda.OutOfMemoryError()})
     assert (type(error), error.ranks) == (OutOfMemoryError, (1,))

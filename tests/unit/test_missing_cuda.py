@@ -3,8 +3,6 @@
 The messages of ``recorded`` come from real CUDA builds of torch on the emulated runtime: ci/cuda_texts.py.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import types

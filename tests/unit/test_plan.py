@@ -4,6 +4,7 @@ import pytest
 
 from ray_fracbackend.decide.job import Job
 from ray_fracbackend.decide.left_to_ray import left_to_ray
+from ray_fracbackend.decide.nccl import interface_doubts, matching
 from ray_fracbackend.decide.plan import FallBack, StartPlan
 from ray_fracbackend.decide.rendezvous import plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
@@ -357,3 +358,29 @@ def test_the_fallback():
     )
     with pytest.raises(ValueError, match="no fallback from gloo"):
         fallback.after_failure(VerificationError("x"))
+
+
+_INTERFACES = ["lo", "eth0", "eth1", "docker0", "ib0"]
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("eth0,ib", ["eth0", "ib0"]),
+        ("=eth0", ["eth0"]),
+        ("=eth", []),
+        ("^docker", ["eth0", "eth1", "ib0"]),
+        ("^docker,eth,ib", []),
+        ("^=eth0,docker0", ["eth1", "ib0"]),
+        ("lo", ["lo"]),
+        ("nosuch0", []),
+    ],
+)
+def test_nccls_syntax_of_interfaces(value, names):
+    """Prefixes, exact names and exclusions, as in NCCL's documentation; a doubt if nothing matches, with the ranks."""
+    assert matching(value, _INTERFACES) == names
+    network = NetworkInfo(interfaces=dict.fromkeys(_INTERFACES, ()))
+    own, unknown, none = {"NCCL_SOCKET_IFNAME": value}, worker(1), worker(2, network=network)
+    doubts = interface_doubts([worker(0, network=network, env=own), unknown, none])
+    assert [doubt.partition(":")[0] for doubt in doubts] == ([] if names else ["rank 0"])

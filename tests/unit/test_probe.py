@@ -6,17 +6,19 @@ import subprocess
 import sys
 import types
 import uuid
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from ray_fracbackend import _ray
+from ray_fracbackend import IncompatibleWorkersError, __version__, _ray
 from ray_fracbackend.decide.plain import workers_of
 from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.worker import devices as devices_module
 from ray_fracbackend.worker import probe
 from ray_fracbackend.worker.cuda_driver import DriverFacts
 from ray_fracbackend.worker.devices import boot_id, described, mps_reachable, worker_devices
+from tests.unit.builders import worker
 
 _UUID, _OTHER = (f"ab12cd34-0000-0000-0000-00000000000{number}" for number in (1, 2))
 _BUS = {"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}
@@ -246,3 +248,21 @@ def test_device_memory_of_a_torch_without_cuda(monkeypatch, cuda):
     cuda()
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "was built without CUDA" in ipc_missing(facts_on("cuda:0", ask_ipc=True))[1]
+
+
+@pytest.mark.parametrize(
+    ("version", "ranks", "text"),
+    [
+        ("0.0.9", (1, 2), "ranks 1,2: version 0.0.9 of"),
+        (__version__, (), f"a worker: another build of version {__version__} (report is {{'rank': 1"),
+    ],
+    ids=["version", "fields"],
+)
+def test_answers_of_other_versions(version, ranks, text):
+    """The error names the ranks and both versions, before the report is interpreted."""
+    others = [(version, asdict(worker(rank)) | {"cgroup": ""}) for rank in (1, 2)]
+    with pytest.raises(IncompatibleWorkersError) as caught:
+        workers_of([(__version__, asdict(worker(0))), *others])
+    assert caught.value.ranks == ranks
+    assert str(caught.value).startswith(text)
+    assert f"and the controller has {__version__}. Install one version on every node" in str(caught.value)

@@ -1,7 +1,5 @@
 """check_devices with real processes and stores, without Ray; the devices are simulated, because this machine has no GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """verify_process_group with real processes, without Ray."""
 
-from __future__ import annotations
-
 import functools
 import re
 import threading
@@ -372,9 +370,7 @@ def test_a_pair_of_backends_is_verified_in_both_halves():
         ({"cpu": "gloo"}, True, "linux", ["cpu"]),
     ],
 )
-def test_the_tensors_are_those_that_training_will_use(
-    backends: dict[str, str], used: bool, platform: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tensors_are_those_that_training_will_use(backends, used, platform, expected, monkeypatch):
     """CUDA tensors if the backend is for them or the process has used CUDA; never for Gloo on Windows, which would end it."""
     monkeypatch.setattr(verify, "backends_by_device", lambda group=None: backends)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
