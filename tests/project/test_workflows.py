@@ -1,4 +1,4 @@
-"""Workflows in .github: pinned actions, files that exist, and one build and one upload for a release."""
+"""Workflows in .github: pinned actions, every test of CUDA tensors, and one build and one upload for a release."""
 
 from __future__ import annotations
 
@@ -21,30 +21,19 @@ _WORKFLOWS: dict[str, dict[str, Any]] = {name: yaml.load(text, Loader=yaml.BaseL
 _JOBS = {(name, job): content for name, workflow in _WORKFLOWS.items() for job, content in workflow["jobs"].items()}
 _RELEASE = _WORKFLOWS["release.yml"]["jobs"]
 
-_each_workflow = pytest.mark.parametrize("name", _WORKFLOWS)
-
 
 def commands_of(job: dict[str, Any]) -> str:
     """Return all shell lines of a job; a job that calls another workflow has none."""
     return "\n".join(step["run"] for step in job.get("steps", []) if "run" in step)
 
 
-@_each_workflow
+@pytest.mark.parametrize("name", _WORKFLOWS)
 def test_actions_are_pinned(name: str) -> None:
     """Every action has a full commit and its version in a comment."""
     used = re.findall(r"^\s*(?:- )?uses: (.+)$", _TEXTS[name], flags=re.MULTILINE)
     assert used
     bad = [each for each in used if not re.fullmatch(r"(\S+@[0-9a-f]{40} # v\d+\.\d+\.\d+|\./\S+\.yml)", each)]
     assert bad == []
-
-
-@_each_workflow
-def test_files_in_workflows_exist(name: str) -> None:
-    """Every file and folder that a step names exists."""
-    lines = "\n".join(map(commands_of, _WORKFLOWS[name]["jobs"].values()))
-    ours = re.findall(r"(?<![\w./-])(?:ci|tests|benchmarks|examples|docs|upstream)/[\w./-]+", lines)
-    assert ours
-    assert [path for path in ours if not (_ROOT / path).exists()] == []
 
 
 def test_all_tests_of_cuda_tensors_are_in_a_step() -> None:

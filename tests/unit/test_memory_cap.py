@@ -82,7 +82,7 @@ def test_other_errors_pass(fractions):
         assert caught.value is error
 
 
-def test_stock_context_inside(monkeypatch):
+def test_stock_context_inside():
     seen = []
 
     @contextlib.contextmanager

@@ -80,7 +80,7 @@ def test_a_store_on_a_port_of_an_ended_one_is_shared_too(by_chance: bool) -> Non
 
 
 @pytest.mark.linux(reason="needs a torch that takes an open socket")
-def test_the_store_of_one_node_listens_only_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_one_node_listens_only_on_loopback() -> None:
     """Other machines cannot reach it; torch's rendezvous of this and other processes on the node can."""
     port = store.hold_store(None, one_node=True)
     listening = [entry.laddr for entry in psutil.Process().net_connections("tcp") if entry.status == "LISTEN"]

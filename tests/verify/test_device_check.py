@@ -37,7 +37,7 @@ def tcp_store(rank, port):
     return dist.TCPStore("127.0.0.1", port, is_master=rank == 0, **options)
 
 
-def check(rank, size, port, workers, device=None, rounds=1):
+def check(rank, size, port, workers, rounds=1):
     """Run check_devices in simulated processes with a store; return the results of the last round, or its error."""
     store = tcp_store(rank, port)
     with mock.patch.object(device_check, "_probe_process", lambda rank, device: workers[rank]):
@@ -77,7 +77,7 @@ def test_errors_are_those_of_all_ranks():
 def test_calls_one_after_the_other_in_one_store():
     """Each call has its own answer, with any number of ranks."""
     workers = [worker(rank, gpu(str(rank // 2))) for rank in range(5)]
-    found = run_processes(check, 5, workers, None, 3)
+    found = run_processes(check, 5, workers, 3)
     assert [group.ranks for group in found[4].share_groups] == [(0, 1), (2, 3)]
 
 
