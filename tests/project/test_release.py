@@ -95,3 +95,10 @@ def test_dry_run(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     assert len(list((tmp_path / "built").iterdir())) == 2
+
+
+def test_first_commands_of_readme():
+    """The first command installs the package and runs the demo, the second installs and runs the tests."""
+    commands = re.findall(r"^    (\S*python3? .+)$", (_ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    demo = "python3 -m venv .venv && .venv/bin/python -m pip install -c ci/constraints.txt '.[demo]' && .venv/bin/ray-fracbackend demo"
+    assert commands[:2] == [demo, "python3 ci/test.py"]

@@ -14,6 +14,7 @@ _ROOT = Path(__file__).parents[2]
 sys.path.append(str(_ROOT / "ci"))
 
 import cuda_steps  # noqa: E402
+import windows  # noqa: E402
 
 _TEXTS = {path.name: path.read_text() for path in sorted((_ROOT / ".github" / "workflows").glob("*.yml"))}
 # Read everything as text: YAML would read "on" as True.
@@ -70,3 +71,18 @@ def test_a_release_is_built_once() -> None:
     ]
     assert artifacts == [("upload-artifact", "release"), *[("download-artifact", "release")] * 2]
     assert "cache: pip" not in _TEXTS["release.yml"]
+
+
+@pytest.mark.parametrize("name", _WORKFLOWS)
+def test_files_in_workflows_exist(name: str) -> None:
+    """Every file and folder that a step names exists."""
+    lines = "\n".join(map(commands_of, _WORKFLOWS[name]["jobs"].values()))
+    ours = re.findall(r"(?<![\w./-])(?:ci|tests|benchmarks|examples|docs|upstream)/[\w./-]+", lines)
+    assert ours
+    assert [path for path in ours if not (_ROOT / path).exists()] == []
+
+
+def test_files_of_the_windows_list_exist() -> None:
+    """A moved test file would be a failed step only on Windows."""
+    paths = [word for step in windows.STEPS for word in step.command if "/" in word]
+    assert [path for path in paths if not (_ROOT / path).exists()] == []
