@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from net_nodes import Node, address, join, why_not
+from net_nodes import Node, address, network, why_not
 
 _WHY_NOT = why_not()
 
@@ -26,18 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def joined_nodes() -> Iterator[tuple[Node, Node]]:
-    name = f"rfb-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-    nodes: list[Node] = []
-    try:
-        nodes += [Node(f"{name}-a", "node-a", 1)]
-        nodes += [Node(f"{name}-b", "node-b", 2)]
-        join(*nodes)
-        for node in nodes:
-            node.start_agent()
-        yield nodes[0], nodes[1]
-    finally:
-        for node in nodes:
-            node.close()
+    with network(2) as ((first, second), _):
+        yield first, second
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from ray.train._internal.utils import get_address_and_port
 from ray.train.torch.config import _setup_torch_process_group
 
 from ray_fracbackend.decide.plan import WorkerPlan
@@ -25,11 +24,6 @@ def all_reduced() -> float:
     tensor = torch.full((1024,), float(dist.get_rank() + 1))
     dist.all_reduce(tensor)
     return tensor[-1].item()
-
-
-def stock_address() -> tuple[str, int]:
-    """Return the address that stock Ray Train chooses on rank 0."""
-    return get_address_and_port()
 
 
 def stock_start(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> float:
@@ -62,18 +56,6 @@ def our_start(instruction: WorkerPlan) -> float:
     """Run our own worker function, then one all_reduce."""
     start_worker(instruction)
     return all_reduced()
-
-
-def gloo_env() -> str | None:
-    return os.environ.get("GLOO_SOCKET_IFNAME")
-
-
-def resolver_options() -> str | None:
-    return os.environ.get("RES_OPTIONS")
-
-
-def leave() -> None:
-    dist.destroy_process_group()
 
 
 _occupied: list[socket.socket] = []

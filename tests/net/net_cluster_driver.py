@@ -1,6 +1,6 @@
 """Driver on the head node of a two-node Ray cluster, or on its own node without RAY_ADDRESS: runs one fit.
 
-``net_cluster_driver.py FOLDER NAME`` writes ``FOLDER/NAME.json`` with ``error``, ``on_start_s`` and rank 0's metrics.
+``net_cluster_driver.py FOLDER NAME`` writes ``FOLDER/NAME.json`` with ``error`` and what rank 0 wrote.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +18,14 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 
 from ray_fracbackend import FracTorchConfig, get_start_report
-from ray_fracbackend.start.backend import FracTorchBackend
 
-FIREWALLED_PORT = 21700
 # Read before ray.init, which sets the variable itself.
 JOINS_CLUSTER = "RAY_ADDRESS" in os.environ
 
 
-class TimedBackend(FracTorchBackend):
-    """Our backend; it also writes the duration of the start, failed or not."""
-
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        started = time.monotonic()
-        try:
-            super().on_start(worker_group, backend_config)
-        finally:
-            Path(os.environ["RFB_TIMES"]).write_text(str(time.monotonic() - started))
-
-
-class TimedConfig(FracTorchConfig):
-    @property
-    def backend_cls(self) -> type[TimedBackend]:
-        return TimedBackend
-
-
 CONFIGS = {
     "stock": lambda: TorchConfig(backend="gloo", timeout_s=5),
-    "ours": TimedConfig,
-    "firewalled": lambda: TimedConfig(master_port=FIREWALLED_PORT),
-    "wrong_interface": lambda: TimedConfig(master_addr="10.88.0.1"),
+    "ours": FracTorchConfig,
 }
 
 
@@ -75,8 +53,7 @@ def train(folder: Path, is_ours: bool) -> None:
 
 def fit(name: str, folder: Path) -> dict[str, Any]:
     trained, config = folder / "trained.json", CONFIGS[name]()
-    for path in (trained, folder / "seconds"):
-        path.unlink(missing_ok=True)
+    trained.unlink(missing_ok=True)
     trainer = TorchTrainer(
         lambda: train(folder, isinstance(config, FracTorchConfig)),
         scaling_config=ScalingConfig(
@@ -92,18 +69,12 @@ def fit(name: str, folder: Path) -> dict[str, Any]:
         trainer.fit()
     except Exception as raised:
         error = str(raised)
-    seconds = folder / "seconds"
-    return {
-        "error": error,
-        "on_start_s": float(seconds.read_text()) if seconds.exists() else None,
-        "trained": json.loads(trained.read_text()) if trained.exists() else None,
-    }
+    return {"error": error, "trained": json.loads(trained.read_text()) if trained.exists() else None}
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    os.environ["RFB_TIMES"] = str(folder / "seconds")
-    runtime_env = {"env_vars": {name: os.environ[name] for name in ("RFB_TIMES", "PYTHONPATH")}}
+    runtime_env = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
     if JOINS_CLUSTER:
         ray.init(runtime_env=runtime_env)
     else:

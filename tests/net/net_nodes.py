@@ -1,4 +1,4 @@
-"""Nodes in network namespaces, connected by a veth pair or a switch, each with its own host name, hosts file and sysctls."""
+"""Nodes in network namespaces, connected by a switch, each with its own host name, hosts file and sysctls."""
 
 from __future__ import annotations
 
@@ -188,15 +188,6 @@ class Node:
         shutil.rmtree(self._etc, ignore_errors=True)
 
 
-def join(first: Node, second: Node, interfaces: Sequence[str] = ("eth0", "eth0")) -> None:
-    """Connect two nodes by a veth pair with both nodes' addresses."""
-    short = uuid.uuid4().hex[:8]
-    run("ip", "link", "add", f"va{short}", "type", "veth", "peer", "name", f"vb{short}")
-    for node, end, interface in ((first, f"va{short}", interfaces[0]), (second, f"vb{short}", interfaces[1])):
-        run("ip", "link", "set", end, "netns", node.name, "name", interface)
-        address(node, interface)
-
-
 class Switch:
     """Connects any number of nodes by their eth0; it is in its own namespace."""
 
@@ -218,15 +209,15 @@ class Switch:
 
 
 @contextmanager
-def network(num_nodes: int) -> Iterator[tuple[list[Node], Switch]]:
-    """Connect nodes to one switch."""
+def network(num_nodes: int, hostname: str = "node", agents: bool = True) -> Iterator[tuple[list[Node], Switch]]:
+    """Connect nodes to one switch; with agents they can spawn workers soon."""
     name = f"rfb-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     nodes: list[Node] = []
     switch = None
     try:
-        nodes.extend(Node(f"{name}-{number}", f"node-{number}", number + 1) for number in range(num_nodes))
+        nodes.extend(Node(f"{name}-{number}", f"{hostname}-{number}", number + 1) for number in range(num_nodes))
         switch = Switch(f"{name}-switch", nodes)
-        for node in nodes:
+        for node in nodes if agents else ():
             node.start_agent()
         yield nodes, switch
     finally:

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import net_calls
 import pytest
+import torch.distributed as dist
 from net_nodes import Node
 from net_starts import ours
 
@@ -23,7 +23,7 @@ def start_many(node: Node, folder: Path, options: Settings) -> list[Any]:
     def one(_: int) -> Any:
         results, _, workers = ours([node, node], folder, options=options)
         for worker in workers:
-            worker.call(net_calls.leave)
+            worker.call(dist.destroy_process_group)
             worker.kill()
         return results
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from net_cluster_driver import FIREWALLED_PORT
-from net_nodes import HERE, Node, join
+from net_nodes import HERE, Node, network
 
 GCS_PORT = 6379
 # Time limit for stock's failure, with timeout_s=5 and the start of a driver; with its default of 1800 s it would hang.
@@ -110,38 +109,16 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    name = f"rfb-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     folder = Path(tempfile.mkdtemp(prefix="rfb-"))  # short, because Ray puts Unix sockets below it
-    nodes: list[Node] = []
     try:
-        for letter, number in (("a", 1), ("b", 2)):
-            nodes.append(Node(f"{name}-{letter}", f"ray-{letter}", number))
-        join(*nodes)
-        nodes[0].hosts("127.0.1.1 ray-a")
-        nodes[1].hosts("203.0.113.8 ray-b")
-        found = Cluster(*nodes, folder)
-        found.start()
-        yield found
+        with network(2, "ray", agents=False) as (nodes, _):
+            nodes[0].hosts("127.0.1.1 ray-0")
+            nodes[1].hosts("203.0.113.8 ray-1")
+            found = Cluster(*nodes, folder)
+            found.start()
+            yield found
     finally:
-        for node in nodes:
-            node.close()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft (package nftables)")
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "where"), [("firewalled", f":{FIREWALLED_PORT}"), ("wrong_interface", "10.88.0.1:")])
-def test_an_unreachable_master_ends_in_one_sentence(cluster: Cluster, name: str, where: str) -> None:
-    """A firewalled port and an address of the wrong interface end the start in under 15 s, with rank, node and address."""
-    for node in (cluster.head, cluster.other):
-        chain = "add table inet t; add chain inet t in { type filter hook input priority 0; }"
-        node.execute("nft", f"{chain}; add rule inet t in iif eth0 tcp dport {FIREWALLED_PORT} drop")
-    found = cluster.fit(name)
-    assert found["trained"] is None
-    assert found["on_start_s"] < 15
-    assert "cannot reach rank 0's store at" in found["error"]
-    assert where in found["error"]
-    assert "rank 1 (node 10.77.0." in found["error"]
 
 
 @pytest.mark.full
