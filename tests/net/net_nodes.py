@@ -28,7 +28,6 @@ def run(*command: str, check: bool = True) -> str:
 
 
 def why_not() -> str | None:
-    """Return why this machine cannot run the net tests, None if it can."""
     if sys.platform != "linux":
         return "network namespaces are a Linux feature"
     if os.geteuid() != 0:
@@ -159,12 +158,6 @@ class Node:
         self.workers.append(worker)
         return worker
 
-    def strangers(self) -> list[int]:
-        """Return processes on this node except its agent; workers are among them."""
-        agent = self._agent.pid if self._agent is not None else None
-        pids = map(int, run("ip", "netns", "pids", self.name, check=False).split())
-        return [pid for pid in pids if pid != agent]
-
     def reset(self) -> None:
         for worker in self.workers:
             worker.kill()
@@ -232,3 +225,16 @@ def address(node: Node, interface: str) -> None:
     node.ip_command("link", "set", interface, "up")
     node.ip_command("addr", "replace", f"{node.ip}/24", "dev", interface)
     node.ip_command("addr", "replace", f"{node.ip6}/64", "dev", interface, "nodad")
+
+
+@contextmanager
+def own_interface(node: Node, name: str, network: str) -> Iterator[None]:
+    """Have an interface that leads to the node itself, as of a bridge, a virtual switch or a VPN."""
+    node.ip_command("link", "add", name, "type", "veth", "peer", "name", f"{name}-peer")
+    node.ip_command("addr", "add", network, "dev", name)
+    for end in (name, f"{name}-peer"):
+        node.ip_command("link", "set", end, "up")
+    try:
+        yield
+    finally:
+        node.ip_command("link", "del", name)

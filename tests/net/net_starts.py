@@ -74,7 +74,6 @@ def start(
 def ours(
     nodes: Sequence[Node], folder: Path, node_ips: Sequence[str] | None = None, options: Any = None, **env: str
 ) -> tuple[list[Any], Rendezvous, list[Worker]]:
-    """Run our probe, decision and start."""
     facts, workers = probe(nodes, folder, node_ips, options, **env)
     results, plan = start(facts, workers, options)
     return results, plan, workers

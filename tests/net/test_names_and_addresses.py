@@ -6,11 +6,12 @@ With --full stock's start runs too where only its failure shows that the names a
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import net_calls
 import pytest
-from net_nodes import Node, address
+from net_nodes import Node, address, own_interface
 from net_starts import ours, probe, start, stock
 
 from ray_fracbackend.decide.rendezvous import plan_rendezvous
@@ -191,15 +192,12 @@ def test_an_address_on_no_interface_uses_the_route(two_nodes: Nodes, tmp_path: P
 @pytest.mark.full
 def test_a_bridge_on_every_node_is_ignored(two_nodes: Nodes, tmp_path: Path) -> None:
     """Equal addresses on interfaces other than the nodes' (libvirt's virbr0: nccl#913, ray#40850) are not used."""
-    for node in two_nodes:
-        own_interface(node, "virbr0", "192.168.122.1/24")
-    try:
+    with ExitStack() as stack:
+        for node in two_nodes:
+            stack.enter_context(own_interface(node, "virbr0", "192.168.122.1/24"))
         results, _, workers = ours(two_nodes, tmp_path)
         assert results == [SUM_OF_TWO, SUM_OF_TWO]
         assert [worker.call(os.getenv, "GLOO_SOCKET_IFNAME") for worker in workers] == ["eth0", "eth0"]
-    finally:
-        for node in two_nodes:
-            node.ip_command("link", "del", "virbr0")
 
 
 @pytest.mark.full
@@ -235,14 +233,6 @@ def test_a_users_interface_is_kept_and_a_stale_one_is_named(two_nodes: Nodes, tm
     for result in results:
         assert isinstance(result, RendezvousError)
         assert "GLOO_SOCKET_IFNAME=eth9" in str(result)
-
-
-def own_interface(node: Node, name: str, network: str) -> None:
-    """Return an interface that leads to the node itself."""
-    node.ip_command("link", "add", name, "type", "veth", "peer", "name", f"{name}-peer")
-    node.ip_command("addr", "add", network, "dev", name)
-    for end in (name, f"{name}-peer"):
-        node.ip_command("link", "set", end, "up")
 
 
 def rename(node: Node, old: str, new: str) -> None:

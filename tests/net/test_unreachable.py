@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from net_nodes import Node
+from net_nodes import Node, own_interface
 from net_starts import probe, start
 
 from ray_fracbackend.decide.settings import Settings
@@ -29,23 +28,12 @@ def our_error(nodes: Nodes, folder: Path, node_ips: list[str], options: Settings
     return str(error)
 
 
-@pytest.fixture
-def isolated_address(two_nodes: Nodes) -> Iterator[str]:
-    """Return an address of node a on an interface that leads nowhere, as of a virtual switch or a VPN."""
-    node = two_nodes[0]
-    node.ip_command("link", "add", "vpn0", "type", "veth", "peer", "name", "vpn1")
-    node.ip_command("addr", "add", "10.88.0.1/24", "dev", "vpn0")
-    for end in ("vpn0", "vpn1"):
-        node.ip_command("link", "set", end, "up")
-    yield "10.88.0.1"
-    node.ip_command("link", "del", "vpn0")
-
-
 @pytest.mark.full
-def test_the_address_of_a_wrong_interface_is_named(two_nodes: Nodes, tmp_path: Path, isolated_address: str) -> None:
+def test_the_address_of_a_wrong_interface_is_named(two_nodes: Nodes, tmp_path: Path) -> None:
     """Ray used the address of an interface to which the other node has no route."""
-    text = our_error(two_nodes, tmp_path, [isolated_address, two_nodes[1].ip])
-    assert f"cannot reach rank 0's store at {isolated_address}:" in text
+    with own_interface(two_nodes[0], "vpn0", "10.88.0.1/24"):
+        text = our_error(two_nodes, tmp_path, ["10.88.0.1", two_nodes[1].ip])
+    assert "cannot reach rank 0's store at 10.88.0.1:" in text
     assert "Network is unreachable" in text
 
 
