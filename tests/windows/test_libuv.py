@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.rendezvous import rendezvous
 from torch.torch_version import TorchVersion
 
-from ray_fracbackend.worker.network import gloo_missing
-from ray_fracbackend.worker.process_group import start_worker
-from tests.processes import free_port, run_processes
-from tests.unit.test_process_group import cpu_plan
+from tests.processes import free_port
 
 pytestmark = pytest.mark.windows(reason="the store of torch's Windows builds")
 
@@ -69,19 +63,3 @@ def test_a_stock_start_that_asks_for_libuv_fails(
         store, _, _ = next(iter(start))
         store.set("key", "value")
         assert store.get("key") == b"value"
-
-
-def start_with_libuv_inherited(rank: int, num_processes: int, port: int) -> float:
-    os.environ["USE_LIBUV"] = "1"
-    start_worker(replace(cpu_plan(rank, port, budget_s=60), world_size=num_processes))
-    total = torch.full((), float(rank + 1))
-    dist.all_reduce(total)
-    dist.barrier()
-    dist.destroy_process_group()
-    return total.item()
-
-
-@pytest.mark.skipif(gloo_missing() is not None, reason="torch without a Gloo transport")
-def test_our_start_with_libuv_inherited() -> None:
-    """Two workers with USE_LIBUV=1 in their environment start, verify the group and compute a sum."""
-    assert run_processes(start_with_libuv_inherited, 2, timeout_s=120) == [3.0, 3.0]
