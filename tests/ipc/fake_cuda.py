@@ -125,7 +125,6 @@ class FakeStream:
         self.issue(lambda: None, lambda: event.words[1] >= bound)
 
     def synchronize(self) -> None:
-        """Block the host until all is done."""
         self.gpu.wait_until(lambda: not self.queue)
 
 
@@ -146,7 +145,6 @@ class FakeEvent:
         self.words = words
 
     def record(self, stream: FakeStream) -> None:
-        """Record it after the operations in the stream."""
         number = self.words[0] + 1
         self.words[0] = number
 
@@ -156,7 +154,6 @@ class FakeEvent:
         stream.issue(done)
 
     def query(self) -> bool:
-        """Return whether the latest record is complete."""
         return bool(self.words[1] >= self.words[0])
 
 
@@ -212,7 +209,6 @@ _pinned: list[torch.Tensor] = []
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is in memory from `FakeCuda.pinned`."""
     start = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     return any(start == buffer.data_ptr() for buffer in _pinned)
 
@@ -313,7 +309,6 @@ class FakeCuda:
 
     @property
     def broken(self) -> str:
-        """What does not work."""
         return os.environ.get("FAKE_CUDA_BROKEN", "")
 
     def missing(self) -> str | None:

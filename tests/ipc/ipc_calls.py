@@ -16,13 +16,16 @@ import torch
 import torch.distributed as dist
 from ipc_harness import Job, rank_backend, rank_device
 from torch._C import _distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_fracbackend.ipc import IpcError, IpcProcessGroup, knobs
 from ray_fracbackend.ipc.host.arena import create_arena
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
+from ray_fracbackend.ipc.protocol import waiting
 from ray_fracbackend.ipc.protocol.control import ControlPage, control_bytes
 from ray_fracbackend.ipc.protocol.schedule import Action
 from ray_fracbackend.staged import StagedProcessGroup
+from tests.soak.belongings import shared_memory
 
 CHUNK_BYTES = 64 * 1024
 # Below it, so that a call of one chunk can have two passes.
@@ -54,7 +57,6 @@ def options(kind: str, **fields: Any) -> Any:
 
 
 def filled(numel: int = NUMEL) -> torch.Tensor:
-    """Return any data on the rank's device."""
     return torch.ones(numel, device=rank_device())
 
 
@@ -79,13 +81,11 @@ class Call:
     sparse: bool = False
 
     def __call__(self, pg: IpcProcessGroup, asynchronous: bool = False) -> Any:
-        """Start it."""
         kind, start = KINDS[self.name]
         fields = {"asyncOp": asynchronous, "reduceOp": getattr(dist.ReduceOp, self.op), "rootRank": self.root}
         return start(self, pg, options(kind, **fields))
 
     def one(self) -> torch.Tensor:
-        """Return one part."""
         tensor = torch.ones(self.numel, dtype=self.dtype, device=rank_device())
         return tensor.to_sparse() if self.sparse else tensor
 
@@ -94,7 +94,6 @@ class Call:
         return torch.ones(self.numel * pg.size(), dtype=self.dtype, device=rank_device())
 
     def several(self, pg: IpcProcessGroup) -> list[torch.Tensor]:
-        """Return a part for each rank."""
         return [self.one() for _ in range(pg.size())]
 
     def of_root(self, pg: IpcProcessGroup) -> list[list[torch.Tensor]]:
@@ -102,15 +101,12 @@ class Call:
         return [self.several(pg)] if pg.rank() == self.root else []
 
     def reduces(self) -> bool:
-        """Whether it has a reduce operation."""
         return "reduce" in self.name
 
     def has_root(self) -> bool:
-        """Whether it has a root."""
         return self.name in ("broadcast", "reduce", "gather", "scatter")
 
     def __str__(self) -> str:
-        """Return its name as in messages."""
         dtype = str(self.dtype).removeprefix("torch.")
         if self.name == "barrier":
             return self.name
@@ -202,56 +198,33 @@ def shared_names() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "torch" in name or "frac" in name}
 
 
-def memfd_count() -> int:
-    """Return the number of mappings of our shared memory in this process."""
-    with open("/proc/self/maps") as maps:
-        return sum("ray_fracbackend_ipc" in line for line in maps)
-
-
-def open_files() -> list[str]:
-    """Return the targets of this process's descriptors."""
-    names = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            names.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:
-            continue
-    return names
-
-
-def open_memfds() -> int:
-    """Return the descriptors of our shared memory in this process."""
-    return sum("ray_fracbackend_ipc" in name for name in open_files())
-
-
-def in_child(function: Callable[[], Any]) -> str:
-    """Return the class of the error of a function in a forked child, or its result as text."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            text = str(function())
-        except BaseException as error:
-            text = type(error).__name__
-        os.write(writer, text.encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    return text
+def mapped_arenas() -> list[str]:
+    """Return our shared memory that this process has mapped or open. multiprocessing has mapped files in /dev/shm."""
+    return [name for name in shared_memory() if "memfd" in name]
 
 
 def control_pages(num_ranks: int) -> tuple[list[ControlPage], int]:
-    """Return the pages of ranks in one new arena, and its address."""
     arena, name = create_arena(control_bytes(num_ranks))
     os.close(name.fd)
     return [ControlPage(arena, rank, num_ranks) for rank in range(num_ranks)], arena.address
 
 
-def this_process() -> Peer:
-    """Return this process as a peer."""
-    return Peer(os.getpid(), start_time(os.getpid()))
+def waiter_of(page: ControlPage, address: int, num_ranks: int = 2) -> waiting.Waiter:
+    """Return the waiter of one of several ranks, all of which are this process."""
+    peers = [Peer(os.getpid(), start_time(os.getpid())) for _ in range(num_ranks)]
+    return waiting.Waiter(page, address, peers, [f"rank {rank}" for rank in range(num_ranks)])
+
+
+class Watching(TorchDispatchMode):
+    """Records operations and their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((function, args))
+        return function(*args, **(kwargs or {}))
 
 
 Error = tuple[str, str, float]
@@ -274,7 +247,6 @@ def error_of(function: Callable[[], Any]) -> Error:
 
 
 def strike(fault: str) -> None:
-    """Kill or stop this process, or raise an error."""
     if fault == "raise":
         raise InjectedError("injected")
     if sys.platform == "win32":

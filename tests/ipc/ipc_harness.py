@@ -32,12 +32,10 @@ def open_local_store() -> dist.TCPStore:
 
 
 def rank_device() -> torch.device:
-    """Return the device of this rank's tensors."""
     return torch.device(os.environ.get(DEVICE_ENV_VAR, "cpu"))
 
 
 def rank_backend() -> str:
-    """Backend under test."""
     return os.environ.get(BACKEND_ENV_VAR, "ipc")
 
 
@@ -51,19 +49,16 @@ class Job:
     timeout_s: float
 
     def store(self) -> dist.TCPStore:
-        """Return a client of the run's store."""
         return dist.TCPStore(
             "127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=60), use_libuv=not _WINDOWS
         )
 
-    def init(self, backend: str | None = None) -> None:
+    def init(self, backend: str | None = None, **options: Any) -> None:
         """Call ``init_process_group`` with a store that outlives every rank; by default for the backend of the run."""
         torch.set_num_threads(1)
-        backend = backend or rank_backend()
-        store = self.store()
-        dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=self.timeout_s)
-        )
+        limit = timedelta(seconds=self.timeout_s)
+        options = {"store": self.store(), "rank": self.rank, "world_size": self.size, "timeout": limit, **options}
+        dist.init_process_group(backend or rank_backend(), **options)
 
 
 def _as_rank(function: Callable[..., Any], job: Job, args: tuple[Any, ...], env: Mapping[str, str]) -> Any:

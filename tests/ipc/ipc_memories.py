@@ -36,7 +36,6 @@ _NUM_CHUNKS = 5
 def device_group(
     job: Job, name: str, rank: int, size: int, timeout_s: float, ranks: tuple[int, ...] = ()
 ) -> IpcProcessGroup:
-    """Create a process group and set up its device memory."""
     pg = bare_group(job, name, rank, size, timeout_s, ranks)
     DEVICE_CALLS["all_reduce_small"](pg).wait()  # with torch 2.7 every call without init_process_group is asynchronous
     engine_of(pg)
@@ -271,7 +270,6 @@ def random_work(job: Job, seed: int, memory: str) -> str:
 
 
 def _break(kind: Memory, pg: Any, fault: str, name: str, point: Any) -> None:
-    """Break the group in the given way."""
     if fault in ("abort", "shutdown"):
         getattr(pg, fault)()
         return

@@ -70,7 +70,6 @@ class Waits(DeviceMemory):
         self.rules = rules
 
     def resume(self, words: Sequence[int], state: Any, found: list[Micro]) -> None:
-        """Continue from a state."""
         reached, readers = state
         self.attach(words, [r * NUM_COUNTS for r in range(len(reached))], ())
         self._reached, self._readers, self.into.found = [list(counts) for counts in reached], list(readers), found
@@ -96,7 +95,6 @@ class Areas:
         self.rules = rules
 
     def resume(self, words: Sequence[int], state: Any, found: list[Micro]) -> None:
-        """Continue from a state."""
         self.places, self.tables = [], []
         for free, used, table in state:
             places = Places(NUM_SLOTS)
@@ -108,18 +106,15 @@ class Areas:
         """Do nothing."""
 
     def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
-        """Choose a slot."""
         self._choose(0, chunk, read)
 
     def prepare_fold(self, chunk: int, done: int) -> None:
-        """Choose a folded area."""
         self._choose(1, chunk, done)
 
     def _choose(self, kind: int, chunk: int, through: int) -> None:
         self.tables[kind][chunk % NUM_SLOTS] = self.places[kind].choose(chunk, through + self.rules.frees_early)
 
     def area(self, kind: int, chunk: int) -> int:
-        """Return where a rank has put a chunk."""
         return self.tables[kind][chunk % NUM_SLOTS]
 
     def state(self) -> Any:
@@ -138,7 +133,6 @@ class Words:
         self.found: list[Micro] = []
 
     def wait(self, stream: Any, writer: int, progress: int) -> None:
-        """Wait for the word of another rank."""
         if not self.rules.skip_wait:
             self.found.append(("wait", (writer, progress - self.rules.wait_for_less)))
 
@@ -232,7 +226,6 @@ class Explorer:
         return [("record", counts[rank][0] + 1)] if self.device else []
 
     def _part(self, rank: int, kind: str) -> tuple[bool, bool, bool]:
-        """Return whether a rank puts, folds and takes."""
         if kind == LEADER:
             return rank != 0, rank == 0, True
         if kind == FROM_ROOT:
@@ -330,7 +323,6 @@ class Explorer:
         return []
 
     def _announce(self, state, rank):  # type: ignore[no-untyped-def]
-        """Store the counter, or the counts."""
         hosts, queues, counts, memory, words, waits = state
         _, written, read, done, _, (what, late) = hosts[rank]
         if what == "progress":

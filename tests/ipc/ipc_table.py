@@ -53,16 +53,13 @@ class Run:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Arguments of every function of torch."""
         return {"group": self.group, "async_op": self.case.async_op}
 
     def own(self, salt: str = "") -> torch.Tensor:
-        """Return this rank's input, on the device."""
         self.held.append(make(self.case.dtype, self.case.shape, dist.get_rank(), salt).to(rank_device()))
         return self.held[-1]
 
     def owns(self) -> list[torch.Tensor]:
-        """Return this rank's input for each rank."""
         return [self.own(str(r)) for r in range(dist.get_world_size())]
 
     def outputs(self) -> list[torch.Tensor]:
@@ -70,11 +67,9 @@ class Run:
         return [torch.empty_like(self.own()) for _ in range(dist.get_world_size())]
 
     def is_root(self) -> bool:
-        """Whether this rank is the root of the case."""
         return dist.get_rank() == self.case.root
 
     def results(self) -> list[torch.Tensor]:
-        """Run it and return this rank's results."""
         work, results = STARTS[self.case.name](self)
         if work is not None:
             work.wait()
@@ -152,7 +147,6 @@ STARTS: dict[str, Callable[[Run], Started]] = {function.__name__: function for f
 
 
 def expected(case: Case) -> list[torch.Tensor]:
-    """Return the results that this rank must have."""
     name, dtype, op, shape, _, root = case
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     if name in ("reduce", "gather") and rank != root:
@@ -230,5 +224,4 @@ def whole_table(job: Job, dtypes: list[torch.dtype], full: bool = True) -> None:
 
 
 def check_table(size: int, dtypes: list[torch.dtype], full: bool, env: Any) -> None:
-    """Run the table on ranks with these variables."""
     values(run_ranks(whole_table, size, dtypes, full, limit_s=280, env=env))

@@ -11,9 +11,9 @@ import ipc_reference as ref
 import pytest
 import torch
 from ipc_calls import bare_group, options
-from ipc_conformance_calls import aliased
 from ipc_harness import Job, on_ranks, run_ranks, values
 from ipc_table import SMALL_CHUNKS, Case, cases_of, check_table, pairwise
+from ipc_workloads import aliased
 
 WORLD_SIZES = [2, 4, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 3, 7))]
 

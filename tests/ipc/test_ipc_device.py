@@ -1,4 +1,4 @@
-"""The device transport with a fake device whose streams run late: exact results, users of torch's groups, set-up and its failures."""
+"""The device transport with a fake device whose streams run late: set-up and its failures. test_staged.py tests results and faults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -18,10 +17,8 @@ import pytest
 import torch
 from ipc_calls import DEVICE_CALLS, DEVICE_NUMEL, bare_group, error_of, filled, options, strike
 from ipc_harness import Job, on_ranks, run_ranks, values
-from ipc_memories import LOST, check_exceptions, check_random, check_signal, comes_free, device_group, phases
-from ipc_table import SMALL_CHUNKS, check_table
-from ipc_workloads import busy
-from test_ipc_torch import USES
+from ipc_memories import LOST, comes_free, device_group
+from ipc_table import SMALL_CHUNKS
 
 from ray_fracbackend.ipc.device import memory, side
 from ray_fracbackend.ipc.device.runtime import DeviceCall
@@ -31,20 +28,6 @@ FAKE = {**SMALL_CHUNKS, "FAKE_CUDA_SEED": "1"}
 PATH = "RAY_FRACBACKEND_IPC_DEVICE_PATH"
 # Callers also have a stream, so nothing blocks on a device whose peer is dead.
 ASYNC = {**FAKE, "FAKE_CUDA_ASYNC": "1"}
-DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("size", "how"), [*((size, "leader") for size in (1, 2, 4)), (3, "split")])
-def test_every_collective_matches_the_reference(size: int, how: str, full: bool) -> None:
-    """The table of the host's tests, on late streams, with each way to reduce."""
-    check_table(size, DTYPES, full, {**FAKE, "RAY_FRACBACKEND_IPC_DEVICE_REDUCE": how})
-
-
-@pytest.mark.parametrize("use", USES)
-def test_uses(use: Callable[[Job], None]) -> None:
-    """Buckets use futures that complete only after the device has reached them; sub-groups have their own device memory."""
-    values(run_ranks(use, USES[use], env=FAKE))
 
 
 def carried_by(job: Job, count: int = 1) -> list[Any]:
@@ -186,7 +169,6 @@ def test_memory_that_a_peer_left_mapped_is_not_freed(job: Job) -> None:
 
 
 def is_watched() -> bool:
-    """Return whether the thread that watches for dead ranks runs."""
     return any(thread.name == "ipc device watch" for thread in threading.enumerate())
 
 
@@ -332,35 +314,6 @@ def test_groups_that_come_and_go_free_their_memory() -> None:
         assert released in ([[False] * 3, [False] * 4] if rank == 0 else [[True] * 4])
 
 
-full = pytest.mark.full
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("all_reduce", "kill"),
-        # A barrier moves nothing and runs on the host.
-        *(pytest.param(name, "kill", marks=full) for name in DEVICE_CALLS if name not in ("all_reduce", "barrier")),
-        pytest.param("all_reduce", "stop", marks=full),
-    ],
-)
-def test_a_struck_rank_is_reported_at_every_phase(name: str, kind: str, full: bool) -> None:
-    """As in host memory: both survivors raise an error at once, or at the deadline, and leave without waiting for the device."""
-    actions = phases(name) if full else phases(name)[::3]
-    check_signal(name, kind, ASYNC, actions)
-
-
-def test_an_exception_at_any_phase_reaches_every_rank() -> None:
-    """The failed rank raises its own error; the others raise an error that names it."""
-    check_exceptions(3, ASYNC)
-
-
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=full) for n in range(2, 8))])
-def test_random_faults_in_random_schedules(seed: int) -> None:
-    """After any fault at any time, every surviving rank raises an error soon."""
-    check_random(seed, "device", ASYNC)
-
-
 def test_a_rank_that_dies_during_set_up_is_reported() -> None:
     """The survivors do not wait for the rest of the set-up."""
     env = lambda rank: {**ASYNC, "FAKE_CUDA_BROKEN": "die"} if rank == 2 else ASYNC  # noqa: E731
@@ -378,9 +331,3 @@ def test_calls_on_host_and_device_that_meet_are_named_with_both_sides(job: Job, 
     assert error_type in ("CollectiveMismatchError", "GroupPoisonedError"), text
     assert "all_reduce(float32[66000], SUM)" in text
     assert "barrier" in text
-
-
-@pytest.mark.parametrize("size", [pytest.param(2, marks=full), 3])
-def test_some_hundred_overlapping_calls_on_two_groups_are_exact(size: int) -> None:
-    """Asynchronous calls whose streams run late by random times."""
-    values(run_ranks(busy, size, 300, env=FAKE))

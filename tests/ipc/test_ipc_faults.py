@@ -11,7 +11,6 @@ import gc
 import itertools
 import os
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,8 +28,6 @@ from ipc_calls import (
     Point,
     bare_group,
     error_of,
-    memfd_count,
-    open_files,
     points,
 )
 from ipc_harness import Job, run_ranks, values
@@ -38,6 +35,7 @@ from ipc_memories import check_exceptions, check_signal
 
 from ray_fracbackend.ipc.protocol.schedule import WRITTEN, Action
 from tests.processes import wait_until
+from tests.soak.belongings import belongings
 
 SEED_ENV_VAR = "RAY_FRACBACKEND_TEST_SEED"
 SIZE = 3
@@ -90,34 +88,30 @@ class Case:
         return f"[rank {self.victim}: {what}, peers {self.peers}, hosts {self.hosts}]"
 
 
-def variants(call: Call) -> dict[str, tuple[Call, tuple[str, ...]]]:
+def variants(call: Call) -> list[tuple[Call, tuple[str, ...]]]:
     """Return calls that differ from `call` in one property, with the text of both in messages."""
     if call.name == "barrier":
-        return {}
-    different = {"dtype": replace(call, dtype=torch.int32)}
+        return []
+    different = [replace(call, dtype=torch.int32)]
     if call.reduces():
-        different["reduce op"] = replace(call, op="MAX")
+        different.append(replace(call, op="MAX"))
     if call.has_root():
-        different["root"] = replace(call, root=1)
+        different.append(replace(call, root=1))
     if call.name == "all_reduce":
-        different["through Gloo"] = replace(call, sparse=True)
-    shapes = {"shape": replace(call, numel=call.numel + 1), "chunks": replace(call, numel=call.numel + NUMEL)}
+        different.append(replace(call, sparse=True))
+    longer = [replace(call, numel=call.numel + more) for more in (1, NUMEL)]
     if not call.name.startswith("all_to_all"):
-        different |= shapes
-        return {kind: (other, (str(call), str(other))) for kind, other in different.items()}
-    found: dict[str, tuple[Call, tuple[str, ...]]]
-    found = {kind: (other, (str(call), str(other))) for kind, other in different.items()}
-    for kind, other in shapes.items():
-        # Sizes may differ by pair there, but both sides of a pair must agree.
-        found[kind] = (other, (f"{4 * call.numel}", f"{4 * other.numel}", " sends ", "which expects"))
-    return found
+        return [(other, (str(call), str(other))) for other in different + longer]
+    # Sizes may differ by pair there, but both sides of a pair must agree.
+    sizes = [(other, (f"{4 * call.numel}", f"{4 * other.numel}", " sends ", "which expects")) for other in longer]
+    return [*((other, (str(call), str(other))) for other in different), *sizes]
 
 
 def mismatches(call: Call) -> Iterator[Case]:
     """Yield cases in which the victim makes another call, one too many or one too few, for each position of the peers."""
     # The next calls of both sides; none may equal the call itself.
     end = BARRIER if call.name != "barrier" else Call("all_reduce", SMALL_NUMEL)
-    others = [*variants(call).values()]
+    others = variants(call)
     others += [(other, (str(call), str(other))) for other in CALLS.values() if other.name != call.name]
     kind = "CollectiveMismatchError"
     cases = [Case((call, end), (other, end), kind, texts) for other, texts in others]
@@ -153,22 +147,10 @@ def cases_of(call: Call, kind: str) -> list[Case]:
     return [replace(case, victim=next(victims)) for case in KINDS[kind](call)]
 
 
-def belongings() -> dict[str, Any]:
-    """Return resources of this process that a process group may have allocated."""
-    with open("/proc/self/maps") as maps:
-        named = sum("/dev/shm/" in line for line in maps)
-    return {
-        "descriptors": len(open_files()),
-        "threads": len(os.listdir("/proc/self/task")),
-        "arenas": memfd_count(),
-        "in /dev/shm": named + sum(name.startswith("/dev/shm/") for name in open_files()),
-    }
-
-
-def prepare(job: Job) -> dict[str, Any]:
+def prepare(job: Job) -> dict[str, int]:
     """Make garbage collection quick and return the resources of this process after one successful group."""
     torch.set_num_threads(1)
-    os.environ.update(SMALL_CHUNKS)
+    os.environ.update(SMALL_CHUNKS, RAY_FRACBACKEND_IPC_HOST="a")
     gc.collect()
     gc.freeze()
     pg = bare_group(job, f"prepare{job.rank}", 0, 1, SETUP_TIMEOUT_S)
@@ -176,16 +158,12 @@ def prepare(job: Job) -> dict[str, Any]:
     pg.shutdown()
     del pg
     gc.collect()
-    return belongings()
+    return held()
 
 
-def leaks_since(before: dict[str, Any]) -> dict[str, Any]:
-    """Return resources beyond `before`; an ended thread may be listed for a moment longer."""
-    gc.collect()
-    deadline = time.monotonic() + 5
-    while (now := belongings()) != before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return {} if now == before else {"now": now, "before": before, "files": open_files()}
+def held() -> dict[str, int]:
+    """Return counts of what this process holds, except its memory."""
+    return {name: number for name, number in belongings().items() if name != "rss_bytes"}
 
 
 def play(job: Job, cases: list[Case]) -> None:
@@ -194,7 +172,8 @@ def play(job: Job, cases: list[Case]) -> None:
     for number, case in enumerate(cases):
         errors = errors_in(job, case, str(number))
         check(case, job.rank, errors)
-        assert leaks_since(before) == {}, case
+        # An ended thread may be listed for a moment longer.
+        assert wait_until(lambda: held() == before, 5), (case, before, held())
 
 
 def errors_in(job: Job, case: Case, name: str) -> list[Error]:
@@ -233,7 +212,6 @@ def step_of(pg: Any, rank: int) -> int:
 
 
 def check(case: Case, rank: int, errors: list[Error]) -> None:
-    """Check the errors of a rank's calls."""
     is_victim = rank == case.victim
     if case.error == "PeerLostError" and is_victim == (len(case.victim_calls) < len(case.calls)):
         assert errors == [], case  # the rank that leaves

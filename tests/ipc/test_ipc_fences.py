@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from ipc_calls import CALLS, SMALL_CHUNKS, bare_group
-from ipc_harness import Job, run_ranks, values
+from ipc_harness import Job, on_ranks
 
 from ray_fracbackend.ipc import knobs
 
@@ -35,17 +36,15 @@ def with_log(job: Job) -> tuple[Any, list[str]]:
     return pg, log
 
 
-def order_of(job: Job) -> list[str]:
-    """Return the steps of a rank in an all_reduce of several chunks: actions, stores of its counter, and fences."""
-    pg, log = with_log(job)
-    pg._local.engine.observer = lambda action, chunk: log.append(action.name)
-    CALLS["all_reduce"](pg).wait()
-    pg.shutdown()
-    return log
+ONE_PASS = ["acquire", "PUT", "copied", "store", "full", "acquire", "reduce"]
+# The sum of a share is announced behind a fence for torch's kernels, and read behind another one.
+TWO_PASSES = [*ONE_PASS[:6], "FOLD", "reduce", "reduce", "release", "store", "full", "acquire"]
 
 
-def order_of_a_prepared_call(job: Job) -> list[str]:
-    """Return the steps of a rank in a call on the prepared path, with the fence after a copy as "copied"."""
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks(limit_s=120, env=lambda rank, size: {knobs.ONE_PASS_BYTES_ENV_VAR: "0"} if size == 3 else {})
+def test_a_prepared_call_has_the_same_fences(job: Job, size: int) -> None:
+    """It reads and writes memory only between them, in one pass and in two; "copied" is the fence after a copy."""
     pg, log = with_log(job)
     memory, waiter = pg._local.engine.transport, pg._local.engine.waiter
     CALLS["all_reduce_small"](pg).wait()
@@ -65,34 +64,22 @@ def order_of_a_prepared_call(job: Job) -> list[str]:
     reduction._function = logged(log, "reduce", reduction._function)
     log.clear()
     CALLS["all_reduce_small"](pg).wait()
-    pg.shutdown()
-    return log
+    expected = ONE_PASS if size == 2 else TWO_PASSES
+    assert log[: len(expected)] == expected
 
 
-def test_a_prepared_call_has_the_same_fences() -> None:
-    """It reads and writes memory only between them."""
-    for log in values(run_ranks(order_of_a_prepared_call, 2, limit_s=120)):
-        assert log[:7] == ["acquire", "PUT", "copied", "store", "full", "acquire", "reduce"]
-
-
-def test_a_prepared_call_in_two_passes_has_the_same_fences() -> None:
-    """The sum of a share is announced behind a fence for torch's kernels, and read behind another one."""
-    env = {knobs.ONE_PASS_BYTES_ENV_VAR: "0"}
-    for log in values(run_ranks(order_of_a_prepared_call, 3, limit_s=120, env=env)):
-        assert log[:5] == ["acquire", "PUT", "copied", "store", "full"]
-        assert log[5:12] == ["acquire", "FOLD", "reduce", "reduce", "release", "store", "full"]
-        assert log[12] == "acquire"
-
-
-def test_every_counter_is_stored_and_read_behind_its_fence() -> None:
+@on_ranks(2, limit_s=120, env=SMALL_CHUNKS)
+def test_every_counter_is_stored_and_read_behind_its_fence(job: Job) -> None:
     """A fence is between data and the counter that announces it, between the counter and the check for sleepers, and before reads."""
-    for log in values(run_ranks(order_of, 2, limit_s=120, env=SMALL_CHUNKS)):
-        stores = [number for number, entry in enumerate(log) if entry == "store"]
-        assert len(stores) >= 3
-        for number in stores:
-            assert log[number - 2 : number + 2] == ["PUBLISH", "release", "store", "full"]
-        # A rank uses others' memory after it has read their counters; a check and the following action happen at once.
-        actions = [number for number, entry in enumerate(log) if entry in ("PUT", "CHECK", "TAKE")]
-        assert {log[number] for number in actions} == {"PUT", "CHECK", "TAKE"}
-        for number in actions:
-            assert log[number - 1] == "acquire" or log[number - 2 : number] == ["acquire", "CHECK"]
+    pg, log = with_log(job)
+    pg._local.engine.observer = lambda action, chunk: log.append(action.name)
+    CALLS["all_reduce"](pg).wait()
+    stores = [number for number, entry in enumerate(log) if entry == "store"]
+    assert len(stores) >= 3
+    for number in stores:
+        assert log[number - 2 : number + 2] == ["PUBLISH", "release", "store", "full"]
+    # A rank uses others' memory after it has read their counters; a check and the following action happen at once.
+    actions = [number for number, entry in enumerate(log) if entry in ("PUT", "CHECK", "TAKE")]
+    assert {log[number] for number in actions} == {"PUT", "CHECK", "TAKE"}
+    for number in actions:
+        assert log[number - 1] == "acquire" or log[number - 2 : number] == ["acquire", "CHECK"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ipc_calls import options
 from ipc_harness import Job, on_ranks
-from torch._C import _distributed_c10d as c10d
 
 import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
 
@@ -22,21 +23,15 @@ Form = Callable[[Any, int], tuple[Any, list[torch.Tensor]]]
 
 
 def own(rank: int, numel: int = 2) -> torch.Tensor:
-    """Return the contribution of a rank."""
     return torch.arange(numel, dtype=torch.float32) + 10 * rank + 1
 
 
 def empty(numel: int = 2) -> torch.Tensor:
-    """Return memory for a result."""
     return torch.zeros(numel)
 
 
-def with_options(kind: str, **fields: Any) -> Any:
-    """Return options of a call that returns at once."""
-    made = getattr(c10d, f"{kind}Options")()
-    for name, value in fields.items():
-        setattr(made, name, value)
-    return made
+# Options of a call that returns at once.
+with_options = partial(options, asyncOp=True)
 
 
 def in_place(pg: Any, rank: int) -> tuple[list[Any], list[torch.Tensor]]:
@@ -138,10 +133,10 @@ def forms() -> Iterator[tuple[str, Form]]:
                 for given in dict.fromkeys([names, ()]):
                     form = called(method, data, given, False, *(value for _, value in more), **dict(named))
                     yield f"{method}, by name {given}, {more}, {named}", form
-    for method, (data, names, options) in BY_LISTS.items():
-        yield f"{method}, options", called(method, data, (), True, options)
-        yield f"{method}, opts=", called(method, data, names, True, opts=options)
-        if method == "broadcast" or not hasattr(options, "rootRank"):
+    for method, (data, names, opts) in BY_LISTS.items():
+        yield f"{method}, options", called(method, data, (), True, opts)
+        yield f"{method}, opts=", called(method, data, names, True, opts=opts)
+        if method == "broadcast" or not hasattr(opts, "rootRank"):
             yield f"{method}, lists", called(method, data, names, True)
     yield "_allgather_base", called("_allgather_base", single(4, 2), ("output", "input"), False)
     scatter = with_options("ReduceScatter", reduceOp=MAX)

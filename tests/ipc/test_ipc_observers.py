@@ -10,19 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from ipc_calls import bare_group
+from ipc_calls import Watching, bare_group
 from ipc_harness import Job, on_ranks, run_ranks, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
 from ray_fracbackend.ipc.group import observers
 
 
 def check_sum(job: Job) -> None:
-    """The group still works."""
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == job.size
@@ -47,18 +45,6 @@ def test_a_profile_has_the_collectives(job: Job) -> None:
         ("ipc:all_reduce", [[2]]),
         ("ipc:barrier", []),
     ]
-
-
-class Watching(TorchDispatchMode):
-    """Records the names of operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ipc_calls import in_child
 from ipc_harness import Job, on_ranks
 
 import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
@@ -22,12 +22,29 @@ from ray_fracbackend.ipc.group.executor import Executor
 
 
 def summed(**how: Any) -> float:
-    """Sum one of each rank."""
     tensor = torch.ones(1)
     work = dist.all_reduce(tensor, **how)
     if work is not None:
         work.wait()
     return tensor.item()
+
+
+def in_child(function: Callable[[], Any]) -> str:
+    """Return the class of the error of a function in a forked child, or its result as text."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = str(function())
+        except BaseException as error:
+            text = type(error).__name__
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    return text
 
 
 @on_ranks(2)
@@ -36,7 +53,8 @@ def test_a_forked_child_cannot_use_its_parents_group(job: Job) -> None:
     job.init()
     summed(async_op=True)
     refused = [summed, lambda: summed(async_op=True), dist.barrier]
-    for use in (*refused, lambda: dist.group.WORLD.abort(), dist.destroy_process_group):  # type: ignore[union-attr]
+    # The last call is on the prepared path.
+    for use in (*refused, summed, lambda: dist.group.WORLD.abort(), dist.destroy_process_group):  # type: ignore[union-attr]
         assert in_child(use) == ("GroupClosedError" if use in refused else "None")
         assert summed() == 2.0
 
@@ -81,6 +99,21 @@ for _ in range(3):
 if rank == 0 and sys.argv[3] == "alone":
     dist.all_reduce(tensor, async_op=True)
 """,
+    "failure": """
+import os, signal, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+import ray_fracbackend.ipc
+rank, limit = int(sys.argv[1]), timedelta(seconds=20)
+dist.init_process_group("ipc", store=dist.FileStore(sys.argv[2], 3), rank=rank, world_size=3, timeout=limit)
+dist.barrier()
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.all_reduce(torch.ones(4), async_op=True, group=dist.new_group(ranks=[0, 1])).wait()
+dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=3))
+queued = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(3)]
+dist.barrier()
+""",
     "watch": """
 import contextlib, os, threading, types, torch
 import ray_fracbackend.ipc.device.watch as watch
@@ -107,19 +140,27 @@ full = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("script", "num_ranks", "last"),
+    ("script", "last", "codes"),
     [
-        pytest.param("fork", 1, "", marks=full),
-        ("calls", 2, "together"),
-        pytest.param("calls", 2, "alone", marks=full),
-        *[pytest.param("watch", 1, "", marks=full)] * 3,
+        pytest.param("fork", "", [0], marks=full),
+        ("calls", "together", [0, 0]),
+        pytest.param("calls", "alone", [0, 0], marks=full),
+        # Rank 2 is stopped; the others have an error, a group that was not shut down, and calls in its queue.
+        pytest.param("failure", "", [1, 1, -signal.SIGKILL], marks=full),
+        *[pytest.param("watch", "", [0], marks=full)] * 3,
     ],
 )
-def test_a_process_ends(script: str, num_ranks: int, last: str, tmp_path: Path) -> None:
-    """In the middle of a call, and with threads in torch's C++ or without them."""
+def test_a_process_ends(script: str, last: str, codes: list[int], tmp_path: Path) -> None:
+    """In the middle of a call, after a failure, and with threads in torch's C++ or without them."""
     command = [sys.executable, "-c", SCRIPTS[script]]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), last]) for rank in range(num_ranks)]
-    assert [rank.wait(100) for rank in ranks] == [0] * num_ranks
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), last]) for rank in range(len(codes))]
+    try:
+        for rank in ranks[:2]:
+            rank.wait(100)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.wait(10) for rank in ranks] == codes
 
 
 @on_ranks(2)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ipc_calls import bare_group, options
-from ipc_harness import Job, run_ranks, values
-from torch.utils._python_dispatch import TorchDispatchMode
+from ipc_calls import Watching, bare_group, options
+from ipc_harness import Job, on_ranks
 
 from ray_fracbackend.ipc._torch import RedOpType as Op
 from ray_fracbackend.ipc.protocol import reductions
@@ -71,26 +69,13 @@ def test_two_of_a_narrow_type_are_rounded_once() -> None:
         assert not reduction._scratch
 
 
-class Divisors(TorchDispatchMode):
-    """Records divisors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Any] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.overloadpacket is torch.ops.aten.div_:
-            self.found.append(args[1])
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_a_mean_on_a_device_is_divided_by_a_number_of_the_device(dtype: torch.dtype) -> None:
     """CUDA multiplies by the reciprocal of a host number, which rounds differently from the division of the CPU."""
     out = torch.empty(8, dtype=dtype, device="meta")
-    with Divisors() as divisors:
+    with Watching() as mode:
         Reduction(dtype, Op.AVG, 3).reduce(out, [torch.empty_like(out) for _ in range(3)])
-    (divisor,) = divisors.found
+    (divisor,) = [args[1] for function, args in mode.seen if function.overloadpacket is torch.ops.aten.div_]
     assert (divisor.device, divisor.dtype) == (out.device, torch.float32)
 
 
@@ -108,44 +93,27 @@ def test_an_operation_may_be_the_enum_or_wrapped() -> None:
     assert plain_op(Op.SUM) == plain_op(dist.ReduceOp(Op.SUM)) == Op.SUM
 
 
-def with_a_nan(job: Job) -> list[tuple[float, float]]:
-    """Compute minimum and maximum of numbers; each rank in turn has a NaN."""
+@pytest.mark.parametrize("hosts", ["aaa", "aab", "abc"])
+@on_ranks(3, limit_s=60, env=lambda rank, hosts: {"RAY_FRACBACKEND_IPC_HOST": hosts[rank]})
+def test_a_nan_is_everywhere_after_min_and_max(job: Job, hosts: str) -> None:
+    """On one host as on several, whichever rank has it."""
     pg = bare_group(job, "nan", job.rank, job.size, 20.0)
-    found = []
     for without in range(job.size):
-        pair = []
         for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
             tensor = torch.full((3,), math.nan if job.rank == without else float(job.rank))
             pg.allreduce([tensor], options("Allreduce", reduceOp=op)).wait()
-            pair.append(tensor[0].item())
-        found.append((pair[0], pair[1]))
-    return found
+            assert bool(tensor.isnan().all()), (without, op)
 
 
-@pytest.mark.parametrize("hosts", ["aaa", "aab", "abc"])
-def test_a_nan_is_everywhere_after_min_and_max(hosts: str) -> None:
-    """On one host as on several, whichever rank has it."""
-    env = lambda rank: {"RAY_FRACBACKEND_IPC_HOST": hosts[rank]}  # noqa: E731
-    for pairs in values(run_ranks(with_a_nan, 3, limit_s=60, env=env)):
-        assert [[math.isnan(value) for value in pair] for pair in pairs] == [[True, True]] * 3
-
-
-def with_factors(job: Job) -> list[list[float]]:
-    """Compute sums of float8 times a number, and of float32 times a tensor that requires a gradient."""
+@on_ranks(2, limit_s=60)
+def test_factors_of_every_kind_are_multiplied_by(job: Job) -> None:
+    """float8 has no product of its own, and a factor that requires a gradient is treated as a number."""
     pg = bare_group(job, "factors", job.rank, job.size, 20.0)
-    factors = [(dtype, 2.0) for dtype in FLOAT8]
-    factors += [(torch.float32, torch.tensor(2.0, requires_grad=True))] * 2
-    found = []
+    factors = [(dtype, 2.0) for dtype in FLOAT8] + [(torch.float32, torch.tensor(2.0, requires_grad=True))] * 2
     for dtype, factor in factors:
         tensor = torch.full((4,), float(job.rank + 1)).to(dtype)
         pg.allreduce([tensor], options("Allreduce", reduceOp=dist._make_nccl_premul_sum(factor))).wait()
         output, parts = torch.empty(1).to(dtype), torch.full((job.size,), float(job.rank + 1)).to(dtype)
         scatter = options("ReduceScatter", reduceOp=dist._make_nccl_premul_sum(factor))
         pg.reduce_scatter_single(output, parts, scatter).wait()
-        found.append([*tensor.float().tolist(), *output.float().tolist()])
-    return found
-
-
-def test_factors_of_every_kind_are_multiplied_by() -> None:
-    """float8 has no product of its own, and a factor that requires a gradient is treated as a number."""
-    assert values(run_ranks(with_factors, 2, limit_s=60)) == [[[6.0] * 5] * (len(FLOAT8) + 2)] * 2
+        assert [*tensor.float().tolist(), *output.float().tolist()] == [6.0] * 5, dtype

@@ -1,4 +1,4 @@
-"""Set-up of a group: support, hosts, memory limits, processes that die during it, waiting ranks."""
+"""Set-up of a group: support, hosts, memory limits, processes that die during it, waiting ranks; and its memory in a long run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from ipc_calls import CALLS, bare_group, filled, memfd_count, open_memfds, options, shared_names
+from ipc_calls import CALLS, bare_group, filled, mapped_arenas, options, shared_names
 from ipc_harness import Job, on_ranks, run_ranks, values
+from ipc_workloads import overlap
 
 from ray_fracbackend import ipc
 from ray_fracbackend.ipc import CollectiveTimeoutError, IpcUnavailableError, host_id, host_memory_support, knobs
@@ -31,56 +33,44 @@ from ray_fracbackend.ipc.host.liveness import Peer, start_time
 from ray_fracbackend.ipc.protocol import hierarchy
 from ray_fracbackend.ipc.protocol.setup import Membership
 from tests.processes import wait_until
+from tests.soak.belongings import belongings
 
 
 def test_support_leaves_nothing_behind() -> None:
     """The probe needs no process group and keeps no descriptor, mapping or file."""
-    before, named = (len(os.listdir("/proc/self/fd")), memfd_count()), shared_names()
+    before, named = belongings(), shared_names()
     assert host_memory_support() is None
-    assert (len(os.listdir("/proc/self/fd")), memfd_count()) == before
+    assert [name for name in ("descriptors", "shared_memory") if belongings()[name] != before[name]] == []
     assert shared_names() <= named
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "value", "reason"),
+    ("support_of", "owner", "name", "value", "reason"),
     [
-        (atomics.platform, "machine", lambda: "x86_64", ""),
-        (atomics.platform, "machine", lambda: "riscv64", "riscv64"),
-        (atomics.platform, "machine", lambda: "aarch64", "libatomic.so.1"),
-        (sys, "platform", "win32", "win32"),
+        (host_memory_support, atomics.platform, "machine", lambda: "x86_64", None),
+        (host_memory_support, atomics.platform, "machine", lambda: "riscv64", "riscv64"),
+        (host_memory_support, atomics.platform, "machine", lambda: "aarch64", "libatomic.so.1"),
+        (host_memory_support, sys, "platform", "win32", "win32"),
         # A wait for functional collectives would never end.
-        (support, "HAS_PYTHON_GROUPS", False, "torch 2.7"),
+        (host_memory_support, support, "HAS_PYTHON_GROUPS", False, "torch 2.7"),
+        # What tests/gpu finds out needs a device.
+        (ipc.device_memory_support, sys, "platform", "win32", "win32"),
+        (ipc.device_memory_support, platform, "release", lambda: "5.10.120-tegra", "Tegra"),
+        (ipc.device_memory_support, torch.version, "cuda", None, "without CUDA"),
+        (ipc.device_memory_support, torch.cuda, "is_available", lambda: False, "no CUDA device"),
+        (ipc.device_memory_support, torch.cuda, "device_count", lambda: 0, "no device 0"),
     ],
 )
 def test_support_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, reason: str
+    monkeypatch: pytest.MonkeyPatch, support_of: Any, owner: Any, name: str, value: Any, reason: str | None
 ) -> None:
-    """A CPU without known memory ordering, another system, an older torch."""
+    """A CPU without known memory ordering, another system, an older torch, no device."""
     monkeypatch.setattr(atomics, "_libatomic_fence", lambda: None)
-    monkeypatch.setattr(owner, name, value)
-    found = host_memory_support()
-    assert reason in (found or "")
-    assert bool(found) == bool(reason)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "value", "reason"),
-    [
-        (sys, "platform", "win32", "win32"),
-        (platform, "release", lambda: "5.10.120-tegra", "Tegra"),
-        (torch.version, "cuda", None, "without CUDA"),
-        (torch.cuda, "is_available", lambda: False, "no CUDA device"),
-        (torch.cuda, "device_count", lambda: 0, "no device 0"),
-    ],
-)
-def test_support_of_device_memory_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any, reason: str
-) -> None:
-    """What tests/gpu finds out needs a device."""
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(owner, name, value)
-    assert reason in str(ipc.device_memory_support(0))
+    found = support_of()
+    assert found is None if reason is None else reason in found
 
 
 def test_fences_from_libatomic_work_here() -> None:
@@ -245,11 +235,11 @@ def test_a_dropped_group_frees_its_memory(job: Job) -> None:
     pg = bare_group(job, "release", job.rank, job.size, 30.0)
     for call in CALLS.values():
         call(pg)
-    assert (open_memfds(), memfd_count()) == (1, 1)
+    assert len(mapped_arenas()) == 2
     pg.shutdown()
     del pg, call
     gc.collect()
-    assert (open_memfds(), memfd_count()) == (0, 0)
+    assert mapped_arenas() == []
 
 
 @on_ranks(2)
@@ -338,3 +328,17 @@ def test_a_new_time_limit_reaches_every_part(job: Job) -> None:
     dist.all_reduce(torch.ones(1))
     group: Any = dist.group.WORLD
     assert group._timeout_s == group._leaders.options._timeout.total_seconds() == 7.0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("size", "num_calls"), [(2, 3000), (2, 100_000), (3, 100_000)])
+@on_ranks(limit_s=550)
+def test_many_collectives_are_exact_and_leak_no_memory(job: Job, size: int, num_calls: int) -> None:
+    """Small and large ones on two groups; the memory of a process that is not shared stays."""
+    job.init()
+    groups, sizes = [dist.new_group(), dist.new_group()], (*range(1, 2000, 20), 1_000_003)
+    overlap(job, groups, num_calls // 5, sizes)
+    before = psutil.Process().memory_info()
+    overlap(job, groups, num_calls, sizes)
+    after = psutil.Process().memory_info()
+    assert (after.rss - after.shared) - (before.rss - before.shared) < 8 << 20

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from ipc_harness import Job, on_ranks, run_ranks, values
+from ipc_harness import Job, run_ranks, values
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -33,13 +33,11 @@ class Net(torch.nn.Module):
         self.last = torch.nn.Linear(64, 4)
 
     def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
-        """Run it."""
         x = torch.relu(self.norm(self.first(x)))
         return self.last(x if skip else torch.relu(self.sometimes(x)))
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    """Return a rank's input of a step."""
     return torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
@@ -61,6 +59,13 @@ def train(group: dist.ProcessGroup, hook: Any = None, no_sync: bool = False, ski
             optimizer.step()
             optimizer.zero_grad()
     return {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+
+
+def take_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> None:
+    for step in range(num_steps):
+        model(batch(dist.get_rank(), step)).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def bf16_hook(group, bucket):  # type: ignore[no-untyped-def]  (torch compares annotations by identity)
@@ -98,31 +103,23 @@ def ddp_join(job: Job, backend: str) -> dict[str, Any]:
     model = DDP(torch.nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.join(divide_by_initial_world_size=False):
-        for step in range(2 + dist.get_rank()):
-            model(batch(dist.get_rank(), step)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, optimizer, 2 + dist.get_rank())
     return model.module.state_dict()
 
 
 def zero_optimizer(job: Job, backend: str) -> dict[str, Any]:
-    """Run some steps of a sharded Adam."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # late, because it imports all of FSDP
 
     job.init(backend)
     torch.manual_seed(0)
     model = DDP(Net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    for step in range(3):
-        model(batch(dist.get_rank(), step)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer)
     optimizer.consolidate_state_dict(to=0)
     return model.module.state_dict()
 
 
 def fsdp(job: Job, backend: str) -> list[torch.Tensor]:
-    """Run some steps of FSDP2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     job.init(backend)
@@ -138,10 +135,7 @@ def fsdp(job: Job, backend: str) -> list[torch.Tensor]:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        for step in range(3):
-            model(batch(job.rank, step)).float().pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, optimizer)
         results += [parameter.full_tensor().detach() for parameter in model.parameters()]
     return results
 
@@ -169,10 +163,7 @@ def compiled(job: Job, backend: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
         model, optimizer = torch.compile(DDP(net), backend="aot_eager"), torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(3):
-            model(batch(job.rank, step)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, optimizer)
         found += [parameter.detach() for parameter in net.parameters()]
     return [tensor + 0 for tensor in found]
 
@@ -234,25 +225,6 @@ def meshes_and_objects(job: Job) -> None:
             dist.all_reduce(tensor)
     dist.barrier()
     assert [tensor.tolist() for tensor in coalesced] == [[6.0] * 2, [6.0] * 3]
-
-
-@on_ranks(2)
-def test_distributed_checkpoint(job: Job, tmp_path: Path) -> None:
-    """A sharded model that was saved with ipc loads with ipc."""
-    import torch.distributed.checkpoint as dcp  # late, because it imports all of FSDP
-    from torch.distributed.fsdp import fully_shard
-
-    job.init()
-    models = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        models.append(fully_shard(torch.nn.Linear(8, 6)))
-    dcp.save({"model": models[0].state_dict()}, checkpoint_id=tmp_path / "checkpoint")
-    state = {"model": models[1].state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
-    models[1].load_state_dict(state["model"])
-    for saved, loaded in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(saved.full_tensor(), loaded.full_tensor())
 
 
 def odd_uses(job: Job) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from ipc_calls import control_pages, this_process
+from ipc_calls import control_pages, waiter_of
 
 from ray_fracbackend.ipc import knobs
 from ray_fracbackend.ipc.errors import CollectiveTimeoutError
@@ -58,8 +58,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return found
 
 
-def waiter_of(kernel: Kernel) -> waiting.Waiter:
-    found = waiting.Waiter(kernel.page, kernel.address, [this_process()] * 2, ["rank 0", "rank 1"])
+def waiter_on(kernel: Kernel) -> waiting.Waiter:
+    found = waiter_of(kernel.page, kernel.address)
     found._futex.wait = kernel.sleep  # type: ignore[method-assign]
     found._let_threads_run = kernel.pass_time  # type: ignore[assignment, return-value]
     return found
@@ -77,7 +77,7 @@ def sleeps(kernel: Kernel, waiter: waiting.Waiter, delay_us: float, num_waits: i
 
 def test_polling_fits_the_length_of_waits(kernel: Kernel) -> None:
     """A peer that comes within the longest poll costs no wake-up, one that needs milliseconds soon almost no polling, and back again."""
-    waiter = waiter_of(kernel)
+    waiter = waiter_on(kernel)
     assert sleeps(kernel, waiter, 100, 20) == 0
     assert sleeps(kernel, waiter, 5000, 20) == 20
     assert waiter._spin_us == waiting._MIN_SPIN_US
@@ -86,7 +86,7 @@ def test_polling_fits_the_length_of_waits(kernel: Kernel) -> None:
 
 def test_a_yield_that_costs_a_time_slice_is_not_repeated_soon(kernel: Kernel) -> None:
     """Beside a process that never sleeps, each yield would cost milliseconds; without one, yields resume."""
-    waiter = waiter_of(kernel)
+    waiter = waiter_on(kernel)
     kernel.yield_us = 3000.0
     sleeps(kernel, waiter, 100, 1000)
     assert kernel.num_yields < 10
@@ -99,7 +99,7 @@ def test_a_yield_that_costs_a_time_slice_is_not_repeated_soon(kernel: Kernel) ->
 def test_with_more_ranks_than_cores_a_yield_goes_to_a_rank(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is worth its time, however long."""
     monkeypatch.setattr(kernel, "sched_getaffinity", lambda pid: {0})
-    waiter = waiter_of(kernel)
+    waiter = waiter_on(kernel)
     kernel.yield_us = 3000.0
     assert sleeps(kernel, waiter, 100, 100) == 0
     assert kernel.num_yields == 100
@@ -107,7 +107,7 @@ def test_with_more_ranks_than_cores_a_yield_goes_to_a_rank(kernel: Kernel, monke
 
 def test_a_moments_wait_before_a_later_chunk(kernel: Kernel) -> None:
     """A rank polls for a peer that is nearly there, and for a shorter and shorter time for one that is not; it never sleeps for it."""
-    waiter = waiter_of(kernel)
+    waiter = waiter_on(kernel)
     kernel.step, kernel.due_us = 1, 100.0
     assert waiter.poll(1, WRITTEN, 1)
     for _ in range(10):
@@ -137,10 +137,9 @@ def test_a_timeout_names_the_rank_that_the_others_wait_for(
     for rank, position in enumerate(positions):
         for kind in (WRITTEN, READ, DONE):
             page.words[page.counter_index[rank] + kind] = position
-    peers = [this_process() for _ in positions]
+    waiter = waiter_of(page, address, 3)
     if stopped is not None:
-        monkeypatch.setattr(peers[stopped], "state", lambda: "stopped")
-    waiter = waiting.Waiter(page, address, peers, ["rank 0", "rank 1", "rank 2"])
+        monkeypatch.setattr(waiter.peers[stopped], "state", lambda: "stopped")
     state = "stopped" if stopped == named else "running"
     with pytest.raises(
         CollectiveTimeoutError, match=rf"^rank {named} \(pid \d+, {state}\) did not reach a test in time"
@@ -153,7 +152,7 @@ def test_sleepers_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_SLICE_S", 3600.0)
     monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, "0")
     pages, address = control_pages(2)
-    sleeper, publisher = (waiting.Waiter(page, address, [this_process()] * 2, ["rank 0", "rank 1"]) for page in pages)
+    sleeper, publisher = (waiter_of(page, address) for page in pages)
     steps = range(1, 11)
 
     def sleep_for_each_step() -> None:
@@ -177,7 +176,7 @@ def test_a_rank_that_polls_lets_other_threads_run(monkeypatch: pytest.MonkeyPatc
     """Python takes its lock from no thread here, so the polling thread must release it."""
     monkeypatch.setenv(knobs.SPIN_US_ENV_VAR, str(1_000_000))
     (page, _), address = control_pages(2)
-    waiter = waiting.Waiter(page, address, [this_process()] * 2, ["rank 0", "rank 1"])
+    waiter = waiter_of(page, address)
     polls, before, met = threading.Event(), sys.getswitchinterval(), []
 
     def wait() -> None:
@@ -200,7 +199,7 @@ def test_a_rank_that_polls_lets_other_threads_run(monkeypatch: pytest.MonkeyPatc
 
 def test_poison_wakes_everybody(kernel: Kernel) -> None:
     """Sleepers on every rank's bell are woken and read the poison."""
-    waiter, woken = waiter_of(kernel), []
+    waiter, woken = waiter_on(kernel), []
     waiter._futex.wake = lambda offset: woken.append((offset, waiter.is_poisoned()))  # type: ignore[method-assign]
     waiter.poison("a reason")
     assert woken == [(index * 8, True) for index in kernel.page.bell_index]

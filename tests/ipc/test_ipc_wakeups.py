@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
-from ipc_calls import control_pages, this_process
+from ipc_calls import control_pages, waiter_of
 
 from ray_fracbackend.ipc import knobs
 from ray_fracbackend.ipc.protocol import waiting
 from ray_fracbackend.ipc.protocol.schedule import WRITTEN
 
-Ranks = Sequence[Callable[[waiting.Waiter], None]]
+Rank = Sequence[Callable[[waiting.Waiter], None]]
 
 
 class Turns:
@@ -125,23 +126,27 @@ class Kernel:
         self._turns.wake(offset)
 
 
-def play(ranks: Ranks, choices: Sequence[int]) -> Turns:
-    """Run one interleaving."""
+def take(steps: Rank, waiter: waiting.Waiter) -> None:
+    for step in steps:
+        step(waiter)
+
+
+def play(ranks: Sequence[Rank], choices: Sequence[int]) -> Turns:
     turns = Turns(choices)
     pages, address = control_pages(len(ranks))
     waiters = []
     for page in pages:
         words = page.words
         page.words, page._bytes = Points(words, turns), Points(page._bytes, turns)  # type: ignore[assignment]
-        waiter = waiting.Waiter(page, address, [this_process()] * len(ranks), [f"rank {r}" for r in range(len(ranks))])
+        waiter = waiter_of(page, address, len(ranks))
         waiter._futex = Kernel(words, turns)  # type: ignore[assignment]
         waiter._raise_if_hopeless = lambda *_: None  # type: ignore[method-assign]
         waiters.append(waiter)
-    turns.run([lambda rank=rank: ranks[rank](waiters[rank]) for rank in range(len(ranks))])  # type: ignore[misc]
+    turns.run([partial(take, *rank) for rank in zip(ranks, waiters, strict=True)])
     return turns
 
 
-def interleavings(ranks: Ranks, bound: int) -> Iterator[Turns]:
+def interleavings(ranks: Sequence[Rank], bound: int) -> Iterator[Turns]:
     """Yield all interleavings with at most this number of preemptions."""
     prefixes: list[tuple[list[int], int]] = [([], 0)]
     while prefixes:
@@ -157,41 +162,19 @@ def interleavings(ranks: Ranks, bound: int) -> Iterator[Turns]:
                     prefixes.append(([*chosen[:place], other], cost))
 
 
-def publishes(*numbers: int) -> Callable[[waiting.Waiter], None]:
-    """A rank that announces these chunks."""
-
-    def rank(waiter: waiting.Waiter) -> None:
-        for number in numbers:
-            waiter.publish(number, number, number)
-
-    return rank
+def publish(number: int) -> Callable[[waiting.Waiter], None]:
+    return lambda waiter: waiter.publish(number, number, number)
 
 
-def waits(*numbers: int, peer: int = 0) -> Callable[[waiting.Waiter], None]:
-    """A rank that waits for these chunks of another rank."""
-
-    def rank(waiter: waiting.Waiter) -> None:
-        for number in numbers:
-            waiter.wait(peer, WRITTEN, number, 1e12, "a test")
-
-    return rank
+def wait(number: int, peer: int = 0) -> Callable[[waiting.Waiter], None]:
+    return lambda waiter: waiter.wait(peer, WRITTEN, number, 1e12, "a test")
 
 
-def meets(peer: int) -> Callable[[waiting.Waiter], None]:
-    """A rank that announces and waits for the other one."""
-
-    def rank(waiter: waiting.Waiter) -> None:
-        for number in (1, 2):
-            waiter.publish(number, number, number)
-            waiter.wait(peer, WRITTEN, number, 1e12, "a test")
-
-    return rank
-
-
-CASES = {
-    "one sleeper": ([publishes(1, 2), waits(1, 2)], 2),
-    "a meeting": ([meets(1), meets(0)], 2),
-    "two sleepers": ([publishes(1, 2), waits(1, 2), waits(2)], 2),
+# Ranks, each with the chunks that it announces and waits for, and the number of preemptions.
+CASES: dict[str, tuple[list[Rank], int]] = {
+    "one sleeper": ([[publish(1), publish(2)], [wait(1), wait(2)]], 2),
+    "a meeting": ([[publish(1), wait(1, peer), publish(2), wait(2, peer)] for peer in (1, 0)], 2),
+    "two sleepers": ([[publish(1), publish(2)], [wait(1), wait(2)], [wait(2)]], 2),
 }
 
 

@@ -1,4 +1,7 @@
-"""Backend ``staged``, and ipc without device memory, with a fake device whose streams run late."""
+"""Tensors of a fake device whose streams run late, on each way of ipc and ``staged``; and what is special about staging.
+
+test_ipc_device.py tests what is special about device memory.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,19 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
-import fake_cuda
 import pytest
 import torch
 import torch.distributed as dist
-from fake_cuda import FakeEvent, FakeGpu, FakeStream
+from fake_cuda import FakeCuda, FakeEvent, FakeGpu, FakeStream
 from ipc_calls import DEVICE_CALLS, DEVICE_NUMEL, bare_group, error_of, options, strike
-from ipc_conformance_calls import aliased
 from ipc_harness import Job, on_ranks, run_ranks, values
-from ipc_memories import LOST, check_exceptions, check_random, check_signal, staged_group, staged_points
+from ipc_memories import LOST, MEMORIES, check_exceptions, check_random, check_signal, staged_group
 from ipc_table import SMALL_CHUNKS, check_table
-from ipc_workloads import busy
+from ipc_workloads import aliased, busy
 from test_ipc_torch import FUNCTIONS, USES, check_as_on_gloo
 
 from ray_fracbackend.ipc.device import staged
@@ -33,13 +33,14 @@ STAGED = {**FAKE, "IPC_TEST_BACKEND": "staged", "IPC_TEST_STAGED": "over shared 
 OVER_GLOO = {**STAGED, "RAY_FRACBACKEND_STAGED_INNER": "gloo", "IPC_TEST_STAGED": "over Gloo: "}
 # ipc without device memory.
 IN_IPC = {**FAKE, "FAKE_CUDA_BROKEN": "missing", "IPC_TEST_STAGED": "rank 0: the fake device is missing"}
-WAYS = {"over ipc": STAGED, "over Gloo": OVER_GLOO, "in ipc": IN_IPC}
+WAYS = {"over ipc": STAGED, "over Gloo": OVER_GLOO, "in ipc": IN_IPC, "device": FAKE}
 full = pytest.mark.full
 _linux = pytest.mark.linux(reason="needs shared host memory")
-ALL_WAYS = [pytest.param("over ipc", marks=_linux), "over Gloo", pytest.param("in ipc", marks=_linux)]
-BOTH_WAYS = ALL_WAYS[:2]
+STAGED_WAYS = [pytest.param("over ipc", marks=_linux), "over Gloo", pytest.param("in ipc", marks=_linux)]
+BOTH_WAYS = STAGED_WAYS[:2]
 # For tests above the inner backend. Windows has only Gloo.
-ONE_WAY = [ALL_WAYS[0], pytest.param("over Gloo", marks=full(but="win32"))]
+ONE_WAY = [STAGED_WAYS[0], pytest.param("over Gloo", marks=full(but="win32"))]
+DEVICE = pytest.param("device", marks=_linux)
 # Callers also have a stream, so nothing blocks on a device whose peer is dead.
 ASYNC = {"FAKE_CUDA_ASYNC": "1"}
 DTYPES = [torch.float32, torch.bfloat16, torch.uint16, torch.bool]
@@ -55,11 +56,11 @@ def of_way_async(rank: int, way: str, **_: Any) -> dict[str, str]:
     return {**WAYS[way], **ASYNC}
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("way", [*STAGED_WAYS, pytest.param("device", marks=[_linux, full])])
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=full) for size in (1, 3, 4))])
 def test_every_collective_matches_the_reference(size: int, way: str, full: bool) -> None:
-    """The table of the host's tests, each chunk through pinned memory."""
-    env = dict(WAYS[way])
+    """The table of the host's tests, each chunk through pinned or device memory, with both ways to reduce there."""
+    env = {**WAYS[way], "RAY_FRACBACKEND_IPC_DEVICE_REDUCE": "split" if size == 3 else "leader"}
     if way == "in ipc" and size == 1:  # it needs neither
         del env["IPC_TEST_STAGED"]
     check_table(size, DTYPES, full, env)
@@ -94,10 +95,13 @@ def test_input_and_output_may_share_memory(way: str, numel: int) -> None:
     values(run_ranks(aliased, 3, numel, env=WAYS[way]))
 
 
-@pytest.mark.parametrize("way", [*ONE_WAY, pytest.param("in ipc", marks=[_linux, full])])
+@pytest.mark.parametrize("way", [*ONE_WAY, pytest.param("in ipc", marks=[_linux, full]), DEVICE])
 @pytest.mark.parametrize("use", USES)
 def test_uses(use: Callable[[Job], None], way: str) -> None:
-    """Buckets use futures that complete only after the device has reached them; tensors that are not dense use Gloo."""
+    """Buckets use futures that complete only after the device has reached them; tensors that are not dense use Gloo.
+
+    Sub-groups have their own device memory.
+    """
     values(run_ranks(use, USES[use], env=WAYS[way]))
 
 
@@ -109,7 +113,7 @@ def test_same_results_as_on_gloo(function: Callable[..., Any], way: str) -> None
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=full)])
-@pytest.mark.parametrize("way", ONE_WAY)
+@pytest.mark.parametrize("way", [*ONE_WAY, DEVICE])
 def test_some_hundred_overlapping_calls_on_two_groups_are_exact(way: str, size: int) -> None:
     """Asynchronous calls of groups that share pinned buffers, on streams that run late by random times."""
     values(run_ranks(busy, size, 300, env=WAYS[way]))
@@ -131,33 +135,41 @@ def test_buffers_made_in_inference_mode_serve_other_calls(job: Job, way: str) ->
 # Failures.
 
 
-@pytest.mark.parametrize("way", BOTH_WAYS)
-@pytest.mark.parametrize(
-    "name",
-    ["all_reduce", *(pytest.param(n, marks=full) for n in DEVICE_CALLS if n not in ("all_reduce", "barrier"))],
-)
+def memory_of(way: str) -> str:
+    return "device" if way == "device" else "staged"
+
+
+# A barrier moves nothing and runs on the host.
+MOVING = [name for name in DEVICE_CALLS if name not in ("all_reduce", "barrier")]
+
+
+@pytest.mark.parametrize("way", [*BOTH_WAYS, DEVICE])
+@pytest.mark.parametrize("name", ["all_reduce", *(pytest.param(name, marks=full) for name in MOVING)])
 def test_a_killed_rank_is_reported_at_every_step(name: str, way: str, full: bool) -> None:
-    """Both survivors raise an error at once."""
-    check_signal(name, "kill", {**WAYS[way], **ASYNC}, staged_points(name)[:: 1 if full else 3], "staged")
+    """Both survivors raise an error at once, and leave without waiting for the device."""
+    points = MEMORIES[memory_of(way)].points(name, 3)[:: 1 if full else 3]
+    check_signal(name, "kill", {**WAYS[way], **ASYNC}, points, memory_of(way))
 
 
-@pytest.mark.parametrize("way", [BOTH_WAYS[0], pytest.param(BOTH_WAYS[1], marks=full(but="win32"))])
+@pytest.mark.parametrize("way", [*ONE_WAY, pytest.param("device", marks=[_linux, full])])
 def test_a_stopped_rank_is_reported(way: str) -> None:
     """Both survivors raise an error after the deadline, or when the other has."""
-    check_signal("all_reduce", "stop", {**WAYS[way], **ASYNC}, staged_points("all_reduce")[1:9:5], "staged")
+    points = MEMORIES[memory_of(way)].points("all_reduce", 3)
+    points = points if way == "device" else points[1:9:5]
+    check_signal("all_reduce", "stop", {**WAYS[way], **ASYNC}, points, memory_of(way))
 
 
-@pytest.mark.parametrize("way", BOTH_WAYS)
+@pytest.mark.parametrize("way", [*BOTH_WAYS, DEVICE])
 def test_an_exception_at_any_step_reaches_every_rank(way: str) -> None:
     """The failed rank raises its own error; the others raise an error with its message soon."""
-    check_exceptions(3, {**WAYS[way], **ASYNC}, "staged")
+    check_exceptions(3, {**WAYS[way], **ASYNC}, memory_of(way))
 
 
-@pytest.mark.parametrize("way", BOTH_WAYS)
+@pytest.mark.parametrize("way", [*BOTH_WAYS, DEVICE])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=full) for n in range(1, 20))])
 def test_random_faults_in_random_schedules(seed: int, way: str) -> None:
     """After any fault at any time, every surviving rank raises an error soon."""
-    check_random(seed, "staged", {**WAYS[way], **ASYNC})
+    check_random(seed, memory_of(way), {**WAYS[way], **ASYNC})
 
 
 @pytest.mark.parametrize(
@@ -192,7 +204,7 @@ def test_a_device_that_hangs_ends_the_call_on_every_rank(job: Job, way: str) -> 
     pg.set_timeout(timedelta(seconds=1.5 if job.rank == 0 else 15))
     if job.rank == 0:
         stream = next(iter(pg._device_side._streams.values())).stream
-        stream.wait_event(FakeEvent(fake_cuda.FakeCuda.gpu, [1, 0]))
+        stream.wait_event(FakeEvent(FakeCuda.gpu, [1, 0]))
     error_type, text, seconds = error_of(lambda: DEVICE_CALLS["all_reduce"](pg))
     assert error_type in (LOST if job.rank else ("CollectiveTimeoutError",))
     assert job.rank or "The device of this rank did not reach all_reduce(float32[66000], SUM) in time" in text
@@ -211,7 +223,7 @@ def test_ranks_that_call_different_collectives_get_an_error_with_both(job: Job, 
 
 
 @pytest.mark.parametrize(("name", "value"), [("CHUNK_BYTES", "1k"), ("INNER", "tcp")])
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("way", STAGED_WAYS)
 @on_ranks(
     2,
     limit_s=60,
@@ -255,15 +267,18 @@ def test_the_pool_of_pinned_buffers_is_shared_and_bounded(job: Job) -> None:
     assert sum(sizes) <= 3 * 2 * 65536
 
 
-def test_the_next_user_of_a_buffer_waits_for_the_last() -> None:
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    FakeCuda.gpu = FakeGpu(0)
+    yield FakeCuda.gpu
+    FakeCuda.gpu.close()
+
+
+def test_the_next_user_of_a_buffer_waits_for_the_last(gpu: FakeGpu) -> None:
     """The next user's stream waits, whatever stream the last copies are on."""
-    gpu = FakeGpu(0)
     gpu.running.clear()  # nothing has run yet
     first, second = FakeStream(gpu), FakeStream(gpu)
-    runtime: Any = SimpleNamespace(
-        pinned=lambda n: torch.empty(n, dtype=torch.uint8), new_event=lambda: FakeEvent(gpu, [0, 0])
-    )
-    pool, done, address = staged.PinnedPool(runtime), [], 0
+    pool, done, address = staged.PinnedPool(FakeCuda(torch.device("cpu"))), [], 0
     for name, stream in (("first", first), ("second", second)):
         with pool.borrow(1, 100, stream) as buffers:
             stream.issue(lambda name=name: done.append(name))
@@ -274,32 +289,17 @@ def test_the_next_user_of_a_buffer_waits_for_the_last() -> None:
     gpu.running.set()
     first.synchronize()
     second.synchronize()
-    gpu.close()
     assert done == ["first", "second"]
 
 
-def test_a_buffer_above_the_bound_is_not_kept() -> None:
+def test_a_buffer_above_the_bound_is_not_kept(gpu: FakeGpu) -> None:
     """The least recently used buffer is freed."""
-
-    class Runtime:
-        def pinned(self, num_bytes: int) -> torch.Tensor:
-            return torch.empty(num_bytes, dtype=torch.uint8)
-
-        def new_event(self) -> Any:
-            return self
-
-        def record(self, stream: Any) -> None:
-            pass
-
-        wait_event = record
-
-    runtime: Any = Runtime()
-    pool = staged.PinnedPool(runtime, 300_000)
+    pool, stream = staged.PinnedPool(FakeCuda(torch.device("cpu")), 300_000), FakeStream(gpu)
     for num_bytes in (1, 70_000, 200_000):
-        with pool.borrow(1, num_bytes, runtime):
+        with pool.borrow(1, num_bytes, stream):
             pass
     assert [buffer.numel() for buffer, _ in pool._idle] == [262_144]
-    with pytest.raises(ZeroDivisionError), pool.borrow(1, 200_000, runtime):
+    with pytest.raises(ZeroDivisionError), pool.borrow(1, 200_000, stream):
         raise ZeroDivisionError  # the stream's state after it is undefined
     assert pool._idle == []
 

@@ -6,15 +6,19 @@ With --full stock's start runs too where only its failure shows that the names a
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import net_calls
 import pytest
-from net_nodes import Node, address, own_interface
+import torch.distributed as dist
+from net_nodes import Node, Worker, address, own_interface
 from net_starts import ours, probe, start, stock
 
-from ray_fracbackend.decide.rendezvous import plan_rendezvous
+from ray_fracbackend.decide.rendezvous import Rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.errors import (
     BackendUnavailableError,
@@ -29,14 +33,22 @@ FAILED_CONNECT = "has failed to connect"
 Nodes = tuple[Node, Node]
 
 
+def works(
+    nodes: Sequence[Node], folder: Path, node_ips: Sequence[str] | None = None, options: Any = None, **env: str
+) -> tuple[Rendezvous, list[Worker]]:
+    """Run our start, whose ranks must compute the correct sum."""
+    results, plan, workers = ours(nodes, folder, node_ips, options, **env)
+    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    return plan, workers
+
+
 @pytest.mark.full
 def test_t1_v6only_sockets_warn_and_still_start(two_nodes: Nodes, tmp_path: Path) -> None:
     """If IPv6 sockets accept no IPv4, as on Windows, c10d logs a failure with a foreign name, and the start works."""
     node = two_nodes[0]
     node.sysctl(bindv6only=1)
     node.hosts("127.0.0.1 huya.com", f"127.0.0.1 {node.hostname}")
-    results, plan, workers = ours([node, node], tmp_path)
-    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    plan, workers = works([node, node], tmp_path)
     assert plan.master_addr == "127.0.0.1"
     assert FAILED_CONNECT in "".join(worker.log.read_text() for worker in workers)
 
@@ -69,8 +81,7 @@ def test_t3_t4_wrong_host_names_do_not_matter(two_nodes: Nodes, tmp_path: Path, 
         results, _ = stock(two_nodes, tmp_path, two_nodes[0].ip, timeout_s=1.5)
         assert SUM_OF_TWO not in results
         assert any(isinstance(result, RuntimeError) for result in results)
-    results, plan, workers = ours(two_nodes, tmp_path)
-    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    plan, workers = works(two_nodes, tmp_path)
     assert plan.master_addr == two_nodes[0].ip
     assert [worker.call(os.getenv, "GLOO_SOCKET_IFNAME") for worker in workers] == ["eth0", "eth0"]
 
@@ -84,8 +95,7 @@ def test_t5_names_of_different_families_do_not_matter(two_nodes: Nodes, tmp_path
         results, _ = stock(two_nodes, tmp_path, first.ip, timeout_s=1.5)
         assert SUM_OF_TWO not in results
         assert any("ss_family" in str(result) for result in results)
-    results, _, _ = ours(two_nodes, tmp_path)
-    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    works(two_nodes, tmp_path)
 
 
 def test_t6_ipv6_literals_go_without_brackets(two_nodes: Nodes, tmp_path: Path) -> None:
@@ -95,18 +105,10 @@ def test_t6_ipv6_literals_go_without_brackets(two_nodes: Nodes, tmp_path: Path) 
         node.hosts(f"{node.ip6} {node.hostname}")
     for init_method in ("env", "tcp"):
         options = Settings(init_method=init_method)
-        results, plan, _ = ours(two_nodes, tmp_path, [node.ip6 for node in two_nodes], options)
-        assert results == [SUM_OF_TWO, SUM_OF_TWO]
+        plan, _ = works(two_nodes, tmp_path, [node.ip6 for node in two_nodes], options)
         assert plan.master_addr == two_nodes[0].ip6
     with pytest.raises(ValueError, match="without scheme, port, brackets"):
         Settings(master_addr=f"[{two_nodes[0].ip6}]")
-
-
-def test_t7_loopback_between_nodes_is_refused(two_nodes: Nodes, tmp_path: Path) -> None:
-    """Nodes that know each other as 127.0.0.1 are an error before any rank waits."""
-    facts, _ = probe(two_nodes, tmp_path, ["127.0.0.1", "127.0.0.1"])
-    with pytest.raises(RendezvousError, match=r"a loopback address of ranks 0,1 .*--node-ip-address"):
-        plan_rendezvous(facts, Settings(), "gloo", facts[0].network.store_port)
 
 
 def test_t7_an_explicit_loopback_address_is_tried(two_nodes: Nodes, tmp_path: Path) -> None:
@@ -121,8 +123,7 @@ def test_t8_ipv6_switched_off(two_nodes: Nodes, tmp_path: Path) -> None:
     """With IPv6 disabled in the kernel the start works over IPv4."""
     for node in two_nodes:
         node.sysctl(conf__all__disable_ipv6=1)
-    results, _, _ = ours(two_nodes, tmp_path)
-    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    works(two_nodes, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +144,37 @@ def test_t11_taken_ports_are_named_at_once(
         probe([node], tmp_path, options=Settings(master_port=master_port))
 
 
+NUM_STARTS = 200
+AT_A_TIME = 8
+# Twice the number of ports that the concurrent starts hold.
+RANGE = (22000, 22000 + 2 * AT_A_TIME - 1)
+
+
+def start_many(node: Node, folder: Path, options: Settings) -> list[Any]:
+    def one(_: int) -> Any:
+        results, _, workers = ours([node, node], folder, options=options)
+        for worker in workers:
+            worker.call(dist.destroy_process_group)
+            worker.kill()
+        return results
+
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        return list(pool.map(one, range(NUM_STARTS)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [Settings(), Settings(master_port=RANGE)], ids=["any-port", "range"])
+def test_t11_starts_side_by_side_never_clash(two_nodes: Nodes, tmp_path: Path, options: Settings) -> None:
+    """Eight concurrent starts, with any port or a shared narrow range, all compute the correct sum."""
+    assert start_many(two_nodes[0], tmp_path, options) == [[3.0, 3.0]] * NUM_STARTS
+
+
 def test_a_configured_name_is_resolved_once_on_every_rank(two_nodes: Nodes, tmp_path: Path) -> None:
     """A configured host name becomes the literal that each rank resolves, even if rank 0's own is loopback."""
     first, second = two_nodes
     first.hosts(f"127.0.1.1 {first.hostname} train-master")
     second.hosts(f"{first.ip} train-master")
-    results, plan, _ = ours(two_nodes, tmp_path, options=Settings(master_addr="train-master"))
-    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    plan, _ = works(two_nodes, tmp_path, options=Settings(master_addr="train-master"))
     assert plan.master_addrs == ("127.0.1.1", first.ip)
 
 
@@ -159,8 +184,7 @@ def test_a_silent_name_server_does_not_stop_the_start(two_nodes: Nodes, tmp_path
     for node in two_nodes:
         node.name_server("127.0.0.77")
         node.spawn(tmp_path).call(net_calls.stay_silent, "127.0.0.77")
-    results, _, workers = ours(two_nodes, tmp_path, RES_OPTIONS="ndots:1")
-    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    _, workers = works(two_nodes, tmp_path, RES_OPTIONS="ndots:1")
     assert [worker.call(os.getenv, "RES_OPTIONS") for worker in workers] == ["ndots:1", "ndots:1"]
 
 
@@ -171,8 +195,7 @@ def test_hostile_but_usable_interface_names(two_nodes: Nodes, tmp_path: Path, na
         node.hosts(f"127.0.1.1 {node.hostname}")
         rename(node, "eth0", name)
     try:
-        results, _, workers = ours(two_nodes, tmp_path)
-        assert results == [SUM_OF_TWO, SUM_OF_TWO]
+        _, workers = works(two_nodes, tmp_path)
         assert workers[1].call(os.getenv, "GLOO_SOCKET_IFNAME") == name
     finally:
         for node in two_nodes:
@@ -183,8 +206,7 @@ def test_an_address_on_no_interface_uses_the_route(two_nodes: Nodes, tmp_path: P
     """If Ray knows a node by a translated address, it uses the interface of its route to rank 0, with a warning."""
     for node in two_nodes:
         node.hosts(f"127.0.1.1 {node.hostname}")
-    results, plan, workers = ours(two_nodes, tmp_path, [two_nodes[0].ip, "198.51.100.9"])
-    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    plan, workers = works(two_nodes, tmp_path, [two_nodes[0].ip, "198.51.100.9"])
     assert workers[1].call(os.getenv, "GLOO_SOCKET_IFNAME") == "eth0"
     assert any("no interface has the node's address 198.51.100.9" in warning for warning in plan.warnings)
 
@@ -195,16 +217,14 @@ def test_a_bridge_on_every_node_is_ignored(two_nodes: Nodes, tmp_path: Path) -> 
     with ExitStack() as stack:
         for node in two_nodes:
             stack.enter_context(own_interface(node, "virbr0", "192.168.122.1/24"))
-        results, _, workers = ours(two_nodes, tmp_path)
-        assert results == [SUM_OF_TWO, SUM_OF_TWO]
+        _, workers = works(two_nodes, tmp_path)
         assert [worker.call(os.getenv, "GLOO_SOCKET_IFNAME") for worker in workers] == ["eth0", "eth0"]
 
 
 @pytest.mark.full
 def test_variables_of_the_user_for_the_rendezvous_do_no_harm(two_nodes: Nodes, tmp_path: Path) -> None:
     """With brackets around an IPv6 address c10d finds nothing (verl#2550); a start uses its own address."""
-    results, plan, _ = ours(two_nodes, tmp_path, MASTER_ADDR=f"[{two_nodes[0].ip6}]", MASTER_PORT="29500")
-    assert results == [SUM_OF_TWO, SUM_OF_TWO]
+    plan, _ = works(two_nodes, tmp_path, MASTER_ADDR=f"[{two_nodes[0].ip6}]", MASTER_PORT="29500")
     assert plan.master_addr == two_nodes[0].ip
 
 
