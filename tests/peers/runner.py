@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -85,17 +85,11 @@ class Run:
     output: str
 
     def passed(self) -> set[str]:
-        """Names of the tests that passed."""
         return {name for name, outcome in self.outcomes.items() if outcome == "passed"}
 
 
-def run(suite: Suite, side: str, tests: Sequence[str] = ()) -> Run:
-    """Run a suite on one side.
-
-    Args:
-        suite: The suite; its file must exist.
-        side: A name of `Suite.sides`.
-        tests: Some of its tests, by pytest's names; by default all that `Suite.select` selects.
+def run(suite: Suite, side: str) -> Run:
+    """Run a suite, whose file must exist, on one side of `Suite.sides`.
 
     Raises:
         RuntimeError: pytest did not finish.
@@ -120,7 +114,7 @@ def run(suite: Suite, side: str, tests: Sequence[str] = ()) -> Run:
         }
         command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(path.parent), "--assert=plain"]
         command += ["-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={TEST_LIMIT_S}", f"--junitxml={report}"]
-        command += ["--quiet", "-rf", "--disable-warnings", *(tests or [str(path), *suite.select])]
+        command += ["--quiet", "-rf", "--disable-warnings", str(path), *suite.select]
         command += [] if suite.plugins else ["--noconftest"]
         started = time.perf_counter()
         with (Path(folder) / "output").open("w+", errors="replace") as output:
@@ -151,7 +145,6 @@ def _end_all(folder: str) -> None:
 
 
 def _outcomes(report: Path) -> dict[str, str]:
-    """Return outcomes by test from a JUnit report."""
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"

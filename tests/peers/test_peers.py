@@ -14,30 +14,7 @@ import pytest
 
 from tests.peers import differences, runner
 from tests.peers.runner import HERE, Run, Suite, run, worse
-from tests.peers.suites import ALL, WHEEL
-
-# Tests of DistributedTest that cover most of the backend.
-TEN = (
-    "test_DistributedDataParallelCPU_grad_is_view",
-    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
-    "test_all_gather_coalesced_with_empty",
-    "test_all_gather_object_subgroup",
-    "test_all_reduce_coalesced_sum",
-    "test_barrier_timeout_full_group",
-    "test_batch_isend_irecv_gloo",
-    "test_reduce_full_group_product",
-    "test_scatter_object_list",
-    "test_static_graph_api_cpu",
-)
-
-
-@pytest.mark.full
-def test_ten_of_torchs_tests_pass() -> None:
-    """DDP, objects, several collectives and point to point, as torch tests Gloo."""
-    names = [f"TestDistBackendWithSpawn::{name}" for name in TEN]
-    file = WHEEL[0].path()
-    done = run(WHEEL[0], "ipc", tests=[f"{file}::{name}" for name in names])
-    assert done.outcomes == dict.fromkeys(names, "passed"), done.output
+from tests.peers.suites import ALL
 
 
 @pytest.mark.full
@@ -110,15 +87,6 @@ def test_outcomes_of_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with contextlib.suppress(psutil.NoSuchProcess):
         left = psutil.Process(int((tmp_path / "pid").read_text()))
         assert left.status() == psutil.STATUS_ZOMBIE or left.wait(10) is None
-
-
-def test_a_missing_suite_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The message names the variable to set, or the file that the checkout lacks."""
-    suite = Suite("it", "torch", "test/gone.py", "TORCH_CHECKOUT", {})
-    monkeypatch.delenv("TORCH_CHECKOUT", raising=False)
-    assert "set TORCH_CHECKOUT to a checkout of PyTorch" in suite.missing()
-    monkeypatch.setenv("TORCH_CHECKOUT", str(tmp_path))
-    assert "has no test/gone.py" in suite.missing()
 
 
 def test_a_suite_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ def belongings() -> dict[str, int]:
 
 
 def thread_names() -> list[str]:
-    """Return names of all threads of the calling process, Python's and others."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # one may end meanwhile
@@ -62,8 +61,6 @@ class Trend:
 
     first: float
     last: float
-    smallest: float
-    largest: float
     slope: float
 
 
@@ -79,8 +76,6 @@ def trend(at: Sequence[int], values: Sequence[float], warm_up: int) -> Trend:
     return Trend(
         first=statistics.median(numbers[:fifth]),
         last=statistics.median(numbers[-fifth:]),
-        smallest=min(numbers),
-        largest=max(numbers),
         slope=statistics.median(slopes) if slopes else 0.0,
     )
 
@@ -102,7 +97,7 @@ class Samples:
                 self.figures.setdefault(process, {}).setdefault(name, []).append(value)
 
     def judged(self, warm_up: int, rss_bytes_per_start: float) -> dict[str, Any]:
-        """Return trends by process and count, the memory of each sample, and under ``grew`` a description of what grew.
+        """Return trends by process and count, and under ``grew`` a description of what grew.
 
         Memory may grow by this number of bytes per start, nothing else may grow.
         """
@@ -119,11 +114,6 @@ class Samples:
             "warm_up": warm_up,
             "limit_rss_bytes_per_start": rss_bytes_per_start,
             "trends": {process: {n: asdict(each) for n, each in found.items()} for process, found in trends.items()},
-            "rss_mib": {
-                process: " ".join(f"{value / 2**20:.1f}" for value in figures["rss_bytes"])
-                for process, figures in self.figures.items()
-                if "rss_bytes" in figures
-            },
             "threads_gained": self._threads_gained(warm_up),
             "grew": grew,
         }

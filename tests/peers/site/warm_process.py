@@ -17,7 +17,6 @@ class Process(multiprocessing.get_context("forkserver").Process):  # type: ignor
         self._variables = dict(os.environ)
 
     def run(self) -> None:
-        """Run the target."""
         os.environ.clear()
         os.environ.update(self._variables)
         super().run()
