@@ -65,7 +65,6 @@ STEPS = {
         "torch's ProcessGroupNCCL over the emulated NCCL; `check_devices`, device meshes and the end of Gloo's groups beside it",
         "tests/cuda/test_nccl.py",
         "tests/cuda/test_device_check.py",
-        "tests/cuda/test_meshes.py",
         "tests/unit/test_group_end.py",
     ),
     "counters": _tests("copies, kernels, events and waits of a collective", "tests/cuda/test_counters.py"),
@@ -81,7 +80,8 @@ STEPS = {
     ),
     "training": _tests(
         "Ray: losses of one process with each backend, 2 to 8 ranks, Tune, libraries, memory caps, the benchmark of `ipc`",
-        *(f"tests/gpu/test_gpu_{name}.py" for name in ("training", "devices", "memory", "bench")),
+        "tests/gpu/test_gpu_training.py",
+        "tests/gpu/test_gpu_bench.py",
         limit_s=1800.0,
         env=_TWO_GPUS,
     ),

@@ -198,7 +198,7 @@ class Call:
     def _first(self) -> Iterator[Step]:
         """Return the steps that decide whether and where ipc is useful."""
         yield self._benchmark("gpu_probe", 60)
-        right = "random_numbers or streams_order or without_waits or ddp_trains"
+        right = "random_numbers or streams_order or ddp_trains"
         yield self._pytest("right", ["tests/gpu/test_gpu_ipc.py", "-k", right], 90)
         backends = ["copy", "ipc", "gloo", "staged", "ipc_split", "ipc_one_pass", "ipc_4_mib"]
         yield self._benchmark("gpu_all_reduce", 130, "--backends", *backends)
@@ -249,7 +249,7 @@ class Call:
         return self._step(name or script, [*command, *arguments], budget_s + _SLACK_S, env)
 
 
-_WITH_RAY = [f"tests/gpu/test_gpu_{name}.py" for name in ("training", "devices", "memory", "bench")]
+_WITH_RAY = ["tests/gpu/test_gpu_training.py", "tests/gpu/test_gpu_bench.py"]
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:

@@ -17,6 +17,12 @@ needs_rig = pytest.mark.skipif(
     not IS_LOADED, reason="needs the emulated CUDA runtime: python ci/cuda.py pytest tests/cuda"
 )
 
+
+def emulated(*values):
+    """Parameters of a test for every GPU that only the emulated one runs, with --full: device time is short."""
+    return pytest.param(*values, marks=[pytest.mark.full(), needs_rig])
+
+
 # What every backend can do, of the table of the ipc tests.
 COMMON_DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -59,3 +65,9 @@ def uuid(gpu: int, slice_: int | None = None) -> str:
     text = bytes(bytes_).hex()
     parts = text[:8], text[8:12], text[12:16], text[16:20], text[20:]
     return f"{'GPU' if slice_ is None else 'MIG'}-{'-'.join(parts)}"
+
+
+def workers(number, num_gpus=1, **more):
+    """Return a ScalingConfig's arguments for workers with this number of GPUs each."""
+    resources = {"CPU": 1, "GPU": num_gpus}
+    return {"num_workers": number, "use_gpu": True, "resources_per_worker": resources, **more}

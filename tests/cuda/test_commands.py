@@ -13,10 +13,9 @@ import pytest
 import torch
 from packaging.version import Version
 
-from tests.cuda.emulated import needs_rig
 from tests.processes import python_path
 
-pytestmark = [needs_rig, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 full = pytest.mark.full()
 _HALVES = ("--num-workers", "2", "--gpus-per-worker", "0.5")
@@ -36,7 +35,6 @@ def machine(state, **env):
 
 
 def command(*arguments, env, program=("-m", "ray_fracbackend")):
-    """One command, ended."""
     line = [sys.executable, *program, *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, timeout=280, check=False, env=env)
 

@@ -6,10 +6,6 @@ import pytest
 import torch
 from ipc_harness import BACKEND_ENV_VAR, DEVICE_ENV_VAR, run_ranks, values
 
-from tests.cuda.emulated import needs_rig
-
-pytestmark = needs_rig
-
 MIB = 1 << 20
 SIZES = [4096, MIB, 25 * MIB]
 
@@ -23,7 +19,6 @@ def counted(job, sizes, dtype):
 
 
 def counters_of(backend, num_ranks, dtype):
-    """Counters by size and rank."""
     env = {DEVICE_ENV_VAR: "cuda:0", BACKEND_ENV_VAR: backend}
     ranks = values(run_ranks(counted, num_ranks, SIZES, dtype, limit_s=200, env=env))
     return dict(zip(SIZES, zip(*ranks, strict=True), strict=True))

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from ipc_harness import BACKEND_ENV_VAR, DEVICE_ENV_VAR, run_ranks, values
 from ipc_table import SMALL_CHUNKS, Run, cases_of, pairwise
 
-from tests.cuda.emulated import is_common, needs_rig
-
-pytestmark = needs_rig
+from tests.cuda.emulated import is_common
+from tests.gpu.test_gpu_ipc import train
 
 DELAYS = [{"CUDA_RIG_SEED": "1"}, {"CUDA_RIG_SEED": "2"}, {"CUDA_RIG_SEED": "3"}, {"CUDA_RIG_DELAY_US": "0"}]
 ONE_GPU = {
@@ -62,23 +61,6 @@ def num_late_kernels():
     return num_late
 
 
-def losses():
-    """Ten steps under DDP with small buckets."""
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).cuda()
-    net = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.02)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    torch.manual_seed(dist.get_rank())
-    found = []
-    for _ in range(10):
-        loss = (net(torch.randn(32, 64).cuda()) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    return [*found, *net.parameters()]
-
-
 def everything(job, is_ours):
     """Digest of each case of the table, of overlapping sums and of training; and how many kernels ran late."""
     job.init()
@@ -88,7 +70,7 @@ def everything(job, is_ours):
         cases = [case for case in cases if is_common(case)]
     cases = pairwise(cases, 0)
     found = {str(case): digest(*Run(case, dist.group.WORLD).results()) for case in cases}
-    found["sums"], found["training"] = digest(*overlapping_sums(job)), digest(*losses())
+    found["sums"], found["training"] = digest(*overlapping_sums(job)), digest(*train(job, None, "ddp"))
     return found, num_late_kernels()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import pytest
 import torch
@@ -12,11 +11,12 @@ from ipc_harness import run_ranks, values
 
 from ray_fracbackend import MissingDeviceError, check_devices
 from ray_fracbackend.decide.error_texts import refusal_in
-from tests.cuda.emulated import needs_rig, run_program, uuid
+from tests.cuda.emulated import run_program, uuid
 
-pytestmark = [needs_rig, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 FLAGS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+SLICES = {"CUDA_RIG_MIG": "2"}
 
 
 def then_nccl(job, device, set_current):
@@ -30,9 +30,7 @@ def then_nccl(job, device, set_current):
     torch.cuda.set_device(index)
     for name, value in found.env.items():
         os.environ.setdefault(name, value)
-    dist.init_process_group(
-        "nccl", store=job.store(), rank=job.rank, world_size=job.size, timeout=timedelta(seconds=job.timeout_s)
-    )
+    job.init("nccl")
     tensor = torch.full((3,), job.rank + 1.0, device="cuda")
     try:
         dist.all_reduce(tensor)
@@ -57,30 +55,24 @@ def own(rank):
         (own, "nccl", {"CUDA_RIG_NCCL": "2.28.9", "CUDA_RIG_DEVICES": "2"}),
         (first, "gloo", {"CUDA_RIG_NCCL": "2.30.7"}),
         (first, "nccl", {"CUDA_RIG_NCCL": "2.30.7", **FLAGS}),
+        # Slices: by their bus ids one device, by their UUIDs two; what counts is the version of NCCL.
+        (first, "gloo", {"CUDA_RIG_NCCL": "2.28.9", **SLICES}),
+        (first, "nccl", {"CUDA_RIG_NCCL": "2.30.7", **SLICES}),
     ],
-    ids=["shared", "own", "shared 2.30", "flags"],
+    ids=["shared", "own", "shared 2.30", "flags", "slices", "slices 2.30"],
 )
 def test_nccl_does_what_is_said_of_it(tmp_path, device, backend, env, set_current):
     """With the device passed, and with the current one, which is no rank's first."""
-    variables = {"CUDA_RIG_DEVICES": "1", "CUDA_RIG_STATE": str(tmp_path), **env}
-    for check, nccl in values(run_ranks(then_nccl, 2, device, set_current, env=variables, limit_s=90.0)):
-        assert check.backend == backend
-        assert [each.uuid for each in check.devices] == [uuid(device(0)), uuid(device(1))]
-        assert nccl == [3.0] * 3 if backend == "nccl" else isinstance(nccl, str)
-
-
-@pytest.mark.parametrize(("nccl", "backend"), [("2.28.9", "gloo"), ("2.30.7", "nccl")])
-def test_slices_of_one_gpu(tmp_path, nccl, backend):
-    """By their bus ids one device, by their UUIDs two: what counts is the version of NCCL."""
+    uuids = [uuid(0, rank) if "CUDA_RIG_MIG" in env else uuid(device(rank)) for rank in range(2)]
 
     def variables(rank):
-        visible = {"CUDA_VISIBLE_DEVICES": uuid(0, rank), "CUDA_RIG_MIG": "2", "CUDA_RIG_NCCL": nccl}
-        return {"CUDA_RIG_DEVICES": "1", "CUDA_RIG_STATE": str(tmp_path), **visible}
+        visible = {"CUDA_VISIBLE_DEVICES": uuids[rank]} if "CUDA_RIG_MIG" in env else {}
+        return {"CUDA_RIG_DEVICES": "1", "CUDA_RIG_STATE": str(tmp_path), **visible, **env}
 
-    for check, result in values(run_ranks(then_nccl, 2, first, True, env=variables, limit_s=90.0)):
+    for check, nccl in values(run_ranks(then_nccl, 2, device, set_current, env=variables, limit_s=90.0)):
         assert check.backend == backend
-        assert [each.uuid for each in check.devices] == [uuid(0, 0), uuid(0, 1)]
-        assert result == [3.0] * 3 if backend == "nccl" else isinstance(result, str)
+        assert [each.uuid for each in check.devices] == uuids
+        assert nccl == [3.0] * 3 if backend == "nccl" else isinstance(nccl, str)
 
 
 def without(job, fault):

@@ -7,10 +7,7 @@ import time
 import pytest
 
 from tests.cuda.cuda_steps import MEMORY_MIB, holding
-from tests.cuda.emulated import needs_rig
 from tests.gpu.gpu_engine import Engine
-
-pytestmark = needs_rig
 
 # A start has 60 s, a collective 30.
 _LIMIT_S = 150.0

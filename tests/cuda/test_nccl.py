@@ -9,7 +9,6 @@ import os
 import signal
 import threading
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -17,7 +16,9 @@ import torch.distributed as dist
 from ipc_harness import run_ranks, values
 from ipc_table import Run, cases_of, expected, pairwise, same
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import ray_fracbackend.staged  # noqa: F401 (registers both backends)
 from ray_fracbackend.decide.error_texts import cause_of, is_invalid_usage, refusal_in, refused_ranks
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.errors import FracBackendError
@@ -25,9 +26,9 @@ from ray_fracbackend.timeouts import Deadline
 from ray_fracbackend.worker.group_end import end_process_group
 from ray_fracbackend.worker.process_group import _verify, start_worker
 from ray_fracbackend.worker.store import hold_store
-from tests.cuda.emulated import COMMON_DTYPES, needs_rig, uuid
+from tests.cuda.emulated import COMMON_DTYPES, MAKES_NCCL, uuid
 
-pytestmark = [needs_rig, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 # The watchdog ends its process one second after a timeout, not a minute.
 WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
@@ -57,14 +58,7 @@ def start(job, bind=False):
     """Start NCCL on the rank's own device, or on the only visible one; bound to it, the communicator is created at once."""
     device = torch.device("cuda", job.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl",
-        store=job.store(),
-        rank=job.rank,
-        world_size=job.size,
-        timeout=timedelta(seconds=job.timeout_s),
-        device_id=device if bind else None,
-    )
+    job.init("nccl", device_id=device if bind else None)
     return device
 
 
@@ -153,10 +147,11 @@ def groups(job):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_groups_and_forms_of_calls(run, size):
-    """Collectives as frameworks use them: other groups, uneven parts, several calls at once."""
+def test_groups_and_forms_of_calls(run, tmp_path, size):
+    """Collectives as frameworks use them: other groups, uneven parts, several calls at once; a group removes its files at its end."""
     for right in values(run(groups, size)):
         assert set(right.values()) == {True}, right
+    assert [name for name in os.listdir(tmp_path / "0") if name.startswith("nccl")] == []
 
 
 # ---- ranks on one device
@@ -299,7 +294,6 @@ def test_abort_frees_a_hanging_collective(run):
 
 
 def planned(job, backend, device, port, **more):
-    """Return a worker's plan of a start."""
     address = {"master_addr": "127.0.0.1", "master_port": port}
     common = {"timeout_s": 60, "budget_s": 20, "attempt": "first", "verify": True, **address}
     return WorkerPlan(rank=job.rank, world_size=job.size, backend=backend, device=str(device), **{**common, **more})
@@ -307,7 +301,7 @@ def planned(job, backend, device, port, **more):
 
 def verified_without_a_device(job, backend):
     """Return what a worker without a device from Ray verifies, and whether it has used CUDA by then."""
-    dist.init_process_group(backend, store=job.store(), rank=job.rank, world_size=job.size)
+    job.init(backend)
     result = _verify(planned(job, backend, "cuda", job.port), Deadline(20))
     return result.device if result else None, torch.cuda.is_initialized()
 
@@ -318,25 +312,24 @@ def test_a_device_that_ray_did_not_assign_is_not_touched(run, backend, device):
     assert values(run(verified_without_a_device, 2, backend, **ONE_DEVICE)) == [(device, False)] * 2
 
 
-def started(job, backend, device, **more):
-    """Start like a worker of Ray Train, with a store of rank 0."""
+def started(job, backend, **more):
+    """Start like a worker of Ray Train on the rank's own device, with a store of rank 0."""
+    torch.cuda.set_device(job.rank)
     if job.rank == 0:
         job.store().set(backend, str(hold_store(None, one_node=True)))
-    return start_worker(planned(job, backend, device, int(job.store().get(backend)), **more))
+    return start_worker(planned(job, backend, f"cuda:{job.rank}", int(job.store().get(backend)), **more))
 
 
-def fall_back_and_go_on(job, seconds, is_trial):
-    """Start NCCL, which fails, then Gloo, and use it for a while; return the failure, and the number of the last call."""
-    device = torch.device("cuda", job.rank)
-    torch.cuda.set_device(device)
+def fall_back_and_go_on(job, is_trial):
+    """Start NCCL, which fails, then Gloo, and use it for six seconds; return the failure, and the number of the last call."""
     try:
-        started(job, "nccl", device, budget_s=4, is_trial=is_trial)
+        started(job, "nccl", budget_s=4, is_trial=is_trial)
         return "passed", 0
     except FracBackendError as error:
         text = str(error)
-    started(job, "gloo", device)
-    for number in range(10 * seconds):
-        tensor = torch.ones(4, device=device)
+    started(job, "gloo")
+    for number in range(60):
+        tensor = torch.ones(4, device="cuda")
         dist.all_reduce(tensor)
         assert tensor.tolist() == [float(job.size)] * 4, number
         time.sleep(0.1)
@@ -344,27 +337,25 @@ def fall_back_and_go_on(job, seconds, is_trial):
 
 
 @pytest.mark.parametrize(
-    "fault", ["nccl_init_hang", "nccl_hang=1", "nccl_hang=3", "nccl_refuse=1", "nccl_late_error=3"]
+    ("fault", "is_trial", "said"),
+    [
+        *((fault, True, "failed on rank") for fault in ("nccl_init_hang", "nccl_hang=1", "nccl_hang=3")),
+        *((fault, True, "failed on rank") for fault in ("nccl_refuse=1", "nccl_late_error=3")),
+        # No call was started that the watchdog could monitor, so a separate trial group is not needed.
+        ("nccl_duplicate", False, "NCCL refused ranks that share a GPU"),
+    ],
 )
-def test_the_group_after_one_that_failed(run, fault):
+def test_the_group_after_one_that_failed(run, fault, is_trial, said):
     """The watchdog of the failed NCCL group does not affect the group that replaces it."""
-    for text, number in values(run(fall_back_and_go_on, 2, 6, True, CUDA_RIG_FAULT=fault, **WATCHDOG)):
-        assert "failed on rank" in text
-        assert number == 59
-
-
-def test_the_group_after_one_that_was_refused(run):
-    """No call was started on it that the watchdog could monitor, so a separate trial group is not needed."""
-    for text, number in values(run(fall_back_and_go_on, 2, 6, False, CUDA_RIG_FAULT="nccl_duplicate", **WATCHDOG)):
-        assert "NCCL refused ranks that share a GPU" in text
+    for text, number in values(run(fall_back_and_go_on, 2, is_trial, CUDA_RIG_FAULT=fault, **WATCHDOG)):
+        assert said in text
         assert number == 59
 
 
 def start_with_a_short_timeout(job):
     """Return the error of a start whose NCCL hangs, with a timeout of the group that is shorter than the start's."""
-    torch.cuda.set_device(job.rank)
     try:
-        started(job, "nccl", f"cuda:{job.rank}", budget_s=6, timeout_s=1)
+        started(job, "nccl", budget_s=6, timeout_s=1)
     except FracBackendError as error:
         return str(error)
     return "passed"
@@ -379,10 +370,8 @@ def test_a_timeout_shorter_than_the_start(run):
 
 def try_and_start(job):
     """Start NCCL with a fallback; return the final error handling of the process, the sum of a call, and the result."""
-    device = torch.device("cuda", job.rank)
-    torch.cuda.set_device(device)
-    result = started(job, "nccl", device, is_trial=True)
-    tensor = torch.ones(4, device=device)
+    result = started(job, "nccl", is_trial=True)
+    tensor = torch.ones(4, device="cuda")
     dist.all_reduce(tensor)
     return os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"], tensor.sum().item(), result and result.backend
 
@@ -394,9 +383,7 @@ def test_a_group_that_could_have_been_replaced(run):
 
 def leave_alone(job, leave):
     """Leave a working group after the other rank has aborted it; return whether this ended in time."""
-    device = torch.device("cuda", job.rank)
-    torch.cuda.set_device(device)
-    started(job, "nccl", device)
+    started(job, "nccl")
     store = job.store()
     if job.rank == 1:
         end_process_group(failed=True)
@@ -421,12 +408,10 @@ def test_a_group_after_the_other_rank_has_left_it(run, leave, ends):
 
 def lose_a_call(job):
     """Start NCCL with a fallback; one call in training never ends."""
-    device = torch.device("cuda", job.rank)
-    torch.cuda.set_device(device)
-    started(job, "nccl", device, is_trial=True, timeout_s=3)
+    started(job, "nccl", is_trial=True, timeout_s=3)
     try:
         for _ in range(200):
-            dist.all_reduce(torch.ones(4, device=device))
+            dist.all_reduce(torch.ones(4, device="cuda"))
             torch.cuda.synchronize()
     except RuntimeError:  # the watchdog aborts the call before it ends the process
         time.sleep(60)
@@ -439,7 +424,28 @@ def test_its_watchdog_ends_a_process_that_hangs(run):
     assert [outcome.exitcode for outcome in outcomes] == [-signal.SIGABRT] * 2
 
 
-def test_nothing_is_left(run, tmp_path):
-    """A group removes its files at its end."""
-    values(run(groups, 2))
-    assert [name for name in os.listdir(tmp_path / "0") if name.startswith("nccl")] == []
+# ---- device meshes beside the default group
+
+
+def sums(job, backend, from_group):
+    """Compute a sum over a mesh of all ranks; return its result or error."""
+    torch.cuda.set_device(0)
+    job.init(backend)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda") if from_group else init_device_mesh("cuda", (job.size,))
+    tensor = torch.full((3,), job.rank + 1.0, device="cuda")
+    try:
+        dist.all_reduce(tensor, group=mesh.get_group())
+        return tensor.tolist()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("from_group", [False, True], ids=["init_device_mesh", "from_group"])
+@pytest.mark.parametrize("backend", ["gloo", "ipc", "cpu:gloo,cuda:staged"])
+def test_a_mesh_of_all_ranks(run, backend, from_group):
+    """It uses the default group or one with the same backend; only old releases of torch use NCCL beside Gloo."""
+    for result in values(run(sums, 2, backend, from_group, **ONE_DEVICE)):
+        if backend == "gloo" and not from_group and MAKES_NCCL:
+            assert is_invalid_usage(result)
+        else:
+            assert result == [3.0] * 3

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 
 import pytest
 import ray
 from packaging.version import Version
 
-from tests.cuda.emulated import needs_rig
+from tests.cuda.emulated import workers
 from tests.gpu.gpu_engine import Engine
-from tests.gpu.gpu_training import losses_of_one_process
 from tests.processes import shared_files, wait_until
-
-pytestmark = needs_rig
 
 START_S = 20.0
 OVER_S = 10.0
 OWN = {"num_workers": 2, "use_gpu": True}
-HALVES = {
-    "num_workers": 2,
-    "use_gpu": True,
-    "resources_per_worker": {"CPU": 1, "GPU": 0.5},
-    "placement_strategy": "STRICT_PACK",
-}
+HALVES = workers(2, 0.5, placement_strategy="STRICT_PACK")
 # torch's watchdog ends its process seconds after a timeout, not a minute.
 WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
@@ -39,12 +32,6 @@ def engine(tmp_path_factory):
     started = Engine("v2", num_gpus=2, CUDA_RIG_DEVICES="2", CUDA_RIG_STATE=str(state), **NCCL)
     yield started
     started.close()
-
-
-@pytest.fixture(scope="module")
-def expected():
-    """Return the losses of one process with the whole batches."""
-    return losses_of_one_process("cuda")
 
 
 def run(engine, scaling, fault="", env=WATCHDOG, **settings):
@@ -165,11 +152,8 @@ def test_the_same_ray_goes_on(engine, expected):
 def test_fallback_under_v1(tmp_path, expected, fault):
     """The same in the other engine."""
     state = {"CUDA_RIG_DEVICES": "1", "CUDA_RIG_STATE": str(tmp_path), "CUDA_RIG_FAULT": fault}
-    engine = Engine("v1", **state, **NCCL, **MULTI_RANK)
-    try:
+    with closing(Engine("v1", **state, **NCCL, **MULTI_RANK)) as engine:
         answer = engine.run("shape", 200.0, scaling=HALVES, settings={"start_timeout_s": START_S})
-    finally:
-        engine.close()
     assert answer["errors"] == []
     report = trained(answer["ranks"], expected, "gloo")
     assert "nccl failed its verification, fell back to gloo" in "\n".join(report["plan"]["warnings"])

@@ -7,9 +7,7 @@ import signal
 import pytest
 import torch
 
-from tests.cuda.emulated import needs_rig, run_program
-
-pytestmark = needs_rig
+from tests.cuda.emulated import run_program
 
 # A program that shares memory or an event with a child process by CUDA IPC, and then ends while the child holds it.
 DEAD_PEER = """
@@ -231,19 +229,3 @@ def test_a_wait_is_for_the_record_at_its_time():
     assert not slow.query()
     torch.cuda.synchronize()
     assert bool((y == 1).all())
-
-
-def test_one_seed_leads_to_one_order_of_delays():
-    """Values do not depend on the seed, and a run can be repeated."""
-    program = """
-import torch
-torch.manual_seed(0)
-x = torch.randn(64, 64, device="cuda")
-for _ in range(20):
-    x = torch.nn.functional.dropout(x @ x.T, 0.1).tanh()
-print(x.double().sum().item())
-"""
-    values = {run_program(program, CUDA_RIG_SEED=str(seed)).stdout for seed in (1, 2)}
-    values.add(run_program(program, CUDA_RIG_DELAY_US="0").stdout)
-    assert len(values) == 1
-    assert float(values.pop()) != 0

@@ -5,18 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ray_fracbackend.decide.error_texts import refusal_in
-from tests.cuda.emulated import needs_rig, uuid
+from tests.cuda.emulated import uuid, workers
 from tests.gpu.gpu_engine import Engine
-from tests.gpu.gpu_training import losses_of_one_process
-
-pytestmark = needs_rig
-
-
-def workers(number, num_gpus=1, **more):
-    """Return a ScalingConfig's arguments for workers with this number of GPUs each."""
-    resources = {"CPU": 1, "GPU": num_gpus}
-    return {"num_workers": number, "use_gpu": True, "resources_per_worker": resources, **more}
-
 
 TWO_HALVES = workers(2, 0.5)
 
@@ -38,12 +28,6 @@ def machine(tmp_path):
     yield start
     for engine in engines:
         engine.close()
-
-
-@pytest.fixture(scope="module")
-def expected():
-    """Return the losses of one process with the whole batches."""
-    return losses_of_one_process("cuda")
 
 
 def ranks_of(answer, expected):
@@ -68,7 +52,10 @@ def groups_of(rank):
     [("2.18.5", "v2"), ("2.21.5", "v2"), ("2.28.9", "v1"), ("2.28.9", "v2"), ("2.30.7", "v2")],
 )
 def test_the_first_seed(machine, expected, nccl, version):
-    """With two workers at half a GPU stock ends in NCCL's refusal with the message of its version, and ours trains."""
+    """With two workers at half a GPU stock ends in NCCL's refusal with the message of its version, and ours trains.
+
+    NCCL 2.30 accepts several ranks on one device with the flags that the start sets.
+    """
     engine = machine(1, version, CUDA_RIG_NCCL=nccl)
     stock = engine.run("shape", stock=True, scaling=TWO_HALVES)
     text = "\n".join(error["text"] for error in stock["errors"])
@@ -78,13 +65,15 @@ def test_the_first_seed(machine, expected, nccl, version):
     )
     assert refused in text
     assert refusal_in(text)
-    others = [{"on_shared_device": "staged"}, {"on_shared_device": "ipc"}] if nccl == "2.28.9" else []
-    for settings in ({}, *others):
-        ranks = ranks_of(engine.run("shape", settings=settings, scaling=TWO_HALVES), expected)
+    for policy in ("auto", *{"2.28.9": ("staged", "ipc"), "2.30.7": ("nccl",)}.get(nccl, ())):
+        answer = engine.run("shape", settings={"on_shared_device": policy}, scaling=TWO_HALVES)
+        ranks = ranks_of(answer, expected)
         assert {rank["device"] for rank in ranks} == {"cuda:0"}
-        wanted = settings.get("on_shared_device", "gloo")
+        wanted = "gloo" if policy == "auto" else policy
         assert {rank["backend"].removeprefix("cpu:gloo,cuda:") for rank in ranks} == {wanted}
         assert groups_of(ranks[0]) == [[0, 1]]
+        env_defaults = ranks[0]["report"]["plan"]["env_defaults"]
+        assert env_defaults.get("NCCL_MULTI_RANK_GPU_ENABLE") == ("1" if policy == "nccl" else None)
 
 
 # Devices of the machine, the workers, the backend, the ranks that share a device, and devices of each worker.
@@ -185,11 +174,3 @@ def test_two_jobs_one_after_the_other_in_one_process(machine, expected, version)
     second = ranks_of(engine.run("shape", scaling={"num_workers": 2, "use_gpu": True}), expected)
     third = ranks_of(engine.run("shape", scaling=TWO_HALVES, settings={"on_shared_device": "ipc"}), expected)
     assert [ranks[0]["backend"] for ranks in (first, second, third)] == ["gloo", "nccl", "ipc"]
-
-
-def test_multi_rank_nccl_by_the_users_choice(machine, expected):
-    """NCCL 2.30 accepts several ranks on one device with the flags that the start sets."""
-    engine = machine(1, CUDA_RIG_NCCL="2.30.7")
-    ranks = ranks_of(engine.run("shape", scaling=TWO_HALVES, settings={"on_shared_device": "nccl"}), expected)
-    assert {rank["backend"] for rank in ranks} == {"nccl"}
-    assert ranks[0]["report"]["plan"]["env_defaults"]["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"

@@ -1,16 +1,12 @@
-"""Engines of Ray Train that the GPU tests of a session share; and a row for each test, where ci/gpu.sh wants them."""
+"""Tests that need a GPU; engines of Ray Train that they share in a session; and a row for each test, where ci/gpu.sh wants them."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.gpu.gpu_engine import Engine
 
 # The ranks of the ipc tests.
 sys.path.append(str(Path(__file__).parents[1] / "ipc"))
@@ -26,13 +22,22 @@ def _add_row(**row):
         add_row(_STEP, row)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: torch {torch.__version__} sees none"))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """How many tests there are."""
     _add_row(num_collected=len(session.items))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """What became of a test, as soon as that is known."""
     if report.when == "call" or report.outcome != "passed":
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
         _add_row(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), text=reason[-4000:])
@@ -40,16 +45,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(scope="session")
 def engines():
-    """An engine by version, started on first use."""
-    from tests.gpu.gpu_engine import Engine
+    from tests.gpu.gpu_engine import engines_by_version
 
-    started: dict[str, Engine] = {}
-
-    def engine(version: str) -> Engine:
-        if version not in started:
-            started[version] = Engine(version)
-        return started[version]
-
-    yield engine
-    for one in started.values():
-        one.close()
+    with engines_by_version() as engine:
+        yield engine

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from tests.processes import train_worker_processes
 
@@ -21,11 +23,6 @@ ROOT = Path(__file__).parents[2]
 _START_S = 90.0
 # Ray starts as many idle workers at once.
 _NUM_CPUS = 10
-
-
-def gpu_missing() -> str | None:
-    """Why no GPU test can run here, None where they can."""
-    return None if torch.cuda.is_available() else f"needs a CUDA device: torch {torch.__version__} sees none"
 
 
 class Engine:
@@ -57,12 +54,7 @@ class Engine:
         self._num_jobs = 0
 
     def run(self, name: str, timeout_s: float = 100.0, **job: Any) -> dict[str, Any]:
-        """Runs a job of `gpu_server.JOBS`.
-
-        Args:
-            name: The job's name.
-            timeout_s: Bound in seconds, after which the process and all its children are killed.
-            job: The job's arguments.
+        """Run a job of `gpu_server.JOBS` with these arguments; after `timeout_s` the process and all its children are killed.
 
         Returns:
             ``ranks``, what each rank told, and ``errors``, type and text of the error that it ended with and its causes.
@@ -87,12 +79,10 @@ class Engine:
         return report
 
     def train_workers(self) -> list[psutil.Process]:
-        """The processes of Ray Train's workers that are there now."""
         assert self._process is not None
         return train_worker_processes(psutil.Process(self._process.pid))
 
     def close(self) -> None:
-        """Ends the process, its Ray and all workers."""
         if self._process is not None:
             _kill_tree(self._process)
             self._process = None
@@ -132,6 +122,13 @@ class Engine:
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+@contextmanager
+def engines_by_version(variables: Callable[[], dict[str, str]] = dict) -> Iterator[Callable[[str], Engine]]:
+    """Engines by version, started on first use, each with new variables."""
+    with ExitStack() as stack:
+        yield cache(lambda version: stack.enter_context(closing(Engine(version, **variables()))))
 
 
 def _read_lines(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:

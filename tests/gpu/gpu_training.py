@@ -83,7 +83,6 @@ def losses_of_one_process(device: str) -> list[float]:
 
 
 def leave(out: str, found: dict[str, Any]) -> None:
-    """Leave what this rank found for the caller of the job."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{dist.get_rank()}"
@@ -116,8 +115,8 @@ def state_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
     }
 
 
-def train_function(config: dict[str, Any]) -> None:
-    """Trains as a user would, and tells losses, backend, device, visible devices and the start's report."""
+def trained(config: dict[str, Any]) -> dict[str, Any]:
+    """Train as a user would; losses, backend, device, visible devices and the start's report."""
     torch.manual_seed(0)
     device = ray.train.torch.get_device()
     model = ray.train.torch.prepare_model(Network(), parallel_strategy_kwargs={"find_unused_parameters": True})
@@ -127,7 +126,11 @@ def train_function(config: dict[str, Any]) -> None:
     found = {"losses": losses, **state_of(model, device), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
     if not config["stock"]:
         found["report"] = get_start_report().to_dict()
-    tell(config, found)
+    return found
+
+
+def train_function(config: dict[str, Any]) -> None:
+    tell(config, trained(config))
 
 
 def _meet_other_trials(out: Path, num_trials: int) -> None:
@@ -199,7 +202,6 @@ def make_trainer(
 
 
 def answers_in(folder: str) -> list[dict[str, Any]]:
-    """What each rank told."""
     return [json.loads(path.read_text()) for path in sorted(Path(folder).rglob("rank*.json"))]
 
 

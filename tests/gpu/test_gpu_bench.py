@@ -8,14 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.ipc.measure import nccl_env
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def test_every_backend_that_takes_the_ranks_is_measured(tmp_path):

@@ -6,25 +6,20 @@ Needs a CUDA device, torch and pytest; nothing else. All ranks share device 0.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ipc_calls import DEVICE_CALLS, bare_group, options
+from ipc_calls import DEVICE_CALLS, bare_group
 from ipc_harness import DEVICE_ENV_VAR, Job, on_ranks, run_ranks, values
 from ipc_memories import check_signal, staged_group
 from ipc_reference import ALL_DTYPES
 from ipc_table import SMALL_CHUNKS, check_table
 from ipc_workloads import busy
+from test_gpu_ipc import long_kernel, train
 
 from ray_fracbackend import verify_process_group
 from ray_fracbackend.ipc.device import staged
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 ON_DEVICE = {DEVICE_ENV_VAR: "cuda:0", "IPC_TEST_BACKEND": "staged"}
 SMALL = {**SMALL_CHUNKS, "RAY_FRACBACKEND_STAGED_CHUNK_BYTES": "65536"}
@@ -32,8 +27,6 @@ WAYS = {
     "over ipc": {**ON_DEVICE, "IPC_TEST_STAGED": "over shared host memory"},
     "over Gloo": {**ON_DEVICE, "IPC_TEST_STAGED": "over Gloo: ", "RAY_FRACBACKEND_STAGED_INNER": "gloo"},
 }
-# About half a second on a GPU of 2 GHz.
-LONG_KERNEL_CYCLES = 1_000_000_000
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -44,34 +37,15 @@ def test_every_collective_matches_the_reference(size: int, way: str) -> None:
     check_table(size, dtypes, True, {**WAYS[way], **SMALL})
 
 
-def long_kernel(job: Job, skip_waits: bool) -> list[bool]:
-    """Each rank's data comes after a long kernel on a stream of the caller; which results are right."""
-    pg = staged_group(job, "order", job.rank, job.size, 60.0)
-    if skip_waits:
-        staged._wait_for = lambda event, terms: None
-    tensors = [torch.zeros(200_000, device="cuda:0") for _ in range(4)]
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(LONG_KERNEL_CYCLES)
-        for number, tensor in enumerate(tensors):
-            tensor.fill_(job.rank + 1.0 + number)
-            pg.allreduce([tensor], options("Allreduce", asyncOp=number % 2 == 1)).wait()
-            tensor.mul_(2)
-    torch.cuda.synchronize()
-    size = job.size
-    expected = [size * (size + 1) + 2 * size * number for number in range(4)]
-    return [bool((tensor == value).all()) for tensor, value in zip(tensors, expected, strict=True)]
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_call_behind_a_long_kernel_waits_for_it(way: str) -> None:
     """And what the caller does next waits for the copy back."""
-    assert values(run_ranks(long_kernel, 2, False, limit_s=120, env=WAYS[way])) == [[True] * 4] * 2
+    assert values(run_ranks(long_kernel, 2, staged_group, False, limit_s=120, env=WAYS[way])) == [[True] * 4] * 2
 
 
 def test_without_the_wait_the_same_gives_wrong_results() -> None:
     """So it is the wait, and not chance."""
-    assert not all(map(all, values(run_ranks(long_kernel, 2, True, limit_s=120, env=WAYS["over ipc"]))))
+    assert not all(map(all, values(run_ranks(long_kernel, 2, staged_group, True, limit_s=120, env=WAYS["over ipc"]))))
 
 
 @on_ranks(2, env=WAYS["over ipc"])
@@ -89,49 +63,14 @@ def test_two_groups_at_once(way: str) -> None:
     values(run_ranks(busy, 2, 1000, limit_s=200, env={**WAYS[way], **SMALL}))
 
 
-def train(job: Job, backend: str, how: str) -> list[torch.Tensor]:
-    """Some steps under DDP or FSDP2 on the device; weights and losses."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    if how != "alone":
-        job.init(backend)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
-    net: Any = torch.nn.Sequential(*layers).cuda(0)
-    if how == "ddp":
-        net = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.3)
-    elif how == "fsdp2":
-        mesh = init_device_mesh("cuda", (job.size,))
-        for layer in net:
-            if isinstance(layer, torch.nn.Linear):
-                fully_shard(layer, mesh=mesh)
-        fully_shard(net, mesh=mesh)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    losses = []
-    for step in range(12):
-        ranks = range(job.size) if how == "alone" else [job.rank]
-        inputs = [torch.randn(64, 256, generator=torch.Generator().manual_seed(100 * r + step)) for r in ranks]
-        x = torch.cat(inputs).cuda(0)
-        loss = (net(x) - x.sin()).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach().cpu())
-    weights = [getattr(p, "full_tensor", lambda p=p: p)().detach().cpu() for p in net.parameters()]
-    return [*weights, torch.stack(losses)]
-
-
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("way", WAYS)
 def test_training_ends_with_the_weights_of_one_process(way: str, how: str) -> None:
     """Two ranks with half of the batch each, against every rank with the whole batch by itself."""
     ours = values(run_ranks(train, 2, "cpu:gloo,cuda:staged", how, limit_s=120, env=WAYS[way]))
-    alone = values(run_ranks(train, 2, "", "alone", limit_s=120, env=ON_DEVICE))
+    alone = values(run_ranks(train, 2, None, "alone", limit_s=120, env=ON_DEVICE))
     for mine, other in zip(ours, alone, strict=True):
-        for a, b in zip(mine[:-1], other[:-1], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(mine[:-1], other[:-1], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)

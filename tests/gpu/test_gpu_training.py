@@ -1,19 +1,24 @@
-"""Training on one shared GPU: what stock Ray Train does, and that every backend of ours trains to the same losses."""
+"""Training on one shared GPU: what stock Ray Train does, that every backend of ours trains to the same losses.
+
+Also limit_gpu_memory, and the device under a worker, which is found by its UUID however CUDA_VISIBLE_DEVICES names it.
+"""
 
 from __future__ import annotations
 
+from contextlib import closing
 from importlib.util import find_spec
 
+import pynvml
 import pytest
+import torch
 
 from ray_fracbackend.decide.error_texts import is_invalid_usage, refusal_in
 from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK
 from ray_fracbackend.decide.worker_info import version_text
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
-from tests.gpu.gpu_engine import gpu_missing
+from tests.cuda.emulated import emulated
+from tests.gpu.gpu_engine import Engine
 from tests.gpu.gpu_training import losses_of_one_process
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpu_missing() is not None, reason=str(gpu_missing()))]
 
 NCCL = loaded_nccl_version()
 HAS_MULTI_RANK = NCCL is not None and NCCL >= NCCL_MULTI_RANK
@@ -38,7 +43,8 @@ def check(answer, expected, backend, num_ranks, model="DistributedDataParallel")
     assert answer["errors"] == []
     ranks = answer["ranks"]
     assert len(ranks) == num_ranks
-    assert {(rank["backend"], rank["device"], rank["model"]) for rank in ranks} == {(backend, "cuda:0", model)}
+    assert {rank["backend"].removeprefix("cpu:gloo,cuda:") for rank in ranks} == {backend}
+    assert {(rank["device"], rank["model"]) for rank in ranks} == {("cuda:0", model)}
     for rank in ranks:
         assert rank["losses"] == pytest.approx(expected, rel=1e-4)
         if model != "FullyShardedDataParallel":  # else each rank has its part of the parameters
@@ -54,19 +60,12 @@ def test_stock_fails(engines):
     print(f"NCCL {version_text(NCCL)} says: {refusal_in(text)}")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(("version", "num_ranks"), [*(("v2", number) for number in (2, 3, 4, 8)), ("v1", 2)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_same_losses(engines, expected, backend, num_ranks):
-    """Each backend trains with 2 to 8 ranks on the GPU, under the V2 engine."""
-    answer = engines("v2").run("train", num_workers=num_ranks, settings={"on_shared_device": backend})
+def test_same_losses(engines, expected, version, backend, num_ranks):
+    """Each backend trains with 2 to 8 ranks on the GPU, under both engines."""
+    answer = engines(version).run("train", num_workers=num_ranks, settings={"on_shared_device": backend})
     check(answer, expected, backend, num_ranks)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_same_losses_under_v1(engines, expected, backend):
-    """The V1 engine gives the same."""
-    answer = engines("v1").run("train", settings={"on_shared_device": backend})
-    check(answer, expected, backend, 2)
 
 
 def test_auto(engines, expected):
@@ -77,35 +76,45 @@ def test_auto(engines, expected):
     assert answer["ranks"][0]["losses"] == pytest.approx(expected, rel=1e-4)
 
 
-def needs(library):
-    return pytest.mark.skipif(find_spec(library) is None, reason=f"needs {library}; ci/gpu_bundle.sh packs it")
+@pytest.mark.parametrize("version", ["v2", emulated("v1")])
+@pytest.mark.parametrize(
+    ("library", "strategy", "backend"),
+    [
+        *((library, None, "gloo") for library in ("accelerate", "transformers")),
+        *(
+            emulated(library, None, backend)
+            for library in ("accelerate", "transformers")
+            for backend in ("ipc", "staged")
+        ),
+        ("lightning", "ddp", "gloo"),
+        *(emulated("lightning", "ddp", backend) for backend in ("ipc", "staged")),
+        ("lightning", "fsdp", "ipc"),
+        emulated("lightning", "fsdp", "staged"),
+    ],
+)
+def test_libraries(engines, expected, version, library, strategy, backend):
+    """Each trains on the shared GPU to the same losses: LOCAL_RANK 1 is no index of a device there."""
+    if find_spec(library) is None:
+        pytest.skip(f"needs {library}: ci/gpu_bundle.sh packs it, ci/cuda.py --libraries installs it")
+    settings = {"on_shared_device": backend}
+    answer = engines(version).run("library", timeout_s=200, settings=settings, library=library, strategy=strategy)
+    check(answer, expected, backend, 2, "FullyShardedDataParallel" if strategy == "fsdp" else "DistributedDataParallel")
 
 
 @pytest.mark.parametrize(
-    ("library", "strategy", "backend", "model"),
-    [
-        pytest.param("accelerate", None, "gloo", "DistributedDataParallel", marks=needs("accelerate")),
-        pytest.param("transformers", None, "gloo", "DistributedDataParallel", marks=needs("transformers")),
-        pytest.param("lightning", "ddp", "gloo", "DistributedDataParallel", marks=needs("lightning")),
-        pytest.param("lightning", "fsdp", "ipc", "FullyShardedDataParallel", marks=needs("lightning")),
-    ],
+    ("version", "backend"),
+    [("v1", "auto"), ("v2", "auto"), *(emulated(v, backend) for v in ("v1", "v2") for backend in ("ipc", "staged"))],
 )
-def test_libraries(engines, expected, library, strategy, backend, model):
-    """Each trains on the shared GPU to the same losses: LOCAL_RANK 1 is no index of a device there."""
-    settings = {"on_shared_device": backend}
-    answer = engines("v2").run("library", settings=settings, library=library, strategy=strategy)
-    check(answer, expected, backend, 2, model)
-
-
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_two_tune_trials(engines, expected, version):
-    """Two trials of two workers each train on the GPU at one time."""
-    answer = engines(version).run("tune", timeout_s=150, fraction=0.25)
+def test_two_tune_trials(engines, expected, version, backend):
+    """Two trials of two workers each train on the GPU at one time, each in a group of its own."""
+    answer = engines(version).run("tune", timeout_s=200, settings={"on_shared_device": backend}, fraction=0.25)
     assert answer["errors"] == []
-    assert len(answer["ranks"]) == 4
-    assert len({tuple(rank["losses"]) for rank in answer["ranks"]}) == 2
-    assert len({rank["report"]["workers"][0]["devices"][0]["uuid"] for rank in answer["ranks"]}) == 1
-    assert any(rank["losses"] == pytest.approx(expected, rel=1e-4) for rank in answer["ranks"])
+    ranks = answer["ranks"]
+    assert backend == "auto" or {rank["backend"].removeprefix("cpu:gloo,cuda:") for rank in ranks} == {backend}
+    assert len(ranks) == 4
+    assert len({rank["report"]["master_port"] for rank in ranks}) == 2
+    assert len({worker["devices"][0]["uuid"] for rank in ranks for worker in rank["report"]["workers"]}) == 1
+    assert sum(rank["losses"] == pytest.approx(expected, rel=1e-4) for rank in ranks) == 2
 
 
 @pytest.mark.skipif(HAS_MULTI_RANK, reason="the loaded NCCL has the multi-rank flags")
@@ -117,13 +126,71 @@ def test_too_old_a_library_is_an_error(engines):
 
 
 @needs_multi_rank
-def test_nccl_refusal_is_translated(engines):
+def test_nccl_refusal_is_translated():
     """A user who switched the flag off gets one error that names the ranks and the variable."""
-    engine = type(engines("v2"))("v2", NCCL_MULTI_RANK_GPU_ENABLE="0")
-    try:
+    with closing(Engine("v2", NCCL_MULTI_RANK_GPU_ENABLE="0")) as engine:
         answer = engine.run("train", settings={"on_shared_device": "nccl"})
-    finally:
-        engine.close()
     text = "\n".join(error["text"] for error in answer["errors"])
     assert "refused the start: ranks 0,1 share GPU-" in text
     assert "NCCL_MULTI_RANK_GPU_ENABLE=0" in text
+
+
+LIMITED = {"limit_gpu_memory": True, "on_shared_device": "gloo"}
+
+
+@pytest.mark.parametrize(("version", "backend"), [("v2", "gloo"), emulated("v2", "ipc"), emulated("v1", "staged")])
+def test_a_capped_worker_leaves_its_neighbour_memory(engines, version, backend):
+    """A worker is refused at its fraction of the device, and the other still gets and uses memory of its own."""
+    settings = {**LIMITED, "on_shared_device": backend}
+    answer = engines(version).run("memory", settings=settings, fraction=0.25, catch=True)
+    assert answer["errors"] == []
+    greedy, neighbour = answer["ranks"]
+    assert greedy["refused_at"] == pytest.approx(0.25, abs=0.02)
+    assert (greedy["works"], neighbour["works"], neighbour["refused_at"]) == (True, True, None)
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_out_of_memory_of_a_capped_worker_says_why(engines, version):
+    """An uncaught out of memory reaches the user of fit() with the cap, the fraction and what to do."""
+    answer = engines(version).run("memory", settings=LIMITED, fraction=0.25, catch=False)
+    text = "\n".join(error["text"] for error in answer["errors"])
+    assert "limit_gpu_memory=True caps this worker at its fraction 0.25" in text
+    assert "ask for a larger GPU fraction per worker" in text
+
+
+NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+
+def first_uuid():
+    """UUID of the host's first GPU, as the driver has it."""
+    pynvml.nvmlInit()
+    try:
+        uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(0))
+    finally:
+        pynvml.nvmlShutdown()
+    return uuid.decode() if isinstance(uuid, bytes) else uuid
+
+
+@pytest.mark.parametrize("noset", [None, "1"], ids=["ray sets it", "ray leaves it"])
+@pytest.mark.parametrize("form", ["index", "uuid"])
+def test_the_device_is_found_by_its_uuid(form, noset):
+    """Both ranks report the GPU's own UUID, and the report says that they share it."""
+    uuid = first_uuid()
+    with closing(Engine("v2", **{"CUDA_VISIBLE_DEVICES": "0" if form == "index" else uuid, NOSET: noset})) as engine:
+        answer = engine.run("train", settings={"on_shared_device": "gloo"})
+    assert answer["errors"] == []
+    report = answer["ranks"][0]["report"]
+    assert [worker["devices"][0]["uuid"] for worker in report["workers"]] == [uuid, uuid]
+    assert {rank["visible"] for rank in answer["ranks"]} == {"0" if form == "index" else uuid}
+    assert [(group["ranks"], group["device_uuid"]) for group in report["plan"]["share_groups"]] == [([0, 1], uuid)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_of_their_own():
+    """Where nothing is shared, workers train with NCCL and no variable of ours, as stock."""
+    with closing(Engine("v2", num_gpus=2)) as engine:
+        answer = engine.run("train", fraction=1)
+    assert answer["errors"] == []
+    assert {rank["backend"] for rank in answer["ranks"]} == {"nccl"}
+    plan = answer["ranks"][0]["report"]["plan"]
+    assert (plan["share_groups"], plan["env_defaults"]) == ([], {})

@@ -16,11 +16,7 @@ from ray_fracbackend.errors import VerificationError
 from ray_fracbackend.verify.collectives import verify_process_group
 from ray_fracbackend.worker.group_end import end_process_group
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL"),
-]
+pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL")
 
 
 @on_ranks(2, limit_s=90, timeout_s=300, needed=1)
