@@ -66,19 +66,6 @@ else:
 """
 
 
-FORKED = """
-import ctypes, os, torch
-torch.zeros(1, device="cuda")
-pid = os.fork()
-if pid == 0:
-    try:
-        torch.empty(1, device="cuda")
-    except RuntimeError as error:
-        print(error, flush=True)
-    n = ctypes.c_int()
-    os._exit(ctypes.CDLL(None).cudaGetDeviceCount(ctypes.byref(n)))
-print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
 WORK_AFTER_FREE = """
 import ctypes, torch
 runtime = ctypes.CDLL(None)
@@ -113,8 +100,6 @@ PROGRAMS = {
     # As on a GPU, where the address is not mapped for the host.
     "the host's access to device memory": (READ_BY_HOST, "", -signal.SIGSEGV, "the host accessed device memory"),
     "work on memory after its free": (WORK_AFTER_FREE, "", -signal.SIGABRT, "was freed"),
-    # By CUDA's rule: a process that uses it cannot be forked.
-    "a forked child": (FORKED, "", 0, "3"),
     # A GPU's behaviour is not documented, so the worst case is used.
     "a wait for an event of another process": (DEAD_PEER, "", 0, "passed"),
     "a wait for an event of a dead process": (DEAD_PEER, "kill", 0, "waits"),
