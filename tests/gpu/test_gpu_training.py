@@ -68,14 +68,6 @@ def test_same_losses(engines, expected, version, backend, num_ranks):
     check(answer, expected, backend, num_ranks)
 
 
-def test_auto(engines, expected):
-    """The default starts, without a word about NCCL's refusal."""
-    answer = engines("v2").run("train")
-    assert answer["errors"] == []
-    assert answer["ranks"][0]["backend"] in ("gloo", "ipc")
-    assert answer["ranks"][0]["losses"] == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.mark.parametrize("version", ["v2", emulated("v1")])
 @pytest.mark.parametrize(
     ("library", "strategy", "backend"),
@@ -110,7 +102,8 @@ def test_two_tune_trials(engines, expected, version, backend):
     answer = engines(version).run("tune", timeout_s=200, settings={"on_shared_device": backend}, fraction=0.25)
     assert answer["errors"] == []
     ranks = answer["ranks"]
-    assert backend == "auto" or {rank["backend"].removeprefix("cpu:gloo,cuda:") for rank in ranks} == {backend}
+    found = {rank["backend"].removeprefix("cpu:gloo,cuda:") for rank in ranks}
+    assert found <= ({"gloo", "ipc"} if backend == "auto" else {backend})
     assert len(ranks) == 4
     assert len({rank["report"]["master_port"] for rank in ranks}) == 2
     assert len({worker["devices"][0]["uuid"] for rank in ranks for worker in rank["report"]["workers"]}) == 1
