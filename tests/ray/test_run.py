@@ -274,7 +274,7 @@ def test_more_than_a_local_ray_has(tmp_path):
     assert script.process.wait(150) == 1
     said = "InsufficientResourcesError: Ray cannot place 2 workers of 1 CPU and 0.5 GPU each (PACK): "
     assert said in script.output
-    assert "--num-gpus 1" in script.output
+    assert "declare more with --num-gpus" in script.output
     assert script.has_left_nothing()
 
 
