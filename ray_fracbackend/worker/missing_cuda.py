@@ -73,7 +73,7 @@ def _cause(said: str, name: str, num_gpus: int | None, modes: set[str | None], v
                 return f"a GPU of the node is in compute mode {mode.upper()}", _DEFAULT_MODE
         return "the GPU is busy or unavailable", f"end the process that uses it (see nvidia-smi), or {_DEFAULT_MODE}"
     if "no cuda gpus are available" in said or "no cuda-capable device is detected" in said:
-        if visible is not None and not _names_gpu(visible, num_gpus):
+        if num_gpus != 0 and visible is not None and not _names_gpu(visible, num_gpus):
             return f"{_VISIBLE}={visible!r} names none of the node's GPUs", "correct it, or num_gpus of the node"
         return "CUDA finds no GPU that it can use", f"compare nvidia-smi -L with num_gpus of the node and {_VISIBLE}"
     return f"{name} cannot use CUDA", "see nvidia-smi and dmesg of the node, then restart the worker's process"

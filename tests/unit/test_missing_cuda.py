@@ -79,6 +79,7 @@ CASES = [
     ("no_device", None, "NoDevFiles", f"CUDA_VISIBLE_DEVICES='NoDevFiles' {_NONE}", "correct it"),
     ("no_device", None, "GPU-0123abcd", "CUDA finds no GPU that it can use", "nvidia-smi -L"),
     ("no_device", Nvml(), "0", "CUDA finds no GPU that it can use", "nvidia-smi -L"),
+    ("no_device", Nvml([]), "0", "CUDA finds no GPU that it can use", "num_gpus of the node"),
     ("not_initialized", Nvml(), "0", "torch 2.13.0+cu130 cannot use CUDA", "dmesg"),
     ("mps_clients", Nvml(), "0", "torch 2.13.0+cu130 cannot use CUDA", "nvidia-smi"),
     ("device_lost", Nvml([2]), "0", "torch 2.13.0+cu130 cannot use CUDA", "restart the worker's process"),
