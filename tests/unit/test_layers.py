@@ -113,44 +113,6 @@ def test_private_ray_names_live_in_one_module():
     assert {path for path, _ in private} == {"_ray.py"}
 
 
-# Modules that may parse error messages: NCCL, CUDA and Gloo report the failure only in the message.
-_TEXT_READERS = {"decide/error_texts.py", "worker/missing_cuda.py"}
-_LOOKS = {"startswith", "endswith", "partition", "rpartition", "split", "splitlines", "find", "count", "removeprefix"}
-_PATTERN_LOOKS = {"search", "match", "fullmatch", "findall"}
-
-
-def is_text_of_an_error(node: ast.AST) -> bool:
-    """Whether it is ``str(error)`` or the result of a method of it, such as ``str(error).lower()``."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return is_text_of_an_error(node.func.value)
-    named = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "str" and len(node.args) == 1
-    return named and isinstance(node.args[0], ast.Name) and node.args[0].id in ("error", "failed", "told", "cause")
-
-
-def looks_into_an_error(node: ast.AST) -> bool:
-    """Whether it is a comparison, a method or a pattern that searches such a text."""
-    if isinstance(node, ast.Compare):
-        return any(is_text_of_an_error(each) for each in (node.left, *node.comparators))
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-        return False
-    if node.func.attr in _LOOKS:
-        return is_text_of_an_error(node.func.value)
-    return node.func.attr in _PATTERN_LOOKS and any(map(is_text_of_an_error, node.args))
-
-
-def test_nothing_reads_the_text_of_an_error():
-    """Our errors have attributes for kind, step, ranks and cause; messages of libraries are parsed by one module each."""
-    found = {
-        path.relative_to(_PACKAGE).as_posix()
-        for path in _MODULES
-        if part_of(path) not in ("ipc", "cli")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if looks_into_an_error(node)
-    }
-    assert found - _TEXT_READERS == set()
-    assert "decide/error_texts.py" in found  # the scan finds what it should find
-
-
 def test_no_private_ray_name_is_imported_at_the_top():
     """_ray.py imports private names inside functions, so the package can be imported with a Ray that lacks one."""
     tree = ast.parse((_PACKAGE / "_ray.py").read_text())
