@@ -59,7 +59,7 @@ def trained(ranks, expected, backend):
 ENDINGS = {
     "init hangs": (OWN, "nccl_init_hang", {}, {}, ("barrier failed on rank 0 after 20", "(no answer within ")),
     "hangs": (OWN, "nccl_hang=1", {}, {}, ("barrier failed on rank 0 after 20", "(no answer within ")),
-    "hangs later": (OWN, "nccl_hang=9", {}, {}, ("all_reduce of 1 MiB failed on rank 1 after ", "(no answer within ")),
+    "hangs later": (OWN, "nccl_hang=6", {}, {}, ("all_reduce of 1 MiB failed on rank 1 after ", "(no answer within ")),
     "refuses": (OWN, "nccl_refuse=1", {}, {}, ("rank 1 (node ", "barrier failed on rank 1", "Call to socket failed")),
     "no memory": (OWN, "nccl_oom=1", {}, {}, ("rank 1 (node ", "out of memory", "End other processes")),
     "late error": (OWN, "nccl_late_error=1", {}, {}, ("barrier failed on rank 0", "Call to recv failed")),
