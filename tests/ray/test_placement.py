@@ -31,6 +31,7 @@ def nothing_is_left():
     return not groups and not actor_processes("RayTrainWorker") and not actor_processes("QueueActor")
 
 
+@pytest.mark.full
 def test_plan(cluster):
     """Two workers with half a GPU: real placement, decision and text; nothing is left."""
     if torch.cuda.is_available():
