@@ -1,1 +1,1 @@
-"""Collectives with known results, and the devices of any processes. Without Ray."""
+"""Verification of a process group by collectives with known results. Without Ray."""

@@ -222,6 +222,7 @@ def test_an_error_keeps_no_group():
     """The peer of a rank that failed and left the group gets an error at once, although the rank keeps its own error."""
     own, of_peer = run_processes(keeps_its_error, 2)
     assert isinstance(own, TypeError)
+    assert isinstance(of_peer, VerificationError)
     assert "timed out" not in str(of_peer).lower()
 
 
