@@ -47,22 +47,23 @@ def main() -> None:
     install(python, "--editable", ".[test]")
     lowest = install_lowest(python)
     os.environ.setdefault("RES_OPTIONS", RESOLVER)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile the package
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     pytest = [python, "-m", "pytest", *sys.argv[1:]]
     if set(sys.argv[1:]) - {"--full"}:
         sys.exit(call(*pytest))
-    smoke = SMOKE if "--full" in sys.argv else SMOKE[:1]
+    full = "--full" in sys.argv
+    smoke = SMOKE if full else SMOKE[:1]
     started = time.perf_counter()
     # One process more than cores, because tests wait for a fifth of their time.
     cores = os.cpu_count() or 2
     failed = call(*pytest, *spread(cores + 1), RAY_TRAIN_V2_ENABLED="1") != 0
-    side_by_side = (
-        [([*pytest, *spread(cores), *V1_TESTS], {"RAY_TRAIN_V2_ENABLED": "0"})],
-        [([*pytest, "--full", *smoke], {"RAY_TRAIN_V2_ENABLED": "0", "PYTHONPATH": str(lowest)})],
-    )
+    side_by_side = [([*pytest, "--full", *smoke], {"PYTHONPATH": str(lowest)})]
+    if full:
+        side_by_side.append(([*pytest, *spread(cores), *V1_TESTS], {}))
     with ThreadPoolExecutor(len(side_by_side)) as pool:
-        failed |= any(list(pool.map(call_quietly, side_by_side)))
-    if "--full" in sys.argv:
+        failed |= any(list(pool.map(call_quietly, *zip(*side_by_side, strict=True))))
+    if full:
         failed |= call(python, "ci/lint.py") != 0
         failed |= call(python, "upstream/check.py") != 0
         failed |= cuda_failed()
@@ -84,14 +85,12 @@ def spread(num_processes: int) -> list[str]:
     return ["-n", str(num_processes), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
-def call_quietly(passes: list[tuple[list[str | Path], dict[str, str]]]) -> bool:
-    """Run commands one after the other and show the output of each at its end, so two at a time do not mix."""
-    failed = False
-    for command, env in passes:
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-            failed |= call(*command, output=output, **env) != 0
-            output.seek(0)
-            print(output.read(), flush=True)
+def call_quietly(command: list[str | Path], env: dict[str, str]) -> bool:
+    """Run a command with Ray Train V1 and show its output at the end, so two at a time do not mix. Return whether it failed."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        failed = call(*command, output=output, RAY_TRAIN_V2_ENABLED="0", **env) != 0
+        output.seek(0)
+        print(output.read(), flush=True)
     return failed
 
 

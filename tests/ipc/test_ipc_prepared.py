@@ -80,7 +80,7 @@ def announcements(pg: Any) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     ("size", "slots"),
-    [(2, 4), (3, 2), *(pytest.param(*sizes, marks=pytest.mark.full) for sizes in ((2, 2), (3, 4), (4, 2), (4, 4)))],
+    [(2, 4), *(pytest.param(*sizes, marks=pytest.mark.full) for sizes in ((2, 2), (3, 2), (3, 4), (4, 2), (4, 4)))],
 )
 @on_ranks(env=lambda rank, size, slots: {knobs.SLOTS_ENV_VAR: str(slots)})
 def test_ranks_on_either_path_have_bitwise_the_results_of_the_engine(job: Job, size: int, slots: int) -> None:

@@ -151,7 +151,8 @@ def test_a_killed_rank_is_reported_at_every_step(name: str, way: str, full: bool
     check_signal(name, "kill", {**WAYS[way], **ASYNC}, points, memory_of(way))
 
 
-@pytest.mark.parametrize("way", [*ONE_WAY, pytest.param("device", marks=[_linux, full])])
+@full(but="win32")
+@pytest.mark.parametrize("way", [*ONE_WAY, DEVICE])
 def test_a_stopped_rank_is_reported(way: str) -> None:
     """Both survivors raise an error after the deadline, or when the other has."""
     points = MEMORIES[memory_of(way)].points("all_reduce", 3)
@@ -159,7 +160,7 @@ def test_a_stopped_rank_is_reported(way: str) -> None:
     check_signal("all_reduce", "stop", {**WAYS[way], **ASYNC}, points, memory_of(way))
 
 
-@pytest.mark.parametrize("way", [*BOTH_WAYS, DEVICE])
+@pytest.mark.parametrize("way", [*ONE_WAY, DEVICE])
 def test_an_exception_at_any_step_reaches_every_rank(way: str) -> None:
     """The failed rank raises its own error; the others raise an error with its message soon."""
     check_exceptions(3, {**WAYS[way], **ASYNC}, memory_of(way))
@@ -223,7 +224,7 @@ def test_ranks_that_call_different_collectives_get_an_error_with_both(job: Job, 
 
 
 @pytest.mark.parametrize(("name", "value"), [("CHUNK_BYTES", "1k"), ("INNER", "tcp")])
-@pytest.mark.parametrize("way", STAGED_WAYS)
+@pytest.mark.parametrize("way", [*ONE_WAY, pytest.param("in ipc", marks=[_linux, full])])
 @on_ranks(
     2,
     limit_s=60,

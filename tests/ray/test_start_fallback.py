@@ -22,7 +22,7 @@ from tests.unit.test_error_texts import DUPLICATE, torch_text
 _BUDGET = {"start_timeout_s": 24} if sys.platform == "win32" else {}
 
 
-@pytest.mark.parametrize("fixed_port", [False, True])
+@pytest.mark.parametrize("fixed_port", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port):
     """The first backend fails its verification, then the fallback is started, verified and reported, also on the same port."""
     plan = Decision(

@@ -118,7 +118,7 @@ def check_cpu_workers(tmp_path):
     assert {a["env"]["ACCELERATE_TORCH_DEVICE"] for a in answers(tmp_path)} == {"cpu"}
 
 
-@pytest.mark.full(but="V2")  # for V1, the run with the lowest Ray includes it
+@pytest.mark.full  # the run with the lowest Ray includes it
 def test_gpu_script_on_the_cpu(tmp_path):
     """get_device() returns cpu in the train function, and the model is wrapped in DDP on the CPU."""
     fit(look_around, tmp_path, FracTorchConfig(backend="gloo", on_missing_cuda="cpu"), TWO_HALF_GPUS)

@@ -13,7 +13,7 @@ from tests.ray import test_huggingface as huggingface
 from tests.ray.test_lightning import CONFIG as LIGHTNING
 from tests.ray.training_runs import NO_IPC, assert_close, assert_equal_on_ranks, run, told_in, train_example
 
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.full(but="V1"), NO_IPC]
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.full, NO_IPC]
 
 TRANSFORMERS = {"example": "transformers_trainer", "batch_size": huggingface.BATCH_SIZE, **huggingface.CONFIG}
 LIBRARIES: dict[str, tuple[Any, dict[str, Any]]] = {
