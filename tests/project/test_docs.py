@@ -185,7 +185,8 @@ def test_every_error_has_a_section():
 
 
 def test_settings_table():
-    """docs/settings.md lists every setting with its default."""
+    """docs/settings.md lists every setting with its default, and the class's docstring has a line for each."""
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", (_ROOT / "docs" / "settings.md").read_text(), flags=re.MULTILINE)
     defaults = [(name, getattr(FracTorchConfig(), name)) for name in setting_names()]
     assert [(name, ast.literal_eval(value)) for name, value in rows] == defaults
+    assert (*re.findall(r"^ {8}([a-z_]+): ", FracTorchConfig.__doc__, flags=re.MULTILINE),) == setting_names()

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,9 @@ REPORT = {"backend": "gloo"}
 
 def group(path, file_system=None):
     """Return a V2 worker group with only its storage."""
-    storage = SimpleNamespace(storage_filesystem=file_system or LocalFileSystem(), experiment_fs_path=str(path))
+    storage = SimpleNamespace(
+        storage_filesystem=file_system or LocalFileSystem(), experiment_fs_path=Path(path).as_posix()
+    )
     return SimpleNamespace(_storage_context=storage)
 
 
