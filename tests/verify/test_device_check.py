@@ -1,11 +1,13 @@
 """check_devices with real processes and stores, without Ray; the devices are simulated, because this machine has no GPU."""
 
+import functools
 import json
 import os
 import pickle
 import re
 import subprocess
 import sys
+import uuid
 from dataclasses import asdict
 from datetime import timedelta
 from unittest import mock
@@ -27,7 +29,7 @@ from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import NetworkInfo, WorkerInfo
 from ray_fracbackend.worker import device_check
-from ray_fracbackend.worker.store import uses_libuv
+from ray_fracbackend.worker.store import open_store, uses_libuv
 from tests.processes import run_processes
 from tests.unit.builders import gpu, job, mig, worker
 
@@ -119,9 +121,14 @@ INFO = asdict(worker(1, gpu("a")))
 HOW = "Something else writes to this store: use a store that only these processes reach."
 
 
+@functools.cache
+def local_store():
+    return open_store(host="127.0.0.1")
+
+
 def told_to_rank_0(value):
     """Return the error of rank 0 if a stranger has written this value for rank 1."""
-    store = dist.HashStore()
+    store = dist.PrefixStore(uuid.uuid4().hex, local_store())
     store.set("ray_fracbackend/check_devices/2/1/rank/1", value)
     with (
         mock.patch.object(device_check, "_probe_process", lambda rank, device: worker(rank, gpu("a"))),
