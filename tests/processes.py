@@ -143,10 +143,11 @@ def actor_processes(name: str, above: psutil.Process | None = None) -> list[psut
 
 
 def _pids_of_actors(name: str) -> set[int]:
-    # Windows shows no process titles, but Ray has a table of its actors, which includes ended ones.
+    # Windows shows no process titles, but Ray has a table of its actors. A process may outlive its actor there.
     from ray._private import state
 
-    return {actor["Pid"] for actor in state.actors().values() if name in actor["ActorClassName"]}
+    alive = [actor for actor in state.actors().values() if actor["State"] != "DEAD"]
+    return {actor["Pid"] for actor in alive if name in actor["ActorClassName"]}
 
 
 def processes_with(variable: str, text: str) -> list[psutil.Process]:
