@@ -339,9 +339,8 @@ def fall_back_and_go_on(job, is_trial):
 @pytest.mark.parametrize(
     ("fault", "is_trial", "said"),
     [
-        *((fault, True, "failed on rank") for fault in ("nccl_init_hang", "nccl_hang=1", "nccl_hang=3")),
+        *((f"nccl_{fault}", True, "failed on rank") for fault in ("init_hang", "hang=1", "hang=3", "late_error=3")),
         ("nccl_refuse=1", True, "failed"),  # rank 0's text is that rank 1 failed
-        ("nccl_late_error=3", True, "failed on rank"),
         # No call was started that the watchdog could monitor, so a separate trial group is not needed.
         ("nccl_duplicate", False, "NCCL refused ranks that share a GPU"),
     ],
