@@ -340,7 +340,7 @@ def fall_back_and_go_on(job, is_trial):
     ("fault", "is_trial", "said"),
     [
         *((f"nccl_{fault}", True, "failed on rank") for fault in ("init_hang", "hang=1", "hang=3", "late_error=3")),
-        ("nccl_refuse=1", True, "failed"),  # rank 0's text is that rank 1 failed
+        ("nccl_refuse=1", True, "rank 1"),  # rank 0 waited for it
         # No call was started that the watchdog could monitor, so a separate trial group is not needed.
         ("nccl_duplicate", False, "NCCL refused ranks that share a GPU"),
     ],
