@@ -105,6 +105,11 @@ def check_devices(
         workers = _exchange(store, world_size, timeout_s, _probe_process(rank, own))
     except FracBackendError:
         raise
+    except (ValueError, RecursionError) as error:
+        raise RendezvousError(
+            f"check_devices: a value in the store is not a report of ray_fracbackend: {error}. Something else writes to this store: use "
+            "a store that only these processes reach."
+        ) from None
     except (RuntimeError, OSError) as error:  # errors of the store: c10d raises RuntimeErrors
         raise RendezvousError(
             f"check_devices: the store failed on rank {rank} ({cause_of(error)}). The process that hosts it must run until all have "
@@ -190,7 +195,9 @@ def _exchange(store: Store, world_size: int, timeout_s: float, own: WorkerInfo) 
         told = [store.get(key).decode("latin-1") if store.check([key]) else None for key in keys]
         store.set("answer", json.dumps(told))
     elif _wait(lambda: store.check(["answer"]), end + _ANSWER_S):
-        told = json.loads(store.get("answer"))
+        told = list(from_plain(tuple[str | None, ...], json.loads(store.get("answer"))))
+        if len(told) != world_size:
+            raise ValueError(f"answer has {len(told)} values")
     else:
         told = [None if rank == 0 else "" for rank in range(world_size)]
     # Wait until all ranks have read the answer: after an error the process that hosts the store may end.
@@ -208,14 +215,8 @@ def _checked(told: list[str | None], timeout_s: float) -> list[WorkerInfo]:
             "same store and world_size; check the logs of the missing ranks.",
             ranks=absent,
         )
-    try:
-        reports = [from_plain(tuple[str, str], json.loads(text or "")) for text in told]
-        return list(workers_of([(version, json.loads(info)) for version, info in reports]))
-    except (ValueError, RecursionError) as error:
-        raise RendezvousError(
-            f"check_devices: a value in the store is not a report of ray_fracbackend: {error}. Something else writes to this store: use "
-            "a store that only these processes reach."
-        ) from None
+    reports = [from_plain(tuple[str, str], json.loads(text or "")) for text in told]
+    return list(workers_of([(version, json.loads(info)) for version, info in reports]))
 
 
 def _wait(is_done: Callable[[], bool], end: float) -> bool:

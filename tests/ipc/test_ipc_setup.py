@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import platform
@@ -11,8 +12,10 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ from ray_fracbackend import ipc
 from ray_fracbackend.ipc import CollectiveTimeoutError, IpcUnavailableError, host_id, host_memory_support, knobs
 from ray_fracbackend.ipc.host import arena, atomics, support
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
-from ray_fracbackend.ipc.protocol import hierarchy
+from ray_fracbackend.ipc.protocol import hierarchy, setup
 from ray_fracbackend.ipc.protocol.setup import Membership
 from tests.processes import wait_until
 from tests.soak.belongings import belongings
@@ -105,17 +108,46 @@ def test_a_wrong_knob_is_refused_with_value_and_rule(monkeypatch: pytest.MonkeyP
 def test_an_arena_is_found_by_its_token_and_size_only() -> None:
     """A descriptor number that now refers to something else is refused, not mapped; nobody can shrink the memory under its users."""
     mine, name = arena.create_arena(100_000)
+    not_sealed = os.memfd_create("ray_fracbackend_ipc")
+    os.truncate(not_sealed, name.num_bytes)
+    os.write(not_sealed, mine.memory[:16])
     try:
         assert arena.attach_arena(name).memory[:16] == mine.memory[:16]
-        for token, num_bytes in (("00" * 16, name.num_bytes), (name.token, name.num_bytes * 2)):
+        wrong = {"token": "00" * 16}, {"num_bytes": name.num_bytes * 2}, {"num_bytes": 4096}, {"fd": not_sealed}
+        for change in wrong:
             with pytest.raises(IpcUnavailableError):
-                arena.attach_arena(arena.ArenaName(name.pid, name.fd, token, num_bytes))
+                arena.attach_arena(replace(name, **change))
         with pytest.raises(PermissionError):  # no access ends in SIGBUS
             os.ftruncate(name.fd, 4096)
+        assert not os.fstat(name.fd).st_mode & 0o111 or tuple(map(int, platform.release().split(".")[:2])) < (6, 3)
     finally:
         os.close(name.fd)
+        os.close(not_sealed)
     with pytest.raises(IpcUnavailableError):
         arena.attach_arena(name)
+
+
+@on_ranks(2)
+def test_a_record_of_a_stranger_opens_no_file(job: Job) -> None:
+    """Whoever reaches the store can name a descriptor of a rank: both ranks have the error at once, and the file stays as it was."""
+    token, num_bytes, read = b"sixteen bytes ok", 1 << 20, setup._record
+    with tempfile.TemporaryFile() as file:
+        file.write(token.ljust(num_bytes, b"."))
+        file.flush()
+        name = arena.ArenaName(os.getpid(), file.fileno(), token.hex(), num_bytes)
+
+        def read_later(store: Any, key: str, types: Any) -> Any:
+            if key.startswith("arena/"):
+                store.set(key, json.dumps({**asdict(name), "error": None}))
+            return read(store, key, types)
+
+        with (
+            mock.patch.object(setup, "_record", read_later),
+            pytest.raises(IpcUnavailableError, match="rank 1: /proc/"),
+        ):
+            bare_group(job, "stranger", job.rank, job.size, 60.0)
+        file.seek(0)
+        assert file.read() == token.ljust(num_bytes, b".")
 
 
 def test_a_process_is_dead_once_it_is_a_zombie() -> None:

@@ -2,7 +2,7 @@
 
 The memory is a memfd. It has no name in any file system, so a killed rank leaves nothing in /dev/shm. It is not limited
 by the size of /dev/shm (64 MB in a Docker container). Only processes that may read ``/proc/<creator>/fd`` (the same
-user, or root) can open it. ``fallocate`` allocates all pages at once and a seal forbids shrinking, so a later access
+user, or root) can open it, and nothing but such memory is opened there. ``fallocate`` allocates all pages at once and a seal forbids shrinking, so a later access
 cannot raise SIGBUS.
 """
 
@@ -18,6 +18,8 @@ from ..errors import IpcUnavailableError
 
 TOKEN_BYTES = 16
 _PAGE_BYTES = 4096
+_NAME = "ray_fracbackend_ipc"
+_NOEXEC_SEAL = 8  # MFD_NOEXEC_SEAL of memfd_create(2); with vm.memfd_noexec=2 the kernel refuses memory without it
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,11 @@ def create_arena(num_bytes: int) -> tuple[Arena, ArenaName]:
     import fcntl  # does not exist on Windows, where this module must still be importable
 
     num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-    fd = os.memfd_create("ray_fracbackend_ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create(_NAME, flags | _NOEXEC_SEAL)
+    except OSError:  # before Linux 6.3
+        fd = os.memfd_create(_NAME, flags)
     try:
         os.posix_fallocate(fd, 0, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
@@ -81,8 +87,13 @@ def attach_arena(name: ArenaName) -> Arena:
     Raises:
         IpcUnavailableError: This process cannot open the creator's descriptor, or it is not the announced memory.
     """
+    import fcntl
+
     path = f"/proc/{name.pid}/fd/{name.fd}"
+    wrong = IpcUnavailableError(f"{path} is not the announced memory: its process has ended.")
     try:
+        if f"memfd:{_NAME}" not in os.readlink(path):
+            raise wrong
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise IpcUnavailableError(
@@ -90,11 +101,11 @@ def attach_arena(name: ArenaName) -> Arena:
             f"PID namespace and a user. Set a different RAY_FRACBACKEND_IPC_HOST for each, or use the gloo backend."
         ) from error
     try:
-        if os.fstat(fd).st_size < name.num_bytes:
-            raise IpcUnavailableError(f"{path} is not the announced memory: its process has ended.")
+        if os.fstat(fd).st_size != name.num_bytes or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise wrong
         arena = Arena(fd, name.num_bytes)
     finally:
         os.close(fd)
     if arena.memory[:TOKEN_BYTES].hex() != name.token:
-        raise IpcUnavailableError(f"{path} is not the announced memory: its process has ended.")
+        raise wrong
     return arena

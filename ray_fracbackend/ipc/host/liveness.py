@@ -45,7 +45,7 @@ class Peer:
     """
 
     def __init__(self, pid: int, started: float) -> None:
-        self.pid = pid
+        self.pid = int(pid)
         self.started = started
 
     def is_alive(self) -> bool:

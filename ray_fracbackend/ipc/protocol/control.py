@@ -3,6 +3,7 @@
 Used by every rank; imports only the errors' base class from torch. Layout (8-byte words, native order):
 
     words 0-1    token of the arena
+    words 2-4    size and number of the slots, and the largest all_reduce in one pass, in bytes (see `setup`)
     word  8      poison: 0, or 1 + local rank of a rank that failed
     from word 16, one block of BLOCK_WORDS words per local rank:
       +0   counter: number of this rank's announcements; only this rank writes it and the next three (see `schedule`)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from .. import knobs
 from .._torch import PrefixStore
 from ..errors import IpcUnavailableError
-from ..host.arena import Arena, ArenaName, attach_arena, create_arena
+from ..host.arena import TOKEN_BYTES, Arena, ArenaName, attach_arena, create_arena
 from ..host.liveness import Peer, start_time
 from ..host.memory import HostMemory, memory_bytes, share_bytes
 from ..host.support import host_id, host_memory_support
@@ -30,6 +32,13 @@ from .local import LocalCollectives, ReductionPlan
 
 _MESSAGE_BYTES = 4096
 _MAX_ERROR = 1000
+# Types of the values of each record in the store. Sizes are in the memory itself, to which only its ranks can write.
+_ERROR = (str, type(None))
+_HELLO = {"host": (str,), "pid": (int,), "started": (int, float), "error": _ERROR}
+_ARENA = {"pid": (int,), "fd": (int,), "token": (str,), "num_bytes": (int,), "error": _ERROR}
+_ATTACHED = {"error": _ERROR}
+_NO_ARENA = ArenaName(-1, -1, "", 0)
+_SIZES = struct.Struct("=3q")
 
 
 @dataclass(frozen=True)
@@ -76,27 +85,30 @@ def join(
         IpcUnavailableError: A rank cannot take part; the message has the rank and the reason.
     """
     store = PrefixStore("ipc", store)
-    hello = {"host": host_id(), "pid": os.getpid(), "started": 0, "error": obstacle or host_memory_support()}
-    if hello["error"] is None:
-        hello["started"] = start_time(os.getpid())
-    infos = _exchange(store, "hello", rank, size, hello)
-    _raise_first_error(infos, names)
-    membership = Membership(rank, group_by_host([info["host"] for info in infos]), names)
-    members = membership.local_ranks
-    engine, keep_fd, error = None, -1, None
+    error = obstacle or host_memory_support()
+    hello = {"host": host_id(), "pid": os.getpid(), "started": 0 if error else start_time(os.getpid()), "error": error}
+    store.set(f"hello/{rank}", json.dumps(hello))
+    engine, keep_fd = None, -1
     try:
-        arena, (chunk_bytes, num_slots, one_pass_bytes), keep_fd = _open_arena(store, rank, members)
-        data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(len(members)) :]
-        folded = _folded_bytes(chunk_bytes, len(members))
-        local_rank = members.index(rank)
-        data = data[: memory_bytes(chunk_bytes, folded, num_slots)]
-        memory = HostMemory(data, chunk_bytes, folded, num_slots, local_rank)
-        peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
-        engine = Engine(arena, local_rank, peers, [names[r] for r in members], memory)
+        infos = [_record(store, f"hello/{other}", _HELLO) for other in range(size)]
+        if all(info["error"] is None for info in infos):
+            membership = Membership(rank, group_by_host([info["host"] for info in infos]), names)
+            members = membership.local_ranks
+            arena, (chunk_bytes, num_slots, one_pass_bytes), keep_fd = _open_arena(store, rank, members)
+            data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(len(members)) :]
+            folded = _folded_bytes(chunk_bytes, len(members))
+            local_rank = members.index(rank)
+            data = data[: memory_bytes(chunk_bytes, folded, num_slots)]
+            memory = HostMemory(data, chunk_bytes, folded, num_slots, local_rank)
+            peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
+            engine = Engine(arena, local_rank, peers, [names[r] for r in members], memory)
     except (IpcUnavailableError, OSError, ValueError) as failure:
         error = str(failure)
+        # Other ranks of this host may wait for this rank's memory.
+        store.set(f"arena/{rank}", json.dumps({**asdict(_NO_ARENA), "error": error}))
     try:
-        _raise_first_error(_exchange(store, "attached", rank, size, {"error": error}), names)
+        store.set(f"attached/{rank}", json.dumps({"error": error}))
+        _raise_first_error([_record(store, f"attached/{other}", _ATTACHED) for other in range(size)], names)
     finally:
         if keep_fd >= 0:
             os.close(keep_fd)
@@ -143,16 +155,27 @@ def share(
     return answers
 
 
-def _exchange(store: Any, key: str, rank: int, size: int, value: dict[str, Any]) -> list[dict[str, Any]]:
-    store.set(f"{key}/{rank}", json.dumps(value))
-    return [value if r == rank else json.loads(store.get(f"{key}/{r}")) for r in range(size)]
+def _record(store: Any, key: str, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    """Return a record of the store, to which not only the ranks can write.
+
+    Raises:
+        IpcUnavailableError: It has other names or types.
+    """
+    text = bytes(store.get(key))
+    with suppress(ValueError, AttributeError, RecursionError):
+        record = json.loads(text)
+        if record.keys() == types.keys() and all(type(record[name]) in types[name] for name in types):
+            return dict(record)
+    raise IpcUnavailableError(
+        f"{key} in the store is no record of a rank: {text[:80]!r}. Something else writes to this store."
+    )
 
 
 def _raise_first_error(infos: list[dict[str, Any]], names: tuple[str, ...]) -> None:
     failed = [(names[r], info["error"]) for r, info in enumerate(infos) if info["error"] is not None]
     if failed:
         others = f" ({len(failed)} ranks in total)" if len(failed) > 1 else ""
-        raise IpcUnavailableError(f"The ipc backend cannot be used: {failed[0][0]}{others}: {failed[0][1]}")
+        raise IpcUnavailableError(f"The ipc backend cannot be used: {failed[0][0]}{others}: {failed[0][1][:_MAX_ERROR]}")
 
 
 def group_by_host(host_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:
@@ -181,19 +204,17 @@ def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena,
     """
     key = f"arena/{members[0]}"
     if rank == members[0]:
-        try:
-            one_pass_bytes = knobs.one_pass_bytes()
-            arena, name, slots = _create_largest(len(members))
-        except (OSError, ValueError) as error:
-            store.set(key, json.dumps({"error": str(error)}))
-            raise
+        one_pass_bytes = knobs.one_pass_bytes()
+        arena, name, slots = _create_largest(len(members))
         sizes = (*slots, one_pass_bytes)
-        store.set(key, json.dumps({"error": None, "name": asdict(name), "sizes": sizes}))
+        _SIZES.pack_into(arena.memory, TOKEN_BYTES, *sizes)
+        store.set(key, json.dumps({**asdict(name), "error": None}))
         return arena, sizes, name.fd
-    announced = json.loads(store.get(key))
-    if announced["error"] is not None:
-        raise IpcUnavailableError(announced["error"])
-    return attach_arena(ArenaName(**announced["name"])), tuple(announced["sizes"]), -1
+    announced = _record(store, key, _ARENA)
+    if (error := announced.pop("error")) is not None:
+        raise IpcUnavailableError(error)
+    arena = attach_arena(ArenaName(**announced))
+    return arena, _SIZES.unpack_from(arena.memory, TOKEN_BYTES), -1
 
 
 def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, tuple[int, int]]:
