@@ -4,14 +4,13 @@ usage: python ci/release.py check-tag TAG     check that the tag is v plus the v
        python ci/release.py build FOLDER      build the source archive, and the wheel from it, into an empty or new folder
        python ci/release.py test FOLDER       test that wheel: twine, then a new virtual environment, where every command runs
 
-Needs build and twine from the extra `test`. The tested files are uploaded: nothing is built a second time.
+`test` needs twine. The tested files are uploaded: nothing is built a second time.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import os
 import re
 import sys
@@ -71,21 +70,18 @@ def built(folder: Path) -> tuple[Path, Path]:
 
 
 def build(folder: Path) -> None:
-    """Build both files and print their SHA-256 sums.
+    """Build both files with the packages of ci/build-requirements.txt alone.
 
     Raises:
         SystemExit: The folder is not empty, or a build failed.
     """
     if folder.exists() and any(folder.iterdir()):
         sys.exit(f"{folder} is not empty: what lies there would be uploaded too")
-    run(sys.executable, "-m", "build", "--outdir", folder)
-    show(folder)
-
-
-def show(folder: Path) -> None:
-    """Print the SHA-256 sums: the logs then show that the tested files are the built ones."""
-    for file in built(folder):
-        print(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="ray-fracbackend-build-") as name:
+        python = make_venv(Path(name))
+        run(python, "-m", "pip", "install", "--require-hashes", "-r", ROOT / "ci" / "build-requirements.txt")
+        run(python, "-m", "build", "--no-isolation", "--outdir", folder)
+    built(folder)
 
 
 def test(folder: Path) -> None:
@@ -95,7 +91,6 @@ def test(folder: Path) -> None:
         SystemExit: Something failed.
     """
     wheel, archive = built(folder)
-    show(folder)
     # In a checkout pip would find the package there and install nothing, but the wheel must be tested.
     os.environ.pop("PYTHONPATH", None)
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, archive)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ray_fracbackend.shown import printable
+
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:  # it accepts no type parameter in Python 3.10
@@ -21,8 +23,14 @@ class _PrefixedLogger(_Adapter):
         return f"ray_fracbackend: {msg}", kwargs
 
 
+def _printable(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), ()
+    return True
+
+
 # Ray configures level and handlers only for "ray.train", in its controller and workers.
 logger = _PrefixedLogger(logging.getLogger("ray.train.fracbackend"), {})
+logger.logger.addFilter(_printable)
 
 
 @contextmanager

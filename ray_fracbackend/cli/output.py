@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from ray_fracbackend.shown import printable
+
 _CLOSED_PIPE = 141
 
 
@@ -25,7 +27,7 @@ class OutputError(BaseException):
 def emit(text: str) -> None:
     """Print a line or a document on standard output at once. Only in a command that `to_its_end` runs."""
     with _output():
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
 
 def say(who: str, text: str) -> None:
@@ -33,7 +35,7 @@ def say(who: str, text: str) -> None:
     if sys.stderr is None:  # closed at the start
         return
     with suppress(OSError):
-        print(f"{who}: {text}", file=sys.stderr, flush=True)
+        print(printable(f"{who}: {text}"), file=sys.stderr, flush=True)
 
 
 def flush() -> None:

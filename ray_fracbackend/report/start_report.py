@@ -14,6 +14,7 @@ from ray_fracbackend.decide.device_sharing import short_uuid
 from ray_fracbackend.decide.plan import Decision, StartPlan
 from ray_fracbackend.decide.rendezvous import Rendezvous
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
+from ray_fracbackend.shown import printable
 from ray_fracbackend.verify.result import VerificationResult
 
 # Schema version of the JSON document. Increase it if a key is removed or changes its meaning, not if one is added.
@@ -186,4 +187,4 @@ class StartReport:
         return "\n".join([*lines, *(f"hint: {hint}" for hint in self.plan.decision.hints)])
 
     def __str__(self) -> str:
-        return self.to_text()
+        return printable(self.to_text())

@@ -45,7 +45,7 @@ class Peers:
             RendezvousError: Another rank has failed; ``ranks`` is this rank.
         """
         found = self._call(self._failed)
-        if found.isdigit() and len(found) < 10 and (rank := int(found)) < self._plan.world_size and rank != self._plan.rank:
+        if found.isdigit() and (rank := int(found[:9])) < self._plan.world_size and rank != self._plan.rank:
             raise RendezvousError(f"rank {rank} failed, and this rank waited for it.", ranks=(rank,))
 
     def _failed(self) -> bytes:

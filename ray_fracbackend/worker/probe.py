@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ray_fracbackend import __version__
 from ray_fracbackend.decide.rendezvous import AGENT_STORE
-from ray_fracbackend.decide.secret_names import may_be_secret
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
+from ray_fracbackend.shown import may_be_secret
 from ray_fracbackend.worker.devices import boot_id, described, mps_reachable, worker_devices
 from ray_fracbackend.worker.environment import user_environment
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version

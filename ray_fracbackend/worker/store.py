@@ -136,14 +136,13 @@ def uses_libuv() -> bool:
 
 
 def _open_local(port: int) -> TCPStore:
-    """Open the store on the node's loopback address; if it has none, on all addresses."""
-    for host in ("127.0.0.1", "::1"):
-        try:
-            return open_store(port, host)
-        except OSError as error:
-            if is_address_in_use(error):
-                raise
-    return open_store(port)
+    """Open the store on the node's loopback address."""
+    try:
+        return open_store(port, "127.0.0.1")
+    except OSError as error:
+        if is_address_in_use(error):
+            raise
+    return open_store(port, "::1")
 
 
 def open_store(port: int = 0, host: str | None = None) -> TCPStore:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,8 +55,27 @@ def test_only_the_upload_can_publish() -> None:
     assert publish["permissions"] == {"id-token": "write"}
     assert publish["environment"] == "pypi"
     assert set(publish["needs"]) == set(_RELEASE) - {"publish"}
-    used = [step["uses"].partition("@")[0] for step in publish["steps"]]
-    assert used == ["actions/download-artifact", "pypa/gh-action-pypi-publish"]
+    used = [step.get("uses", "sums").partition("@")[0] for step in publish["steps"]]
+    assert used == ["actions/download-artifact", "sums", "pypa/gh-action-pypi-publish"]
+
+
+@pytest.mark.parametrize(
+    ("change", "passes"),
+    [("true", True), ("echo >> a.whl", False), ("mv a.whl b.whl", False), ("touch b.whl", False), ("rm a.whl", False)],
+)
+def test_only_what_was_built_is_uploaded(tmp_path: Path, change: str, passes: bool) -> None:
+    """The commands of build and upload, with an artifact that another job has replaced in between."""
+    (sums,) = (step["run"] for step in _RELEASE["build"]["steps"] if step.get("id") == "sums")
+    script = f"""
+mkdir -p build/release && cd build/release && echo wheel > a.whl && echo archive > a.tar.gz && cd ../..
+({sums})
+export SUMS="$(grep '  ' "$GITHUB_OUTPUT")"
+mv build/release dist
+(cd dist && {change})
+{commands_of(_RELEASE["publish"])}
+"""
+    env = {**os.environ, "GITHUB_OUTPUT": str(tmp_path / "output")}
+    assert (subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=env, check=False).returncode == 0) == passes
 
 
 def test_a_release_is_built_once() -> None:

@@ -1,10 +1,13 @@
 """Addresses of Ray clusters, and connections that fail, on real sockets; a Ray that hangs or fails is a fake."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
+from ray._private.services import find_gcs_addresses
 
 from ray_fracbackend.cli.address import Target, target_of
 from ray_fracbackend.cli.program import CommandError
@@ -69,6 +72,38 @@ def test_a_file_of_another_user(address_file, address):
         target_of(address)
     assert caught.value.reason == "other_user"
     assert target_of("10.0.0.3:6379").address == "10.0.0.3:6379"
+
+
+@pytest.mark.linux(reason="gives a process another name")
+def test_the_token_goes_to_the_address_that_was_checked(address_file):
+    """Ray's own search prefers the address on the command line of any user's process that is named raylet."""
+    # Ray replaces loopback by the node's own address.
+    with socket.create_server(("0.0.0.0", 0)) as own, socket.create_server(("127.0.0.1", 0)) as planted:
+        address_file.write_text(f"127.0.0.1:{own.getsockname()[1]}")
+        other = f"127.0.0.1:{planted.getsockname()[1]}"
+        raylet = ["/x/raylet", "-c", "read", f"--gcs-address={other}"]
+        with subprocess.Popen(raylet, executable="/bin/bash", stdin=subprocess.PIPE):
+            assert other in find_gcs_addresses()
+            command = [
+                sys.executable,
+                "-m",
+                "ray_fracbackend",
+                "plan",
+                "--num-workers",
+                "1",
+                "--timeout-s",
+                "8",
+                "--json",
+            ]
+            env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "secret" * 8}
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+        assert json.loads(done.stdout)["error"]["reason"] == "no_answer"
+        own.settimeout(20)
+        own.accept()  # the test whether something listens
+        assert own.accept()[0].recv(16) == b"PRI * HTTP/2.0\r\n"  # Ray
+        planted.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            planted.accept()
 
 
 # A Ray whose connection hangs, fails or succeeds.

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from ray_fracbackend.cli.doctor.checks import check_cluster, check_machine, environment_of
-from ray_fracbackend.cli.doctor.facts import STAGES, nvidia_driver
+from ray_fracbackend.cli.doctor.facts import STAGES, collect_facts, nvidia_driver
 from ray_fracbackend.cli.doctor.report import Check, Node, report, verdict
 from ray_fracbackend.worker import probe
 from tests.processes import processes_with, python_path, wait_until, with_signals
@@ -231,6 +231,14 @@ def test_torch_that_cannot_be_imported(tmp_path, body, text):
     assert "CUDA devices, ray, Gloo" in found["torch"]["text"]
     assert {"host name", "interfaces"} <= set(found)
     assert no_process_is_left(tmp_path)
+
+
+def test_the_current_folder_is_not_on_the_path(tmp_path, monkeypatch):
+    """The child imports what this process would, so a file of somebody else in a shared folder does not run."""
+    (tmp_path / "ctypes.py").write_text("raise ImportError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    assert "failed" not in collect_facts(100)
 
 
 ENDS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": 9}  # a name that Windows lacks

@@ -15,6 +15,7 @@ _PACKAGE = Path(__file__).parents[2] / "ray_fracbackend"
 # A part imports only itself and earlier parts. Only staged imports the ipc backend outside a function. ipc imports no other part.
 _PARTS = (
     "staged",
+    "shown",
     "errors",
     "timeouts",
     "log",
@@ -36,7 +37,7 @@ _ROOMS = {
     "start": ("failure", "collect", "isolation", "backend"),
 }
 # Parts that need only the standard library, and parts that need torch but never Ray.
-_PURE = ("errors", "timeouts", "log", "decide")
+_PURE = ("shown", "errors", "timeouts", "log", "decide")
 _WITHOUT_RAY = ("log", "_torch", "verify", "ipc", "staged")
 _MODULES = sorted(
     path for path in _PACKAGE.rglob("*.py") if path.parent != _PACKAGE or path.stem not in ("__init__", "__main__")

@@ -25,8 +25,8 @@ from ray_fracbackend import __version__
 from ray_fracbackend.cli.parent import end_with_parent
 from ray_fracbackend.decide.addresses import owner_of
 from ray_fracbackend.decide.interfaces import IFNAME
-from ray_fracbackend.decide.secret_names import may_be_secret
 from ray_fracbackend.decide.worker_info import version_text
+from ray_fracbackend.shown import may_be_secret
 
 # Plain values by name.
 Facts = dict[str, Any]

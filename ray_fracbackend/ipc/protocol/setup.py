@@ -172,10 +172,10 @@ def _record(store: Any, key: str, types: Mapping[str, tuple[type, ...]]) -> dict
 
 
 def _raise_first_error(infos: list[dict[str, Any]], names: tuple[str, ...]) -> None:
-    failed = [(names[r], info["error"]) for r, info in enumerate(infos) if info["error"] is not None]
+    failed = [(names[r], info["error"][:_MAX_ERROR]) for r, info in enumerate(infos) if info["error"] is not None]
     if failed:
         others = f" ({len(failed)} ranks in total)" if len(failed) > 1 else ""
-        raise IpcUnavailableError(f"The ipc backend cannot be used: {failed[0][0]}{others}: {failed[0][1][:_MAX_ERROR]}")
+        raise IpcUnavailableError(f"The ipc backend cannot be used: {failed[0][0]}{others}: {failed[0][1]}")
 
 
 def group_by_host(host_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,64 @@
+"""What comes from elsewhere loses its control characters and passwords, wherever the package shows it."""
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+
+from ray_fracbackend.cli.output import emit, say
+from ray_fracbackend.errors import FracBackendError
+from ray_fracbackend.log import logger
+from ray_fracbackend.report.file import REPORT_FILE, save_report
+from ray_fracbackend.shown import may_be_secret
+from tests.unit.builders import gpu, worker
+from tests.unit.test_report import start_report  # noqa: F401
+from tests.unit.test_saved_report import group
+
+TOLD = "a\x1b]0;owned\x07\r\x9b2Jb\tc\nd tcp://user:pw@head:1"
+SHOWN = "a]0;owned2Jb\tc\nd tcp://***@head:1"
+
+
+def test_every_exit(capsys, tmp_path, start_report):  # noqa: F811
+    """Terminal, errors, log, report."""
+    emit(TOLD)
+    say("program", TOLD)
+    assert capsys.readouterr() == (f"{SHOWN}\n", f"program: {SHOWN}\n")
+    assert str(FracBackendError(TOLD, advice=TOLD)) == f"{SHOWN} {SHOWN}"
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.logger.addHandler(handler)
+    logger.warning("%d: %s", 1, TOLD)
+    logger.logger.removeHandler(handler)
+    assert lines == [f"ray_fracbackend: 1: {SHOWN}"]
+    report = replace(start_report, workers=(worker(0, gpu(name=TOLD)),))
+    assert SHOWN in str(report)
+    save_report(group(tmp_path), report.to_dict())
+    saved = json.loads((tmp_path / REPORT_FILE).read_text())
+    assert saved["workers"][0]["devices"][0]["uuid"].endswith("d tcp://***@head:1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TOKEN",
+        "SECRET",
+        "PASSWORD",
+        "PASSWD",
+        "PASS",
+        "PASSPHRASE",
+        "PWD",
+        "CREDENTIALS",
+        "KEY",
+        "APIKEY",
+        "PRIVATE",
+        "COOKIE",
+        "AUTH",
+        "SAS",
+        "DSN",
+    ],
+)
+def test_names_of_secrets(name):
+    assert may_be_secret(f"NCCL_X_{name}")
+    assert not may_be_secret("NCCL_IB_PKEY")
+    assert not may_be_secret("RAY_AUTH_MODE")
