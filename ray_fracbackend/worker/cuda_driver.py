@@ -8,7 +8,6 @@ Source: CUDA driver API, "Device Management".
 from __future__ import annotations
 
 import ctypes
-import sys
 from dataclasses import dataclass
 from functools import cache
 from uuid import UUID
@@ -63,8 +62,6 @@ def driver_facts(index: int) -> DriverFacts | None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    if sys.platform != "linux":
-        return None
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

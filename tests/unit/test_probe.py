@@ -13,7 +13,7 @@ import torch
 
 from ray_fracbackend import IncompatibleWorkersError, __version__, _ray
 from ray_fracbackend.decide.plain import workers_of
-from ray_fracbackend.decide.worker_info import WorkerInfo
+from ray_fracbackend.decide.worker_info import NOT_PROBED, WorkerInfo
 from ray_fracbackend.worker import devices as devices_module
 from ray_fracbackend.worker import probe
 from ray_fracbackend.worker.cuda_driver import DriverFacts
@@ -233,6 +233,7 @@ def test_ipc_on_demand(monkeypatch, half_a_gpu):
     answer = {"ipc_host_memory_missing": None, "ipc_device_memory_missing": "a reason"}
     monkeypatch.setattr(probe, "ipc_support", lambda devices: answer if devices else {})
     assert ipc_missing(probe.probe_devices(0)) == ipc_missing(*workers_of([probe.probe_worker(1)])) == _NOT_PROBED
+    assert (probe.probe_devices(0).staged_missing == NOT_PROBED) == (sys.platform != "win32")
     assert ipc_missing(probe.probe_devices(0, ask_ipc=True)) == (None, "a reason")
     assert ipc_missing(*workers_of([probe.probe_worker(1, None, None, True, ask_ipc=True)])) == (None, "a reason")
 

@@ -23,6 +23,7 @@ from ray_fracbackend.errors import (
     GroupFormationError,
     MissingDeviceError,
     RendezvousError,
+    UnreachableMasterError,
     VerificationError,
 )
 from ray_fracbackend.timeouts import Deadline
@@ -58,6 +59,11 @@ def cpu_plan(rank: int, port: int, budget_s: float) -> WorkerPlan:
 def test_a_rank_whose_last_start_failed_can_start_with_a_new_one() -> None:
     """After a group that did not form, torch's count of groups is the same on all ranks again."""
     assert run_processes(start_after_a_failure, 2, free_port(), timeout_s=120) == [2, 2]
+
+
+def test_a_rank_that_reaches_no_store() -> None:
+    with pytest.raises(UnreachableMasterError, match=r"refused|no answer"):
+        start_worker(cpu_plan(1, free_port(), budget_s=0.5))
 
 
 def test_a_rank_that_does_not_connect_is_named() -> None:

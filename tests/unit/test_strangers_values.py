@@ -48,7 +48,7 @@ class Stranger:
 
 
 @functools.cache
-def local_store() -> dist.Store:
+def local_store() -> dist.TCPStore:
     return open_store(host="127.0.0.1")
 
 
@@ -65,12 +65,10 @@ def connected(value: bytes) -> None:
 
 
 def failed(value: bytes) -> None:
-    store, looker = store_with({"ray_fracbackend/failed": value}), peers.Peers(worker_plan(rank=1))
-    with (
-        mock.patch.object(looker, "_connected", return_value=store),
-        pytest.raises(RendezvousError) if value == b"0" else nullcontext(),
-    ):
-        looker.look()
+    attempt, store = uuid.uuid4().hex, local_store()
+    dist.PrefixStore(attempt, store).set("ray_fracbackend/failed", value)
+    with pytest.raises(RendezvousError) if value == b"0" else nullcontext():
+        peers.Peers(worker_plan(rank=1, master_port=store.port, attempt=attempt)).look()
 
 
 def tried(value: bytes) -> None:
@@ -165,6 +163,7 @@ RECORDS = st.sampled_from([setup._HELLO, setup._ARENA, setup._ATTACHED]).flatmap
 @example(pickle.dumps(Stranger()))
 @example(b"[" * 100_000)
 @example(b"9" * 5_000)
+@example(b"0")
 @example(json.dumps([VERSION, INFO]).encode())
 @example(json.dumps({"pid": "self", "fd": "../../../etc/passwd", "token": "", "num_bytes": 1, "error": None}).encode())
 def test_a_value_of_a_stranger(name: str, value: bytes) -> None:
