@@ -78,7 +78,7 @@ class FracBackendError(RuntimeError):
         lines = [" ".join(filter(None, (str(self.args[0]), self.advice, faults)))]
         lines += [f"warning before this error: {warning}" for warning in self.warnings]
         lines += [f"report of this start: {self.report}"] if self.report else []
-        return printable("\n".join(lines))
+        return str(printable("\n".join(lines)))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Do not call the constructor: Ray raises a subclass with its own constructor, and up to 2.40 it does not reduce

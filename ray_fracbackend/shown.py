@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 # Except tab and line feed.
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
-_USER = re.compile(r"(?<=://)[^/\s\"'@]+(?=@)")
+_USER = re.compile(r"(?<=://)[^/\s]+(?=@)")
 _SECRET = re.compile(
-    r"TOKEN|SECRET|PASS|PWD|CRED|PRIVATE|COOKIE|(?<!_P)KEY|_(AUTH|SAS|DSN|CONNECTION_STRING)$", re.IGNORECASE
+    r"TOKEN|SECRET|PASS|PWD|CRED|PRIVATE|COOKIE|AUTH|(?<!_P)KEY|_(SAS|DSN|CONNECTION_STRING)$", re.IGNORECASE
 )
 
 
-def printable(text: str) -> str:
-    """Return a text without control characters, which a terminal executes, and without user and password of an address."""
-    return _USER.sub("***", text.translate(_CONTROLS))
+def printable(value: Any) -> Any:
+    """Return a text without control characters, which a terminal executes, and without user and password of an address.
+
+    Args:
+        value: A text, or plain values for ``json.dumps`` with texts.
+    """
+    if isinstance(value, str):
+        return _USER.sub("***", value.translate(_CONTROLS))
+    if isinstance(value, Mapping):
+        return {printable(key): printable(each) for key, each in value.items()}
+    return [printable(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def may_be_secret(name: str) -> bool:

@@ -15,6 +15,7 @@ from ray_fracbackend.cli.output import emit, say
 from ray_fracbackend.cli.parser import parser
 from ray_fracbackend.cli.program import PROGRAM, CommandError, Outcome
 from ray_fracbackend.cli.signals import to_its_end
+from ray_fracbackend.shown import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,5 +54,5 @@ def _main(words: Sequence[str]) -> int:
 
 
 def _show(outcome: Outcome, as_json: bool) -> int:
-    emit(json.dumps(outcome.document(), indent=1) if as_json else outcome.text)
+    emit(json.dumps(printable(outcome.document()), indent=1) if as_json else outcome.text)
     return outcome.error.code if outcome.error else 0

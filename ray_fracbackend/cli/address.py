@@ -44,14 +44,19 @@ def target_of(address: str | None) -> Target:
         return Target(named, f"RAY_ADDRESS={named}")
     folder = os.environ.get("RAY_TMPDIR") or (os.environ.get("TMPDIR") if sys.platform == "linux" else None)
     file = Path(folder or (tempfile.gettempdir() if sys.platform == "win32" else "/tmp"), "ray", "ray_current_cluster")
+    found, owner = "", 0
     try:
-        with file.open() as opened:
-            found, owner = opened.read().strip(), os.fstat(opened.fileno()).st_uid
+        # A link could lead to a file of root that somebody else writes, such as /proc/PID/comm; a FIFO would block.
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        with open(os.open(file, flags)) as opened:
+            found, owner = opened.read(256).strip(), os.fstat(opened.fileno()).st_uid
     except (OSError, UnicodeError):
+        pass
+    if not found:
         if "auto" not in (address, named):
             return Target("local", "local", automatic=True)
         text = "no Ray cluster runs on this machine; start one with `ray start --head`, or name its address"
-        raise CommandError("no_cluster", text) from None
+        raise CommandError("no_cluster", text)
     if sys.platform != "win32" and owner not in (0, os.getuid()):
         text = f"{file} belongs to another user (uid {owner}); use --address {found} to connect to that cluster"
         raise CommandError("other_user", text)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from ray_fracbackend.shown import printable
+
 
 class IpcError(dist.DistBackendError):
     """Base of every error that the backends ipc and staged raise; also a ``torch.distributed.DistBackendError``."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = printable(message)  # it may contain the reason of another rank
+        super().__init__(self.message)
 
     def __reduce__(self) -> tuple[type[IpcError], tuple[str]]:
         return type(self), (self.message,)

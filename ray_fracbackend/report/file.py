@@ -10,7 +10,6 @@ from typing import Any
 from ray_fracbackend import _ray
 from ray_fracbackend._ray import WorkerGroup
 from ray_fracbackend.log import logger
-from ray_fracbackend.shown import printable
 from ray_fracbackend.timeouts import bounded
 
 # A later start of the same run, after a failure or a resize, replaces the file.
@@ -41,7 +40,7 @@ def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None
         file_system.create_dir(path, recursive=True)
         file = posixpath.join(path, REPORT_FILE)
         with file_system.open_output_stream(file) as stream:
-            stream.write(printable(json.dumps(report, indent=2)).encode())
+            stream.write(json.dumps(report, indent=2).encode())
         return file if file_system.type_name == "local" else f"{file} ({file_system.type_name})"
 
     try:

@@ -55,7 +55,7 @@ def document(start: Progress | StartReport, error: Exception | None = None) -> d
     versions = {"ray_fracbackend": __version__, "python": platform.python_version()}
     if workers:
         versions |= {"ray": workers[0].ray_version, "torch": workers[0].torch_version}
-    return {
+    values = {
         "schema_version": SCHEMA_VERSION,
         "ok": error is None,
         "date": start.date,
@@ -72,6 +72,7 @@ def document(start: Progress | StartReport, error: Exception | None = None) -> d
         "verification": asdict(start.verification) if start.verification else None,
         "seconds": dict(start.seconds),
     }
+    return dict(printable(values))
 
 
 def _error(error: Exception) -> dict[str, Any]:
@@ -184,7 +185,7 @@ class StartReport:
             shared = f", shared with {ranks_text(others)}" if others else ""
             lines.append(f"{worker.where}: {worker.gpu_fraction:g} GPU, {device}{shared}")
         lines += ["", self.log_line(), *(f"warning: {warning}" for warning in self.warnings)]
-        return "\n".join([*lines, *(f"hint: {hint}" for hint in self.plan.decision.hints)])
+        return str(printable("\n".join([*lines, *(f"hint: {hint}" for hint in self.plan.decision.hints)])))
 
     def __str__(self) -> str:
-        return printable(self.to_text())
+        return self.to_text()

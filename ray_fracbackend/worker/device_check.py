@@ -216,7 +216,10 @@ def _checked(told: list[str | None], timeout_s: float) -> list[WorkerInfo]:
             ranks=absent,
         )
     reports = [from_plain(tuple[str, str], json.loads(text or "")) for text in told]
-    return list(workers_of([(version, json.loads(info)) for version, info in reports]))
+    workers = list(workers_of([(version, json.loads(info)) for version, info in reports]))
+    if [worker.rank for worker in workers] != list(range(len(workers))):
+        raise ValueError(f"the ranks are {[worker.rank for worker in workers]}")
+    return workers
 
 
 def _wait(is_done: Callable[[], bool], end: float) -> bool:

@@ -108,7 +108,7 @@ def test_a_wrong_knob_is_refused_with_value_and_rule(monkeypatch: pytest.MonkeyP
 def test_an_arena_is_found_by_its_token_and_size_only() -> None:
     """A descriptor number that now refers to something else is refused, not mapped; nobody can shrink the memory under its users."""
     mine, name = arena.create_arena(100_000)
-    not_sealed = os.memfd_create("ray_fracbackend_ipc")
+    not_sealed, (_, other) = os.memfd_create("ray_fracbackend_ipc"), arena.create_arena(4096)
     os.truncate(not_sealed, name.num_bytes)
     os.write(not_sealed, mine.memory[:16])
     try:
@@ -117,12 +117,17 @@ def test_an_arena_is_found_by_its_token_and_size_only() -> None:
         for change in wrong:
             with pytest.raises(IpcUnavailableError):
                 arena.attach_arena(replace(name, **change))
+        if os.geteuid() == 0:  # who could open it
+            os.fchown(other.fd, 4242, -1)
+            with pytest.raises(IpcUnavailableError):
+                arena.attach_arena(other)
         with pytest.raises(PermissionError):  # no access ends in SIGBUS
             os.ftruncate(name.fd, 4096)
         assert not os.fstat(name.fd).st_mode & 0o111 or tuple(map(int, platform.release().split(".")[:2])) < (6, 3)
     finally:
         os.close(name.fd)
         os.close(not_sealed)
+        os.close(other.fd)
     with pytest.raises(IpcUnavailableError):
         arena.attach_arena(name)
 

@@ -74,6 +74,15 @@ def test_a_file_of_another_user(address_file, address):
     assert target_of("10.0.0.3:6379").address == "10.0.0.3:6379"
 
 
+@pytest.mark.linux(reason="links and FIFOs are those of Unix")
+@pytest.mark.parametrize("plant", [lambda file: file.symlink_to("/proc/1/comm"), os.mkfifo], ids=["link", "FIFO"])
+def test_only_a_file_has_the_address(address_file, plant):
+    """A link could lead to text that another user wrote into a file of root; a FIFO would block the command."""
+    address_file.unlink()
+    plant(address_file)
+    assert target_of(None) == Target("local", "local", automatic=True)
+
+
 @pytest.mark.linux(reason="gives a process another name")
 def test_the_token_goes_to_the_address_that_was_checked(address_file):
     """Ray's own search prefers the address on the command line of any user's process that is named raylet."""

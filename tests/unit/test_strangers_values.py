@@ -11,7 +11,7 @@ import re
 import socket
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -104,9 +105,24 @@ def joined(rank: int, key: str, value: bytes) -> None:
     with (
         mock.patch.dict(os.environ, {"RAY_FRACBACKEND_IPC_CHUNK_BYTES": "65536", "RAY_FRACBACKEND_IPC_SLOTS": "2"}),
         mock.patch.object(setup, "PrefixStore", lambda prefix, store: store),
-        pytest.raises(IpcUnavailableError, match=f"{key} in the store is no record of a rank: "),
+        pytest.raises(IpcUnavailableError, match=r"(in the store is|rank 1:) no record of a rank: "),
     ):
         setup.join(store_with(values), rank, 2, NAMES)
+
+
+@pytest.mark.linux(reason="ipc needs it")
+@pytest.mark.parametrize("error", [None, "forged"])
+def test_a_rank_that_fails_tells_the_others(error: str | None) -> None:
+    """After any error; and a forged one without a rank that has it is an error too."""
+    hello = {"host": setup.host_id(), "pid": os.getpid(), "started": 1, "error": error}
+    store = store_with({"hello/1": json.dumps(hello), "attached/1": GOOD})
+    with (
+        mock.patch.object(setup, "HostMemory", side_effect=RuntimeError("no such shape")),
+        mock.patch.object(setup, "PrefixStore", lambda prefix, store: store),
+        pytest.raises(IpcUnavailableError, match=error or "rank 0: no such shape"),
+    ):
+        setup.join(store, 0, 2, NAMES)
+    assert json.loads(store.get("attached/0")) == {"error": None if error else "no such shape"}
 
 
 def said(value: bytes) -> None:
@@ -114,6 +130,18 @@ def said(value: bytes) -> None:
     group = GlooCollectives.__new__(GlooCollectives)
     group._store = store_with({"failed": value})
     assert group._said("failed") == value.decode("utf-8", "replace")
+
+
+def shared(value: bytes) -> None:
+    """A JSON object is the message of a rank, anything else an error."""
+
+    def gather(own: Any, rows: list[torch.Tensor], *_: Any) -> None:
+        for row in rows:
+            row.copy_(torch.frombuffer(bytearray(value[:4096].ljust(4096, b"\0")), dtype=torch.uint8))
+
+    with suppress(IpcUnavailableError):
+        answers = setup.share(SimpleNamespace(gather=gather), NAMES, dict, None)  # type: ignore[arg-type]
+        assert {*map(type, answers)} == {dict}
 
 
 def block(value: bytes) -> None:
@@ -135,6 +163,7 @@ READ = {
     "ipc/arena/RANK": functools.partial(joined, 1, "arena/0"),
     "ipc/attached/RANK": functools.partial(joined, 0, "attached/1"),
     "gloo-collectives/failed": said,
+    "messages of a set-up": shared,
     "block of the search": block,
 }
 

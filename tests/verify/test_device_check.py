@@ -138,6 +138,7 @@ def told_to_rank_0(value):
         ({"env": {"NCCL_P2P": None}}, "env is None"),
         ({"devices": [{}]}, "devices is {}"),
         ({"new": 1}, "report is {'rank': 1"),
+        ({"rank": 7}, "the ranks are [0, 7]"),
     ],
     ids=str,
 )

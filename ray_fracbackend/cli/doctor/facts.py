@@ -126,7 +126,7 @@ def _system(node_ip: str) -> Facts:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if (name in _SHOWN or name.startswith(_SHOWN_PREFIXES)) and not may_be_secret(name)
+            if name in _SHOWN or (name.startswith(_SHOWN_PREFIXES) and not may_be_secret(name))
         },
         "shm_bytes": shm and (shm.total, shm.free),
     }

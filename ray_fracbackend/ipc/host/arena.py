@@ -92,7 +92,7 @@ def attach_arena(name: ArenaName) -> Arena:
     path = f"/proc/{name.pid}/fd/{name.fd}"
     wrong = IpcUnavailableError(f"{path} is not the announced memory: its process has ended.")
     try:
-        if f"memfd:{_NAME}" not in os.readlink(path):
+        if os.readlink(path) != f"/memfd:{_NAME} (deleted)":
             raise wrong
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -101,7 +101,9 @@ def attach_arena(name: ArenaName) -> Arena:
             f"PID namespace and a user. Set a different RAY_FRACBACKEND_IPC_HOST for each, or use the gloo backend."
         ) from error
     try:
-        if os.fstat(fd).st_size != name.num_bytes or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        found, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        # Root could open the memory of any user.
+        if (found.st_uid, found.st_size) != (os.geteuid(), name.num_bytes) or not seals & fcntl.F_SEAL_SHRINK:
             raise wrong
         arena = Arena(fd, name.num_bytes)
     finally:

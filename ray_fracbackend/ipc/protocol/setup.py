@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .. import knobs
 from .._torch import PrefixStore
@@ -88,7 +89,7 @@ def join(
     error = obstacle or host_memory_support()
     hello = {"host": host_id(), "pid": os.getpid(), "started": 0 if error else start_time(os.getpid()), "error": error}
     store.set(f"hello/{rank}", json.dumps(hello))
-    engine, keep_fd = None, -1
+    engine, keep_fd, infos = None, -1, []
     try:
         infos = [_record(store, f"hello/{other}", _HELLO) for other in range(size)]
         if all(info["error"] is None for info in infos):
@@ -102,17 +103,21 @@ def join(
             memory = HostMemory(data, chunk_bytes, folded, num_slots, local_rank)
             peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
             engine = Engine(arena, local_rank, peers, [names[r] for r in members], memory)
-    except (IpcUnavailableError, OSError, ValueError) as failure:
-        error = str(failure)
+    except (dist.DistStoreError, dist.DistNetworkError):  # a rank has not come, or the store has ended
+        raise
+    except Exception as failure:
+        error = str(failure) or repr(failure)
         # Other ranks of this host may wait for this rank's memory.
         store.set(f"arena/{rank}", json.dumps({**asdict(_NO_ARENA), "error": error}))
     try:
         store.set(f"attached/{rank}", json.dumps({"error": error}))
         _raise_first_error([_record(store, f"attached/{other}", _ATTACHED) for other in range(size)], names)
+        _raise_first_error(infos, names)
     finally:
         if keep_fd >= 0:
             os.close(keep_fd)
-    assert engine is not None
+    if engine is None:
+        raise IpcUnavailableError(f"The ipc backend cannot be used: {error}")
     plan = ReductionPlan(one_pass_bytes, knobs.TWO_PASS_RANKS, False)
     return membership, LocalCollectives(engine, plan)
 
@@ -148,7 +153,7 @@ def share(
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     table = torch.empty((len(names), _MESSAGE_BYTES), dtype=torch.uint8, device="cpu")
     collectives.gather(own, list(table), None, terms)
-    answers = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in table]
+    answers = [_parsed(bytes(row.tolist()).rstrip(b"\0")) for row in table]
     for name, answer in zip(names, answers, strict=True):
         if answer.get("error"):
             raise IpcUnavailableError(f"{name}: {answer['error']}")
@@ -161,14 +166,21 @@ def _record(store: Any, key: str, types: Mapping[str, tuple[type, ...]]) -> dict
     Raises:
         IpcUnavailableError: It has other names or types.
     """
-    text = bytes(store.get(key))
-    with suppress(ValueError, AttributeError, RecursionError):
-        record = json.loads(text)
-        if record.keys() == types.keys() and all(type(record[name]) in types[name] for name in types):
-            return dict(record)
+    record = _parsed(text := bytes(store.get(key)))
+    if record.keys() == types.keys() and all(type(record[name]) in types[name] for name in types):
+        return record
     raise IpcUnavailableError(
         f"{key} in the store is no record of a rank: {text[:80]!r}. Something else writes to this store."
     )
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """Return a JSON object, or one with an error if it is none."""
+    with suppress(ValueError, RecursionError):
+        record = json.loads(text)
+        if isinstance(record, dict):
+            return record
+    return {"error": f"no record of a rank: {text[:80]!r}"}
 
 
 def _raise_first_error(infos: list[dict[str, Any]], names: tuple[str, ...]) -> None:
