@@ -14,7 +14,6 @@ Imports go one way: ``group`` > ``device`` > ``protocol`` > ``host`` > ``knobs``
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from ._torch import DEVICES, Backend, is_registered
@@ -53,9 +52,6 @@ BACKEND_NAME = "ipc"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "place_id":
-        warnings.warn("ipc.place_id is deprecated: use ipc.host_id.", DeprecationWarning, stacklevel=2)
-        return host_id
     # The collectives are loaded with the first group: a check whether the backend is available does not need them.
     if name != "IpcProcessGroup":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,6 @@ Polling and host are per rank.
 from __future__ import annotations
 
 import os
-import warnings
 
 # Bytes of one slot. A collective moves its tensor in chunks of this size, which should fit into the core's cache.
 CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_CHUNK_BYTES"
@@ -21,7 +20,6 @@ DEFAULT_SLOTS, MIN_SLOTS, MAX_SLOTS = 4, 2, 64
 
 # Splits one machine into several hosts, for tests of the hierarchical path on one machine.
 HOST_ENV_VAR = "RAY_FRACBACKEND_IPC_HOST"
-_OLD_HOST_ENV_VAR = "RAY_FRACBACKEND_IPC_PLACE"
 
 # Microseconds that a rank polls a peer's counter before it sleeps in the kernel.
 SPIN_US_ENV_VAR = "RAY_FRACBACKEND_IPC_SPIN_US"
@@ -165,9 +163,4 @@ def staged_takes_host_memory() -> bool:
 
 def host_override() -> str | None:
     """Return the name that the user set for this host, or None to use only the detected one."""
-    name = os.environ.get(HOST_ENV_VAR)
-    if name is None and (name := os.environ.get(_OLD_HOST_ENV_VAR)) is not None:
-        warnings.warn(
-            f"{_OLD_HOST_ENV_VAR} is deprecated: set {HOST_ENV_VAR} instead.", DeprecationWarning, stacklevel=2
-        )
-    return name or None
+    return os.environ.get(HOST_ENV_VAR) or None

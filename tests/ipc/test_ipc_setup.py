@@ -85,14 +85,10 @@ def test_fences_from_libatomic_work_here() -> None:
 
 
 def test_a_host_can_be_split_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable is added to the detected host, so it can never claim memory that is not shared; its old name still works."""
+    """The variable is added to the detected host, so it can never claim memory that is not shared."""
     plain = host_id()
-    monkeypatch.setenv("RAY_FRACBACKEND_IPC_PLACE", "left")
-    with pytest.warns(DeprecationWarning, match=knobs.HOST_ENV_VAR):
-        assert host_id() == f"{plain}/left"
     monkeypatch.setenv(knobs.HOST_ENV_VAR, "right")
-    with pytest.warns(DeprecationWarning, match="host_id"):
-        assert ipc.place_id() == f"{plain}/right"
+    assert host_id() == f"{plain}/right"
     monkeypatch.setattr(support, "_BOOT_ID", Path("/nonexistent"))
     assert host_id().endswith("/right")
 
