@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray.train._internal.worker_group import WorkerGroup
 
+from ray_fracbackend.decide.plan import Decision, FallBack
 from tests.processes import python_path
 from tests.ray.starts import stop
 
@@ -87,6 +88,18 @@ def pair(two_workers):
     yield two_workers
     stop(two_workers)
     two_workers.execute(forget_address)
+
+
+@pytest.fixture
+def first_choice(monkeypatch):
+    """Have the starts of this process decide for a backend, by default Gloo as part of a pair, with Gloo as the fallback."""
+
+    def decide(backend="cpu:gloo", **changes):
+        fallback = {"fallback": "gloo", "falls_back": FallBack.AFTER_FAILURE}
+        plan = Decision(**{"backend": backend, "device_type": "cpu", "reason": "first choice", **fallback, **changes})
+        monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
+
+    return decide
 
 
 def forget_address():

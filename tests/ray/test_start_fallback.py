@@ -9,9 +9,9 @@ from dataclasses import fields
 import pytest
 import ray
 
-from ray_fracbackend import SharedDeviceError
+from ray_fracbackend import SharedDeviceError, get_start_report
 from ray_fracbackend.decide.device_sharing import shared_devices
-from ray_fracbackend.decide.plan import Decision, FallBack
+from ray_fracbackend.decide.plan import FallBack
 from ray_fracbackend.decide.worker_info import WorkerInfo
 from tests.processes import free_port
 from tests.ray.starts import START_S, group_state, replace_in_worker, start
@@ -23,12 +23,9 @@ _BUDGET = {"start_timeout_s": 24} if sys.platform == "win32" else {}
 
 
 @pytest.mark.parametrize("fixed_port", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port):
+def test_second_choice_after_a_failed_verification(pair, monkeypatch, first_choice, fixed_port):
     """The first backend fails its verification, then the fallback is started, verified and reported, also on the same port."""
-    plan = Decision(
-        backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
-    )
-    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
+    first_choice()
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap", 1)
     seconds = []
@@ -36,25 +33,16 @@ def test_second_choice_after_a_failed_verification(pair, monkeypatch, fixed_port
         "ray_fracbackend.start.backend.save_report", lambda group, report: seconds.append(report["seconds"]["start"])
     )
     start(pair, **_BUDGET, **({"master_port": free_port()} if fixed_port else {}))
-
-    def fetch():
-        from ray_fracbackend import get_start_report
-
-        return get_start_report()
-
-    report = pair.execute(fetch)[1]
+    report = pair.execute(get_start_report)[1]
     assert report.backend == "gloo"
     assert "cpu:gloo failed its verification, fell back to gloo" in report.warnings[0]
     assert report.verification is not None
     assert seconds[0] > 3  # the first one's nap
 
 
-def test_workers_are_probed_once(pair, monkeypatch):
-    """For the fallback rank 0 opens another store. No worker is probed again or receives the other workers' reports."""
-    plan = Decision(
-        backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
-    )
-    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
+def test_workers_are_probed_once(pair, monkeypatch, first_choice):
+    """Two calls of each; for the fallback rank 0 opens another store. No worker is probed again or receives the other workers' reports."""
+    first_choice()
     pair.execute_single(0, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
     sent, execute = [], pair.execute_single_async
 
@@ -63,6 +51,8 @@ def test_workers_are_probed_once(pair, monkeypatch):
         return execute(rank, function, *arguments)
 
     monkeypatch.setattr(pair, "execute_single_async", recorded)
+    for other in ("execute", "execute_async", "execute_single"):
+        monkeypatch.setattr(pair, other, None)
     start(pair, **_BUDGET)
     assert [(name, rank) for name, rank, _ in sent] == [
         *(("probe_worker", rank) for rank in range(2)),
@@ -77,12 +67,9 @@ def test_workers_are_probed_once(pair, monkeypatch):
     assert not [value for value in fields_of if isinstance(value, WorkerInfo)]
 
 
-def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
+def test_second_choice_after_a_stall(pair, first_choice, caplog):
     """A first choice that hangs in its first collective, and that only an abort ends, is abandoned in time and reported once."""
-    plan = Decision(
-        backend="stall", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
-    )
-    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
+    first_choice("stall")
     pair.execute(register_stalling)
     with caplog.at_level("WARNING", logger="ray.train"):
         start(pair, start_timeout_s=12)
@@ -93,38 +80,20 @@ def test_second_choice_after_a_stall(pair, monkeypatch, caplog):
 
 
 @pytest.mark.full
-def test_second_choice_after_no_answer(pair, monkeypatch):
+def test_second_choice_after_no_answer(pair, first_choice):
     """A rank that does not answer within the first choice's half of the time leaves the other half to the fallback."""
-    plan = Decision(
-        backend="cpu:gloo", device_type="cpu", reason="first choice", fallback="gloo", falls_back=FallBack.AFTER_FAILURE
-    )
-    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
+    first_choice()
     pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap 15", 1)
     start(pair, start_timeout_s=22)
     assert {state["backend"] for state in pair.execute(group_state)} == {"gloo"}
 
 
-def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
+def test_gloo_after_a_refusal_of_nccl(pair, first_choice):
     """NCCL's duplicate-GPU error is reported with the ranks, and a plan with a fallback uses it."""
-    groups = shared_devices(job(gpu(), gpu()))
-    plan = Decision(
-        backend="nccl",
-        device_type="cpu",
-        reason="first choice",
-        share_groups=groups,
-        fallback="gloo",
-        falls_back=FallBack.AFTER_FAILURE,
-    )
-    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
+    first_choice("nccl", share_groups=shared_devices(job(gpu(), gpu())))
     pair.execute(refuse_once, torch_text(DUPLICATE))
     start(pair)
-
-    def fetch():
-        from ray_fracbackend import get_start_report
-
-        return get_start_report()
-
-    report = pair.execute(fetch)[1]
+    report = pair.execute(get_start_report)[1]
     assert report.backend == "gloo"
     assert re.search(
         r"NCCL refused the ranks, fell back to gloo, .*ranks 0,1 share GPU-a .*Duplicate GPU detected",
@@ -132,10 +101,10 @@ def test_gloo_after_a_refusal_of_nccl(pair, monkeypatch):
     )
 
 
-def test_refusal_of_nccl_without_a_fallback(pair, monkeypatch):
+def test_refusal_of_nccl_without_a_fallback(pair, first_choice):
     """An explicit NCCL ends in one error that names the ranks and the advice."""
-    plan = Decision(backend="nccl", device_type="cpu", reason="nccl", share_groups=shared_devices(job(gpu(), gpu())))
-    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
+    never = {"fallback": None, "falls_back": FallBack.NEVER}
+    first_choice("nccl", share_groups=shared_devices(job(gpu(), gpu())), **never)
     pair.execute(refuse_once, torch_text())
     with pytest.raises(SharedDeviceError, match=r"ranks 0,1 share .*\(ncclInvalidUsage\)\. .*gloo"):
         start(pair, start_timeout_s=START_S)

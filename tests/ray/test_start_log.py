@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from ray_fracbackend import UnreachableMasterError, VerificationError
-from ray_fracbackend.decide.plan import Decision, FallBack
 from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.start import collect
 from tests.ray.starts import START_S, replace_in_worker, start
@@ -66,17 +65,9 @@ def test_an_error_has_the_warnings_of_its_start(doubted, lines):
     assert DOUBT not in caught.value.found
 
 
-def test_an_error_of_the_fallback_has_the_first_failure(pair, monkeypatch, lines):
+def test_an_error_of_the_fallback_has_the_first_failure(pair, first_choice, lines):
     """Both starts are logged with their limits, and why there was a second one is in the error."""
-    plan = Decision(
-        backend="cpu:gloo",
-        device_type="cpu",
-        reason="first choice",
-        fallback="gloo",
-        falls_back=FallBack.AFTER_FAILURE,
-        warnings=("a doubt",),
-    )
-    monkeypatch.setattr("ray_fracbackend.start.backend.decide_start", lambda *args: plan)
+    first_choice(warnings=("a doubt",))
     pair.execute(replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 2)
     with pytest.raises(VerificationError) as caught:
         start(pair, start_timeout_s=9)  # too short for a search for the fault
