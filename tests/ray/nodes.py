@@ -17,10 +17,10 @@ from tests.processes import free_port, python_path, wait_for_port, wait_until
 
 
 @contextmanager
-def head_node(num_cpus: int = 4) -> Iterator[tuple[str, dict[str, str]]]:
-    """A head node without a token: its address, and the environment of its nodes and drivers."""
+def head_node(num_cpus: int = 4, **more: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """A head node, without a token by default: its address, and the environment of its nodes and drivers."""
     folder, port = tempfile.mkdtemp(prefix="rf"), free_port()  # sockets have short paths
-    settings = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+    settings = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", **more}
     options = ("--head", "--port", str(port), "--include-dashboard", "false", "--num-cpus", str(num_cpus))
     try:
         with ray_start(settings, *options):

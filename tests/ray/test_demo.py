@@ -63,12 +63,3 @@ def test_ctrl_c_during_the_training(monkeypatch, tmp_path):
     assert "ray-fracbackend: interrupted\n" in errors
     assert "Traceback" not in errors
     assert wait_until(lambda: not processes_with("DEMO_TEST", str(tmp_path)), 60)
-
-
-@pytest.mark.full(but="V2")
-@pytest.mark.parametrize("arguments", [["nothing"], ["demo", "--epochs", "0"], ["demo", "--epochs", "x"]])
-def test_wrong_usage(arguments):
-    """Wrong usage exits with code 2 and an explanation."""
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert "usage:" in done.stderr

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
-from pathlib import Path
 from types import ModuleType
 
 import psutil
@@ -21,7 +19,7 @@ import torch
 
 from ray_fracbackend import __version__
 from ray_fracbackend.cli.doctor import diagnose
-from tests.processes import free_port, processes_with, python_path, wait_for_port, wait_until
+from tests.processes import processes_with, python_path, wait_until
 from tests.ray.nodes import head_node, ray_start
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "doctor", "--json"]
@@ -120,15 +118,6 @@ def test_node_without_facts(cluster, monkeypatch, function, timeout_s, text):
     assert f"ray_fracbackend {__version__}" in check.fix
 
 
-def test_no_cluster():
-    """An address without a cluster: a sentence and exit code 1."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        code, found = doctor("--address", f"127.0.0.1:{unused.getsockname()[1]}")
-    assert code == 1
-    assert "no connection to Ray at 127.0.0.1:" in str(found["error"])
-
-
 def ended(*arguments, **environment):
     """Return exit code and both outputs of the command."""
     done = subprocess.run(
@@ -153,52 +142,23 @@ def test_wrong_token(cluster):
         assert (code, "no connection" in out + err) == (1, True), out + err
 
 
-@pytest.fixture
-def own_head(tmp_path_factory):
-    """Address, settings and GCS of a cluster that ``ray start`` has started with its own token."""
-    if not hasattr(ray.exceptions, "AuthenticationError"):
-        pytest.skip("this Ray has no tokens")
-    folder = tmp_path_factory.mktemp("head", numbered=True)
-    short = tempfile.mkdtemp(prefix="rf")  # sockets have short paths
-    settings = {"HOME": str(folder), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "right" * 8, "RAY_TMPDIR": short}
-    port = free_port()
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus", "2"]
-    command += ["--port", str(port), "--include-dashboard", "false", "--min-worker-port", "0", "--max-worker-port", "0"]
-    with subprocess.Popen(
-        command, env={**os.environ, **settings}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        try:
-            wait_for_port(port)
-            end = time.monotonic() + 60
-            while not Path(short, "ray", "ray_current_cluster").exists() and time.monotonic() < end:
-                time.sleep(0.1)
-            gcs = [each for each in psutil.Process(process.pid).children(True) if "gcs_server" in each.name()]
-            yield f"127.0.0.1:{port}", settings, gcs
-        finally:
-            below = psutil.Process(process.pid).children(True)
-            process.terminate()
-            process.wait(60)
-            for each in below:
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
-            shutil.rmtree(short, ignore_errors=True)
-
-
 @pytest.mark.full
 @pytest.mark.linux(reason="stops a process")
-def test_head_node_with_a_token(own_head):
+@pytest.mark.skipif(not hasattr(ray.exceptions, "AuthenticationError"), reason="this Ray has no tokens")
+def test_head_node_with_a_token(tmp_path):
     """With its token the cluster is checked, by address and by auto; a cluster that stops answering is reported in time."""
-    address, settings, gcs = own_head
-    for given in (address, "auto"):
-        code, out, err = ended("--address", given, "--json", "--timeout-s", "100", **settings)
-        assert (len(json.loads(out)["nodes"]), err) == (1, ""), (code, out)
-    for each in gcs:
-        each.suspend()
-    try:
-        code, out, err = ended("--address", address, "--timeout-s", "5", **settings)
-    finally:
-        for each in gcs:
-            each.resume()
+    token = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "right" * 8}
+    with head_node(2, **token) as (address, settings):
+        for given in (address, "auto"):
+            code, out, err = ended("--address", given, "--json", "--timeout-s", "100", **settings)
+            assert (len(json.loads(out)["nodes"]), err) == (1, ""), (code, out)
+        of_cluster = processes_with("RAY_TMPDIR", settings["RAY_TMPDIR"])
+        (gcs,) = [each for each in of_cluster if each.name() == "gcs_server"]
+        gcs.suspend()
+        try:
+            code, out, err = ended("--address", address, "--timeout-s", "5", **settings)
+        finally:
+            gcs.resume()
     assert code == 1
     assert f"{address}: no connection within" in out + err
 
