@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ray_fracbackend.staged  # noqa: F401 (registers both backends)
 from ray_fracbackend.decide.error_texts import cause_of, is_invalid_usage, refusal_in, refused_ranks
-from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.timeouts import Deadline
 from ray_fracbackend.worker.group_end import end_process_group
 from ray_fracbackend.worker.process_group import _verify, start_worker
 from ray_fracbackend.worker.store import hold_store
 from tests.cuda.emulated import COMMON_DTYPES, MAKES_NCCL, uuid
+from tests.unit.builders import worker_plan
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -294,9 +294,8 @@ def test_abort_frees_a_hanging_collective(run):
 
 
 def planned(job, backend, device, port, **more):
-    address = {"master_addr": "127.0.0.1", "master_port": port}
-    common = {"timeout_s": 60, "budget_s": 20, "attempt": "first", "verify": True, **address}
-    return WorkerPlan(rank=job.rank, world_size=job.size, backend=backend, device=str(device), **{**common, **more})
+    common = {"timeout_s": 60, "budget_s": 20, "backend": backend, "device": str(device), "master_port": port}
+    return worker_plan(rank=job.rank, world_size=job.size, **{**common, **more})
 
 
 def verified_without_a_device(job, backend):

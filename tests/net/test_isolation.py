@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from net_nodes import Node, Switch, Worker, network, run
 
-from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.start.isolation.search import find_faults
+from tests.unit.builders import worker_plan
 
 NUM_NODES = 4
 
@@ -61,21 +61,8 @@ def search(nodes: list[Node], workers: list[Worker]) -> list[tuple[tuple[int, ..
         answers = {rank: workers[rank].answer(end) for rank in arguments}
         return {rank: answer for rank, answer in answers.items() if not isinstance(answer, BaseException)}, {}
 
-    plans = {
-        rank: WorkerPlan(
-            rank=rank,
-            world_size=NUM_NODES,
-            backend="gloo",
-            device="cpu",
-            master_addr=nodes[0].ip,
-            master_port=29500,
-            timeout_s=1800,
-            budget_s=60,
-            attempt="first",
-            verify=True,
-        )
-        for rank in range(NUM_NODES)
-    }
+    common = {"world_size": NUM_NODES, "master_addr": nodes[0].ip}
+    plans = {rank: worker_plan(rank=rank, **common) for rank in range(NUM_NODES)}
     addresses = [WorkerAddress(rank, node.ip, workers[rank].pid, node.name) for rank, node in enumerate(nodes)]
     faults, failures = find_faults(call, plans, addresses, 15)
     assert failures == {}

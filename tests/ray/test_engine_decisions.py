@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
@@ -24,11 +25,8 @@ _ERRORS = sorted(
 _NO_LIMIT, _FEW = -1, 2
 
 
-class V2Group:
-    """Has what tells the engines apart."""
-
-    def get_workers(self):
-        return []
+# What tells the engines apart.
+V2_GROUP = SimpleNamespace(get_workers=list)
 
 
 def decisions(error, controller_failure_limit, num_failures=50):
@@ -52,7 +50,7 @@ def died(cause):
 )
 def test_a_dead_worker_as_with_stock(stock):
     """Restarted as often as by stock; if Ray's memory monitor killed it, not at all."""
-    ours = as_engine_error(died(stock), V2Group())
+    ours = as_engine_error(died(stock), V2_GROUP)
     assert isinstance(ours, WorkerDiedError)
     for limit in (_NO_LIMIT, _FEW):
         assert decisions(ours, limit) == decisions(stock, limit)
@@ -61,7 +59,7 @@ def test_a_dead_worker_as_with_stock(stock):
 @pytest.mark.parametrize("error", _ERRORS, ids=lambda error: error.__name__)
 def test_the_table_on_the_page(error):
     """Each public error has its row with the decision of Ray's policy."""
-    engine_error = as_engine_error(error("failed", ranks=[0]), V2Group())
+    engine_error = as_engine_error(error("failed", ranks=[0]), V2_GROUP)
     is_restarted = decisions(engine_error, _NO_LIMIT)[-1] == "RETRY"
     assert decisions(engine_error, _FEW)[: _FEW + 1] == (["RETRY", "RETRY", "RAISE"] if is_restarted else ["RAISE"] * 3)
     does = "restarts the workers" if is_restarted else "ends the run"

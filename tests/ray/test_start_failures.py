@@ -26,11 +26,11 @@ from ray_fracbackend import (
     WorkerDiedError,
 )
 from ray_fracbackend._ray import worker_addresses
-from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.start import backend as backend_module
 from ray_fracbackend.start.isolation.search import with_faults
 from tests.processes import free_port, wait_until
-from tests.ray.starts import START_S, initialized, replace_in_worker, start
+from tests.ray.starts import START_S, replace_in_worker, start
+from tests.unit.builders import worker_plan
 
 _WINDOWS = sys.platform == "win32"
 
@@ -150,16 +150,6 @@ def test_rank_that_hangs_during_start(make_group, step, how):
         listener.listen()
 
 
-@pytest.mark.full(but="win32")
-def test_rank_that_raises(make_group):
-    """A worker's own exception is reported with its rank; the worker that waited for it is free again."""
-    group = make_group(2)
-    group.execute_single(1, replace_in_worker, "ray_fracbackend.worker.process_group", "_prepare", "raise", 1)
-    failure = failed_start(group, RendezvousError, r"rank 1 \(node .*the disk is on fire", start_timeout_s=60)
-    assert failure.ranks == (1,)
-    assert group.execute(initialized) == [False, False]
-
-
 @pytest.fixture
 def breakable(request):
     """The module's pair. On Windows two separate workers: Gloo does not notice there that a peer has left its group, and the start ends the
@@ -182,14 +172,6 @@ def test_out_of_memory_is_reported_as_such(breakable):
     assert failure.ranks == (1,)
 
 
-def test_wrong_answer(breakable):
-    """A collective that computes a wrong sum stops the start, with both numbers."""
-    breakable.execute_single(1, replace_in_worker, "torch.distributed", "all_reduce", "corrupt", 1)
-    failed_start(breakable, VerificationError, r"all_reduce .* wrong result on rank 1: element 3 is 13 and must be 12")
-    for rank in (1,) if _WINDOWS else (0, 1):
-        assert breakable.execute_single(rank, initialized) is False
-
-
 def test_environment_is_restored(pair):
     """A failed start leaves no variable behind."""
     before = pair.execute(lambda: dict(os.environ))
@@ -202,21 +184,7 @@ def test_environment_is_restored(pair):
 def test_the_search_names_a_silent_rank_and_then_a_dead_one(make_group):
     """A worker that is stuck in another call does not answer. A worker that is gone makes it the error of a dead worker."""
     group = make_group(3)
-    plans = [
-        WorkerPlan(
-            rank=rank,
-            world_size=3,
-            backend="gloo",
-            device="cpu",
-            master_addr="127.0.0.1",
-            master_port=29500,
-            timeout_s=1800,
-            budget_s=30,
-            attempt="first",
-            verify=True,
-        )
-        for rank in range(3)
-    ]
+    plans = [worker_plan(rank=rank, world_size=3) for rank in range(3)]
     error = VerificationError("barrier failed.", ranks=[0], kind="stalled", step="starting gloo")
     addresses = worker_addresses(group)
     group.execute_single_async(1, time.sleep, 3600)
