@@ -11,12 +11,10 @@ import pytest
 import ray.train
 import ray.train.torch
 import torch
-from ray import PlacementGroupID
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from ray_fracbackend import FracTorchConfig, MissingDeviceError, UnreachableMasterError
+from ray_fracbackend import FracTorchConfig, MissingDeviceError
 from tests.processes import train_worker_processes, wait_until
 from tests.ray.conftest import HALF_GPU, run_example
 from tests.ray.starts import TRAINING_FAILED, causes
@@ -87,18 +85,6 @@ def test_getting_started_script(tmp_path):
     assert "loaded the model of epoch 2" in done.stdout
 
 
-@pytest.mark.full
-def test_stock_fails_on_logical_gpus(tmp_path):
-    """With TorchConfig the script fails on the same cluster; therefore this package exists."""
-    with pytest.raises(TRAINING_FAILED) as caught:
-        fit(look_around, tmp_path, TorchConfig(), TWO_HALF_GPUS)
-    assert re.search("nccl|cuda", causes(caught.value), re.IGNORECASE)
-    # Stock keeps its placement group until the driver ends; later modules have the same driver.
-    for name, group in placement_group_table().items():
-        if group["state"] != "REMOVED":
-            remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(name)))
-
-
 def fails_once(config):
     """Fail in the first attempt; return the view of the second, whose workers are new."""
     from ray_fracbackend import get_start_report
@@ -166,22 +152,6 @@ def test_missing_cuda_is_an_error_by_default(tmp_path):
     # V1 puts a traceback before it.
     assert str(found).endswith(f"{saved['error']['message']}\nreport of this start: {path.as_posix()}")
     assert wait_until(lambda: not train_worker_processes())
-
-
-@pytest.mark.full
-def test_a_wrong_address_on_one_node(tmp_path):
-    """The error has the address, what is wrong with it and the fix, and the path of the report."""
-    with pytest.raises(TRAINING_FAILED) as caught:
-        fit(look_around, tmp_path, FracTorchConfig(master_addr="10.99.0.1"))
-    found = documented("start_error")(caught.value)
-    assert isinstance(found, UnreachableMasterError)
-    (path,) = tmp_path.rglob("start_report.json")
-    text = (
-        r"rank 1 \(node .*\): cannot reach rank 0's store at 10\.99\.0\.1:\d+ within 5 s \(.*\)\. .*\n"
-        r"warning before this error: rank 0's address 10\.99\.0\.1 \(master_addr as configured\) is on no interface of its node .*\n"
-        rf"report of this start: {re.escape(path.as_posix())}"
-    )
-    assert re.search(rf"{text}$", str(found)), found
 
 
 @pytest.mark.full
