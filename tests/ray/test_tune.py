@@ -1,7 +1,7 @@
 """Ray Tune: concurrent trials on one logical GPU, each with its own start, and one that fails by itself.
 
 Uses the engine of RAY_TRAIN_V2_ENABLED: a Tune function that fits a trainer with V2, Tuner(TorchTrainer) with V1. ci/test.py runs both.
-test_gpu_jobs.py shows that the trials really train at the same time.
+tests/gpu/test_gpu_training.py, which also runs on emulated GPUs, shows that the trials really train at the same time.
 """
 
 from __future__ import annotations
