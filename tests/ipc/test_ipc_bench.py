@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from benchmarks.ipc import figure, load, measure, rank, ranks
+from benchmarks.ipc import load, rank, ranks
 from benchmarks.ipc.__main__ import why_not
-from ray_fracbackend.decide.nccl import multi_rank_env
 from ray_fracbackend.ipc import host_memory_support
 from tests.processes import processes_with, run_processes, wait_until, with_signals
 
@@ -112,22 +111,6 @@ def test_a_backend_that_one_rank_cannot_use_is_left_out_on_all():
     assert run_processes(ask, 2) == [[True, False, True]] * 2
 
 
-@pytest.mark.parametrize(("share", "warns"), [(0.02, False), (0.888, True)])
-def test_table(share, warns):
-    """Units, sizes below 1 KiB, and a warning for a busy machine."""
-    row = {"operation": "all_reduce", "num_ranks": 2, "busy": 0}
-    rows = [
-        {**row, "num_bytes": size, "backend": backend, "median_ms": ms}
-        for size in (8, 4096)
-        for backend, ms in (("ipc", 0.5), ("gloo", 1.0), ("copy", 0.1))
-    ]
-    text = figure.table({"rows": rows, "cpu_share_of_other_processes": share})
-    header, small, *_ = text.splitlines()
-    assert header.split()[2:] == ["loops", "KiB", "ipc,", "ms", "gloo,", "ms", "copy,", "ms", "gloo/ipc"]
-    assert small.split() == ["all_reduce", "2", "0", "0.0078125", "0.500", "1.000", "0.100", "2.0"]
-    assert ("warning" in text) == warns
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "size", "device", "out", "said"),
     [
@@ -154,19 +137,3 @@ def test_where_the_time_of_a_small_call_goes(tmp_path):
     rows = json.loads(path.read_text())["rows"]
     assert [row["case"] for row in rows] == ["ipc", "call layer", "two copies", "ctypes call"]
     assert all(row["median_us"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "version", "expected"),
-    [
-        (1, (2, 21, 5), {}),
-        (2, (2, 29, 7), None),
-        (2, None, None),
-        (2, (2, 30, 7), multi_rank_env(2)),
-        (8, (2, 30, 0), multi_rank_env(8)),
-    ],
-)
-def test_nccl_is_measured_if_it_accepts_the_ranks(monkeypatch, num_ranks, version, expected):
-    """With a version that lets ranks share a device, and its flags for this number of ranks."""
-    monkeypatch.setattr(measure, "loaded_nccl_version", lambda: version)
-    assert measure.nccl_env(num_ranks) == expected
