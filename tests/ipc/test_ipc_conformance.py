@@ -5,12 +5,14 @@ By default every pair of them, with --full every combination.
 
 from __future__ import annotations
 
+import itertools
+
 import ipc_reference as ref
 import pytest
 import torch
 from ipc_calls import bare_group, options
 from ipc_harness import Job, on_ranks, run_ranks, values
-from ipc_table import SMALL_CHUNKS, check_table
+from ipc_table import SMALL_CHUNKS, Case, cases_of, check_table, pairwise
 from ipc_workloads import aliased
 
 WORLD_SIZES = [2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 3, 4, 7))]
@@ -28,6 +30,18 @@ def test_every_collective_is_right_between_hosts(hosts: str, full: bool) -> None
     """Ranks on several hosts, uneven and interleaved, have the exact reference results too."""
     env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_HOST": hosts[rank]}  # noqa: E731
     check_table(len(hosts), [torch.float32, torch.bfloat16, torch.uint16, torch.bool], full, env)
+
+
+def test_pairs_of_the_table() -> None:
+    """The default table contains every pair of values of the full one, and is much smaller."""
+    cases = cases_of(2, ref.ALL_DTYPES)
+    kept = pairwise(cases, 2)
+
+    def pairs(table: list[Case]) -> set[tuple[object, ...]]:
+        return {pair for case in table for pair in itertools.combinations(enumerate(case[:-1]), 2)}
+
+    assert pairs(kept) == pairs(cases)
+    assert len(kept) * 5 < len(cases)
 
 
 @pytest.mark.parametrize("numel", [12, 120_000])
