@@ -29,8 +29,8 @@ def loaded_nccl_version() -> NcclVersion | None:
         if failed == 0:
             return decode_version(number.value)
     # NCCL is linked into torch itself, so the constant is the version.
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return (version[0], version[1], version[2]) if isinstance(version, tuple) and len(version) >= 3 else None
+    major, minor, patch, *_ = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return major, minor, patch
 
 
 def _torch_libraries() -> list[str]:

@@ -17,6 +17,14 @@ def test_version_numbers(number, version):
     assert nccl_library.decode_version(number) == version
 
 
+@pytest.mark.linux(reason="asks the dynamic linker of Linux")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch that has loaded no NCCL: a CPU build")
+def test_nccl_inside_torch(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9, "suffix"))
+    assert nccl_library.loaded_nccl_version() == (2, 28, 9)
+
+
 # Load another package's copy, if given, and print the version that is found with torch's library in this folder.
 FIND = """
 import ctypes, sys, torch, torch.distributed as dist
