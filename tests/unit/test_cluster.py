@@ -75,7 +75,9 @@ def test_a_file_of_another_user(address_file, address):
 
 
 @pytest.mark.linux(reason="links and FIFOs are those of Unix")
-@pytest.mark.parametrize("plant", [lambda file: file.symlink_to("/proc/1/comm"), os.mkfifo], ids=["link", "FIFO"])
+@pytest.mark.parametrize(
+    "plant", [lambda file: file.symlink_to("/proc/1/comm"), lambda file: os.mkfifo(file)], ids=["link", "FIFO"]
+)
 def test_only_a_file_has_the_address(address_file, plant):
     """A link could lead to text that another user wrote into a file of root; a FIFO would block the command."""
     address_file.unlink()
