@@ -330,4 +330,4 @@ def test_calls_on_host_and_device_that_meet_are_named_with_both_sides(job: Job, 
     error_type, text, _ = error_of(lambda: (call(pg), pg.barrier(options("Barrier"))))
     assert error_type in ("CollectiveMismatchError", "GroupPoisonedError"), text
     assert "all_reduce(float32[66000], SUM)" in text
-    assert "barrier" in text
+    assert "barrier" in text, text
