@@ -22,6 +22,7 @@ from ipc_table import SMALL_CHUNKS
 
 from ray_fracbackend.ipc.device import memory, side
 from ray_fracbackend.ipc.device.runtime import DeviceCall
+from ray_fracbackend.ipc.device.watch import DeviceWatch
 from tests.processes import wait_until
 
 FAKE = {**SMALL_CHUNKS, "FAKE_CUDA_SEED": "1"}
@@ -319,6 +320,17 @@ def test_a_rank_that_dies_during_set_up_is_reported() -> None:
     env = lambda rank: {**ASYNC, "FAKE_CUDA_BROKEN": "die"} if rank == 2 else ASYNC  # noqa: E731
     for error_type, text, _ in values(run_ranks(first_call, 3, env=env, needed=2)[:2]):
         assert error_type in LOST, text
+
+
+@pytest.mark.parametrize("has_reason", [False, True])
+def test_the_watch_does_not_hide_the_reason_of_a_rank_that_ends(has_reason: bool) -> None:
+    """A rank that failed in a call on the host, and ended, has not merely died for a peer that waits on the device."""
+    engines, watch = [MagicMock(), MagicMock()], DeviceWatch.__new__(DeviceWatch)
+    for engine, is_poisoned in zip(engines, (False, has_reason), strict=True):
+        engine.waiter.is_poisoned.return_value = is_poisoned
+    watch._engines, watch._stream, watch._is_closed = engines, MagicMock(last=None), False
+    watch._report("rank 1 died")
+    assert [engine.fail.called for engine in engines] == [not has_reason] * 2
 
 
 @pytest.mark.parametrize("group", [bare_group, device_group], ids=["before set-up", "after set-up"])

@@ -138,8 +138,10 @@ class DeviceWatch:
         if self._is_closed:
             return
         is_pending = _is_pending(self._stream.last)
-        for engine in self._engines:
-            engine.fail(f"{what}.")
+        # A rank that failed has stored its reason in one of the memories before it ended.
+        if not any(engine.waiter.is_poisoned() for engine in self._engines):
+            for engine in self._engines:
+                engine.fail(f"{what}.")
         if not is_pending:
             return
         end = time.monotonic() + PATIENCE_S

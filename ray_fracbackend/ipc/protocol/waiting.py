@@ -177,9 +177,7 @@ class Waiter:
                 self._control.set_asleep(peer, False)
 
     def _raise_if_hopeless(self, peer: int, kind: int, value: int, deadline: float, what: str) -> None:
-        self.raise_if_poisoned(what)
-        if self.beside is not None:
-            self.beside.raise_if_poisoned(what)
+        self._raise_reason(what)
         # Check every rank that is still missing, not only the one that is waited for first.
         for rank in range(self._control.num_ranks):
             if self._words[self._counters[rank] + kind] < value and rank != self._control.rank:
@@ -214,7 +212,7 @@ class Waiter:
         if self._words[self._counters[rank] + kind] >= value:
             return
         # Or it failed, stored its reason and left: the reason is more useful than the loss.
-        self.raise_if_poisoned(what)
+        self._raise_reason(what)
         if alive:
             raise PeerLostError(f"{self._names[rank]} shut its process group down before it reached {what}.")
         raise PeerLostError(f"{self._names[rank]} (pid {self.peers[rank].pid}) died before it reached {what}.")
@@ -237,6 +235,12 @@ class Waiter:
             f"collective of the group, with tensors of another device; all ranks must make the same calls in the same "
             f"order, on the same type of device."
         )
+
+    def _raise_reason(self, what: str) -> None:
+        """Raise the reason of a rank that failed in either memory."""
+        self.raise_if_poisoned(what)
+        if self.beside is not None:
+            self.beside.raise_if_poisoned(what)
 
     def raise_if_poisoned(self, what: str) -> None:
         """Raise the reason with which another rank poisoned the group.
