@@ -6,17 +6,12 @@ import logging
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray_fracbackend.shown import printable
 
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:  # it accepts no type parameter in Python 3.10
-    _Adapter = logging.LoggerAdapter
 
-
-class _PrefixedLogger(_Adapter):
+class _PrefixedLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # it accepts none in Python 3.10
     """Put the package's name before each line, because Ray's log shows no logger names."""
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:

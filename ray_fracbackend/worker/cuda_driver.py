@@ -8,12 +8,14 @@ Source: CUDA driver API, "Device Management".
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from uuid import UUID
 
-# CUcomputemode has the same numbers as nvmlComputeMode_t.
 _COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+# CUcomputemode and nvmlComputeMode_t, without the mode for one thread at a time, which drivers no longer have.
+COMPUTE_MODES: Mapping[int | None, str] = {0: "default", 2: "prohibited", 3: "exclusive_process"}
 _BUS_ID_CHARS = 32
 
 

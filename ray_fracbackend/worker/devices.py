@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from ray_fracbackend.decide.worker_info import DeviceInfo
-from ray_fracbackend.worker.cuda_driver import DriverFacts, driver_facts
-from ray_fracbackend.worker.missing_cuda import COMPUTE_MODES, why_no_cuda
+from ray_fracbackend.worker.cuda_driver import COMPUTE_MODES, DriverFacts, driver_facts
 
 
 def worker_devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
@@ -29,6 +28,8 @@ def worker_devices(wants_gpu: bool) -> tuple[list[torch.device], str | None]:
     if not wants_gpu:
         return [], None
     if not torch.cuda.is_available():
+        from ray_fracbackend.worker.missing_cuda import why_no_cuda  # not imported on the good path
+
         return [], why_no_cuda()
     from ray_fracbackend import _ray
 
@@ -61,6 +62,8 @@ def described(devices: list[torch.device]) -> tuple[tuple[DeviceInfo, ...], str 
         try:
             properties = torch.cuda.get_device_properties(index)
         except Exception as error:  # AssertionError, RuntimeError, or DeferredCudaCallError, which is neither
+            from ray_fracbackend.worker.missing_cuda import why_no_cuda
+
             return (), f"cuda:{index} cannot be used: {why_no_cuda(error)}"
         found.append(_describe(index, properties))
     return tuple(found), None

@@ -14,9 +14,8 @@ from ray_fracbackend.worker.state import STATE
 
 def set_default(values: Mapping[str, str]) -> None:
     """Set variables that the user did not set, and record them as set by the start."""
-    for name, value in values.items():
-        if name not in user_environment():
-            _set(name, value)
+    own = user_environment()
+    set_always({name: value for name, value in values.items() if name not in own})
 
 
 def set_always(values: Mapping[str, str]) -> None:

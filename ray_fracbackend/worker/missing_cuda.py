@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-# nvmlComputeMode_t, without the mode for one thread at a time, which drivers no longer have.
-COMPUTE_MODES: Mapping[int | None, str] = {0: "default", 2: "prohibited", 3: "exclusive_process"}
+from ray_fracbackend.worker.cuda_driver import COMPUTE_MODES
+
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUOTED_CHARS = 250
 _DEFAULT_MODE = "run nvidia-smi -c DEFAULT on the node"

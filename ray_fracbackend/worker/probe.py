@@ -120,12 +120,12 @@ def collect_info(
         nccl_version=loaded_nccl_version(),
         gloo_available=dist.is_gloo_available(),
         mps_reachable=mps_reachable(),
-        env={name: value for name, value in (env or user_environment()).items() if _is_shown(name)},
+        env={
+            name: value
+            for name, value in (env or user_environment()).items()
+            if name.startswith(_ENV_PREFIXES) and not may_be_secret(name)
+        },
     )
-
-
-def _is_shown(name: str) -> bool:
-    return name.startswith(_ENV_PREFIXES) and not may_be_secret(name)
 
 
 def ipc_support(devices: tuple[DeviceInfo, ...]) -> dict[str, str | None]:

@@ -28,7 +28,6 @@ from ray_fracbackend.errors import (
     VerificationError,
 )
 from ray_fracbackend.timeouts import bounded
-from ray_fracbackend.worker.missing_cuda import why_no_cuda
 
 # Time limit for NVML, which may hang on a broken GPU.
 _NVML_S = 2.0
@@ -63,6 +62,8 @@ def refused_by_cuda(plan: WorkerPlan, failed: VerificationError) -> FracBackendE
         return None
     if is_cuda_out_of_memory(error):  # of the host: for a full device torch raises OutOfMemoryError
         return BackendUnavailableError(str(failed), ranks=(plan.rank,))
+    from ray_fracbackend.worker.missing_cuda import why_no_cuda  # not imported on the good path
+
     try:
         why = bounded(partial(why_no_cuda, error), _NVML_S)
     except TimeoutError:

@@ -27,7 +27,7 @@ from ray_fracbackend.errors import (
     VerificationError,
 )
 from ray_fracbackend.timeouts import Deadline
-from ray_fracbackend.worker import process_group, start_failure
+from ray_fracbackend.worker import missing_cuda, process_group, start_failure
 from ray_fracbackend.worker.process_group import start_worker
 from ray_fracbackend.worker.store import connect_store, hold_store, release_store
 from tests.processes import CONTEXT, free_port, loopback_name, run_processes, wait_for_port
@@ -199,7 +199,7 @@ def test_a_device_that_cuda_refuses_is_no_failure_of_the_group(
     failing_verification(monkeypatch, RuntimeError(recorded("mps_clients", release)))
     monkeypatch.setattr(start_failure, "_NVML_S", 0.2)
     why = threading.Event().wait if hangs else lambda: "MPS has no room; let fewer ranks share it"
-    monkeypatch.setattr(start_failure, "why_no_cuda", lambda error: why())
+    monkeypatch.setattr(missing_cuda, "why_no_cuda", lambda error: why())
     with pytest.raises(MissingDeviceError) as caught:
         process_group._verify(worker_plan(device="cuda:0"), Deadline(10))
     says = "all_reduce of 1 KiB failed on rank 0 (<...>). Look at nvidia-smi." if hangs else "MPS has no room; let"
