@@ -2,8 +2,8 @@
 
 The memory is a memfd. It has no name in any file system, so a killed rank leaves nothing in /dev/shm. It is not limited
 by the size of /dev/shm (64 MB in a Docker container). Only processes that may read ``/proc/<creator>/fd`` (the same
-user, or root) can open it, and nothing but such memory is opened there. ``fallocate`` allocates all pages at once and a seal forbids shrinking, so a later access
-cannot raise SIGBUS.
+user, or root) can open it, and they open nothing else there. ``fallocate`` allocates all pages at once and a seal forbids
+shrinking, so a later access cannot raise SIGBUS.
 """
 
 from __future__ import annotations
