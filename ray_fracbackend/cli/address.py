@@ -47,7 +47,9 @@ def target_of(address: str | None) -> Target:
     found, owner = "", 0
     try:
         # A link could lead to a file of root that somebody else writes, such as /proc/PID/comm; a FIFO would block.
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        flags = os.O_RDONLY
+        if sys.platform != "win32":
+            flags |= os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(file, flags)) as opened:
             found, owner = opened.read(256).strip(), os.fstat(opened.fileno()).st_uid
     except (OSError, UnicodeError):
