@@ -219,6 +219,16 @@ def test_other_failures_of_the_store_are_not_called_a_port(monkeypatch: pytest.M
         store.hold_store(None)
 
 
+def test_a_node_without_loopback_opens_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(port: int, host: str | None = None) -> TCPStore:
+        assert host is not None
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(store, "open_store", refuse)
+    with pytest.raises(OSError, match="Cannot assign"):
+        store.hold_store(None, one_node=True)
+
+
 def test_a_refused_connection_is_named_within_its_bound() -> None:
     with listener() as closed:
         port = closed.getsockname()[1]
