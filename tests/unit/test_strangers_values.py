@@ -112,17 +112,20 @@ def joined(rank: int, key: str, value: bytes) -> None:
 
 @pytest.mark.linux(reason="ipc needs it")
 @pytest.mark.parametrize("error", [None, "forged"])
-def test_a_rank_that_fails_tells_the_others(error: str | None) -> None:
-    """After any error; and a forged one without a rank that has it is an error too."""
-    hello = {"host": setup.host_id(), "pid": os.getpid(), "started": 1, "error": error}
-    store = store_with({"hello/1": json.dumps(hello), "attached/1": GOOD})
+def test_a_record_of_the_right_form(error: str | None) -> None:
+    """Ranks that count different members have an error, and tell it; a forged one without a rank that has it is an error too."""
+    hello = json.dumps({"host": setup.host_id(), "pid": os.getpid(), "started": 1, "error": error})
+    arena, name, slots = setup._create_largest(3)
+    setup._SIZES.pack_into(arena.memory, setup.TOKEN_BYTES, *slots, 1)
+    announced = json.dumps({**asdict(name), "error": None})
+    store = store_with({"hello/0": hello, "arena/0": announced, "attached/0": GOOD})
     with (
-        mock.patch.object(setup, "HostMemory", side_effect=RuntimeError("no such shape")),
         mock.patch.object(setup, "PrefixStore", lambda prefix, store: store),
-        pytest.raises(IpcUnavailableError, match=error or "rank 0: no such shape"),
+        pytest.raises(IpcUnavailableError, match=error or "rank 1: the memory of rank 0 is not for"),
     ):
-        setup.join(store, 0, 2, NAMES)
-    assert json.loads(store.get("attached/0")) == {"error": None if error else "no such shape"}
+        setup.join(store, 1, 2, NAMES)
+    os.close(name.fd)
+    assert (json.loads(store.get("attached/1"))["error"] is None) == bool(error)
 
 
 def said(value: bytes) -> None:

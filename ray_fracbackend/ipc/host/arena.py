@@ -90,10 +90,10 @@ def attach_arena(name: ArenaName) -> Arena:
     import fcntl
 
     path = f"/proc/{name.pid}/fd/{name.fd}"
-    wrong = IpcUnavailableError(f"{path} is not the announced memory: its process has ended.")
+    wrong = f"{path} is not the announced memory: its process has ended."
     try:
         if os.readlink(path) != f"/memfd:{_NAME} (deleted)":
-            raise wrong
+            raise IpcUnavailableError(wrong)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise IpcUnavailableError(
@@ -104,10 +104,10 @@ def attach_arena(name: ArenaName) -> Arena:
         found, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         # Root could open the memory of any user.
         if (found.st_uid, found.st_size) != (os.geteuid(), name.num_bytes) or not seals & fcntl.F_SEAL_SHRINK:
-            raise wrong
+            raise IpcUnavailableError(wrong)
         arena = Arena(fd, name.num_bytes)
     finally:
         os.close(fd)
     if arena.memory[:TOKEN_BYTES].hex() != name.token:
-        raise wrong
+        raise IpcUnavailableError(wrong)
     return arena

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .. import knobs
 from .._torch import PrefixStore
@@ -103,10 +102,8 @@ def join(
             memory = HostMemory(data, chunk_bytes, folded, num_slots, local_rank)
             peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
             engine = Engine(arena, local_rank, peers, [names[r] for r in members], memory)
-    except (dist.DistStoreError, dist.DistNetworkError):  # a rank has not come, or the store has ended
-        raise
-    except Exception as failure:
-        error = str(failure) or repr(failure)
+    except (IpcUnavailableError, OSError, ValueError) as failure:
+        error = str(failure)
         # Other ranks of this host may wait for this rank's memory.
         store.set(f"arena/{rank}", json.dumps({**asdict(_NO_ARENA), "error": error}))
     try:
@@ -202,6 +199,10 @@ def _folded_bytes(chunk_bytes: int, num_ranks: int) -> list[int]:
     return [share_bytes(chunk_bytes, num_ranks)] * num_ranks
 
 
+def _arena_bytes(num_ranks: int, chunk_bytes: int, num_slots: int) -> int:
+    return control_bytes(num_ranks) + memory_bytes(chunk_bytes, _folded_bytes(chunk_bytes, num_ranks), num_slots)
+
+
 def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena, tuple[int, int, int], int]:
     """Create or attach this host's arena.
 
@@ -212,7 +213,7 @@ def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena,
     Raises:
         IpcUnavailableError: The first rank could not create it, or this process cannot open it.
         OSError: The kernel does not provide the memory.
-        ValueError: The user set an invalid value of one of these.
+        ValueError: The user set an invalid value of one of these, or the memory is for another number of ranks.
     """
     key = f"arena/{members[0]}"
     if rank == members[0]:
@@ -226,15 +227,17 @@ def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena,
     if (error := announced.pop("error")) is not None:
         raise IpcUnavailableError(error)
     arena = attach_arena(ArenaName(**announced))
-    return arena, _SIZES.unpack_from(arena.memory, TOKEN_BYTES), -1
+    sizes = _SIZES.unpack_from(arena.memory, TOKEN_BYTES)
+    if len(arena.memory) != _arena_bytes(len(members), *sizes[:2]):
+        raise ValueError(f"the memory of rank {members[0]} is not for {len(members)} ranks")
+    return arena, sizes, -1
 
 
 def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, tuple[int, int]]:
     """Create an arena with the configured slots; halve first their number, then their size, until it fits."""
     chunk_bytes, num_slots = knobs.chunk_bytes(), knobs.num_slots()
     while True:
-        folded = _folded_bytes(chunk_bytes, num_ranks)
-        num_bytes = control_bytes(num_ranks) + memory_bytes(chunk_bytes, folded, num_slots)
+        num_bytes = _arena_bytes(num_ranks, chunk_bytes, num_slots)
         try:
             arena, name = create_arena(num_bytes)
             return arena, name, (chunk_bytes, num_slots)

@@ -177,7 +177,7 @@ class Waiter:
                 self._control.set_asleep(peer, False)
 
     def _raise_if_hopeless(self, peer: int, kind: int, value: int, deadline: float, what: str) -> None:
-        self._raise_reason(what)
+        self.raise_if_poisoned(what)
         # Check every rank that is still missing, not only the one that is waited for first.
         for rank in range(self._control.num_ranks):
             if self._words[self._counters[rank] + kind] < value and rank != self._control.rank:
@@ -212,7 +212,7 @@ class Waiter:
         if self._words[self._counters[rank] + kind] >= value:
             return
         # Or it failed, stored its reason and left: the reason is more useful than the loss.
-        self._raise_reason(what)
+        self.raise_if_poisoned(what)
         if alive:
             raise PeerLostError(f"{self._names[rank]} shut its process group down before it reached {what}.")
         raise PeerLostError(f"{self._names[rank]} (pid {self.peers[rank].pid}) died before it reached {what}.")
@@ -236,25 +236,19 @@ class Waiter:
             f"order, on the same type of device."
         )
 
-    def _raise_reason(self, what: str) -> None:
-        """Raise the reason of a rank that failed in either memory."""
-        self.raise_if_poisoned(what)
-        if self.beside is not None:
-            self.beside.raise_if_poisoned(what)
-
     def raise_if_poisoned(self, what: str) -> None:
-        """Raise the reason with which another rank poisoned the group.
+        """Raise the reason with which a rank poisoned the group, in this memory or in the one beside it.
 
         Raises:
             GroupPoisonedError: The group is poisoned.
         """
-        culprit = self._control.poisoner()
-        if culprit is not None:
-            self._acquire_fence()
-            raise GroupPoisonedError(
-                f"{what}: {self._names[culprit]} failed and the process group cannot be used any more. "
-                f"Reason: {self._control.reason(culprit)}"
-            )
+        for waiter in (self, self.beside):
+            if waiter is not None and (culprit := waiter._control.poisoner()) is not None:
+                self._acquire_fence()
+                raise GroupPoisonedError(
+                    f"{what}: {self._names[culprit]} failed and the process group cannot be used any more. "
+                    f"Reason: {waiter._control.reason(culprit)}"
+                )
 
     def is_poisoned(self) -> bool:
         """Return whether any rank has poisoned the group."""
