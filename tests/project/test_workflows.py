@@ -76,6 +76,9 @@ mv build/release dist
 """
     env = {**os.environ, "GITHUB_OUTPUT": str(tmp_path / "output")}
     assert (subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=env, check=False).returncode == 0) == passes
+    assert re.search(
+        r"sha256sum --check[^\0]+release\.py test", commands_of(_RELEASE["test"])
+    )  # and so is what was tested
 
 
 def test_a_release_is_built_once() -> None:

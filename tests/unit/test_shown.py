@@ -4,7 +4,9 @@ import json
 import logging
 from dataclasses import replace
 
+from ray_fracbackend.cli import _show
 from ray_fracbackend.cli.output import emit, say
+from ray_fracbackend.cli.program import Outcome
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.ipc import IpcError
 from ray_fracbackend.log import logger
@@ -23,6 +25,8 @@ def test_every_exit(capsys, caplog, tmp_path, start_report):  # noqa: F811
     emit(TOLD)
     say("program", TOLD)
     assert capsys.readouterr() == (f"{SHOWN}\n", f"program: {SHOWN}\n")
+    _show(Outcome("", {TOLD: [TOLD]}), True)
+    assert json.loads(capsys.readouterr().out)[SHOWN] == [SHOWN]
     assert str(FracBackendError(TOLD, advice=TOLD)) == f"{SHOWN} {SHOWN}"
     assert str(IpcError(TOLD)) == SHOWN
     with caplog.at_level(logging.WARNING, logger.name):
