@@ -68,7 +68,8 @@ def run_command(name: str, program: Sequence[str], cwd: Path) -> str:
             ).returncode
         output.seek(0)
         shown = output.read().decode(errors="replace").replace("\r\n", "\n")
-    print(shown, flush=True)
+    sys.stdout.buffer.write(f"{shown}\n".encode(sys.stdout.encoding, "backslashreplace"))
+    sys.stdout.flush()
     if code is None:
         return f"failed: no end within {command.limit_s:g} s"
     if code:

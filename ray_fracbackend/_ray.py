@@ -23,7 +23,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -220,11 +220,11 @@ def train_on_cpu() -> None:
         manager._torch_device_manager = manager.CPUTorchDeviceManager()
 
 
-def wrap_checkpoint_copies(around: Callable[[str], AbstractContextManager[None]]) -> None:
-    """Run Ray Train's copies of files to a local folder in this process inside a context. A second call does nothing.
+def wrap_checkpoint_copies(call: Callable[[str, Callable[[], Any]], Any]) -> None:
+    """Let a function make Ray Train's copies of files to a local folder in this process. A second call does nothing.
 
     Args:
-        around: Creates the context for the destination folder.
+        call: Called with the destination folder and the copy.
     """
     if v2_enabled():
         storage = _private(
@@ -237,17 +237,17 @@ def wrap_checkpoint_copies(around: Callable[[str], AbstractContextManager[None]]
         storage = _private("ray.train._internal.storage", "_pyarrow_fs_copy_files", by="wrap_checkpoint_copies")
     copy_files = storage._pyarrow_fs_copy_files
     if not hasattr(copy_files, "__wrapped__"):
-        storage._pyarrow_fs_copy_files = _copying_inside(around, copy_files)
+        storage._pyarrow_fs_copy_files = _called_by(call, copy_files)
 
 
-def _copying_inside(around: Callable[[str], AbstractContextManager[None]], copy_files: Callable[..., Any]) -> Any:
+def _called_by(call: Callable[[str, Callable[[], Any]], Any], copy_files: Callable[..., Any]) -> Any:
     @functools.wraps(copy_files)
     def copy(
         source: str, destination: str, source_filesystem: Any = None, destination_filesystem: Any = None, **options: Any
     ) -> Any:
+        run = functools.partial(copy_files, source, destination, source_filesystem, destination_filesystem, **options)
         is_local = getattr(destination_filesystem, "type_name", None) == "local"
-        with around(destination) if is_local else nullcontext():
-            return copy_files(source, destination, source_filesystem, destination_filesystem, **options)
+        return call(destination, run) if is_local else run()
 
     return copy
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 # Except tab and line feed.
@@ -25,6 +27,15 @@ def printable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {printable(key): printable(each) for key, each in value.items()}
     return [printable(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+@contextmanager
+def decoded() -> Iterator[None]:
+    """Raise torch's errors in the block whose text is not UTF-8 as a RuntimeError: Windows' own texts are in the ANSI code page."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise RuntimeError(error.object.decode("mbcs" if os.name == "nt" else "utf-8", "replace")) from None
 
 
 def may_be_secret(name: str) -> bool:

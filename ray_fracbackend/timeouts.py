@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+from ray_fracbackend.shown import decoded
+
 _T = TypeVar("_T")
 _CHECK: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
 # How often a long wait runs the check.
@@ -55,7 +57,7 @@ def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
 
     Raises:
         TimeoutError: The call did not finish in time.
-        BaseException: The call, or the check of ``ended_by``, raised it.
+        BaseException: The call, or the check of ``ended_by``, raised it; torch's UnicodeDecodeError is a RuntimeError.
     """
     outcome: list[_T | BaseException] = []
     thread = threading.Thread(target=_run, args=(call, outcome), daemon=True)
@@ -80,6 +82,7 @@ def bounded(call: Callable[[], _T], timeout_s: float) -> _T:
 def _run(call: Callable[[], _T], outcome: list[_T | BaseException]) -> None:
     """Keep result or error of a call. No closure: an error would keep it, and with it the process group of the call."""
     try:
-        outcome.append(call())
+        with decoded():
+            outcome.append(call())
     except BaseException as error:
         outcome.append(error)

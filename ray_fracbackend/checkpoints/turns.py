@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from typing import Any
 
 from filelock import FileLock
 
@@ -21,6 +22,9 @@ from ray_fracbackend.log import logger
 TURNS_ENV = "RAY_FRACBACKEND_CHECKPOINT_TURNS"
 # Longer than the copies of all other ranks take. After this time a rank copies without the lock, as stock Ray does.
 _TURN_S = 600.0
+# Access denied, sharing and lock violation, user-mapped section: a program that looks at new files holds one for a moment.
+_HELD = {5, 32, 33, 1224}
+_PAUSES_S = (0.1, 0.3, 1.0, 2.0, 4.0)
 
 
 def copy_checkpoints_in_turn() -> None:
@@ -35,7 +39,7 @@ def copy_checkpoints_in_turn() -> None:
     if wanted == "0":
         return
     try:
-        _ray.wrap_checkpoint_copies(in_turn)
+        _ray.wrap_checkpoint_copies(copy_in_turn)
     except ImportError as error:
         logger.warning(
             "checkpoints of several ranks with the same file name may raise PermissionError [WinError 32]: use a different file "
@@ -44,21 +48,33 @@ def copy_checkpoints_in_turn() -> None:
         )
 
 
-@contextmanager
-def in_turn(folder: str, turn_s: float | None = None) -> Iterator[None]:
-    """Hold the machine's lock for a folder; the system releases the lock of a process that dies.
+def copy_in_turn(folder: str, copy: Callable[[], Any]) -> Any:
+    """Copy while holding the machine's lock for a folder; the system releases the lock of a process that dies.
 
     Args:
         folder: Destination of the copy, spelled the same in all processes.
-        turn_s: Time limit of the wait in seconds, by default ten minutes. Afterwards the body runs without the lock.
+        copy: Copies files; called again while another program holds one of them.
+
+    Raises:
+        OSError: The last copy raised it.
     """
     name = hashlib.sha256(folder.encode()).hexdigest()[:32]
     lock = FileLock(os.path.join(tempfile.gettempdir(), f"ray_fracbackend-{name}.lock"))
     try:
-        lock.acquire(timeout=_TURN_S if turn_s is None else turn_s)
+        lock.acquire(timeout=_TURN_S)
     except OSError as error:  # filelock.Timeout is one
         logger.warning("copying a checkpoint to %s without waiting for other workers: %s", folder, error)
     try:
-        yield
+        for pause_s in _PAUSES_S:
+            try:
+                return copy()
+            except OSError as error:
+                if getattr(error, "winerror", None) not in _HELD:
+                    raise
+                logger.warning(
+                    "%s: another program, such as a virus scanner, OneDrive or a backup, holds the file", error
+                )
+            time.sleep(pause_s)
+        return copy()
     finally:
         lock.release()

@@ -6,6 +6,7 @@ standard output and errors to standard error; with ``--json`` both are one docum
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import traceback
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # on Windows a pipe has the ANSI code page, which lacks most letters
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if arguments is None else list(arguments)
     return to_its_end(PROGRAM, lambda: _main(words))
 

@@ -7,7 +7,7 @@ _ADVICE = {
     "wrong answer": "Do not train with this group: check the node's memory and network{or_gloo}.",
     "refused": "Give each rank a GPU of its own{or_gloo}.",
     "CUDA refuses": "CUDA refused {device}: look at nvidia-smi on that rank's node.",
-    "no pinned memory": "No host memory can be pinned: raise the limit on locked memory (ulimit -l), free memory of the host, or use "
+    "no pinned memory": "No host memory can be pinned: raise the limit on locked memory (ulimit -l on Linux), free memory of the host, or use "
     "backend='staged', which needs none.",
     "NCCL fails": "NCCL fails on that rank itself: NCCL_DEBUG=INFO writes the reason to its log{or_gloo}.",
     "NCCL hangs": "NCCL hangs: with NCCL_DEBUG=INFO the workers' logs show where{or_gloo}.",

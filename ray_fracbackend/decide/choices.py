@@ -66,7 +66,7 @@ def compute_mode(job: Job) -> FracBackendError:
     group = job.exclusive[0]
     return SharedDeviceError(
         f"{group.text}, which is in compute mode EXCLUSIVE_PROCESS: one process at a time without MPS. Run "
-        "`nvidia-smi -c DEFAULT` on that node, or start the MPS daemon (`nvidia-cuda-mps-control -d`).",
+        "`nvidia-smi -c DEFAULT` on that node, or start the MPS daemon on Linux (`nvidia-cuda-mps-control -d`).",
         ranks=group.ranks,
     )
 
@@ -256,10 +256,7 @@ def _gloo(
 ) -> Decision:
     """Choose Gloo on all workers, alone or in a pair, or raise an error if torch was built without it."""
     for worker in job.workers:
-        missing = worker.network.gloo_missing
-        if not worker.gloo_available:
-            missing = "torch was built without Gloo; install a build with Gloo"
-        if missing:
+        if missing := worker.network.gloo_missing:
             raise BackendUnavailableError(f"{reason}, but {worker.where}: {missing}.", ranks=(worker.rank,))
     return _decided(job, backend, reason, on=on, groups=groups, train_on_cpu=train_on_cpu, warnings=warnings)
 

@@ -11,8 +11,3 @@ RESOURCE_UNIT = 1e-4
 def workers_per_gpu(fraction: float) -> int:
     """Return how many workers with this fraction, above 0 and below 1, fit on one GPU."""
     return math.floor((1 + RESOURCE_UNIT / 2) / fraction)
-
-
-def largest_fraction(per_gpu: int) -> float:
-    """Return the largest fraction in Ray's precision of which this number of workers fits on one GPU."""
-    return math.floor(round(1 / RESOURCE_UNIT) / per_gpu) * RESOURCE_UNIT

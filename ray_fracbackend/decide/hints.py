@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ray_fracbackend.decide.device_sharing import sharing_ranks
-from ray_fracbackend.decide.fractions import largest_fraction, workers_per_gpu
+from ray_fracbackend.decide.fractions import workers_per_gpu
 from ray_fracbackend.decide.job import Job
 from ray_fracbackend.decide.plan import GLOO_COST
 from ray_fracbackend.decide.worker_info import ranks_text
 
 # Less of a GPU may be left for the CUDA contexts of its workers.
 _UNUSED_GPU = 0.15
+# The desktop and Windows' own share of the memory (WDDM), as users report it: NVIDIA's "Sysmem Fallback Policy" has the rest.
+_DESKTOP_GPU = 0.1
 
 
 def cost_warning(job: Job, backend: str) -> str:
@@ -33,20 +35,24 @@ def debug_level_warnings(job: Job) -> tuple[str, ...]:
 
 def hints(job: Job) -> tuple[str, ...]:
     """Return advice for a job on CUDA devices, one line each."""
-    return tuple(hint for hint in (_fraction(job.workers[0].gpu_fraction), _local_rank(job)) if hint)
+    worker = job.workers[0]
+    fraction = _fraction(worker.gpu_fraction, on_windows=worker.platform == "win32")
+    return tuple(hint for hint in (fraction, _local_rank(job)) if hint)
 
 
-def _fraction(fraction: float) -> str | None:
+def _fraction(fraction: float, on_windows: bool) -> str | None:
     if not 0 < fraction < 1:
         return None
     count = workers_per_gpu(fraction)
     unused = 1 - count * fraction
-    if unused < _UNUSED_GPU:
+    if on_windows and unused < _DESKTOP_GPU:
+        return (
+            f"with {fraction:g} GPU per worker, {count} workers may use more memory than Windows leaves them; NVIDIA's driver then uses system "
+            f"memory, slowly and without an error: ask for {(1 - _DESKTOP_GPU) / count:.2g} GPU per worker, and set limit_gpu_memory=True"
+        )
+    if unused < _UNUSED_GPU or on_windows:
         return None
-    return (
-        f"with {fraction:g} GPU per worker, Ray places {count} on a GPU and {unused:.2g} of it stays unused; with "
-        f"{largest_fraction(count + 1):g} GPU per worker, {count + 1} would fit"
-    )
+    return f"with {fraction:g} GPU per worker, Ray places {count} on a GPU and {unused:.2g} of it stays unused"
 
 
 def _local_rank(job: Job) -> str | None:

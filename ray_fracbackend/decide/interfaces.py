@@ -6,14 +6,14 @@ Example: two nodes whose interfaces have different names, as in the log line::
 
 Without an interface name Gloo uses the address to which the node's own host name resolves. On many machines this is a
 loopback address or one of another machine. With an interface name Gloo uses the first address of that interface.
-MASTER_ADDR does not affect it. On one node every rank therefore uses the loopback interface; on Windows only if the
-host name leads to no device. Between nodes each rank uses the interface with its node's address. A name that the user
-set is kept; if it conflicts with these rules, there is a warning. docs/windows.md describes the rules of each system.
+MASTER_ADDR does not affect it. On one node every rank therefore uses the loopback interface. Between nodes each rank uses
+the interface with its node's address. A name that the user set is kept; if it conflicts with these rules, there is a
+warning. docs/windows.md describes the rules of each system.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ray_fracbackend.decide.addresses import owner_of
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
@@ -35,8 +35,10 @@ def choose_interfaces(workers: Sequence[WorkerInfo], one_node: bool) -> tuple[tu
     for worker in workers:
         interface, doubt = (_on_one_node(worker), None) if one_node else _between_nodes(worker)
         if own := worker.env.get(IFNAME):
+            ruled, interface, doubt = interface, own, None
             # On one node every interface reaches every rank.
-            interface, doubt = own, _conflict(worker, own, None if one_node else interface)
+            if not one_node and ruled in worker.network.interfaces and ruled not in own.split(","):
+                doubt = f"{IFNAME}={own} is kept; without it {ruled} would be used"
         interfaces.append(interface)
         if doubt is not None:
             ranks_of.setdefault(doubt, []).append(worker.rank)
@@ -63,9 +65,12 @@ def interfaces_text(workers: Sequence[WorkerInfo], interfaces: Sequence[str | No
 
 def _on_one_node(worker: WorkerInfo) -> str | None:
     """Return the loopback interface, which needs no name server, no VPN and no link."""
-    if worker.platform == "win32" and worker.network.default_device_missing is None:
-        return None
-    return owner_of(worker.network.interfaces, "127.0.0.1") or owner_of(worker.network.interfaces, "::1")
+    return loopback_of(worker.network.interfaces) if worker.network.loopback_works else None
+
+
+def loopback_of(interfaces: Mapping[str, tuple[str, ...]]) -> str | None:
+    """Return the name of the loopback interface, None if there is none."""
+    return owner_of(interfaces, "127.0.0.1") or owner_of(interfaces, "::1")
 
 
 def _between_nodes(worker: WorkerInfo) -> tuple[str, str | None]:
@@ -73,23 +78,3 @@ def _between_nodes(worker: WorkerInfo) -> tuple[str, str | None]:
     if name := owner_of(worker.network.interfaces, worker.node_ip):
         return name, None
     return BY_ROUTE, f"no interface has the node's address {worker.node_ip}: Gloo uses {BY_ROUTE}"
-
-
-def _conflict(worker: WorkerInfo, own: str, ruled: str | None) -> str | None:
-    known = list(worker.network.interfaces)
-    if known and (doubt := gloo_doubt(own, known)) is not None:
-        return f"{IFNAME}={own} is kept, but {doubt}"
-    if ruled in known and ruled not in own.split(","):
-        return f"{IFNAME}={own} is kept; without it {ruled} would be used"
-    return None
-
-
-def gloo_doubt(value: str, known: Sequence[str]) -> str | None:
-    """Return which of the names in ``GLOO_SOCKET_IFNAME`` is not an interface, in one clause; None if all are.
-
-    Args:
-        value: Value of the variable.
-        known: Names of the node's interfaces.
-    """
-    missing = next((name for name in value.split(",") if name not in known), None)
-    return None if missing is None else f"{missing!r} is none of this node's interfaces ({', '.join(known)})"

@@ -72,8 +72,7 @@ class NetworkInfo:
         interfaces: Addresses of every interface that is up and has not only link-local addresses, by the name that Gloo
             compares, in the order of the system, without IPv6 scopes.
         gloo_missing: Why Gloo cannot create a device of any kind, None if it can.
-        default_device_missing: Why Gloo cannot find a device without the name of an interface, None if it can. Checked
-            only on Windows: elsewhere an interface is always named, and a slow name server must not delay the start.
+        loopback_works: Whether Gloo can use the loopback interface by its name; checked only on Windows.
         store_port: Port of the store that this worker holds open for the others, None except on rank 0.
         master_addrs: Addresses that the configured name of rank 0's node resolves to here, IPv4 first.
         master_addr_missing: Why the name does not resolve here, None if it resolves or no name is configured.
@@ -82,7 +81,7 @@ class NetworkInfo:
     network_id: str = ""
     interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gloo_missing: str | None = None
-    default_device_missing: str | None = None
+    loopback_works: bool = True
     store_port: int | None = None
     master_addrs: tuple[str, ...] = ()
     master_addr_missing: str | None = None
@@ -110,11 +109,9 @@ class WorkerInfo:
         cuda_missing: Why torch has no CUDA device for this worker, None if it has one.
         nccl_available: Whether torch was built with NCCL.
         nccl_version: Version of the loaded NCCL library, None if unknown or not loaded.
-        gloo_available: Whether torch was built with Gloo.
         mps_reachable: Whether a CUDA MPS control daemon has its pipe open on this node.
         ipc_host_memory_missing: Why the ipc backend cannot use host memory here, None if it can; checked only if ipc
             may be used.
-        ipc_device_memory_missing: Why the ipc backend cannot use device memory here, None if it can; checked as above.
         staged_missing: Why the staged backend cannot be used here, None if it can; checked as above, and on Windows
             with devices.
         env: The user's environment variables for NCCL, Gloo, MPS and the rendezvous.
@@ -137,10 +134,8 @@ class WorkerInfo:
     cuda_missing: str | None = None
     nccl_available: bool = False
     nccl_version: NcclVersion | None = None
-    gloo_available: bool = True
     mps_reachable: bool = False
     ipc_host_memory_missing: str | None = NOT_PROBED
-    ipc_device_memory_missing: str | None = NOT_PROBED
     staged_missing: str | None = NOT_PROBED
     env: Mapping[str, str] = field(default_factory=dict)
     network: NetworkInfo = field(default_factory=NetworkInfo)

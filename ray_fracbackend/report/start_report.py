@@ -18,7 +18,7 @@ from ray_fracbackend.shown import printable
 from ray_fracbackend.verify.result import VerificationResult
 
 # Schema version of the JSON document. Increase it if a key is removed or changes its meaning, not if one is added.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 def now() -> str:

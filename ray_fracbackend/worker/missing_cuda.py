@@ -8,6 +8,7 @@ be imported.
 from __future__ import annotations
 
 import os
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,8 @@ from ray_fracbackend.worker.cuda_driver import COMPUTE_MODES
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUOTED_CHARS = 250
+# The index of PyPI has no CUDA build for Windows. Other CUDA releases: pytorch.org.
+_CUDA_WHEELS = "https://download.pytorch.org/whl/cu130"
 _DEFAULT_MODE = "run nvidia-smi -c DEFAULT on the node"
 
 
@@ -33,7 +36,8 @@ def why_no_cuda(error: Exception | None = None) -> str:
 
     name = f"torch {torch.__version__}"
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"{name} is a CPU-only build; install a CUDA build of torch to use GPUs"
+        index = "" if sys.platform != "win32" else f": pip install --force-reinstall torch --index-url {_CUDA_WHEELS}"
+        return f"{name} is a CPU-only build; install a CUDA build of torch to use GPUs{index}"
     if error is None:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no annotation for it
@@ -60,8 +64,8 @@ def _cause(said: str, name: str, num_gpus: int | None, modes: set[str | None], v
         visible: ``CUDA_VISIBLE_DEVICES``.
     """
     if "no nvidia driver on your system" in said:
-        container = "start the container with the node's GPUs and NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-        return f"{name} finds no NVIDIA driver on the node", f"install one, or {container}"
+        container = "start a container with the node's GPUs and NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        return f"{name} finds no NVIDIA driver on the node", f"install one, or on Linux {container}"
     if "driver on your system is too old" in said:
         return (
             f"the NVIDIA driver of the node is too old for {name}",
@@ -76,7 +80,9 @@ def _cause(said: str, name: str, num_gpus: int | None, modes: set[str | None], v
         if num_gpus != 0 and visible is not None and not _names_gpu(visible, num_gpus):
             return f"{_VISIBLE}={visible!r} names none of the node's GPUs", "correct it, or num_gpus of the node"
         return "CUDA finds no GPU that it can use", f"compare nvidia-smi -L with num_gpus of the node and {_VISIBLE}"
-    return f"{name} cannot use CUDA", "see nvidia-smi and dmesg of the node, then restart the worker's process"
+    if "launch timed out" in said:
+        return "the display driver ended a kernel at its time limit (TDR)", "use a smaller batch, or raise TdrDelay"
+    return f"{name} cannot use CUDA", "see nvidia-smi and the system's log, then restart the worker's process"
 
 
 def _names_gpu(visible: str, num_gpus: int | None) -> bool:

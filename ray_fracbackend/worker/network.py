@@ -14,9 +14,10 @@ import sys
 from ray_fracbackend.decide.addresses import is_link_local, is_loopback, normal, owner_of, parsed
 from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.error_texts import cause_of, has_no_port, has_no_transport
-from ray_fracbackend.decide.interfaces import IFNAME
+from ray_fracbackend.decide.interfaces import IFNAME, loopback_of
 from ray_fracbackend.decide.worker_info import NetworkInfo
 from ray_fracbackend.errors import RendezvousError
+from ray_fracbackend.shown import decoded
 from ray_fracbackend.timeouts import bounded
 
 # Time limit of one host name lookup. Without it a resolver that gets no answer could wait longer than a start may take.
@@ -32,12 +33,12 @@ def network_info(boot_id: str, master_addr: str | None = None, store_port: int |
         store_port: Port of the store that this worker holds open, None on ranks other than 0.
     """
     addresses, missing = _master_addrs(master_addr)
-    gloo = gloo_missing()
+    gloo, known = gloo_missing(), interfaces()
     return NetworkInfo(
         network_id=network_id(boot_id),
-        interfaces=interfaces(),
+        interfaces=known,
         gloo_missing=gloo,
-        default_device_missing=_default_device_missing() if sys.platform == "win32" and gloo is None else None,
+        loopback_works=sys.platform != "win32" or gloo is not None or _loopback_works(loopback_of(known)),
         store_port=store_port,
         master_addrs=addresses,
         master_addr_missing=missing,
@@ -80,12 +81,13 @@ def gloo_missing() -> str | None:
     import torch.distributed as dist
 
     if not dist.is_gloo_available():
-        return "torch was built without Gloo"
+        return "torch was built without Gloo; install a build with Gloo"
     if sys.platform == "linux" and "GLOO_DEVICE_TRANSPORT" not in os.environ:
         return None
     try:
         # A literal address, because a host name would need a name server.
-        dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        with decoded():
+            dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     except RuntimeError as error:
         if has_no_transport(error):
             return no_transport_text(torch.__version__)
@@ -115,12 +117,16 @@ def check_gloo_device(interface: str | None) -> None:
     import torch.distributed as dist
 
     try:
-        if interface is None:
-            dist.ProcessGroupGloo.create_default_device()
-            return
-        for name in interface.split(","):
-            dist.ProcessGroupGloo.create_device(interface=name)
-    except RuntimeError as error:
+        with decoded():
+            if interface is None:
+                if (
+                    sys.platform == "win32"
+                ):  # if the name does not resolve, Gloo's lookup reads an uninitialized pointer
+                    resolve(socket.gethostname())
+                dist.ProcessGroupGloo.create_default_device()
+            for name in interface.split(",") if interface is not None else ():
+                dist.ProcessGroupGloo.create_device(interface=name)
+    except (RuntimeError, OSError, UnicodeError) as error:
         cause = no_transport_text(torch.__version__) if has_no_transport(error) else cause_of(error)
         setting = f"{IFNAME}={interface}" if interface is not None else f"{IFNAME} not set"
         raise RendezvousError(
@@ -185,14 +191,12 @@ def _master_addrs(value: str | None) -> tuple[tuple[str, ...], str | None]:
         return (), str(error)
 
 
-def _default_device_missing() -> str | None:
-    """Check the host name first on Windows: if it does not resolve, Gloo's lookup reads an uninitialized pointer."""
-    import torch.distributed as dist
-
-    name = socket.gethostname()
+def _loopback_works(name: str | None) -> bool:
+    """Return whether Gloo can use the loopback adapter of Windows; it gets no name with letters outside of ASCII."""
+    if name is None or not name.isascii():
+        return False
     try:
-        resolve(name)
-        dist.ProcessGroupGloo.create_default_device()
-    except (OSError, RuntimeError, UnicodeError) as error:
-        return f"the host name {name!r} leads to no device ({cause_of(error)})"
-    return None
+        check_gloo_device(name)
+    except RendezvousError:
+        return False
+    return True

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ray_fracbackend.decide.plan import WorkerPlan
 from ray_fracbackend.errors import RendezvousError
 from ray_fracbackend.timeouts import bounded
-from ray_fracbackend.worker.store import uses_libuv
+from ray_fracbackend.worker.store import client
 
 _FAILED = "ray_fracbackend/failed"
 # Time limit of one connection or call: rank 0 may be gone.
@@ -64,14 +64,6 @@ class Peers:
             address = self._plan.master_addr
             if self._plan.rank == 0:  # it may not be able to reach its own address from inside
                 address = "::1" if ":" in address else "127.0.0.1"
-            client = TCPStore(
-                address,
-                self._plan.master_port,
-                None,
-                False,
-                timedelta(seconds=_CALL_S),
-                wait_for_workers=False,
-                use_libuv=uses_libuv(),
-            )
-            self._store = PrefixStore(self._plan.attempt, client)
+            own = client(address, self._plan.master_port, timedelta(seconds=_CALL_S))
+            self._store = PrefixStore(self._plan.attempt, own)
         return self._store

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ray_fracbackend import __version__
 from ray_fracbackend.decide.rendezvous import AGENT_STORE
-from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo
+from ray_fracbackend.decide.worker_info import WorkerInfo
 from ray_fracbackend.shown import may_be_secret
 from ray_fracbackend.worker.devices import boot_id, described, mps_reachable, worker_devices
 from ray_fracbackend.worker.environment import user_environment
@@ -101,7 +101,12 @@ def collect_info(
     """
     known, unreadable = described(devices)
     own |= {"cuda_missing": unreadable} if unreadable else {}
-    own |= ipc_support(known) if ask_ipc else {}
+    if ask_ipc and sys.platform == "linux":
+        from ray_fracbackend.ipc import host_memory_support  # registers the backend
+
+        own["ipc_host_memory_missing"] = host_memory_support()
+    elif ask_ipc:
+        own["ipc_host_memory_missing"] = "the ipc backend needs Linux"
     # On Windows staged replaces Gloo if the job has devices.
     if ask_ipc or (sys.platform == "win32" and devices):
         from ray_fracbackend.staged import staged_support  # registers the backend
@@ -118,7 +123,6 @@ def collect_info(
         num_visible_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
         nccl_available=dist.is_nccl_available(),
         nccl_version=loaded_nccl_version(),
-        gloo_available=dist.is_gloo_available(),
         mps_reachable=mps_reachable(),
         env={
             name: value
@@ -126,23 +130,3 @@ def collect_info(
             if name.startswith(_ENV_PREFIXES) and not may_be_secret(name)
         },
     )
-
-
-def ipc_support(devices: tuple[DeviceInfo, ...]) -> dict[str, str | None]:
-    """Check what the ipc backend can use. Importing it registers it with torch.distributed.
-
-    Args:
-        devices: CUDA devices of the process, or of the machine.
-
-    Returns:
-        The attributes ``ipc_host_memory_missing`` and ``ipc_device_memory_missing`` of `WorkerInfo`.
-    """
-    if sys.platform != "linux":
-        return dict.fromkeys(("ipc_host_memory_missing", "ipc_device_memory_missing"), "the ipc backend needs Linux")
-    from ray_fracbackend.ipc import device_memory_support, host_memory_support
-
-    no_device = "the worker has no CUDA device"
-    return {
-        "ipc_host_memory_missing": host_memory_support(),
-        "ipc_device_memory_missing": device_memory_support(devices[0].index) if devices else no_device,
-    }

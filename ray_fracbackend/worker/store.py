@@ -24,6 +24,7 @@ from ray_fracbackend.decide.error_texts import cause_of, is_address_in_use
 from ray_fracbackend.decide.worker_info import ranks_text
 from ray_fracbackend.errors import PortInUseError, RendezvousError
 from ray_fracbackend.log import logger, slow_logged
+from ray_fracbackend.shown import decoded
 from ray_fracbackend.worker.state import STATE
 
 _NUM_TRIES = 3
@@ -33,7 +34,7 @@ _PAUSE_S = 0.3
 _OPEN_S, _SLOW_S = 60.0, 3.0
 _CONNECTING = (
     "connecting to rank 0's store took %.0f s, usually because a name server does not answer: correct it, or add the nodes' "
-    "addresses to /etc/hosts"
+    "addresses to the hosts file"
 )
 # The largest value that the kernel allows, because all ranks connect at the same time.
 _BACKLOG = 4096
@@ -72,9 +73,12 @@ def hold_store(port: int | tuple[int, int] | None, one_node: bool = False, wait_
             clash = cause_of(error)
             continue
         return int(STATE.store.port)
+    owner = "Another job may use it"
+    if sys.platform == "win32":
+        owner += ", or Windows reserves it (netsh interface ipv4 show excludedportrange protocol=tcp)"
     raise PortInUseError(
         f"{f'master_port={port}' if port else 'every port'} is taken on rank 0's node ({clash}).",
-        advice="Another job may use it: give a wider range (low, high), or leave master_port out to use any free port.",
+        advice=f"{owner}: give a wider range (low, high), or leave master_port out to use any free port.",
         ranks=(0,),
     )
 
@@ -105,8 +109,7 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
     timeout = timedelta(seconds=timeout_s)
     if rank > 0:
         with slow_logged(_SLOW_S, _CONNECTING):
-            client = TCPStore(address, port, None, False, timeout, wait_for_workers=False, use_libuv=uses_libuv())
-        store = PrefixStore(prefix, client)
+            store = PrefixStore(prefix, client(address, port, timeout))
         store.set(f"{_CONNECTED}/{rank}", "")
         return store
     if STATE.store is None:
@@ -128,6 +131,11 @@ def connect_store(rank: int, world_size: int, address: str, port: int, timeout_s
             ranks=absent,
         ) from error
     return store
+
+
+def client(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Connect to a store; the timeout is also that of its calls."""
+    return TCPStore(address, port, None, False, timeout, wait_for_workers=False, use_libuv=uses_libuv())
 
 
 def uses_libuv() -> bool:
@@ -163,9 +171,10 @@ def open_store(port: int = 0, host: str | None = None) -> TCPStore:
     elif port == 0:
         # If torch chose a port that an earlier store of this process had, later groups could not find the store by its
         # port.
-        with _listen(0, None) as free:
+        with socket.socket() as free:
+            free.bind(("", 0))  # without listening, for which the firewall would ask the user
             port = free.getsockname()[1]
-    with slow_logged(_SLOW_S, _CONNECTING):
+    with decoded(), slow_logged(_SLOW_S, _CONNECTING):
         return TCPStore(
             host or "127.0.0.1",
             port,

@@ -43,7 +43,6 @@ def worker(rank: int, device: DeviceInfo | None = None, node: str = "1", **facts
         "num_visible_devices": 1 if device else 0,
         "nccl_available": device is not None,
         "nccl_version": (2, 28, 9) if device else None,
-        "ipc_device_memory_missing": "no ipc here",
         "ipc_host_memory_missing": "no ipc here",
         "staged_missing": None,
     }

@@ -8,7 +8,6 @@ import multiprocessing
 import sys
 import tempfile
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from ray.train.torch import TorchConfig
 
 from ray_fracbackend import FracTorchConfig, _ray
 from ray_fracbackend.checkpoints import turns as checkpoint_turns
-from ray_fracbackend.checkpoints.turns import TURNS_ENV, copy_checkpoints_in_turn, in_turn
+from ray_fracbackend.checkpoints.turns import TURNS_ENV, copy_checkpoints_in_turn, copy_in_turn
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.log import logger
 
@@ -50,9 +49,7 @@ def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def hold(folder: str, temporary_folder: str, has_lock: Any, may_end: Any) -> None:
     tempfile.tempdir = temporary_folder
-    with in_turn(folder):
-        has_lock.set()
-        may_end.wait(60)
+    copy_in_turn(folder, lambda: (has_lock.set(), may_end.wait(60)))
 
 
 @pytest.mark.full(but="win32")
@@ -63,16 +60,14 @@ def test_processes_take_turns_by_folder(temporary: Path) -> None:
     process = context.Process(target=hold, args=("there", str(temporary), has_lock, may_end))
     process.start()
 
-    def wait() -> None:
-        with in_turn("there"):
-            done.set()
+    def elsewhere() -> None:
+        waiting.start()
+        assert not done.wait(0.5)
 
-    waiting = threading.Thread(target=wait, daemon=True)
+    waiting = threading.Thread(target=copy_in_turn, args=("there", done.set), daemon=True)
     try:
         assert has_lock.wait(60)
-        with in_turn("elsewhere"):
-            waiting.start()
-            assert not done.wait(0.5)
+        copy_in_turn("elsewhere", elsewhere)
     finally:
         process.kill()
         process.join()
@@ -80,20 +75,53 @@ def test_processes_take_turns_by_folder(temporary: Path) -> None:
     waiting.join()
 
 
-def test_the_wait_for_a_turn_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_wait_for_a_turn_is_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A worker that hangs in its copy does not stop the others: they copy and log a warning."""
-    with in_turn("there"), caplog.at_level(logging.WARNING, logger.name), in_turn("there", turn_s=0.1):
-        pass
-    assert "copying a checkpoint to there without waiting for other workers" in caplog.text
     assert Settings().timeout_s > checkpoint_turns._TURN_S  # the other ranks wait in their next collective
-    with in_turn("there", turn_s=0.1):
-        pass  # both are free again
+    monkeypatch.setattr(checkpoint_turns, "_TURN_S", 0.1)
+    with caplog.at_level(logging.WARNING, logger.name):
+        copy_in_turn("there", lambda: copy_in_turn("there", list))
+    assert "copying a checkpoint to there without waiting for other workers" in caplog.text
+    caplog.clear()
+    copy_in_turn("there", list)
+    assert not caplog.text  # both are free again
 
 
 def test_a_copy_without_a_folder_for_locks(temporary: Path) -> None:
     temporary.rmdir()
-    with in_turn("there", turn_s=0.1):
-        pass
+    assert copy_in_turn("there", lambda: "copied") == "copied"
+
+
+class HeldError(PermissionError):
+    """Error of a file that another program holds, as Python raises it on Windows."""
+
+    winerror = 32
+
+
+@pytest.mark.parametrize("num_failures", [1, 99])
+def test_a_held_file_is_copied_again(
+    num_failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A virus scanner or OneDrive opens a new file for a moment; the error comes if it stays, and at once if it is another one."""
+    monkeypatch.setattr(checkpoint_turns.time, "sleep", lambda s: None)
+    caplog.set_level(logging.WARNING, logger.name)
+    errors: list[OSError] = [HeldError()] * num_failures
+
+    def copy() -> str:
+        if errors:
+            raise errors.pop()
+        return "copied"
+
+    if num_failures == 1:
+        assert copy_in_turn("there", copy) == "copied"
+    else:
+        with pytest.raises(HeldError):
+            copy_in_turn("there", copy)
+    assert "such as a virus scanner, OneDrive" in caplog.text
+    errors = [PermissionError()] * 2
+    with pytest.raises(PermissionError):
+        copy_in_turn("there", copy)
+    assert len(errors) == 1
 
 
 def test_ray_copies_to_a_local_folder_inside(storage: Any, tmp_path: Path) -> None:
@@ -103,12 +131,12 @@ def test_ray_copies_to_a_local_folder_inside(storage: Any, tmp_path: Path) -> No
     (tmp_path / "source" / "model.pt").write_text("weights")
     entered = []
 
-    def around(folder: str) -> Any:
+    def call(folder: str, copy: Any) -> Any:
         entered.append(folder)
-        return nullcontext()
+        return copy()
 
     for _ in range(2):
-        _ray.wrap_checkpoint_copies(around)
+        _ray.wrap_checkpoint_copies(call)
     local = pyarrow.fs.LocalFileSystem()
     source, destination = str(tmp_path / "source"), str(tmp_path / "destination")
     storage._pyarrow_fs_copy_files(
@@ -123,7 +151,7 @@ def test_other_copies_do_not_wait(storage: Any, destination_filesystem: Any, mon
     """Downloads, and uploads to an object store, do not wait, because no process holds a file open there."""
     copied = []
     monkeypatch.setattr(storage, "_pyarrow_fs_copy_files", lambda *args, **options: copied.append((args, options)))
-    _ray.wrap_checkpoint_copies(lambda folder: pytest.fail(f"waited for {folder}"))
+    _ray.wrap_checkpoint_copies(lambda folder, copy: pytest.fail(f"waited for {folder}"))
     storage._pyarrow_fs_copy_files("a", "b", destination_filesystem=destination_filesystem, use_threads=False)
     assert copied == [(("a", "b", None, destination_filesystem), {"use_threads": False})]
 

@@ -58,6 +58,15 @@ CASES = {
     "libuv": (machine(platform="win32", env={"USE_LIBUV": "1"}), "versions", "warning"),
     "libuv on Linux": (machine(env={"USE_LIBUV": "1"}), "versions", "ok"),
     "torch fails": (failed("torch", "failed: OSError: libcudart.so.12"), "torch", "problem"),
+    "torch without its runtime": (
+        failed("torch", "failed: OSError: [WinError 126] nicht gefunden"),
+        "torch",
+        "problem",
+    ),
+    "letters in Windows paths": (machine(paths={"Python": "C:\\Jürgen"}), "paths", "warning"),
+    "OneDrive": (machine(paths={}, in_onedrive=True), "paths", "warning"),
+    "short paths": (machine(paths={}, in_onedrive=False, has_long_paths=False), "paths", "warning"),
+    "Windows paths": (machine(paths={}, in_onedrive=False, has_long_paths=True), "paths", "ok"),
     "ray crashes": (failed("ray", "ended the process: SIGSEGV"), "ray", "problem"),
     "the driver hangs": (failed("driver", "did not end within 60 s"), "driver", "problem"),
     "no Gloo": (failed("Gloo", "failed: RendezvousError: no transport"), "Gloo", "problem"),
@@ -100,6 +109,7 @@ def test_line(facts, name, level):
     assert [check.level for check in checks if check.name == name] == [level], checks
     assert {check.level for check in checks if check.name != name} <= {"ok"}, checks
     assert not [check for check in checks if check.level == "ok" and check.fix]
+    assert ("Visual C++" in str(checks)) == ("WinError 126" in str(facts))
 
 
 @pytest.mark.parametrize("device", [None, gpu()], ids=["cpu", "gpu"])
@@ -242,17 +252,20 @@ def test_the_current_folder_is_not_on_the_path(tmp_path, monkeypatch):
     assert "failed" not in collect_facts(100)
 
 
-ENDS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": 9}  # a name that Windows lacks
+_ENDS = [
+    *(pytest.param(each, marks=pytest.mark.linux(reason="sends signals")) for each in (signal.SIGINT, signal.SIGTERM)),
+    9,  # SIGKILL, a name that Windows lacks; there as Task Manager does it
+]
 
 
-@pytest.mark.linux(reason="sends signals")
-@pytest.mark.parametrize("ending", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("ending", _ENDS)
 def test_no_process_is_left(tmp_path, ending):
     """The child and its own processes end with the command, however it ends."""
-    body = "import subprocess\ndef nvmlInit(): open('ready', 'w').close(); subprocess.run(['sleep', '600'])"
+    waits = "time.sleep(600)" if sys.platform == "win32" else "subprocess.run(['sleep', '600'])"
+    body = f"import subprocess, time\ndef nvmlInit(): open('ready', 'w').close(); {waits}"
     command, env = with_signals(sys.executable, "-m", "ray_fracbackend", "doctor"), environment(tmp_path, pynvml=body)
     with subprocess.Popen(command, env=env, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
         assert wait_until((tmp_path / "ready").exists, 60)
-        process.send_signal(ending)
+        process.kill() if ending == 9 else process.send_signal(ending)
         process.wait(20)
     assert no_process_is_left(tmp_path)

@@ -4,6 +4,7 @@ The messages of ``recorded`` come from real CUDA builds of torch on the emulated
 """
 
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ray_fracbackend.decide.advice import _ADVICE
 from ray_fracbackend.decide.error_texts import is_cuda_error
 from ray_fracbackend.worker.missing_cuda import why_no_cuda
 
@@ -80,7 +82,7 @@ CASES = [
     ("no_device", None, "GPU-0123abcd", "CUDA finds no GPU that it can use", "nvidia-smi -L"),
     ("no_device", Nvml(), "0", "CUDA finds no GPU that it can use", "nvidia-smi -L"),
     ("no_device", Nvml([]), "0", "CUDA finds no GPU that it can use", "num_gpus of the node"),
-    ("not_initialized", Nvml(), "0", "torch 2.13.0+cu130 cannot use CUDA", "dmesg"),
+    ("not_initialized", Nvml(), "0", "torch 2.13.0+cu130 cannot use CUDA", "the system's log"),
     ("mps_clients", Nvml(), "0", "torch 2.13.0+cu130 cannot use CUDA", "nvidia-smi"),
     ("device_lost", Nvml([2]), "0", "torch 2.13.0+cu130 cannot use CUDA", "restart the worker's process"),
 ]
@@ -122,6 +124,19 @@ def test_an_error_that_came_earlier(why):
     assert ' ..."' in why_no_cuda(RuntimeError("x " * 500))
 
 
+def test_advice_for_windows(why):
+    """No advice names what only other systems have, unless it names the system; MPS is advised only where NCCL is used."""
+    elsewhere = re.compile(r"ulimit|dmesg|libcuda|/etc/|/dev/|LD_LIBRARY_PATH|container")
+    texts = [*_ADVICE.values(), *(why(recorded(name), nvml, visible) for name, nvml, visible, *_ in CASES)]
+    assert [text for text in texts if elsewhere.search(text) and "on Linux" not in text] == []
+
+
+def test_a_kernel_that_the_display_driver_ended(why):
+    """Windows resets a GPU whose kernel runs for longer than two seconds."""
+    why("started again")
+    assert "(TDR)" in why_no_cuda(RuntimeError("CUDA error: the launch timed out and was terminated"))
+
+
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("name", "refused"), [("exclusive", True), ("device_full", True), ("no_driver", False)])
 def test_errors_of_a_context(name, refused, release):
@@ -136,5 +151,7 @@ def test_cpu_build(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     cause = f"torch {torch.__version__} is a CPU-only build; install a CUDA build of torch to use GPUs"
     assert why_no_cuda() == cause
+    monkeypatch.setattr(sys, "platform", "win32")  # pip's default index has no other build there
+    assert why_no_cuda().startswith(f"{cause}: pip install --force-reinstall torch --index-url https://")
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert "cannot use CUDA" in why_no_cuda(RuntimeError("No HIP device"))

@@ -103,7 +103,7 @@ def test_a_missing_transport_is_recognised(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "UV")
     assert "unset GLOO_DEVICE_TRANSPORT" in str(network.gloo_missing())
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    assert network.gloo_missing() == "torch was built without Gloo"
+    assert network.gloo_missing() == "torch was built without Gloo; install a build with Gloo"
 
 
 def test_a_node_without_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +144,27 @@ def test_facts_carry_why_a_name_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_windows_asks_for_the_host_name_before_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows Gloo's lookup of an unresolvable name reads an uninitialized pointer, so Gloo must not be called."""
-    asked: list[str] = []
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(network, "resolve", lambda name: (_ for _ in ()).throw(OSError("11001 host not found")))
-    monkeypatch.setattr(dist.ProcessGroupGloo, "create_default_device", lambda: asked.append("gloo"))
-    assert "11001" in str(network.network_info("").default_device_missing)
-    assert asked == []
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_default_device", lambda: pytest.fail("asked Gloo"))
+    with pytest.raises(RendezvousError, match="11001"):
+        network.check_gloo_device(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "works"), [("Loopback Pseudo-Interface 1", True), ("Rückschleife", False), ("lo9", False)]
+)
+def test_windows_tries_the_loopback_adapter(name: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan needs the name for a variable, which brings no other letters to Gloo, and Gloo must find it."""
+
+    def create(interface: str = "", hostname: str = "") -> None:
+        if interface == "lo9":
+            b"Unable to find address for: lo9 (ung\xfcltig)".decode()
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(network, "interfaces", lambda: {name: ("::1", "127.0.0.1")})
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", create)
+    assert network.network_info("").loopback_works == works
 
 
 def test_networks_are_distinguished_by_kernel_and_namespace() -> None:

@@ -29,7 +29,8 @@ _STAGED, _PAIR, _GLOO_PAIR = "cpu:gloo,cuda:staged", "cpu:gloo,cuda:nccl", "cpu:
 _NEW, _OLD, _NO_NCCL = {"nccl_version": (2, 30, 7)}, {"nccl_version": (2, 30, 6)}, {"nccl_available": False}
 _SWITCH = {"env": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
 _DETAIL = {"env": {"TORCH_DISTRIBUTED_DEBUG": "detail"}}
-_WINDOWS, _MISSING = {"platform": "win32", **_NO_NCCL}, {"resources": {"GPU": 1.0}, "cuda_missing": "no driver"}
+_WINDOWS = {"platform": "win32", "resources": {"GPU": 0.4}, **_NO_NCCL}
+_MISSING = {"resources": {"GPU": 1.0}, "cuda_missing": "no driver"}
 _NO_STAGED, _IPC, _SEEN = {"staged_missing": "no"}, {"ipc_host_memory_missing": None}, {"num_visible_devices": 1}
 _TWO_VERSIONS = [worker(0, gpu(), **_NEW), worker(1, gpu(), nccl_version=(2, 30, 6))]
 _EXCLUSIVE = gpu(compute_mode="exclusive_process")
@@ -77,7 +78,7 @@ _CASES = {
         case(_CPU, _NO_STAGED, BackendUnavailableError, backend="staged"),
         case(_CPU, _IPC, "ipc", "cpu", backend="ipc"),
         case(_CPU, {}, BackendUnavailableError, backend="ipc"),
-        case(_CPU, {"gloo_available": False}, BackendUnavailableError),
+        case(_CPU, {"network": NetworkInfo(gloo_missing="built without Gloo")}, BackendUnavailableError),
         case(_CPU, {"network": NetworkInfo(gloo_missing="no transport")}, BackendUnavailableError),
         case(_CPU, {"nccl_available": True, **_SEEN}, "nccl", backend="nccl"),
     ],
@@ -214,7 +215,12 @@ def test_reason_and_share_groups():
         ([worker(0, gpu("a")), worker(1, gpu("b"), **_NEW)], {}, (), "rank 0: 2.28.9; rank 1: 2.30.7"),
         ([worker(0, **_IPC), worker(1)], {"backend": "ipc"}, (1,), "rank 1 (node 10.0.0.1, pid 0): no ipc here"),
         ([worker(0), worker(1, platform="win32")], {}, (1,), "Windows on rank 1"),
-        ([worker(0), worker(1, gloo_available=False)], {}, (1,), "built without Gloo"),
+        (
+            [worker(0), worker(1, network=NetworkInfo(gloo_missing="built without Gloo"))],
+            {},
+            (1,),
+            "built without Gloo",
+        ),
         (job(None, num_visible_devices=1), {"backend": "nccl"}, (0,), "rank 0 lacks one"),
         (job(_EXCLUSIVE, _EXCLUSIVE), {}, (0, 1), "nvidia-smi -c DEFAULT"),
     ],
@@ -245,7 +251,7 @@ def test_hints_about_fractions():
     """An unused part of a GPU."""
     accepted = Settings(on_shared_device="gloo")
     for fraction, said in [
-        (0.4, "2 on a GPU and 0.2 of it stays unused; with 0.3333"),
+        (0.4, "2 on a GPU and 0.2 of it stays unused"),
         (0.6, "and 0.4"),
         (0.22, None),
         (1 / 3, None),
@@ -253,6 +259,19 @@ def test_hints_about_fractions():
     ]:
         (hint,) = decide_start(job(gpu(), resources={"GPU": fraction}), accepted).hints or [None]
         assert (hint is None) if said is None else (said in hint)
+
+
+def test_a_fraction_of_a_gpu_that_has_a_display_driver():
+    """On Windows more memory than the driver leaves is taken from the system without an error, so a part stays unused there."""
+    for fraction, hint in (
+        (0.5, "ask for 0.45 GPU per worker, and set limit_gpu_memory=True"),
+        (0.4, None),
+        (1.0, None),
+    ):
+        on_windows = job(gpu(), platform="win32", resources={"GPU": fraction})
+        hints = decide_start(on_windows, Settings()).hints
+        assert len(hints) == (hint is not None)
+        assert all(hint in each for each in hints)
 
 
 @pytest.mark.parametrize("backend", ["tpu_dist", "hccl", "mine", "cpu:gloo,xpu:ccl", "npu:gloo", "gpu:nccl"])

@@ -13,7 +13,7 @@ import torch
 
 from ray_fracbackend import IncompatibleWorkersError, __version__, _ray
 from ray_fracbackend.decide.plain import workers_of
-from ray_fracbackend.decide.worker_info import NOT_PROBED, WorkerInfo
+from ray_fracbackend.decide.worker_info import NOT_PROBED
 from ray_fracbackend.worker import devices as devices_module
 from ray_fracbackend.worker import probe
 from ray_fracbackend.worker.cuda_driver import DriverFacts
@@ -213,14 +213,6 @@ def half_a_gpu(monkeypatch, cuda):
     monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:0")])
 
 
-def ipc_missing(found):
-    return found.ipc_host_memory_missing, found.ipc_device_memory_missing
-
-
-_NOT_PROBED = ipc_missing(WorkerInfo(rank=0, node_id="", node_ip="", hostname=""))
-_NO_DEVICE = "the worker has no CUDA device" if sys.platform == "linux" else "the ipc backend needs Linux"
-
-
 def test_a_node_known_by_name(monkeypatch, half_a_gpu):
     """The probe returns the address of the node's name, with which the driver decides."""
     monkeypatch.setattr(_ray, "node_ids", lambda: ("node", "head"))
@@ -228,27 +220,18 @@ def test_a_node_known_by_name(monkeypatch, half_a_gpu):
     assert probe.probe_devices(0).node_ip == "10.0.0.1"
 
 
-def test_ipc_on_demand(monkeypatch, half_a_gpu):
-    """Only ask_ipc checks the worker's own devices, in probe_worker and probe_devices."""
-    answer = {"ipc_host_memory_missing": None, "ipc_device_memory_missing": "a reason"}
-    monkeypatch.setattr(probe, "ipc_support", lambda devices: answer if devices else {})
-    assert ipc_missing(probe.probe_devices(0)) == ipc_missing(*workers_of([probe.probe_worker(1)])) == _NOT_PROBED
-    assert (probe.probe_devices(0).staged_missing == NOT_PROBED) == (sys.platform != "win32")
-    assert ipc_missing(probe.probe_devices(0, ask_ipc=True)) == (None, "a reason")
-    assert ipc_missing(*workers_of([probe.probe_worker(1, None, None, True, ask_ipc=True)])) == (None, "a reason")
+def test_ipc_on_demand(half_a_gpu):
+    """Only ask_ipc checks host memory, in probe_worker and probe_devices."""
+    asked = "the ipc backend needs Linux"
+    if sys.platform == "linux":
+        from ray_fracbackend.ipc import host_memory_support
 
-
-def test_ipc_of_a_worker_without_a_device():
-    """Host memory is checked; device memory needs the worker's own device."""
-    host, device = ipc_missing(facts_on(ask_ipc=True))
-    assert (host != _NOT_PROBED[0], device) == (True, _NO_DEVICE)
-
-
-@pytest.mark.linux(reason="needs Linux, which the ipc backend asks for first")
-def test_device_memory_of_a_torch_without_cuda(monkeypatch, cuda):
-    cuda()
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "was built without CUDA" in ipc_missing(facts_on("cuda:0", ask_ipc=True))[1]
+        asked = host_memory_support()
+    found = [probe.probe_devices(0), *workers_of([probe.probe_worker(1)])]
+    assert [each.ipc_host_memory_missing for each in found] == [NOT_PROBED] * 2
+    assert (found[0].staged_missing == NOT_PROBED) == (sys.platform != "win32")
+    found = [probe.probe_devices(0, ask_ipc=True), *workers_of([probe.probe_worker(1, None, None, True, ask_ipc=True)])]
+    assert [each.ipc_host_memory_missing for each in found] == [asked] * 2
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import ray
 
 from ray_fracbackend import _ray
 from ray_fracbackend._ray import v2_enabled
+from ray_fracbackend.checkpoints.turns import copy_in_turn
 
 _SOURCE = Path(_ray.__file__).read_text()
 
@@ -51,7 +52,7 @@ def copies():
                     copy_files = getattr(importlib.import_module(name), "_pyarrow_fs_copy_files", None)
                     if copy_files is not None:  # restored together with the patch
                         patch.setattr(sys.modules[name], "_pyarrow_fs_copy_files", copy_files)
-            _ray.wrap_checkpoint_copies(nullcontext)
+            _ray.wrap_checkpoint_copies(copy_in_turn)
 
 
 _CALLS = {

@@ -64,7 +64,7 @@ def test_path_of_the_tensors(start_report):
 def test_json(start_report):
     """The whole report, with full UUIDs, schema version, date, versions and settings."""
     data = json.loads(start_report.to_json())
-    assert (data["schema_version"], data["ok"], data["backend"]) == (3, True, "gloo")
+    assert (data["schema_version"], data["ok"], data["backend"]) == (4, True, "gloo")
     assert (data["init_method"], data["master_addr"], data["master_port"]) == ("env", "10.0.0.1", 29500)
     assert data["rendezvous"]["reason"] == "rank 0 at 10.0.0.1:29500 (one node)"
     assert data["workers"][1]["devices"][0]["uuid"] == "GPU-ab12cd34-56"
@@ -88,7 +88,7 @@ def test_json_of_a_failed_start(start_report):
         seconds={"probe": 1.0},
     )
     data = json.loads(json.dumps(document(progress, error)))
-    assert (data["schema_version"], data["ok"]) == (3, False)
+    assert (data["schema_version"], data["ok"]) == (4, False)
     said = {"reason": "verification", "kind": "stalled", "step": "barrier", "message": str(error), "ranks": [1]}
     assert data["error"] == said
     assert (data["backend"], data["plan"]["reason"]) == ("gloo", start_report.reason)

@@ -120,6 +120,31 @@ def test_a_range_skips_taken_ports(platform: str, monkeypatch: pytest.MonkeyPatc
         assert store.hold_store((first, first + 2)) == first + 1
 
 
+@pytest.mark.parametrize("code", [10013, 10048])
+def test_a_taken_port_in_another_language(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """c10d's message has Windows' text in its ANSI code page; torch raises a UnicodeDecodeError in place of its RuntimeError."""
+    tried = []
+
+    def refuse(host: str, port: int, *args: object, **options: object) -> TCPStore:
+        tried.append(port)
+        text = f"failed to listen on any local network address. port: {port} (system error: {code} - unzul\xe4ssig)"
+        text.encode("latin-1").decode()
+        raise AssertionError("this is UTF-8")
+
+    monkeypatch.setattr(store.sys, "platform", "win32")
+    monkeypatch.setattr(store, "TCPStore", refuse)
+    with pytest.raises(PortInUseError, match=rf"{code} - unzul.ssig.*netsh interface ipv4 show excludedportrange"):
+        store.hold_store((23000, 23002))
+    assert tried == [23000, 23001, 23002]
+
+
+def test_a_start_on_windows_listens_only_with_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each program that listens on the network, the firewall asks the user."""
+    monkeypatch.setattr(store.sys, "platform", "win32")
+    monkeypatch.setattr(socket.socket, "listen", lambda *_: pytest.fail("listens"))
+    check_reachable("127.0.0.1", store.hold_store(None))
+
+
 def test_a_taken_port_is_named() -> None:
     with listener() as taken:
         port = taken.getsockname()[1]

@@ -1,6 +1,6 @@
 """A user's training script; the tests run it as such, also from other folders. It writes its results to FOLDER.
 
-usage: python train_script.py FOLDER [--steps N] [--kill-in-start]
+usage: python train_script.py FOLDER [--steps N] [--kill-in-start] [--remove-adapter]
 """
 
 import argparse
@@ -24,14 +24,35 @@ from ray_fracbackend import FracTorchConfig, report_rank0
 from ray_fracbackend.start.backend import FracTorchBackend
 
 NAMES = ("MASTER_ADDR", "USE_LIBUV", "GLOO_SOCKET_IFNAME")
+# Of a machine with an adapter that can be removed during training: ci/wine.py.
+REMOVE, REMOVED = Path("W:/remove-adapter"), Path("W:/adapter-removed")
 
 
 def note(folder, rank, phase):
     Path(folder, f"{phase}.{rank}").write_text(str(os.getpid()))
 
 
+def sockets():
+    """Return this process's own addresses that are not loopback, except the port of rank 0's store."""
+    found = [each.laddr for each in psutil.Process().net_connections("tcp")]
+    own = {address.ip for address in found if address.port != int(os.environ["MASTER_PORT"])}
+    return sorted(own - {"127.0.0.1", "::1", "::ffff:127.0.0.1"})
+
+
+def remove_adapter(rank):
+    """Remove the machine's network adapter, and form a group without it."""
+    if rank == 0:
+        REMOVE.touch()
+        while not REMOVED.exists():
+            time.sleep(0.1)
+    dist.barrier()
+    dist.all_reduce(torch.ones(1 << 20))
+    dist.all_reduce(torch.ones(3), group=dist.new_group())
+
+
 def train_func(config):
     rank = dist.get_rank()
+    own = sockets()
     environment = {name: os.environ.get(name) for name in NAMES}
     model = ray.train.torch.prepare_model(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -42,11 +63,13 @@ def train_func(config):
         optimizer.step()
         if config["steps"] > 10:
             time.sleep(0.1)
+    if config["remove_adapter"]:
+        remove_adapter(rank)
     total = torch.full((), rank + 1.0)
     dist.all_reduce(total)
     with tempfile.TemporaryDirectory() as made:
         torch.save(model.module.state_dict(), Path(made, "model.pt"))
-        report_rank0({"total": total.item(), **environment}, Checkpoint.from_directory(made))
+        report_rank0({"total": total.item(), "sockets": own, **environment}, Checkpoint.from_directory(made))
 
 
 def kill_itself(*_args, **_kwargs):
@@ -91,6 +114,7 @@ def main():
     parser.add_argument("folder")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--kill-in-start", action="store_true")
+    parser.add_argument("--remove-adapter", action="store_true")
     options = parser.parse_args()
     folder = os.path.abspath(options.folder)
 
@@ -99,7 +123,7 @@ def main():
     config = {"on_missing_cuda": "cpu", "start_timeout_s": 60.0}
     trainer = TorchTrainer(
         train_func,
-        train_loop_config={"folder": folder, "steps": options.steps},
+        train_loop_config={"folder": folder, "steps": options.steps, "remove_adapter": options.remove_adapter},
         scaling_config=ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.5}),
         torch_config=KillingConfig(folder=folder, **config) if options.kill_in_start else FracTorchConfig(**config),
         run_config=RunConfig(name="run", storage_path=folder),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -30,6 +31,7 @@ _FIXES = {
     "Gloo": f"see the line on interfaces, or set {IFNAME}",
     "node": f"look at its load and logs; it needs ray_fracbackend {__version__}, as this machine",
 }
+_RUNTIME = "install the Microsoft Visual C++ Redistributable for x64: https://aka.ms/vs/17/release/vc_redist.x64.exe"
 # Docker's default is 64 MiB; NCCL's troubleshooting guide asks for 1 GiB.
 _SHM_PROBLEM_BYTES, _SHM_WARNING_BYTES = 64 << 20, 1 << 30
 
@@ -37,6 +39,8 @@ _SHM_PROBLEM_BYTES, _SHM_WARNING_BYTES = 64 << 20, 1 << 30
 def check_machine(facts: Facts) -> tuple[Check, ...]:
     """Return all lines about a machine; the facts of a node have also its cluster's ``num_nodes`` and Ray's ``num_gpus``."""
     checks = [*_failure(facts), *_versions(facts)]
+    if "paths" in facts:
+        checks.append(_paths(facts))
     if "worker" in facts:
         worker: WorkerInfo = from_plain(WorkerInfo, facts["worker"])
         checks += [*_devices(worker, facts), _nccl(worker)]
@@ -78,7 +82,8 @@ def environment_of(facts: Facts) -> dict[str, str]:
 def _failure(facts: Facts) -> Iterator[Check]:
     if stage := facts.get("failed"):
         text = f"the import of {stage} {facts['failure']}" if stage in _OLDEST else facts["failure"]
-        yield Check(stage, "problem", text, _FIXES.get(stage, ""))
+        has_no_runtime = re.search(r"\[WinError (126|1114)\]", text)
+        yield Check(stage, "problem", text, _RUNTIME if has_no_runtime else _FIXES.get(stage, ""))
 
 
 def _versions(facts: Facts) -> Iterator[Check]:
@@ -92,6 +97,21 @@ def _versions(facts: Facts) -> Iterator[Check]:
         yield Check("versions", "warning", text, "unset USE_LIBUV; FracTorchConfig overrides it")
     elif found:
         yield Check("versions", "ok", text)
+
+
+def _paths(facts: Facts) -> Check:
+    """Check the paths of a Windows machine."""
+    other = [f"{name} ({path})" for name, path in facts["paths"].items() if not path.isascii()]
+    if other:
+        text = f"letters outside of ASCII, with which Ray may not start (ray#64222): {', '.join(other)}"
+        return Check("paths", "warning", text, r"use C:\ray for the virtual environment, and set RAY_TMPDIR=C:\ray\tmp")
+    if facts["in_onedrive"]:
+        text = "the current folder is in OneDrive, which holds new files open"
+        return Check("paths", "warning", text, "work in another folder, and set storage_path to one")
+    if not facts.get("has_long_paths"):
+        fix = r"as administrator: reg add HKLM\SYSTEM\CurrentControlSet\Control\FileSystem /v LongPathsEnabled /t REG_DWORD /d 1 /f"
+        return Check("paths", "warning", "at most 260 characters, which results of Ray Tune exceed", fix)
+    return Check("paths", "ok", "ASCII, long ones allowed, not in OneDrive")
 
 
 def _devices(worker: WorkerInfo, facts: Facts) -> Iterator[Check]:

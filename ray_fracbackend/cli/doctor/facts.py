@@ -37,6 +37,7 @@ _SHOWN = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "RAY_AUTH_MODE", "USE_LIBUV"),
 )
 _NAME_SERVER_S = 1.0
+_FILE_SYSTEM = r"SYSTEM\CurrentControlSet\Control\FileSystem"
 # A process that is killed during a driver call may not end.
 _KILLED_S = 1.0
 
@@ -54,11 +55,17 @@ def collect_facts(timeout_s: float, node_ip: str = "127.0.0.1") -> Facts:
     """
     # With the import path of this process: that of a Ray worker includes the driver's runtime environment.
     path = f"import sys; sys.path[:] = {sys.path!r}"
-    code = f"{path}; from ray_fracbackend.cli.doctor.facts import main; main({node_ip!r})"
+    code = f"{path}; from ray_fracbackend.cli.doctor.facts import main; main({node_ip!r}, {os.getpid()})"
     # Files, because they need no threads to read the output until the time limit.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+", errors="replace") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=out, stderr=errors, start_new_session=True
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=errors,
+            # Ctrl-C reaches only this process.
+            start_new_session=True,
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         )
         try:
             exit_code = child.wait(timeout_s)
@@ -94,16 +101,17 @@ def collect_facts(timeout_s: float, node_ip: str = "127.0.0.1") -> Facts:
     return facts
 
 
-def main(node_ip: str) -> None:
+def main(node_ip: str, parent: int) -> None:
     """Run the stages in order until one fails, and write a line for each: its name, its facts and its error.
 
     Args:
         node_ip: Ray's address of the node.
+        parent: Process whose end ends this one.
     """
     # Libraries write to standard error.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
-        end_with_parent()
+        end_with_parent(parent)
         for name, stage in STAGES.items():
             facts, failure = {}, ""
             try:
@@ -119,7 +127,7 @@ def main(node_ip: str) -> None:
 
 def _system(node_ip: str) -> Facts:
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    return {
+    facts: Facts = {
         "OS": platform.platform(),
         "Python": platform.python_version(),
         "platform": sys.platform,
@@ -130,6 +138,17 @@ def _system(node_ip: str) -> Facts:
         },
         "shm_bytes": shm and (shm.total, shm.free),
     }
+    if sys.platform == "win32":
+        import winreg
+
+        facts["paths"] = {
+            "Python": sys.executable,
+            "temporary files": os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(),
+        }
+        facts["in_onedrive"] = os.getcwd().startswith(os.environ.get("ONEDRIVE") or "\0")
+        with suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, _FILE_SYSTEM) as key:
+            facts["has_long_paths"] = bool(winreg.QueryValueEx(key, "LongPathsEnabled")[0])
+    return facts
 
 
 def _network(node_ip: str) -> Facts:

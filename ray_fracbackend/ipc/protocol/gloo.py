@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ray_fracbackend.shown import decoded
+
 from .._torch import PrefixStore, ProcessGroupGloo, c10d
 from .._torch import RedOpType as Op
 from ..errors import (
@@ -173,7 +175,8 @@ class GlooCollectives:
         self._reason: str | None = None
         self._closed = False
         try:
-            gloo = ProcessGroupGloo(PrefixStore("group", self._store), rank, len(names), timeout)
+            with decoded():
+                gloo = ProcessGroupGloo(PrefixStore("group", self._store), rank, len(names), timeout)
         except RuntimeError as error:
             raise IpcError(f"{len(names)} ranks cannot connect through Gloo: {error}") from error
         self._group = GlooGroup(gloo, rank, names, self._wait)

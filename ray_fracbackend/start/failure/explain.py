@@ -88,4 +88,4 @@ def _refused(
 
 def _has_gloo(workers: Sequence[WorkerInfo]) -> bool:
     """Return whether all workers can use Gloo."""
-    return all(worker.gloo_available and worker.network.gloo_missing is None for worker in workers)
+    return all(worker.network.gloo_missing is None for worker in workers)
