@@ -8,12 +8,12 @@ from ray_fracbackend.decide.device_sharing import sharing_ranks
 from ray_fracbackend.decide.fractions import workers_per_gpu
 from ray_fracbackend.decide.job import Job
 from ray_fracbackend.decide.plan import GLOO_COST
-from ray_fracbackend.decide.worker_info import ranks_text
+from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
 
 # Less of a GPU may be left for the CUDA contexts of its workers.
 _UNUSED_GPU = 0.15
-# The desktop and Windows' own share of the memory (WDDM), as users report it: NVIDIA's "Sysmem Fallback Policy" has the rest.
-_DESKTOP_GPU = 0.1
+# Users report 80 to 90 % of the memory; the rest is for the desktop and the display driver.
+_LEFT_BY_WINDOWS = 0.9
 
 
 def cost_warning(job: Job, backend: str) -> str:
@@ -35,20 +35,19 @@ def debug_level_warnings(job: Job) -> tuple[str, ...]:
 
 def hints(job: Job) -> tuple[str, ...]:
     """Return advice for a job on CUDA devices, one line each."""
-    worker = job.workers[0]
-    fraction = _fraction(worker.gpu_fraction, on_windows=worker.platform == "win32")
-    return tuple(hint for hint in (fraction, _local_rank(job)) if hint)
+    return tuple(hint for hint in (_fraction(job.workers[0]), _local_rank(job)) if hint)
 
 
-def _fraction(fraction: float, on_windows: bool) -> str | None:
+def _fraction(worker: WorkerInfo) -> str | None:
+    fraction, on_windows = worker.gpu_fraction, worker.platform == "win32"
     if not 0 < fraction < 1:
         return None
     count = workers_per_gpu(fraction)
     unused = 1 - count * fraction
-    if on_windows and unused < _DESKTOP_GPU:
+    if on_windows and round(1 - unused, 4) > _LEFT_BY_WINDOWS:
         return (
-            f"with {fraction:g} GPU per worker, {count} workers may use more memory than Windows leaves them; NVIDIA's driver then uses system "
-            f"memory, slowly and without an error: ask for {(1 - _DESKTOP_GPU) / count:.2g} GPU per worker, and set limit_gpu_memory=True"
+            f"{count} workers with {fraction:g} GPU may need more memory than Windows leaves them; NVIDIA's driver then uses system memory, "
+            f"slowly and without an error: ask for {int(100 * _LEFT_BY_WINDOWS / count) / 100:g} GPU, and set limit_gpu_memory=True"
         )
     if unused < _UNUSED_GPU or on_windows:
         return None

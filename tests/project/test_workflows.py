@@ -106,6 +106,13 @@ def test_files_in_workflows_exist(name: str) -> None:
     assert [path for path in ours if not (_ROOT / path).exists()] == []
 
 
+def test_windows_jobs_have_time() -> None:
+    """The limits of all steps and of the installation add up to less than that of the job, which would end without the table."""
+    job = _WORKFLOWS["versions.yml"]["jobs"]["start"]
+    install_min = sum(float(step.get("timeout-minutes", 0)) for step in job["steps"])
+    assert sum(step.limit_s for step in windows.STEPS) / 60 + install_min < float(job["timeout-minutes"])
+
+
 def test_files_of_the_windows_list_exist() -> None:
     """A moved test file would be a failed step only on Windows."""
     paths = [word for step in windows.STEPS for word in step.command if "/" in word]

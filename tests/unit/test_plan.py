@@ -263,11 +263,7 @@ def test_hints_about_fractions():
 
 def test_a_fraction_of_a_gpu_that_has_a_display_driver():
     """On Windows more memory than the driver leaves is taken from the system without an error, so a part stays unused there."""
-    for fraction, hint in (
-        (0.5, "ask for 0.45 GPU per worker, and set limit_gpu_memory=True"),
-        (0.4, None),
-        (1.0, None),
-    ):
+    for fraction, hint in ((0.5, "ask for 0.45 GPU,"), (0.25, "ask for 0.22"), (0.45, None), (0.4, None), (1.0, None)):
         on_windows = job(gpu(), platform="win32", resources={"GPU": fraction})
         hints = decide_start(on_windows, Settings()).hints
         assert len(hints) == (hint is not None)
