@@ -34,7 +34,7 @@ def note(folder, rank, phase):
 
 def sockets():
     """Return this process's own addresses that are not loopback, except the port of rank 0's store."""
-    found = [each.laddr for each in psutil.Process().net_connections("tcp")]
+    found = [each.laddr for each in psutil.Process().net_connections("tcp") if each.laddr]
     own = {address.ip for address in found if address.port != int(os.environ["MASTER_PORT"])}
     return sorted(own - {"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 
