@@ -133,14 +133,19 @@ def table(counts: dict[str, Counts]) -> str:
 
 
 def import_modules() -> None:
-    """Import every module of the package."""
+    """Import every module of the package, as far as this Ray allows: FracTorchCallback needs the V2 engine."""
     names = []
     for path in sorted((ROOT / "ray_fracbackend").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         names += [".".join(parts).removesuffix(".__init__")] if parts[-1] != "__main__" else []
     for name in names:
-        importlib.import_module(name)
-    print(f"{len(names)} modules imported")
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            if "a ray-fracbackend that supports this Ray" not in str(error):
+                raise
+            print(f"{name}: {error}")
+    print(f"{len(names)} modules")
 
 
 def run_step(step: Step) -> tuple[str, list[tuple[str, Counts]]]:

@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # Device types to register the backend for: torch uses CUDA for a group that claims CUDA, even without a CUDA device.
 DEVICES: tuple[str, ...] = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)  # type: ignore[no-untyped-call]
-# Device types whose tensors can be staged: the CPU, and the accelerator that this torch was built for.
-_accelerator: Any = getattr(getattr(torch, "accelerator", None), "current_accelerator", lambda: None)()
+# Before 2.7, torch's C++ loses the Python part of a Work when Python drops its last reference, and then waits for ever.
+HAS_PYTHON_GROUPS: bool = torch.__version__ >= "2.7"
+# Device types whose tensors can be staged: the CPU, and the accelerator that this torch was built for. torch 2.6 raises if there is none.
+_accelerator: Any = torch.accelerator.current_accelerator() if HAS_PYTHON_GROUPS else None
 STAGED_DEVICES: tuple[str, ...] = tuple(dict.fromkeys((*DEVICES, *([_accelerator.type] if _accelerator else []))))
 # The option classes of the collectives (AllreduceOptions and so on) have no public name.
 c10d: Any = _distributed_c10d
 Backend: Any = dist.Backend
 ProcessGroup: Any = dist.ProcessGroup
-# Before 2.7, torch's C++ loses the Python part of a Work when Python drops its last reference, and then waits for ever.
-HAS_PYTHON_GROUPS: bool = torch.__version__ >= "2.7"
 # None where torch was built without Gloo (Windows on ARM, some custom builds).
 ProcessGroupGloo: Any = getattr(dist, "ProcessGroupGloo", None)
 ReduceOp: Any = dist.ReduceOp
