@@ -1,8 +1,10 @@
 """Run the Windows builds of CPython, torch and Ray under Wine, with what ci/windows.py runs on Windows. Needs Debian 12 on x86-64, and root.
 
-usage: python3 ci/wine.py [--record] [--versions TORCH RAY] [STEP ...]     set up what is missing, then run ci/windows.py, or some of its
-                                                                           steps, with each of CELLS or one
-       python3 ci/wine.py [--versions TORCH RAY] --python -- ARGUMENT ...      set up, then Windows' python.exe with these arguments
+usage: python3 ci/wine.py [--record] [--versions TORCH RAY] [--strict] [STEP ...]
+           set up what is missing, then run ci/windows.py, or some of its steps, with each of CELLS or one; --strict: as on a laptop
+           with a venv, a German Windows and letters outside ASCII in the user's name (ci/wine_strict.py), by default the last of CELLS
+       python3 ci/wine.py [--versions TORCH RAY] [--strict] --python -- ARGUMENT ...
+           set up, then Windows' python.exe with these arguments
 
 Uses the package sources that apt and pip are set up with. What it sets up is kept in --folder, 5 GB outside of the project, and used
 again. --record writes what each step came to into the line of its versions in ci/wine_results.jsonl, and the table of docs/development/windows-runs.md.
@@ -26,12 +28,18 @@ from typing import Any
 
 from common import ROOT
 from wine_setup import Wine, why_not
+from wine_strict import StrictWine
 
 RESULTS = ROOT / "ci" / "wine_results.jsonl"
 PAGE = ROOT / "docs" / "development" / "windows-runs.md"
 _BEGIN, _END = "<!-- table: ci/wine.py --record -->\n", "<!-- end of the table -->"
-# One torch below, one among and one above those without a Gloo transport; two Rays. The first cell runs all steps.
-CELLS = (("2.13.0", "2.60.0"), ("2.7.1", "2.51.1"), ("2.9.1", "2.60.0"))
+# One torch below, one among and one above those without a Gloo transport; two Rays; whether strict. The first and the last run all steps.
+CELLS = (
+    ("2.13.0", "2.60.0", False),
+    ("2.7.1", "2.51.1", False),
+    ("2.9.1", "2.60.0", False),
+    ("2.13.0", "2.60.0", True),
+)
 # Steps for the older torch and Ray, whose results may differ.
 _OLDER = {"2.7.1": ["imports", "verify", "facts", "example"]}
 _WORDS = {"passed": "passed", "failed": "failed", "linux": "marked `linux`", "skipped": "skipped"}
@@ -44,7 +52,6 @@ _VARIABLES = {
     # Wine lacks the memory performance counters that Ray's monitor reads.
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_AUTH_MODE": "disabled",
-    "PYTHONUTF8": "1",
 }
 
 
@@ -62,7 +69,11 @@ def copy_project(folder: Path) -> None:
 
 def run_cell(wine: Wine, torch: str, ray: str, steps: list[str]) -> dict[str, Any]:
     """Run the steps with one torch and one Ray; return the results of ci/windows.py."""
-    print(f"\n##### torch {torch}, Ray {ray}, Wine {wine.version()} ({datetime.datetime.now():%F %T})", flush=True)
+    strict = isinstance(wine, StrictWine)
+    print(
+        f"\n##### torch {torch}, Ray {ray}{', strict' * strict}, Wine {wine.version()} ({datetime.datetime.now():%F %T})",
+        flush=True,
+    )
     results = wine.folder / "results.json"
     results.unlink(missing_ok=True)
     command = [r"W:\project\ci\windows.py", "--results", r"W:\results.json", *steps]
@@ -72,7 +83,7 @@ def run_cell(wine: Wine, torch: str, ray: str, steps: list[str]) -> dict[str, An
         wine.end()
     found = json.loads(results.read_text()) if results.exists() else {}
     where = {"date": datetime.date.today().isoformat(), "wine": wine.version(), "cores": os.cpu_count()}
-    return {"torch": torch, "ray": ray, **where, "exit_code": code, **found}
+    return {"torch": torch, "ray": ray, "strict": strict, **where, "exit_code": code, **found}
 
 
 def read() -> list[dict[str, Any]]:
@@ -82,9 +93,9 @@ def read() -> list[dict[str, Any]]:
     return [found[key] for key in CELLS if key in found]
 
 
-def key_of(cell: dict[str, Any]) -> tuple[str, str]:
+def key_of(cell: dict[str, Any]) -> tuple[str, str, bool]:
     """Return the identity of a line."""
-    return cell["torch"].partition("+")[0], cell["ray"]
+    return cell["torch"].partition("+")[0], cell["ray"], cell.get("strict", False)
 
 
 def record(cells: list[dict[str, Any]]) -> None:
@@ -102,7 +113,10 @@ def record(cells: list[dict[str, Any]]) -> None:
 
 def table(cells: list[dict[str, Any]]) -> str:
     """Return the tests by folder and the steps, with a column for each pair of versions."""
-    lines = [_row("", [f"torch {cell['torch']}, Ray {cell['ray']}" for cell in cells]), "|" + "---|" * (len(cells) + 1)]
+    lines = [
+        _row("", [f"torch {cell['torch']}, Ray {cell['ray']}{', strict' * key_of(cell)[2]}" for cell in cells]),
+        "|" + "---|" * (len(cells) + 1),
+    ]
     folders = dict.fromkeys(folder for cell in cells for folder in cell["tests"])
     lines += [_row(f"`{folder}`", [_counts(cell["tests"].get(folder)) for cell in cells]) for folder in folders]
     steps = dict.fromkeys(step for cell in cells for step in cell["steps"])
@@ -133,6 +147,7 @@ def main() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     parser.add_argument("--folder", type=Path, default=cache / "ray_fracbackend-wine", help="default: %(default)s")
     parser.add_argument("--versions", nargs=2, metavar=("TORCH", "RAY"), help="instead of each pair of CELLS")
+    parser.add_argument("--strict", action="store_true", help="as on a person's laptop; versions: the last of CELLS")
     parser.add_argument("--record", action="store_true", help="write what was seen")
     parser.add_argument("--python", action="store_true", help="run Windows' python.exe with the rest of the line")
     parser.add_argument("steps", nargs="*", metavar="STEP", help="of ci/windows.py; default: all")
@@ -140,15 +155,21 @@ def main() -> None:
     if reason := why_not():
         print(f"ci/wine.py: not run: {reason}", file=sys.stderr)
         raise SystemExit(2)
-    cells = [tuple(options.versions)] if options.versions else list(CELLS)
+    cells = [cell for cell in CELLS if cell[2] or not options.strict]
+    if options.versions:
+        cells = [(*options.versions, options.strict)]
     started = time.monotonic()
-    wine = Wine(options.folder.absolute())
-    wine.set_up({torch for torch, _ in cells}, {ray for _, ray in cells})
+    wines = {strict: (StrictWine if strict else Wine)(options.folder.absolute()) for _, _, strict in cells}
+    for wine in wines.values():
+        wine.set_up({torch for torch, *_ in cells}, {ray for _, ray, _ in cells})
     copy_project(wine.folder / "project")
     print(f"set up in {time.monotonic() - started:.0f} s, {wine.disk_gb():.1f} GB", flush=True)
     if options.python:
-        raise SystemExit(wine.python(options.steps, *cells[0], _VARIABLES))
-    found = [run_cell(wine, torch, ray, options.steps or _OLDER.get(torch, [])) for torch, ray in cells]
+        torch, ray, strict = cells[0]
+        raise SystemExit(wines[strict].python(options.steps, torch, ray, _VARIABLES))
+    found = [
+        run_cell(wines[strict], torch, ray, options.steps or _OLDER.get(torch, [])) for torch, ray, strict in cells
+    ]
     if options.record:
         record(found)
     print(f"\nall in {time.monotonic() - started:.0f} s", flush=True)

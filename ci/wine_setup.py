@@ -41,6 +41,7 @@ _TOOLS = {
     "unzip": "unzip",
     "git": "git",
     "unshare": "util-linux",
+    "ip": "iproute2",
 }
 _FOR_WINDOWS = ["--no-deps", "--only-binary=:all:", "--platform", "win_amd64", "--python-version", "3.11"]
 _FOR_WINDOWS += ["--implementation", "cp", "--quiet"]
@@ -92,7 +93,22 @@ class Wine:
 
     Args:
         folder: Absolute path; made by `set_up`.
+
+    Attributes:
+        prefix: Folder of Wine's drive C: and registry.
+        executable: The python.exe to run.
+        encoding: Encoding of its output.
+        language: Locale of Linux, from which Wine takes that of Windows.
+        variables: Environment variables of every run.
+        namespaces: Kinds that a command has of its own, options of unshare.
     """
+
+    prefix = "prefix"
+    executable = r"W:\py\python.exe"
+    encoding = "utf-8"
+    language = "C.UTF-8"
+    variables: Mapping[str, str] = {"PYTHONUTF8": "1"}
+    namespaces: tuple[str, ...] = ("--mount",)
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -130,18 +146,21 @@ class Wine:
             variables: Further environment variables.
         """
         path = [rf"W:\v\torch-{torch}", rf"W:\v\ray-{ray}", r"W:\project", r"W:\project\ci\wine_site"]
-        environment = [f"PYTHONPATH={';'.join(path)}", *(f"{name}={value}" for name, value in variables.items())]
+        both = {**self.variables, **variables}
+        environment = [f"PYTHONPATH={';'.join(path)}", *(f"{name}={value}" for name, value in both.items())]
         output = self._logs / "python.txt"
         output.write_bytes(b"")
-        command = shlex.join(["wine", r"W:\py\python.exe", *arguments])
+        command = shlex.join(["wine", self.executable, *arguments])
         script = self.folder / "run.sh"
-        script.write_text(f"cd {shlex.quote(str(self.folder))} && exec {command} >{shlex.quote(str(output))} 2>&1\n")
+        script.write_text(
+            f"cd {shlex.quote(str(self.folder))} && exec {command} >{shlex.quote(str(output))} 2>&1\n", "utf-8"
+        )
         # With a terminal it has a console, as on Windows. Ray ends its processes with CTRL_BREAK, which needs one.
         line = ["env", *environment, "script", "-qec", f"bash {shlex.quote(str(script))}", "/dev/null"]
         process = subprocess.Popen(
             self._inside(line), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        follower = threading.Thread(target=_follow, args=(output, process))
+        follower = threading.Thread(target=_follow, args=(output, process, self.encoding))
         follower.start()
         try:
             return process.wait()
@@ -170,8 +189,8 @@ class Wine:
     def _inside(self, command: Sequence[str]) -> list[str]:
         """Return the command in Wine's root; a mount namespace shows /proc, /dev and the folder only to it."""
         folder = shlex.quote(str(self.folder))
-        mounts = (
-            f"for at in proc sys dev; do mount --rbind /$at {folder}/root/$at; done; "
+        script = (
+            f"{self._before()}for at in proc sys dev; do mount --rbind /$at {folder}/root/$at; done; "
             f"mount --bind {folder} {folder}/root{folder}; "
             f'exec chroot {folder}/root /usr/bin/env -i "$@"'
         )
@@ -179,8 +198,8 @@ class Wine:
             "HOME": "/root",
             "XDG_RUNTIME_DIR": f"{self.folder}/run",
             "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "LANG": "C.UTF-8",
-            "WINEPREFIX": f"{self.folder}/prefix",
+            "LC_ALL": self.language,
+            "WINEPREFIX": f"{self.folder}/{self.prefix}",
             "WINEARCH": "win64",
             "WINEDEBUG": "-all",
             "WINEDLLOVERRIDES": _OVERRIDES,
@@ -188,7 +207,12 @@ class Wine:
             "ONEDNN_MAX_CPU_ISA": "AVX2",  # wider instructions end the process under Wine
         }
         variables = [f"{name}={value}" for name, value in environment.items()]
-        return ["unshare", "--mount", "--propagation", "slave", "bash", "-c", mounts, "inside", *variables, *command]
+        start = ["unshare", *self.namespaces, "--propagation", "slave", "bash", "-c", script, "inside"]
+        return [*start, *variables, *command]
+
+    def _before(self) -> str:
+        """Return shell commands to run in the namespaces, outside of Wine's root."""
+        return ""
 
     def _call(self, log: str, *command: str | Path, cwd: Path | None = None, **environment: str) -> None:
         path = self._logs / f"{log}.txt"
@@ -316,7 +340,7 @@ class Wine:
         self._pip("install", "--no-compile", "--no-warn-script-location", "--target", target, *what)
 
     def _prefix(self) -> None:
-        prefix = self.folder / "prefix"
+        prefix = self.folder / self.prefix
         if (prefix / ".ready").exists():
             return
         shutil.rmtree(prefix, ignore_errors=True)
@@ -339,9 +363,9 @@ def _apt_source() -> str:
     return sources[0]
 
 
-def _follow(path: Path, process: subprocess.Popen[bytes]) -> None:
+def _follow(path: Path, process: subprocess.Popen[bytes], encoding: str) -> None:
     """Print the text that is added to a file until its process has ended."""
-    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    decode = codecs.getincrementaldecoder(encoding)("replace").decode
     with path.open("rb") as output:
         while True:
             ended = process.poll() is not None
