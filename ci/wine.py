@@ -1,10 +1,8 @@
 """Run the Windows builds of CPython, torch and Ray under Wine, with what ci/windows.py runs on Windows. Needs Debian 12 on x86-64, and root.
 
-usage: python3 ci/wine.py [--record] [--versions TORCH RAY] [--strict] [STEP ...]
-           set up what is missing, then run ci/windows.py, or some of its steps, with each of CELLS or one; --strict: as on a laptop
-           with a venv, a German Windows and letters outside ASCII in the user's name (ci/wine_strict.py), by default the last of CELLS
-       python3 ci/wine.py [--versions TORCH RAY] [--strict] --python -- ARGUMENT ...
-           set up, then Windows' python.exe with these arguments
+usage: python3 ci/wine.py [--record] [--strict] [--versions TORCH RAY] [STEP ...]     set up what is missing, then run ci/windows.py, or
+                                                                       some of its steps, with each of CELLS, the strict one, or one pair
+       python3 ci/wine.py [--strict] [--versions TORCH RAY] --python -- ARGUMENT ...   set up, then Windows' python.exe with these arguments
 
 Uses the package sources that apt and pip are set up with. What it sets up is kept in --folder, 5 GB outside of the project, and used
 again. --record writes what each step came to into the line of its versions in ci/wine_results.jsonl, and the table of docs/development/windows-runs.md.
@@ -33,13 +31,9 @@ from wine_strict import StrictWine
 RESULTS = ROOT / "ci" / "wine_results.jsonl"
 PAGE = ROOT / "docs" / "development" / "windows-runs.md"
 _BEGIN, _END = "<!-- table: ci/wine.py --record -->\n", "<!-- end of the table -->"
-# One torch below, one among and one above those without a Gloo transport; two Rays; whether strict. The first and the last run all steps.
-CELLS = (
-    ("2.13.0", "2.60.0", False),
-    ("2.7.1", "2.51.1", False),
-    ("2.9.1", "2.60.0", False),
-    ("2.13.0", "2.60.0", True),
-)
+# One torch below, one among and one above those without a Gloo transport; two Rays. The first runs all steps, also in the strict cell.
+_PAIRS = (("2.13.0", "2.60.0"), ("2.7.1", "2.51.1"), ("2.9.1", "2.60.0"))
+CELLS = (*((torch, ray, False) for torch, ray in _PAIRS), (*_PAIRS[0], True))
 # Steps for the older torch and Ray, whose results may differ.
 _OLDER = {"2.7.1": ["imports", "verify", "facts", "example"]}
 _WORDS = {"passed": "passed", "failed": "failed", "linux": "marked `linux`", "skipped": "skipped"}
@@ -70,10 +64,7 @@ def copy_project(folder: Path) -> None:
 def run_cell(wine: Wine, torch: str, ray: str, steps: list[str]) -> dict[str, Any]:
     """Run the steps with one torch and one Ray; return the results of ci/windows.py."""
     strict = isinstance(wine, StrictWine)
-    print(
-        f"\n##### torch {torch}, Ray {ray}{', strict' * strict}, Wine {wine.version()} ({datetime.datetime.now():%F %T})",
-        flush=True,
-    )
+    print(f"\n##### {title(torch, ray, strict)}, Wine {wine.version()} ({datetime.datetime.now():%F %T})", flush=True)
     results = wine.folder / "results.json"
     results.unlink(missing_ok=True)
     command = [r"W:\project\ci\windows.py", "--results", r"W:\results.json", *steps]
@@ -112,11 +103,8 @@ def record(cells: list[dict[str, Any]]) -> None:
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Return the tests by folder and the steps, with a column for each pair of versions."""
-    lines = [
-        _row("", [f"torch {cell['torch']}, Ray {cell['ray']}{', strict' * key_of(cell)[2]}" for cell in cells]),
-        "|" + "---|" * (len(cells) + 1),
-    ]
+    """Return the tests by folder and the steps, with a column for each cell."""
+    lines = [_row("", [title(*key_of(cell)) for cell in cells]), "|" + "---|" * (len(cells) + 1)]
     folders = dict.fromkeys(folder for cell in cells for folder in cell["tests"])
     lines += [_row(f"`{folder}`", [_counts(cell["tests"].get(folder)) for cell in cells]) for folder in folders]
     steps = dict.fromkeys(step for cell in cells for step in cell["steps"])
@@ -125,6 +113,11 @@ def table(cells: list[dict[str, Any]]) -> str:
         _row("latest step run on", [f"{cell['date']}, Wine {cell['wine']}, {cell['cores']} cores" for cell in cells])
     )
     return "\n".join(lines)
+
+
+def title(torch: str, ray: str, strict: bool) -> str:
+    """Return the name of a cell."""
+    return f"torch {torch}, Ray {ray}{', strict' * strict}"
 
 
 def _row(first: str, others: list[str]) -> str:
@@ -147,7 +140,7 @@ def main() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     parser.add_argument("--folder", type=Path, default=cache / "ray_fracbackend-wine", help="default: %(default)s")
     parser.add_argument("--versions", nargs=2, metavar=("TORCH", "RAY"), help="instead of each pair of CELLS")
-    parser.add_argument("--strict", action="store_true", help="as on a person's laptop; versions: the last of CELLS")
+    parser.add_argument("--strict", action="store_true", help="as on a person's laptop: ci/wine_strict.py")
     parser.add_argument("--record", action="store_true", help="write what was seen")
     parser.add_argument("--python", action="store_true", help="run Windows' python.exe with the rest of the line")
     parser.add_argument("steps", nargs="*", metavar="STEP", help="of ci/windows.py; default: all")
@@ -155,21 +148,17 @@ def main() -> None:
     if reason := why_not():
         print(f"ci/wine.py: not run: {reason}", file=sys.stderr)
         raise SystemExit(2)
-    cells = [cell for cell in CELLS if cell[2] or not options.strict]
-    if options.versions:
-        cells = [(*options.versions, options.strict)]
+    chosen = [cell for cell in CELLS if cell[2] or not options.strict]
+    cells = [(*options.versions, options.strict)] if options.versions else chosen
     started = time.monotonic()
     wines = {strict: (StrictWine if strict else Wine)(options.folder.absolute()) for _, _, strict in cells}
     for wine in wines.values():
-        wine.set_up({torch for torch, *_ in cells}, {ray for _, ray, _ in cells})
+        wine.set_up({torch for torch, _, _ in cells}, {ray for _, ray, _ in cells})
     copy_project(wine.folder / "project")
     print(f"set up in {time.monotonic() - started:.0f} s, {wine.disk_gb():.1f} GB", flush=True)
     if options.python:
-        torch, ray, strict = cells[0]
-        raise SystemExit(wines[strict].python(options.steps, torch, ray, _VARIABLES))
-    found = [
-        run_cell(wines[strict], torch, ray, options.steps or _OLDER.get(torch, [])) for torch, ray, strict in cells
-    ]
+        raise SystemExit(wines[cells[0][2]].python(options.steps, *cells[0][:2], _VARIABLES))
+    found = [run_cell(wines[cell[2]], *cell[:2], options.steps or _OLDER.get(cell[0], [])) for cell in cells]
     if options.record:
         record(found)
     print(f"\nall in {time.monotonic() - started:.0f} s", flush=True)

@@ -93,22 +93,14 @@ class Wine:
 
     Args:
         folder: Absolute path; made by `set_up`.
-
-    Attributes:
-        prefix: Folder of Wine's drive C: and registry.
-        executable: The python.exe to run.
-        encoding: Encoding of its output.
-        language: Locale of Linux, from which Wine takes that of Windows.
-        variables: Environment variables of every run.
-        namespaces: Kinds that a command has of its own, options of unshare.
     """
 
     prefix = "prefix"
     executable = r"W:\py\python.exe"
-    encoding = "utf-8"
-    language = "C.UTF-8"
+    encoding, language = "utf-8", "C.UTF-8"  # of its output; of its user
     variables: Mapping[str, str] = {"PYTHONUTF8": "1"}
     namespaces: tuple[str, ...] = ("--mount",)
+    before = ""  # shell commands in the folder and the namespaces
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -146,15 +138,13 @@ class Wine:
             variables: Further environment variables.
         """
         path = [rf"W:\v\torch-{torch}", rf"W:\v\ray-{ray}", r"W:\project", r"W:\project\ci\wine_site"]
-        both = {**self.variables, **variables}
-        environment = [f"PYTHONPATH={';'.join(path)}", *(f"{name}={value}" for name, value in both.items())]
+        variables = {"PYTHONPATH": ";".join(path), **self.variables, **variables}
+        environment = [f"{name}={value}" for name, value in variables.items()]
         output = self._logs / "python.txt"
         output.write_bytes(b"")
         command = shlex.join(["wine", self.executable, *arguments])
         script = self.folder / "run.sh"
-        script.write_text(
-            f"cd {shlex.quote(str(self.folder))} && exec {command} >{shlex.quote(str(output))} 2>&1\n", "utf-8"
-        )
+        script.write_text(f"cd {shlex.quote(str(self.folder))} && exec {command} >{shlex.quote(str(output))} 2>&1\n")
         # With a terminal it has a console, as on Windows. Ray ends its processes with CTRL_BREAK, which needs one.
         line = ["env", *environment, "script", "-qec", f"bash {shlex.quote(str(script))}", "/dev/null"]
         process = subprocess.Popen(
@@ -190,7 +180,8 @@ class Wine:
         """Return the command in Wine's root; a mount namespace shows /proc, /dev and the folder only to it."""
         folder = shlex.quote(str(self.folder))
         script = (
-            f"{self._before()}for at in proc sys dev; do mount --rbind /$at {folder}/root/$at; done; "
+            f"cd {folder}; {self.before}"
+            f"for at in proc sys dev; do mount --rbind /$at {folder}/root/$at; done; "
             f"mount --bind {folder} {folder}/root{folder}; "
             f'exec chroot {folder}/root /usr/bin/env -i "$@"'
         )
@@ -209,10 +200,6 @@ class Wine:
         variables = [f"{name}={value}" for name, value in environment.items()]
         start = ["unshare", *self.namespaces, "--propagation", "slave", "bash", "-c", script, "inside"]
         return [*start, *variables, *command]
-
-    def _before(self) -> str:
-        """Return shell commands to run in the namespaces, outside of Wine's root."""
-        return ""
 
     def _call(self, log: str, *command: str | Path, cwd: Path | None = None, **environment: str) -> None:
         path = self._logs / f"{log}.txt"
