@@ -24,7 +24,7 @@ from matrix import RAYS, SMOKE
 V1_TESTS = (
     *(
         f"tests/ray/test_{name}.py"
-        for name in ("trainer", "run", "jobs", "checkpoint", "training_libraries", "demo", "tune")
+        for name in ("trainer", "run", "jobs", "checkpoint", "huggingface", "lightning", "demo", "tune")
     ),
     "tests/faults/test_faults.py",
 )

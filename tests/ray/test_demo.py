@@ -28,18 +28,6 @@ def test_demo():
 
 
 @pytest.mark.full
-def test_stock_demo_fails_without_gpus():
-    """--stock shows the result of Ray's own TorchConfig on the same cluster."""
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here: stock's failure on it is a test of the gpu suite")
-    done = run("demo", "--stock", "--epochs", "1")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert "NCCL" in done.stderr or "CUDA" in done.stderr
-
-
-@pytest.mark.full
 @pytest.mark.linux(reason="signals are those of Unix")
 def test_ctrl_c_during_the_training(monkeypatch, tmp_path):
     """One line and the shell's exit code, and nothing continues."""

@@ -16,13 +16,12 @@ import torch
 from ray.train import ScalingConfig
 from torch import nn
 
-from ray_fracbackend import FracTorchConfig, MissingDeviceError
+from ray_fracbackend import FracTorchConfig
 from ray_fracbackend.cli.commands.test import outcome
 from ray_fracbackend.cli.ddp_steps import largest_difference, train
 from ray_fracbackend.cli.plan import fit
 from ray_fracbackend.ipc import host_memory_support
 from tests.processes import wait_until, with_signals
-from tests.ray.conftest import HALF_GPU
 from tests.ray.test_placement import nothing_is_left
 
 COMMAND = [sys.executable, "-m", "ray_fracbackend", "test"]
@@ -33,6 +32,7 @@ COMMAND = [sys.executable, "-m", "ray_fracbackend", "test"]
     [
         ("auto", 2),
         pytest.param("auto", 3, marks=pytest.mark.full),
+        pytest.param("cpu:gloo,cuda:staged", 2, marks=pytest.mark.full),
         pytest.param(
             "ipc",
             2,
@@ -70,16 +70,6 @@ def test_nan_in_one_weight_is_a_difference(number):
     with torch.no_grad():
         list(other.parameters())[number].view(-1)[-1] = float("nan")
     assert math.isnan(largest_difference(one, other))
-
-
-@pytest.mark.full
-def test_a_start_that_fails(cluster):
-    """The start's own error is reported, and nothing is left."""
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here: nothing is missing")
-    with pytest.raises(MissingDeviceError, match="on_missing_cuda='cpu'"):
-        fit(ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=HALF_GPU), FracTorchConfig(), train)
-    assert wait_until(nothing_is_left)
 
 
 @pytest.mark.full

@@ -45,14 +45,3 @@ def test_the_failed_ranks_are_named(three_workers, step, ranks):
     assert "Search for the fault" not in str(error)
     assert seconds < _WITHIN_S
     assert three_workers.execute(initialized) == [False] * 3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("num_workers", [2, 5, 8])
-@pytest.mark.parametrize("step", STEPS)
-def test_sizes_of_groups(make_group, step, num_workers):
-    """From two to eight ranks; the last one fails."""
-    group = make_group(num_workers)
-    error, seconds = failure_of(group, step, [num_workers - 1])
-    assert error.ranks == (num_workers - 1,), error
-    assert seconds < _WITHIN_S

@@ -97,17 +97,6 @@ def test_configs_that_are_no_torch_config_stay(replaced):
         assert (trainer.backend_config if v2_enabled() else trainer._backend_config) is config
 
 
-@pytest.mark.full
-def test_settings_reach_the_start(tmp_path):
-    """Without --on-missing-cuda the same script ends with our error, with the cause and exit code 1."""
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here: nothing is missing")
-    done = run("--start-timeout-s", "60", SCRIPT, "none", tmp_path)
-    assert done.returncode == 1
-    assert "on_missing_cuda='cpu'" in done.stderr
-    assert not answers(tmp_path, "none")
-
-
 @needs_v2
 @pytest.mark.full
 def test_trainers_in_a_tune_function(tmp_path):

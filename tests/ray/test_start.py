@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ray_fracbackend import MissingDeviceError, get_start_report
-from ray_fracbackend.ipc import host_memory_support
 from tests.ray.conftest import HALF_GPU, warm_workers
 from tests.ray.starts import group_state, initialized, replace_in_worker, start, stop
+from tests.ray.training_runs import NO_IPC
 
 
 class TestGoodPath:
@@ -153,15 +153,8 @@ def ipc_state():
     return dist.get_backend(), dist.group.WORLD._timeout_s
 
 
-@pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
-def test_ipc_by_name(pair):
-    """backend='ipc' starts the shared-memory group, verified, with the user's own timeout in training."""
-    start(pair, backend="ipc", timeout_s=77)
-    assert pair.execute(ipc_state) == [("ipc", 77.0)] * 2
-
-
-@pytest.mark.parametrize("backend", ["staged", "cpu:gloo,cuda:staged"])
-def test_staged_by_name(pair, backend):
+@pytest.mark.parametrize("backend", [pytest.param("ipc", marks=NO_IPC), "staged", "cpu:gloo,cuda:staged"])
+def test_ipc_and_staged_by_name(pair, backend):
     """By itself or in torch's pair; verified, with the user's own timeout in training, and started again."""
     for timeout_s in (77, 78):
         start(pair, backend=backend, timeout_s=timeout_s)

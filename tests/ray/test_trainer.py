@@ -152,17 +152,3 @@ def test_missing_cuda_is_an_error_by_default(tmp_path):
     # V1 puts a traceback before it.
     assert str(found).endswith(f"{saved['error']['message']}\nreport of this start: {path.as_posix()}")
     assert wait_until(lambda: not train_worker_processes())
-
-
-@pytest.mark.full
-def test_one_worker(tmp_path):
-    """One worker forms a group of one, and its model is not wrapped."""
-    fit(look_around, tmp_path, FracTorchConfig(), ScalingConfig(num_workers=1))
-    assert answers(tmp_path)[0]["module"] == "Linear"
-
-
-def test_config_is_not_replaced_by_the_trainer(tmp_path):
-    """TorchTrainer overwrites a backend of None before the start; ours stays as auto."""
-    config = FracTorchConfig(backend=None)
-    TorchTrainer(look_around, torch_config=config, scaling_config=TWO_HALF_GPUS)
-    assert config.backend == "auto"

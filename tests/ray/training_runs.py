@@ -53,28 +53,16 @@ def fit(
     Returns:
         Ray's result and each rank's, after checking that all trained with the requested backend.
     """
-    result = run(train, tmp_path, backend, num_workers, **config)
-    return result, told_in(tmp_path, backend, num_workers)
-
-
-def run(
-    train: Callable[[dict[str, Any]], None], tmp_path: Any, backend: str, num_workers: int = 2, **config: Any
-) -> Result:
-    """Train on logical half GPUs; return Ray's result."""
-    return TorchTrainer(
+    result = TorchTrainer(
         train,
         train_loop_config={"out": str(tmp_path), **config},
         torch_config=FracTorchConfig(backend=backend, on_missing_cuda="cpu"),
         scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=True, resources_per_worker=HALF_GPU),
         run_config=RunConfig(name=backend, storage_path=str(tmp_path)),
     ).fit()
-
-
-def told_in(folder: Any, backend: str, num_workers: int) -> list[dict[str, Any]]:
-    """Return each rank's result, after checking that all trained with the requested backend."""
-    told = [torch.load(folder / f"rank{rank}.pt") for rank in range(num_workers)]
+    told = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(num_workers)]
     assert [rank["backends"] for rank in told] == [(backend, backend)] * num_workers
-    return told
+    return result, told
 
 
 def assert_equal_on_ranks(told: list[dict[str, Any]]) -> None:
