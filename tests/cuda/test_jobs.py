@@ -116,9 +116,10 @@ def test_sharded_over_gloo_fails(engine_of):
 )
 @pytest.mark.parametrize("backend", ["ipc", "gloo", "staged"])
 def test_an_elastic_group_that_loses_a_node(tmp_path, alone, backend):
-    """Three ranks on two devices; after the loss of a node two ranks on one device resume from the checkpoint in a new group."""
+    """Three ranks on two devices; after the loss of a node two ranks on one device resume from the checkpoint in a new group, which the report is of."""
     with closing(Engine("v2", CUDA_RIG_DEVICES="2", CUDA_RIG_STATE=str(tmp_path))) as engine:
         ranks = run(engine, "elastic", backend, timeout_s=350)
+        saved = engine.start_report()
     three, two = ranks[:3], ranks[3:]
     assert len(two) == 2
     assert [[g["ranks"] for g in each[0]["report"]["plan"]["share_groups"]] for each in (three, two)] == [[[0, 1]]] * 2
@@ -127,3 +128,4 @@ def test_an_elastic_group_that_loses_a_node(tmp_path, alone, backend):
     for rank in two:
         check_resumed(rank, alone, first=2)
     assert not {rank["pid"] for rank in three} & {rank["pid"] for rank in two}
+    assert three[0]["report"]["master_port"] != two[0]["report"]["master_port"] == saved["master_port"]

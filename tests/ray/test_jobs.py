@@ -6,7 +6,6 @@ Uses the engine of RAY_TRAIN_V2_ENABLED; ci/test.py runs it with both.
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,14 +14,13 @@ import pytest
 import ray
 import ray.train
 import ray.train.torch
-from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from ray_fracbackend import FracTorchConfig, report_rank0
+from ray_fracbackend import FracTorchConfig
 from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.worker.network import interfaces
 from tests.processes import loopback_name, wait_until
-from tests.ray.checkpoint_files import share_like_windows
 from tests.ray.conftest import HALF_GPU
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
@@ -37,7 +35,7 @@ _TRAINER = {} if v2_enabled() else {"trainer_resources": {"CPU": 1, "licence": 1
 
 
 def train_func(config):
-    """Wait until both runs train, sum the rows of all shards, write the result, and report a checkpoint."""
+    """Wait until both runs train, sum the rows of all shards, and write the result."""
     import os
 
     import torch
@@ -65,11 +63,6 @@ def train_func(config):
         "report": get_start_report().to_dict(),
     }
     (folder / f"{config['name']}-{rank}.json").write_text(json.dumps(found))
-    share_like_windows()
-    with tempfile.TemporaryDirectory() as checkpoint:
-        torch.save({"total": total}, Path(checkpoint, "model.pt"))
-        dist.barrier()
-        report_rank0({"total": total[0].item()}, Checkpoint.from_directory(checkpoint))
 
 
 def make_trainer(name, folder, scaling_config, datasets=None):
@@ -84,8 +77,8 @@ def make_trainer(name, folder, scaling_config, datasets=None):
 
 
 @pytest.fixture(scope="module")
-def fits(no_cluster, tmp_path_factory):
-    """Return every rank's result and the files of the checkpoint, by the name of the run."""
+def jobs(no_cluster, tmp_path_factory):
+    """Return every rank's result, by the name of its run."""
     folder = tmp_path_factory.mktemp("jobs")
     ray.init(
         "local",
@@ -114,20 +107,12 @@ def fits(no_cluster, tmp_path_factory):
             # V1's Tune keeps trainables in a dictionary without a lock, so two fits must not start in the same instant.
             wait_until(lambda: (folder / "halves-0.here").exists() or runs[0].done(), _MEET_S)
         runs.append(pool.submit(trainers[1].fit))
-        results = dict(zip(("halves", "pairs"), [run.result() for run in runs], strict=True))
+        for run in runs:
+            run.result()
     return {
-        name: (
-            [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))],
-            sorted(path.name for path in Path(result.checkpoint.path).glob("*.pt")),
-        )
-        for name, result in results.items()
+        name: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))]
+        for name in ("halves", "pairs")
     }
-
-
-@pytest.fixture(scope="module")
-def jobs(fits):
-    """Return every rank's result, by the name of its run."""
-    return {name: ranks for name, (ranks, _) in fits.items()}
 
 
 def test_two_trainers_side_by_side(jobs):
@@ -139,11 +124,6 @@ def test_two_trainers_side_by_side(jobs):
     for ranks in jobs.values():
         assert [worker["pid"] for worker in ranks[0]["report"]["workers"]] == [rank["pid"] for rank in ranks]
     assert len({rank["pid"] for ranks in jobs.values() for rank in ranks}) == 4
-
-
-def test_checkpoints_of_one_file_name(fits):
-    """With Windows' file sharing report_rank0 stores the file that every rank has under the same name."""
-    assert [files for _, files in fits.values()] == [["model.pt"]] * 2
 
 
 def test_dataset_shards(jobs):
