@@ -17,7 +17,6 @@ from ipc_memories import device_group
 from ipc_table import SMALL_CHUNKS
 
 from ray_fracbackend.ipc._torch import RedOpType
-from ray_fracbackend.ipc.device.driver import tensor_at
 from ray_fracbackend.ipc.device.memory import NUM_SLOTS, DeviceMemory, DeviceParts
 from ray_fracbackend.ipc.device.timeline import Timeline, timeline_bytes
 from ray_fracbackend.ipc.host.arena import create_arena
@@ -142,14 +141,3 @@ def test_a_call_waits_for_its_callers_stream_and_the_stream_for_the_call(job: Jo
     gpu.running.set()
     caller.synchronize()
     assert all(bool((result == 2.0 * (2 * number + 1)).all()) for number, result in enumerate(results))
-
-
-def test_a_tensor_can_be_made_over_foreign_memory() -> None:
-    """Memory from the CUDA driver becomes a tensor without a copy; here the memory is the host's."""
-    arena, name = create_arena(4096)
-    tensor = tensor_at(arena.address, 4096, torch.device("cpu"))
-    view = tensor.view(torch.float32)[4:8]
-    view.fill_(2.5)
-    del tensor
-    assert torch.frombuffer(arena.memory, dtype=torch.float32)[4:8].tolist() == [2.5] * 4
-    os.close(name.fd)

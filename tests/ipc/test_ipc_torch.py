@@ -230,6 +230,12 @@ def meshes_and_objects(job: Job) -> None:
 def odd_uses(job: Job) -> None:
     """Parameters, inference tensors, views, sparse tensors, futures: each behaves as torch's users expect."""
     job.init()
+    with torch.inference_mode():
+        first = torch.ones(5, dtype=torch.bfloat16)
+        dist.all_reduce(first)
+    half = torch.full((5,), 2.0, dtype=torch.bfloat16)
+    dist.all_reduce(half)  # with the scratch memory and the buffers of the call before
+    assert first.tolist() + half.tolist() == [2.0] * 5 + [4.0] * 5
     leaf = torch.nn.Parameter(torch.full((3,), float(job.rank)))
     dist.all_reduce(leaf)
     assert (leaf.tolist(), leaf.requires_grad) == ([1.0] * 3, True)
@@ -238,11 +244,6 @@ def odd_uses(job: Job) -> None:
     dist.all_reduce(frozen)
     dist.all_reduce(frozen, async_op=True).wait()
     assert frozen.tolist() == [2.0] * 3
-    with torch.inference_mode():
-        dist.all_reduce(torch.ones(5, dtype=torch.bfloat16))
-    half = torch.ones(5, dtype=torch.bfloat16)
-    dist.all_reduce(half)  # with the scratch memory of the call before
-    assert half.tolist() == [2.0] * 5
     view = torch.zeros(4, 4)
     dist.all_reduce(view[:, 1].add_(1.0))
     assert (view[:, 1].tolist(), view.sum()) == ([2.0] * 4, 8.0)
