@@ -164,13 +164,3 @@ def test_two_workers_in_one_mig_slice(machine, expected):
     ranks = ranks_of(engine.run("shape", scaling=TWO_HALVES, settings={"on_shared_device": "ipc"}), expected)
     (group,) = ranks[0]["report"]["plan"]["share_groups"]
     assert (group["ranks"], group["device_uuid"]) == ([0, 1], SLICES[1])
-
-
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_two_jobs_one_after_the_other_in_one_process(machine, expected, version):
-    """The second start of a driver is independent of the first and may use another backend."""
-    engine = machine(2, version)
-    first = ranks_of(engine.run("shape", scaling=TWO_HALVES), expected)
-    second = ranks_of(engine.run("shape", scaling={"num_workers": 2, "use_gpu": True}), expected)
-    third = ranks_of(engine.run("shape", scaling=TWO_HALVES, settings={"on_shared_device": "ipc"}), expected)
-    assert [ranks[0]["backend"] for ranks in (first, second, third)] == ["gloo", "nccl", "ipc"]

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 import pynvml
 import pytest
-import torch
 
 from ray_fracbackend.decide.error_texts import is_invalid_usage, refusal_in
 from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK
@@ -110,14 +109,6 @@ def test_two_tune_trials(engines, expected, version, backend):
     assert sum(rank["losses"] == pytest.approx(expected, rel=1e-4) for rank in ranks) == 2
 
 
-@pytest.mark.skipif(HAS_MULTI_RANK, reason="the loaded NCCL has the multi-rank flags")
-def test_too_old_a_library_is_an_error(engines):
-    """on_shared_device='nccl' with an older NCCL says which version is needed."""
-    answer = engines("v2").run("train", settings={"on_shared_device": "nccl"})
-    text = "\n".join(error["text"] for error in answer["errors"])
-    assert "need NCCL 2.30 or newer" in text
-
-
 @needs_multi_rank
 def test_nccl_refusal_is_translated():
     """A user who switched the flag off gets one error that names the ranks and the variable."""
@@ -176,14 +167,3 @@ def test_the_device_is_found_by_its_uuid(form, noset):
     assert [worker["devices"][0]["uuid"] for worker in report["workers"]] == [uuid, uuid]
     assert {rank["visible"] for rank in answer["ranks"]} == {"0" if form == "index" else uuid}
     assert [(group["ranks"], group["device_uuid"]) for group in report["plan"]["share_groups"]] == [([0, 1], uuid)]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_gpus_of_their_own():
-    """Where nothing is shared, workers train with NCCL and no variable of ours, as stock."""
-    with closing(Engine("v2", num_gpus=2)) as engine:
-        answer = engine.run("train", fraction=1)
-    assert answer["errors"] == []
-    assert {rank["backend"] for rank in answer["ranks"]} == {"nccl"}
-    plan = answer["ranks"][0]["report"]["plan"]
-    assert (plan["share_groups"], plan["env_defaults"]) == ([], {})
