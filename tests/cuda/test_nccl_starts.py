@@ -73,13 +73,6 @@ ENDINGS = {
         {"on_shared_device": "nccl"},
         ("no answer within", "NCCL_MAX_CTAS", "backend='gloo'"),
     ),
-    "chosen, refuses": (
-        HALVES,
-        "nccl_refuse=1",
-        {},
-        {"on_shared_device": "nccl"},
-        ("rank 1 (node ", "Call to socket failed"),
-    ),
     "chosen, NVLS": (
         HALVES,
         "",

@@ -99,7 +99,7 @@ def test_t5_names_of_different_families_do_not_matter(two_nodes: Nodes, tmp_path
 
 
 def test_t6_ipv6_literals_go_without_brackets(two_nodes: Nodes, tmp_path: Path) -> None:
-    """On IPv6-only nodes the plain literal works. A bracketed one is refused at once."""
+    """On IPv6-only nodes the plain literal works."""
     for node in two_nodes:
         node.ip_command("addr", "del", f"{node.ip}/24", "dev", "eth0")
         node.hosts(f"{node.ip6} {node.hostname}")
@@ -107,8 +107,6 @@ def test_t6_ipv6_literals_go_without_brackets(two_nodes: Nodes, tmp_path: Path) 
         options = Settings(init_method=init_method)
         plan, _ = works(two_nodes, tmp_path, [node.ip6 for node in two_nodes], options)
         assert plan.master_addr == two_nodes[0].ip6
-    with pytest.raises(ValueError, match="without scheme, port, brackets"):
-        Settings(master_addr=f"[{two_nodes[0].ip6}]")
 
 
 def test_t7_an_explicit_loopback_address_is_tried(two_nodes: Nodes, tmp_path: Path) -> None:

@@ -117,13 +117,6 @@ _ENDS = {
     "a problem": ("doctor --json", machine_with(_FINE, _WRONG), 1, "problem_found", "1 problem (/dev/shm)"),
     "our bug": ("doctor --json", broken, 1, "internal_error", "KeyError: 'of ours'"),
     "no cluster": ("doctor --json --address 127.0.0.1:1", None, 1, "no_cluster", "127.0.0.1:1"),
-    "no cluster for a plan": (
-        "plan --json --num-workers 1 --address localhost:1",
-        None,
-        1,
-        "no_cluster",
-        "localhost:1",
-    ),
     "no address": ("test --json --address nowhere", None, 1, "no_cluster", "no connection to Ray at nowhere"),
     "a value": ("plan --json --num-workers 0", None, 2, "wrong_usage", "from 1 to 10000, got '0'"),
     "an abbreviation": ("doctor --json --time 3", None, 2, "wrong_usage", "--time"),
