@@ -22,12 +22,9 @@ from ray_fracbackend.checkpoints.turns import copy_checkpoints_in_turn
 COPY_S = 1.5
 
 
-def share_like_windows() -> None:
-    """Make pyarrow's copy refuse a file that another rank is copying, as CopyFileW does (ERROR_SHARING_VIOLATION)."""
-    pyarrow.fs.copy_files = sharing(pyarrow.fs.copy_files)
-
-
 def sharing(copy: Any) -> Any:
+    """Return pyarrow's copy that refuses a file that another rank is copying, as CopyFileW does (ERROR_SHARING_VIOLATION)."""
+
     def exclusive(source: str, destination: str, *args: Any, **kwargs: Any) -> None:
         held = []
         Path(destination).mkdir(parents=True, exist_ok=True)
@@ -52,7 +49,7 @@ def sharing(copy: Any) -> Any:
 
 def train(config: dict[str, str]) -> None:
     if sys.platform != "win32":
-        share_like_windows()
+        pyarrow.fs.copy_files = sharing(pyarrow.fs.copy_files)
         if config["how"] == "in_turn":
             copy_checkpoints_in_turn()  # as a start does on Windows
     report = report_rank0 if config["how"] == "rank0" else ray.train.report
