@@ -14,7 +14,7 @@ from tests.processes import free_port
 
 pytestmark = pytest.mark.windows(reason="the store of torch's Windows builds")
 
-WITHOUT_LIBUV = "use_libuv was requested but PyTorch was built without libuv support"
+WITHOUT_LIBUV = "use_libuv was requested but PyTorch was buil[dt] without libuv support"
 A_MINUTE = timedelta(seconds=60)
 
 

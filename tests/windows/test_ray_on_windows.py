@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ray_fracbackend._ray import v2_enabled
 from ray_fracbackend.worker.network import gloo_missing, resolve
 from tests.processes import loopback_name, processes_with, python_path, under_wine, wait_until
 from tests.windows.train_script import REMOVE
@@ -155,11 +156,12 @@ def test_trains() -> None:
         assert "this line is expected and harmless" in ended.output
         assert "model.pt" in ended.found["files"]  # type: ignore[operator]
         assert ended.found["keys"] == ["bias", "weight"]
-        report = json.loads((results / "run" / "start_report.json").read_text(encoding="utf-8"))
+        (path,) = (results / "run").rglob("start_report.json")  # with V1 in the trial's folder
+        report = json.loads(path.read_text(encoding="utf-8"))
         assert report["backend"] == "gloo" or "staged" in report["backend"]
         assert report["master_addr"] == "127.0.0.1"
         assert report["verification"]["latency_s"] > 0
-        assert list((results / "run").glob("checkpoint_*/model.pt"))
+        assert list(path.parent.glob("checkpoint_*/model.pt"))
 
 
 @needs_gloo
@@ -205,7 +207,8 @@ def test_a_script_that_is_ended(tmp_path: Path, how: str) -> None:
     ended = run([HERE / "console.py", how, tmp_path, *script], tmp_path)
     assert re.search(r"^ended (?!None)\S+ ", ended.output, re.MULTILINE), ended.output
     assert ended.left == []
-    assert not (tmp_path / "result.json").exists()
+    if v2_enabled() or how != "C":  # V1's fit() returns after Ctrl-C, and the script goes on
+        assert not (tmp_path / "result.json").exists()
 
 
 @pytest.mark.skipif(gloo_missing() is None, reason="this torch has a Gloo transport")
