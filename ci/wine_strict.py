@@ -4,7 +4,7 @@
 python.exe      a venv's: it starts the base python.exe as its child, as on Windows since CPython 3.7.2
 Encoding        no PYTHONUTF8: files and output are in the ANSI code page, cp1252
 User            ``Jörg Müller``, with TEMP, APPDATA and the venv in the folder of this name; the system speaks German
-``RAY_TMPDIR``  a folder with a blank: Ray 2.60 does not start where the path has letters outside ASCII, as TEMP has
+``RAY_TMPDIR``  a folder with a blank: Ray does not work where the path has letters outside ASCII, as TEMP has
 Adapters        loopback, and ``wlan9`` with the host name's address, in a network namespace without other routes
 ==============  ======================================================================================================
 
