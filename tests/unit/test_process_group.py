@@ -81,10 +81,10 @@ def test_the_advice_after_a_rendezvous_that_failed() -> None:
 
 
 _SERVER = """
-import sys
+import os, sys
 from torch.distributed import TCPStore
 store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=sys.platform != "win32")
-print(store.port, flush=True)
+print(store.port, os.getpid(), flush=True)
 input()
 """
 
@@ -95,8 +95,8 @@ def test_a_store_that_falls_silent_ends_the_start() -> None:
     with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         try:
-            port = int(server.stdout.readline())
-            psutil.Process(server.pid).suspend()
+            port, pid = map(int, server.stdout.readline().split())
+            psutil.Process(pid).suspend()  # in a virtual environment of Windows its parent is server
             says = rf"127.0.0.1:{port} failed \(no answer within .* Rank 0 hangs"
             with pytest.raises(RendezvousError, match=says) as caught:
                 start_worker(cpu_plan(1, port, budget_s=1))

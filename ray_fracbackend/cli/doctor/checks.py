@@ -39,7 +39,7 @@ _SHM_PROBLEM_BYTES, _SHM_WARNING_BYTES = 64 << 20, 1 << 30
 def check_machine(facts: Facts) -> tuple[Check, ...]:
     """Return all lines about a machine; the facts of a node have also its cluster's ``num_nodes`` and Ray's ``num_gpus``."""
     checks = [*_failure(facts), *_versions(facts)]
-    if "paths" in facts:
+    if "unusable_paths" in facts:
         checks.append(_paths(facts))
     if "worker" in facts:
         worker: WorkerInfo = from_plain(WorkerInfo, facts["worker"])
@@ -101,17 +101,17 @@ def _versions(facts: Facts) -> Iterator[Check]:
 
 def _paths(facts: Facts) -> Check:
     """Check the paths of a Windows machine."""
-    other = [f"{name} ({path})" for name, path in facts["paths"].items() if not path.isascii()]
-    if other:
-        text = f"letters outside of ASCII, with which Ray may not start (ray#64222): {', '.join(other)}"
-        return Check("paths", "warning", text, r"use C:\ray for the virtual environment, and set RAY_TMPDIR=C:\ray\tmp")
+    if facts["unusable_paths"]:
+        text = f"Ray does not start with letters as in {', '.join(facts['unusable_paths'])}"
+        fix = "set RAY_TMPDIR to a folder with ASCII letters only, and create the virtual environment in such a folder"
+        return Check("paths", "problem", text, fix)
     if facts["in_onedrive"]:
         text = "the current folder is in OneDrive, which holds new files open"
         return Check("paths", "warning", text, "work in another folder, and set storage_path to one")
     if not facts.get("has_long_paths"):
         fix = r"as administrator: reg add HKLM\SYSTEM\CurrentControlSet\Control\FileSystem /v LongPathsEnabled /t REG_DWORD /d 1 /f"
         return Check("paths", "warning", "at most 260 characters, which results of Ray Tune exceed", fix)
-    return Check("paths", "ok", "ASCII, long ones allowed, not in OneDrive")
+    return Check("paths", "ok", "long ones are allowed")
 
 
 def _devices(worker: WorkerInfo, facts: Facts) -> Iterator[Check]:

@@ -141,10 +141,9 @@ def _system(node_ip: str) -> Facts:
     if sys.platform == "win32":
         import winreg
 
-        facts["paths"] = {
-            "Python": sys.executable,
-            "temporary files": os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(),
-        }
+        temporary, python = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), sys.executable
+        in_code_page = python.encode("mbcs", "replace").decode("mbcs") == python
+        facts["unusable_paths"] = [temporary] * (not temporary.isascii()) + [python] * (not in_code_page)
         facts["in_onedrive"] = os.getcwd().startswith(os.environ.get("ONEDRIVE") or "\0")
         with suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, _FILE_SYSTEM) as key:
             facts["has_long_paths"] = bool(winreg.QueryValueEx(key, "LongPathsEnabled")[0])
