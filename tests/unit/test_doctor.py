@@ -244,6 +244,15 @@ def test_torch_that_cannot_be_imported(tmp_path, body, text):
     assert no_process_is_left(tmp_path)
 
 
+def test_a_report_in_a_code_page_without_its_letters(tmp_path):
+    """As a pipe on Windows: the letters are escaped."""
+    env = environment(tmp_path, torch="raise OSError('Подключение')") | {"PYTHONIOENCODING": "cp1252"}
+    command = [sys.executable, "-m", "ray_fracbackend", "doctor"]
+    done = subprocess.run(command, env=env, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert rb"OSError: \u041f\u043e" in done.stdout
+
+
 def test_the_current_folder_is_not_on_the_path(tmp_path, monkeypatch):
     """The child imports what this process would, so a file of somebody else in a shared folder does not run."""
     (tmp_path / "ctypes.py").write_text("raise ImportError")
