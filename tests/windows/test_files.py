@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from pyarrow import fs
 
+from ray_fracbackend.checkpoints.turns import copy_in_turn
 from tests.processes import under_wine
 
 pytestmark = pytest.mark.windows(reason="Windows' sharing of files")
@@ -92,6 +94,16 @@ def test_pyarrow_copy_of_a_held_file(folder: Path, which: str, access: int, shar
         arrow_copy(source, destination)
     assert_sharing_violation(caught.value)
     arrow_copy(source, destination)
+    assert destination.read_bytes() == b"new"
+
+
+def test_a_copy_onto_a_file_that_is_held_for_a_second(folder: Path) -> None:
+    """As by a virus scanner or OneDrive: the copy of a worker succeeds."""
+    source, destination = made(folder / "from" / "model.pt", b"new"), made(folder / "to" / "model.pt")
+    with ExitStack() as stack:
+        stack.enter_context(held(destination, _READ, 1))
+        threading.Timer(1.0, stack.close).start()
+        copy_in_turn(destination.parent.as_posix(), lambda: arrow_copy(source, destination))
     assert destination.read_bytes() == b"new"
 
 
