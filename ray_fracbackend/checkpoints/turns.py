@@ -71,7 +71,7 @@ def copy_in_turn(folder: str, copy: Callable[[], Any]) -> Any:
             except OSError as error:
                 if getattr(error, "winerror", None) not in _HELD:
                     raise
-                logger.warning("%s: a virus scanner, OneDrive or another program holds the file", error)
+                logger.warning("%s: a virus scanner, OneDrive or another program may hold the file", error)
             time.sleep(pause_s)
         return copy()
     finally:

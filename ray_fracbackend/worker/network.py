@@ -119,9 +119,8 @@ def check_gloo_device(interface: str | None) -> None:
     try:
         with decoded():
             if interface is None:
-                if (
-                    sys.platform == "win32"
-                ):  # if the name does not resolve, Gloo's lookup reads an uninitialized pointer
+                # If the name does not resolve, Gloo's lookup reads an uninitialized pointer there.
+                if sys.platform == "win32":
                     resolve(socket.gethostname())
                 dist.ProcessGroupGloo.create_default_device()
             for name in interface.split(",") if interface is not None else ():
