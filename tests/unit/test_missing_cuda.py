@@ -149,6 +149,7 @@ def test_errors_of_a_context(name, refused, release):
 def test_cpu_build(monkeypatch):
     """A build without CUDA is reported before anything that only a CUDA build can lack."""
     monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(sys, "platform", "linux")
     cause = f"torch {torch.__version__} is a CPU-only build; install a CUDA build of torch to use GPUs"
     assert why_no_cuda() == cause
     monkeypatch.setattr(sys, "platform", "win32")  # pip's default index has no other build there
