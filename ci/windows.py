@@ -77,13 +77,13 @@ STEPS = (
     Step("imports", ("ci/windows.py", "--import-modules"), 120, without_gloo=True),
     _tests("unit", "tests/unit", limit_s=720),
     _tests("verify", "tests/verify", limit_s=1200),
-    _tests("facts", "tests/windows", limit_s=1200, without_gloo=True),
+    _tests("facts", "tests/windows", limit_s=1800, without_gloo=True),
     _tests("net", "tests/net", limit_s=120),
     _tests("staged", "tests/ipc/test_staged.py", limit_s=1200),
     _tests("ray", *RAY_TESTS, limit_s=1800),
     _command("doctor"),
     _command("demo"),
-    Step("example", ("examples/windows_laptop.py",), 300),
+    Step("example", ("examples/windows_laptop.py",), 420),
 )
 
 
