@@ -207,7 +207,7 @@ def test_gpus_of_the_driver(monkeypatch):
 def environment(folder, **bodies):
     """Return variables with modules of these bodies before all others."""
     for name, body in {"pynvml": "raise ImportError", **bodies}.items():
-        (folder / f"{name}.py").write_text(body)
+        (folder / f"{name}.py").write_text(body, encoding="utf-8")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), python_path()])}
 
 
