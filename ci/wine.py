@@ -31,8 +31,7 @@ from wine_strict import StrictWine
 RESULTS = ROOT / "ci" / "wine_results.jsonl"
 PAGE = ROOT / "docs" / "development" / "windows-runs.md"
 _BEGIN, _END = "<!-- table: ci/wine.py --record -->\n", "<!-- end of the table -->"
-# One torch below, one among and one above those without a Gloo transport, and one without staged, with a Ray without V2. The first runs all
-# steps, also in the strict cell.
+# torch above, below and among those without a Gloo transport, and one without staged; a Ray without V2. The first pair runs all steps.
 _PAIRS = (("2.13.0", "2.60.0"), ("2.7.1", "2.51.1"), ("2.9.1", "2.60.0"), ("2.6.0", "2.40.0"))
 CELLS = (*((torch, ray, False) for torch, ray in _PAIRS), (*_PAIRS[0], True))
 # Steps for the older torch and Ray, whose results may differ.
