@@ -4,8 +4,8 @@ usage: python ci/windows.py [--results FILE] [STEP ...]     in an environment wi
 
 Steps run one after the other, each with a time limit. If one fails, the next still runs. FILE is written after each step. If torch has
 no Gloo transport (2.8.0 to 2.10.0), only steps without a process group run; one of them tests that a start fails with an error that states
-what to install. Before 2.7 torch has no `staged`, and
-the tests of `verify` create groups as stock does, which fails there. The script prints a table of the tests by folder, and exits with 1 if a step failed.
+what to install. Before 2.7 torch has no `staged`, and stock's groups, which the tests of `verify` create, fail there. The script prints a table
+of the tests by folder, and exits with 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ STEPS = (
     _tests("ray", *RAY_TESTS, limit_s=1800),
     _command("doctor"),
     _command("demo"),
-    Step("example", ("examples/windows_laptop.py",), 420),
+    Step("example", ("examples/windows_laptop.py",), 300),
 )
 
 

@@ -90,9 +90,8 @@ def main():
     # Not 0.5: the display driver needs memory too, and what no longer fits goes to system memory, slowly and without an error.
     shared = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 0.4})
     no_gpu = ScalingConfig(num_workers=2)
-    ours = FracTorchConfig(
-        on_missing_cuda="cpu", limit_gpu_memory=True
-    )  # more than 0.4 of the memory is an OutOfMemoryError
+    # A worker that needs more than its part of the memory gets an OutOfMemoryError.
+    ours = FracTorchConfig(on_missing_cuda="cpu", limit_gpu_memory=True)
     trainer = TorchTrainer(
         train_func,
         train_loop_config={"epochs": options.epochs},

@@ -118,13 +118,13 @@ def check_gloo_device(interface: str | None) -> None:
 
     try:
         with decoded():
-            if interface is None:
-                # If the name does not resolve, Gloo's lookup reads an uninitialized pointer there.
-                if sys.platform == "win32":
-                    resolve(socket.gethostname())
-                dist.ProcessGroupGloo.create_default_device()
-            for name in interface.split(",") if interface is not None else ():
-                dist.ProcessGroupGloo.create_device(interface=name)
+            if interface is not None:
+                for name in interface.split(","):
+                    dist.ProcessGroupGloo.create_device(interface=name)
+                return
+            if sys.platform == "win32":  # for a name that does not resolve, Gloo reads an uninitialized pointer
+                resolve(socket.gethostname())
+            dist.ProcessGroupGloo.create_default_device()
     except (RuntimeError, OSError, UnicodeError) as error:
         cause = no_transport_text(torch.__version__) if has_no_transport(error) else cause_of(error)
         setting = f"{IFNAME}={interface}" if interface is not None else f"{IFNAME} not set"

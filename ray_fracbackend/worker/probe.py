@@ -101,12 +101,10 @@ def collect_info(
     """
     known, unreadable = described(devices)
     own |= {"cuda_missing": unreadable} if unreadable else {}
-    if ask_ipc and sys.platform == "linux":
+    if ask_ipc:
         from ray_fracbackend.ipc import host_memory_support  # registers the backend
 
         own["ipc_host_memory_missing"] = host_memory_support()
-    elif ask_ipc:
-        own["ipc_host_memory_missing"] = "the ipc backend needs Linux"
     # On Windows staged replaces Gloo if the job has devices.
     if ask_ipc or (sys.platform == "win32" and devices):
         from ray_fracbackend.staged import staged_support  # registers the backend

@@ -201,7 +201,7 @@ def check_signal(
     env: Mapping[str, str],
     points: list[Any] | None = None,
     memory: str = "device",
-    limit_s: float = 280,
+    limit_s: float = 200,
     survivors: int = 2,
 ) -> None:
     """Run a collective with a victim at each point of its memory, or at `points`: the survivors raise, and go on in the next group."""

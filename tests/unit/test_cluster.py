@@ -1,5 +1,6 @@
 """Addresses of Ray clusters, and connections that fail, on real sockets; a Ray that hangs or fails is a fake."""
 
+import ctypes
 import os
 import socket
 import subprocess
@@ -156,11 +157,15 @@ def connect(tmp_path):
     return connect
 
 
+# The system's text, on Windows in its language.
+_REFUSED = "Connection refused" if sys.platform != "win32" else ctypes.FormatError(10061).rstrip(".\r\n ")
+
+
 @pytest.mark.parametrize(
     ("body", "address", "lines"),
     [
         ("time.sleep(600)", "head", ["no_answer head: no connection within 1 s; check"]),
-        ("pass", f"127.0.0.1:{free_port()}", ["no_cluster no connection to Ray at 127.0.0.1:", "; start"]),
+        ("pass", f"127.0.0.1:{free_port()}", ["no_cluster no connection to Ray at 127.0.0.1:", f"{_REFUSED}; start"]),
         ("pass", "no-such-host.invalid:6379", ["no_cluster no connection to Ray at no-such-host.invalid:6379: "]),
         ("raise RuntimeError('Version mismatch')", "head", ["no_cluster no connection to Ray at head: Version mismatch; start"]),
         ("raise Exception('timed out')", "local", ["SHUTDOWN", "no_cluster no connection to Ray at local: timed out; start"]),

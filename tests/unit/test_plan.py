@@ -254,6 +254,7 @@ def test_hints_about_fractions():
         (0.4, "2 on a GPU and 0.2 of it stays unused"),
         (0.6, "and 0.4"),
         (0.22, None),
+        (1 / 3, None),
         (1.0, None),
     ]:
         (hint,) = decide_start(job(gpu(), resources={"GPU": fraction}), accepted).hints or [None]

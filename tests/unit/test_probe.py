@@ -14,6 +14,7 @@ import torch
 from ray_fracbackend import IncompatibleWorkersError, __version__, _ray
 from ray_fracbackend.decide.plain import workers_of
 from ray_fracbackend.decide.worker_info import NOT_PROBED
+from ray_fracbackend.ipc import host_memory_support
 from ray_fracbackend.worker import devices as devices_module
 from ray_fracbackend.worker import probe
 from ray_fracbackend.worker.cuda_driver import DriverFacts
@@ -222,11 +223,7 @@ def test_a_node_known_by_name(monkeypatch, half_a_gpu):
 
 def test_ipc_on_demand(half_a_gpu):
     """Only ask_ipc checks host memory, in probe_worker and probe_devices."""
-    asked = "the ipc backend needs Linux"
-    if sys.platform == "linux":
-        from ray_fracbackend.ipc import host_memory_support
-
-        asked = host_memory_support()
+    asked = host_memory_support()
     found = [probe.probe_devices(0), *workers_of([probe.probe_worker(1)])]
     assert [each.ipc_host_memory_missing for each in found] == [NOT_PROBED] * 2
     assert (found[0].staged_missing == NOT_PROBED) == (sys.platform != "win32")

@@ -3,15 +3,22 @@
 import json
 import logging
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from torch.distributed import HashStore
 
 from ray_fracbackend.cli import _show
 from ray_fracbackend.cli.output import emit, say
 from ray_fracbackend.cli.program import Outcome
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.ipc import IpcError
+from ray_fracbackend.ipc.protocol import gloo
 from ray_fracbackend.log import logger
 from ray_fracbackend.report.file import REPORT_FILE, save_report
 from ray_fracbackend.shown import may_be_secret
+from ray_fracbackend.timeouts import bounded
 from tests.unit.builders import gpu, worker
 from tests.unit.test_report import start_report  # noqa: F401
 from tests.unit.test_saved_report import group
@@ -43,3 +50,13 @@ def test_names_of_secrets():
     names = "TOKEN SECRET PASSWORD PASSWD PASSPHRASE PWD CREDENTIALS KEY APIKEY PRIVATE COOKIE AUTH_HEADER SAS DSN"
     assert [name for name in names.split() if not may_be_secret(f"NCCL_X_{name}")] == []
     assert not may_be_secret("NCCL_IB_PKEY")
+
+
+def test_texts_of_torch_in_another_code_page(monkeypatch):
+    """On Windows torch raises a UnicodeDecodeError in place of its error if the system's text has letters outside of ASCII."""
+    fail = partial(bytes.decode, b"port unzul\xe4ssig")
+    with pytest.raises(RuntimeError, match=r"port unzul.ssig"):
+        bounded(fail, 10)
+    monkeypatch.setattr(gloo, "ProcessGroupGloo", lambda *_: fail())
+    with pytest.raises(IpcError, match=r"cannot connect through Gloo: port unzul.ssig"):
+        gloo.GlooCollectives(HashStore(), 0, ["rank 0"], timedelta(seconds=1))

@@ -106,11 +106,11 @@ def _paths(facts: Facts) -> Check:
         fix = "set RAY_TMPDIR to a folder with ASCII letters only, and create the virtual environment in such a folder"
         return Check("paths", "problem", text, fix)
     if facts["in_onedrive"]:
-        text = "the current folder is in OneDrive, which holds new files open"
+        text = "the current folder is in OneDrive, which may hold new files open"
         return Check("paths", "warning", text, "work in another folder, and set storage_path to one")
     if not facts.get("has_long_paths"):
         fix = r"as administrator: reg add HKLM\SYSTEM\CurrentControlSet\Control\FileSystem /v LongPathsEnabled /t REG_DWORD /d 1 /f"
-        return Check("paths", "warning", "at most 260 characters, which results of Ray Tune exceed", fix)
+        return Check("paths", "warning", "at most 260 characters; results of Ray Tune may have more", fix)
     return Check("paths", "ok", "long ones are allowed")
 
 
