@@ -7,7 +7,6 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
-from torch.distributed import HashStore
 
 from ray_fracbackend.cli import _show
 from ray_fracbackend.cli.output import emit, say
@@ -19,6 +18,7 @@ from ray_fracbackend.log import logger
 from ray_fracbackend.report.file import REPORT_FILE, save_report
 from ray_fracbackend.shown import may_be_secret
 from ray_fracbackend.timeouts import bounded
+from ray_fracbackend.worker.store import open_store
 from tests.unit.builders import gpu, worker
 from tests.unit.test_report import start_report  # noqa: F401
 from tests.unit.test_saved_report import group
@@ -59,4 +59,4 @@ def test_texts_of_torch_in_another_code_page(monkeypatch):
         bounded(fail, 10)
     monkeypatch.setattr(gloo, "ProcessGroupGloo", lambda *_: fail())
     with pytest.raises(IpcError, match=r"cannot connect through Gloo: port unzul.ssig"):
-        gloo.GlooCollectives(HashStore(), 0, ["rank 0"], timedelta(seconds=1))
+        gloo.GlooCollectives(open_store(host="127.0.0.1"), 0, ["rank 0"], timedelta(seconds=1))
