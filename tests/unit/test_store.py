@@ -21,6 +21,9 @@ from ray_fracbackend.worker import reach, store
 from ray_fracbackend.worker.reach import check_reachable
 from ray_fracbackend.worker.state import STATE
 
+# A start sets it so for torch's rendezvous: no torch for Windows has a libuv store.
+LIBUV = str(int(sys.platform != "win32"))
+
 
 class WindowsError(PermissionError):
     """Error 10013 as Python raises it on Windows: with the errno of Permission denied."""
@@ -61,6 +64,7 @@ def test_a_held_store_accepts_clients_and_is_shared_with_torchs_rendezvous(monke
     client_of(port).set("key", "value")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("USE_LIBUV", LIBUV)
     shared, _, _ = next(iter(rendezvous("env://", 0, 1, timeout=timedelta(seconds=60))))
     assert shared.get("key") == b"value"
     store.release_store()  # the group still uses it
@@ -73,7 +77,8 @@ def test_a_store_on_a_port_of_an_ended_one_is_shared_too(by_chance: bool) -> Non
     ports = {store.hold_store(None)}
     while (port := store.hold_store(None if by_chance else min(ports))) not in ports:
         ports.add(port)
-    shared, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 1, timeout=timedelta(seconds=60))))
+    url = f"tcp://127.0.0.1:{port}?use_libuv={LIBUV}"
+    shared, _, _ = next(iter(rendezvous(url, 0, 1, timeout=timedelta(seconds=60))))
     shared.set("key", "value")
     assert STATE.store is not None
     assert STATE.store.get("key") == b"value"
