@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ray_fracbackend import MissingDeviceError, get_start_report
+from ray_fracbackend.ipc._torch import HAS_PYTHON_GROUPS
 from tests.ray.conftest import HALF_GPU, warm_workers
 from tests.ray.starts import group_state, initialized, replace_in_worker, start, stop
 from tests.ray.training_runs import NO_IPC
@@ -77,7 +78,10 @@ class TestGoodPath:
 
             from torch.distributed.rendezvous import rendezvous
 
-            next(iter(rendezvous("tcp://127.0.0.1:0", 0, 1, timeout=timedelta(seconds=20))))
+            from tests.processes import free_port
+
+            url = f"tcp://127.0.0.1:{free_port()}?use_libuv=0"
+            next(iter(rendezvous(url, 0, 1, timeout=timedelta(seconds=20))))
             return True
 
         pair.execute(leave)
@@ -153,6 +157,7 @@ def ipc_state():
     return dist.get_backend(), dist.group.WORLD._timeout_s
 
 
+@pytest.mark.skipif(not HAS_PYTHON_GROUPS, reason="needs a torch with process groups written in Python: 2.7")
 @pytest.mark.parametrize("backend", [pytest.param("ipc", marks=NO_IPC), "staged", "cpu:gloo,cuda:staged"])
 def test_ipc_and_staged_by_name(pair, backend):
     """By itself or in torch's pair; verified, with the user's own timeout in training, and started again."""
