@@ -57,5 +57,5 @@ def destroy_process_groups() -> None:
 def _abort() -> None:
     try:
         (_torch.abort_groups or destroy_process_groups)()
-    except (RuntimeError, NameError):  # a backend that cannot be aborted, such as the Gloo of a pair; torch 2.6 without NCCL
+    except RuntimeError:  # a backend that cannot be aborted, such as the Gloo of a pair
         destroy_process_groups()

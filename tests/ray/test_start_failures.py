@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
+import torch
+from packaging.version import Version
 from ray.exceptions import RayActorError
 
 from ray_fracbackend import (
@@ -33,6 +35,8 @@ from tests.ray.starts import START_S, replace_in_worker, start
 from tests.unit.builders import worker_plan
 
 _WINDOWS = sys.platform == "win32"
+# It destroys a Gloo group, there also one whose collective nobody answers, only after the start's time.
+_WAITS = _WINDOWS and Version(torch.__version__) < Version("2.8")
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ def test_rank_killed_during_start(make_group, step):
     assert failure.ranks == (1,)
 
 
+@pytest.mark.skipif(_WAITS, reason="needs torch 2.8 on Windows: before it, the rank that waits does not answer either")
 @pytest.mark.parametrize(
     ("step", "how"),
     [

@@ -13,6 +13,7 @@ from ray_fracbackend import SharedDeviceError, get_start_report
 from ray_fracbackend.decide.device_sharing import shared_devices
 from ray_fracbackend.decide.plan import FallBack
 from ray_fracbackend.decide.worker_info import WorkerInfo
+from ray_fracbackend.ipc._torch import HAS_PYTHON_GROUPS
 from tests.processes import free_port
 from tests.ray.starts import START_S, group_state, replace_in_worker, start
 from tests.unit.builders import gpu, job
@@ -67,6 +68,7 @@ def test_workers_are_probed_once(pair, monkeypatch, first_choice):
     assert not [value for value in fields_of if isinstance(value, WorkerInfo)]
 
 
+@pytest.mark.skipif(not HAS_PYTHON_GROUPS, reason="needs a torch with process groups written in Python: 2.7")
 def test_second_choice_after_a_stall(pair, first_choice, caplog):
     """A first choice that hangs in its first collective, and that only an abort ends, is abandoned in time and reported once."""
     first_choice("stall")
