@@ -3,7 +3,7 @@
 usage: python benchmarks/gpu_all_reduce.py [--ranks 2 4 8] [--backends ...] [--dtype bfloat16] [--operations all_gather ...]
        [--mps] [--budget-s 270] [--dry] [--out FOLDER]
 
-Backends: ``ipc`` (device memory, the first rank reduces), ``ipc_split`` (each rank reduces its share), ``ipc_one_pass``
+Backends: ``ipc`` (device memory, the first rank reduces), ``ipc_one_pass``
 (each rank reduces everything), ``ipc_4_mib`` (as ``ipc`` in chunks of 4 MiB), ``staged`` (pinned host memory over
 shared host memory), ``staged_gloo`` (the same over Gloo), ``gloo``, ``nccl`` (2.30 or newer, with its multi-rank
 flags), ``nccl_hostid`` (every rank claims to be on its own host; for the record), and ``copy``, a device-to-device copy
@@ -29,7 +29,6 @@ BACKENDS = (
     "ipc",
     "gloo",
     "staged",
-    "ipc_split",
     "ipc_one_pass",
     "ipc_4_mib",
     "staged_gloo",

@@ -58,7 +58,6 @@ _BACKENDS: dict[str, tuple[str, dict[str, str]]] = {
     "copy": ("gloo", {}),
     "none": ("gloo", {}),
     "ipc": ("ipc", _IN_MEMORY),
-    "ipc_split": ("ipc", {**_IN_MEMORY, "RAY_FRACBACKEND_IPC_DEVICE_REDUCE": "split"}),
     "ipc_one_pass": ("ipc", {**_IN_MEMORY, "RAY_FRACBACKEND_IPC_DEVICE_ONE_PASS_BYTES": str(1 << 40)}),
     "ipc_4_mib": ("ipc", {**_IN_MEMORY, "RAY_FRACBACKEND_IPC_DEVICE_CHUNK_BYTES": str(4 << 20)}),
     "staged_gloo": ("staged", {"RAY_FRACBACKEND_STAGED_INNER": "gloo"}),

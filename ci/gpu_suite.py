@@ -200,9 +200,9 @@ class Call:
         yield self._benchmark("gpu_probe", 60)
         right = "random_numbers or streams_order or ddp_trains"
         yield self._pytest("right", ["tests/gpu/test_gpu_ipc.py", "-k", right], 90)
-        backends = ["copy", "ipc", "gloo", "staged", "ipc_split", "ipc_one_pass", "ipc_4_mib"]
+        backends = ["copy", "ipc", "gloo", "staged", "ipc_one_pass", "ipc_4_mib"]
         yield self._benchmark("gpu_all_reduce", 130, "--backends", *backends)
-        more = ["--backends", "ipc", "gloo", "ipc_split", "--ranks", "2", "--sizes", "65536", "26214400"]
+        more = ["--backends", "ipc", "gloo", "--ranks", "2", "--sizes", "65536", "26214400"]
         yield self._benchmark("gpu_all_reduce", 25, *more, "--dtype", "bfloat16", name="gpu_all_reduce_bf16")
         operations = ["--operations", "all_gather", "reduce_scatter", "--backends", "ipc", "staged"]
         sizes = ["--ranks", "2", "--sizes", "65536", "26214400"]

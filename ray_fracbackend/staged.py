@@ -85,7 +85,7 @@ class StagedProcessGroup(CollectiveGroup):
         if reason is not None:
             self.over = "gloo"
             self._host = GlooCollectives(self._store, rank, self._names, timeout)
-        share(self._host, self._names, _check_settings, Terms.within(_SET_UP, timeout.total_seconds()))
+        share(self._host, self._names, self._prepare, Terms.within(_SET_UP, timeout.total_seconds()))
         over = "shared host memory" if reason is None else f"Gloo: {reason}"
         self._device_side = DeviceSide(self._host, self._names, staged_reason=f"over {over}")
         logger.debug("ray_fracbackend: staged process group of %d ranks over %s", size, over)
@@ -97,20 +97,16 @@ class StagedProcessGroup(CollectiveGroup):
         except ValueError as error:  # all ranks raise it after they are connected
             chosen = str(error)
         try:
-            membership, local = join(self._store, rank, size, self._names, chosen)
+            self._host = join(self._store, rank, size, self._names, chosen)
         except IpcUnavailableError as error:
             return str(error)
-        if len(membership.hosts) == 1:
-            self._host = local
-            return None
-        local.close(idle=True)
-        return f"the ranks are on {len(membership.hosts)} hosts"
+        return None
 
-
-def _check_settings() -> dict[str, Any]:
-    knobs.staged_takes_host_memory()
-    knobs.staged_chunk_bytes()
-    return {}
+    def _prepare(self) -> dict[str, Any]:
+        knobs.staged_takes_host_memory()
+        knobs.staged_chunk_bytes()
+        self._executor.start()
+        return {}
 
 
 def _create(opts: Any, _backend_options: Any = None) -> StagedProcessGroup:

@@ -214,10 +214,10 @@ def _instead_of_nccl(job: Job, why: str, warnings: tuple[str, ...] = ()) -> Deci
 def _ipc(job: Job, asked: str, *, on: str = "cuda", train_on_cpu: bool = False) -> Decision:
     """Choose the ipc backend, or raise an error that names the first worker that cannot share host memory."""
     for worker in job.workers:
-        if worker.ipc_host_memory_missing:
+        elsewhere = "" if worker.node_id == job.workers[0].node_id else "it is for workers on one node"
+        if missing := worker.ipc_host_memory_missing or elsewhere:
             raise BackendUnavailableError(
-                f"{asked}, but the ipc backend cannot be used: {worker.where}: {worker.ipc_host_memory_missing}. "
-                "Fix this, or leave ipc out.",
+                f"{asked}, but the ipc backend cannot be used: {worker.where}: {missing}. Fix this, or leave ipc out.",
                 ranks=(worker.rank,),
             )
     if on == "cpu":

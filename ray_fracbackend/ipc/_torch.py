@@ -6,7 +6,6 @@ sources show. They are declared as Any here, once, instead of in every module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from types import CodeType
@@ -73,12 +72,10 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
             break
 
 
-def stop(groups: Iterable[Any], verb: str) -> None:
-    """Call ``abort`` or ``shutdown`` of Gloo groups if this torch release has it. None is skipped."""
-    for group in groups:
-        if group is not None:
-            with suppress(RuntimeError, AttributeError):
-                getattr(group, verb)()
+def stop(group: Any, verb: str) -> None:
+    """Call ``abort`` or ``shutdown`` of a Gloo group if this torch release has it."""
+    with suppress(RuntimeError, AttributeError):
+        getattr(group, verb)()
 
 
 def is_registered(name: str) -> bool:

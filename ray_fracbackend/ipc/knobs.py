@@ -2,7 +2,7 @@
 
 The values may differ between ranks. The rank that creates a host's memory decides its layout and how to reduce there;
 the first rank of a device decides how to reduce on the device. Device memory uses the smallest chunk of all ranks.
-Polling and host are per rank.
+Polling is per rank.
 """
 
 from __future__ import annotations
@@ -18,18 +18,13 @@ MAX_CHUNK_BYTES = 1 << 28
 SLOTS_ENV_VAR = "RAY_FRACBACKEND_IPC_SLOTS"
 DEFAULT_SLOTS, MIN_SLOTS, MAX_SLOTS = 4, 2, 64
 
-# Splits one machine into several hosts, for tests of the hierarchical path on one machine.
-HOST_ENV_VAR = "RAY_FRACBACKEND_IPC_HOST"
-
 # Microseconds that a rank polls a peer's counter before it sleeps in the kernel.
 SPIN_US_ENV_VAR = "RAY_FRACBACKEND_IPC_SPIN_US"
 DEFAULT_SPIN_US = 200
 
-# With this number of ranks on a host or more, each rank reduces a share (two passes) instead of everything.
-TWO_PASS_RANKS = 3
-# Up to this size one pass is faster than two, for any number of ranks.
+# Up to this size one pass is faster than two, with three ranks: it reads N slots, and two passes read 2, but wait twice.
 ONE_PASS_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_ONE_PASS_BYTES"
-DEFAULT_ONE_PASS_BYTES = 128 * 1024
+DEFAULT_ONE_PASS_BYTES = 192 * 1024
 
 # How CUDA tensors travel: "auto" (device memory if the ranks can share it, else staged), "memory" (an error if they
 # cannot share it) or "staged". For tests and benchmarks.
@@ -41,8 +36,6 @@ DEFAULT_DEVICE_CHUNK_BYTES = 1 << 25
 MAX_DEVICE_CHUNK_BYTES = 1 << 32
 DEVICE_ONE_PASS_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_ONE_PASS_BYTES"
 DEFAULT_DEVICE_ONE_PASS_BYTES = 256 * 1024
-# Ranks that reduce in two passes on device memory: "leader" (only the first rank) or "split" (each rank its share).
-DEVICE_REDUCE_ENV_VAR = "RAY_FRACBACKEND_IPC_DEVICE_REDUCE"
 
 # Bytes of a pinned buffer, which holds one chunk of a CUDA tensor on the host. The smallest value of all ranks is used.
 STAGED_CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_STAGED_CHUNK_BYTES"
@@ -91,13 +84,13 @@ def num_slots() -> int:
     return _int_in(SLOTS_ENV_VAR, DEFAULT_SLOTS, MIN_SLOTS, MAX_SLOTS)
 
 
-def one_pass_bytes() -> int:
-    """Return the size in bytes up to which an all_reduce in host memory runs in one pass.
+def one_pass_bytes(num_ranks: int) -> int:
+    """Return the size in bytes up to which an all_reduce of three or more ranks in host memory runs in one pass.
 
     Raises:
         ValueError: The variable is not an integer in range.
     """
-    return _int_in(ONE_PASS_BYTES_ENV_VAR, DEFAULT_ONE_PASS_BYTES, 0, 1 << 62)
+    return _int_in(ONE_PASS_BYTES_ENV_VAR, DEFAULT_ONE_PASS_BYTES // max(1, num_ranks - 2), 0, 1 << 62)
 
 
 def spin_us() -> int:
@@ -116,15 +109,6 @@ def device_one_pass_bytes() -> int:
     return _int_in(DEVICE_ONE_PASS_BYTES_ENV_VAR, DEFAULT_DEVICE_ONE_PASS_BYTES, 0, 1 << 62)
 
 
-def device_reduces_by_leader() -> bool:
-    """Return whether only the first rank reduces in two passes on device memory.
-
-    Raises:
-        ValueError: The variable is neither "leader" nor "split".
-    """
-    return _one_of(DEVICE_REDUCE_ENV_VAR, "leader", "split") == "leader"
-
-
 def device_path() -> str:
     """Return how the tensors of a CUDA device are to travel: "auto", "memory" or "staged".
 
@@ -141,7 +125,6 @@ def check_device() -> None:
         ValueError: One of them has an invalid value.
     """
     device_path()
-    device_reduces_by_leader()
     device_chunk_bytes()
     device_one_pass_bytes()
 
@@ -159,8 +142,3 @@ def staged_takes_host_memory() -> bool:
         ValueError: The variable is neither "auto" nor "gloo".
     """
     return _one_of(STAGED_INNER_ENV_VAR, "auto", "gloo") == "auto"
-
-
-def host_override() -> str | None:
-    """Return the name that the user set for this host, or None to use only the detected one."""
-    return os.environ.get(HOST_ENV_VAR) or None

@@ -36,7 +36,6 @@ from ray_fracbackend.ipc.protocol.schedule import Action
 
 ON_DEVICE = {DEVICE_ENV_VAR: "cuda:0"}
 SMALL = {**ON_DEVICE, **SMALL_CHUNKS}
-HOW = "RAY_FRACBACKEND_IPC_DEVICE_REDUCE"
 # About half a second on a GPU of 2 GHz.
 LONG_KERNEL_CYCLES = 1_000_000_000
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -64,19 +63,16 @@ def test_memory_of_the_driver(job: Job) -> None:
     runtime.release(second)
 
 
-@pytest.mark.parametrize(
-    ("size", "how"), [(1, "leader"), (2, "leader"), (3, "leader"), (3, "split"), (4, "leader"), (8, "leader")]
-)
-def test_every_collective_matches_the_reference(size: int, how: str) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_every_collective_matches_the_reference(size: int) -> None:
     """Collectives, element types, operations and shapes, in several chunks; bitwise."""
     dtypes = ALL_DTYPES if size < 4 else [torch.float32, torch.bfloat16, torch.int64, torch.bool]
-    check_table(size, dtypes, True, {**SMALL, HOW: how})
+    check_table(size, dtypes, True, SMALL)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("how", ["leader", "split"])
-@on_ranks(limit_s=200, env=lambda rank, size, how: {**ON_DEVICE, HOW: how})
-def test_sums_of_random_numbers_are_bitwise_those_in_rank_order(job: Job, size: int, how: str) -> None:
+@on_ranks(limit_s=200, env=ON_DEVICE)
+def test_sums_of_random_numbers_are_bitwise_those_in_rank_order(job: Job, size: int) -> None:
     """From 4 KiB to 100 MiB with the default chunks: nothing is added in another order or rounded in between."""
     pg = device_group(job, "sums", job.rank, job.size, 60.0)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):

@@ -1,7 +1,6 @@
 """Model of the slot protocol: every interleaving of small cases with fake memory and fake words.
 
-`ray_fracbackend.ipc.protocol.schedule` itself decides the next action of a rank, `ray_fracbackend.ipc.host.memory` the place of a chunk,
-and `ray_fracbackend.ipc.device.memory` the ranks for which its stream waits. Each rank has a host and a stream. The host issues one action
+`ray_fracbackend.ipc.protocol.schedule` itself decides the next action of a rank, and `ray_fracbackend.ipc.device.memory` the ranks for which its stream waits. Each rank has a host and a stream. The host issues one action
 after the other and announces it. The stream copies, writes its word and waits for the words of others, in the order in which the host
 issued this, at any later time (device memory) or at once (host memory).
 
@@ -11,7 +10,6 @@ written, or memory of another chunk than intended.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +18,8 @@ import torch
 
 from ray_fracbackend.ipc.device.driver import DeviceBlock
 from ray_fracbackend.ipc.device.memory import NUM_SLOTS, DeviceMemory, DeviceParts
-from ray_fracbackend.ipc.host.memory import Places, memory_bytes
-from ray_fracbackend.ipc.protocol.schedule import DONE, NUM_COUNTS, READ, WRITTEN, Action, Course
+from ray_fracbackend.ipc.host.memory import memory_bytes
+from ray_fracbackend.ipc.protocol.schedule import DONE, NUM_COUNTS, WRITTEN, Action, Course
 
 TORN = -1
 
@@ -35,7 +33,6 @@ class Rules:
     """Parameters of the protocol; the defaults are the real ones, others must be detected as wrong."""
 
     buffers: int = NUM_SLOTS
-    frees_early: bool = False
     publish_before_put: bool = False
     publish_before_fold: bool = False
     skip_await: bool = False
@@ -51,10 +48,8 @@ class Rules:
 # rank 0, or from it.
 ONE, SPLIT, LEADER, TO_ROOT, FROM_ROOT = "one pass", "split", "leader", "to root", "from root"
 Micro = tuple[str, Any]
-# State of a rank's host: its call, what it has written, read and finished of it, whether it has checked, and what it must still announce
-# (None for nothing, `LATER` for what waits for the next action).
+# State of a rank's host: its call, what it has written, read and finished of it, whether it has checked, and what it must still announce.
 Host = tuple[int, int, int, int, bool, Any]
-LATER = ("later", ())
 _CHUNK_BYTES = 64
 
 
@@ -71,58 +66,37 @@ class Waits(DeviceMemory):
 
     def resume(self, words: Sequence[int], state: Any, found: list[Micro]) -> None:
         reached, readers = state
-        self.attach(words, [r * NUM_COUNTS for r in range(len(reached))], ())
+        self.attach(words, [r * NUM_COUNTS for r in range(len(reached))])
         self._reached, self._readers, self.into.found = [list(counts) for counts in reached], list(readers), found
 
-    def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
+    def prepare_put(self, chunk: int, readers: Sequence[int]) -> None:
         """Like the real one, or without a wait."""
         if not self.rules.skip_wait_to_write:
-            super().prepare_put(chunk, read, readers)
-
-    def area(self, kind: int, chunk: int) -> int:
-        """Return where a rank puts a chunk, as the number of the slot or folded area."""
-        return chunk % self.rules.buffers
+            super().prepare_put(chunk, readers)
 
     def state(self) -> Any:
         """Return the state that the next wait depends on."""
         return tuple(map(tuple, self._reached)), tuple(map(tuple, self._readers))
 
 
-class Areas:
-    """The real choice of slots and folded areas in host memory, from a state; the stream needs no waits."""
+class HostAreas:
+    """In host memory the stream needs no waits."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
 
     def resume(self, words: Sequence[int], state: Any, found: list[Micro]) -> None:
-        self.places, self.tables = [], []
-        for free, used, table in state:
-            places = Places(NUM_SLOTS)
-            places.free, places.used = list(free), deque(used)
-            self.places.append(places)
-            self.tables.append(list(table))
+        """Do nothing."""
 
     def wait(self, ranks: Sequence[int], kind: int, value: int) -> None:
         """Do nothing."""
 
-    def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
-        self._choose(0, chunk, read)
-
-    def prepare_fold(self, chunk: int, done: int) -> None:
-        self._choose(1, chunk, done)
-
-    def _choose(self, kind: int, chunk: int, through: int) -> None:
-        self.tables[kind][chunk % NUM_SLOTS] = self.places[kind].choose(chunk, through + self.rules.frees_early)
-
-    def area(self, kind: int, chunk: int) -> int:
-        return self.tables[kind][chunk % NUM_SLOTS]
+    def prepare_put(self, chunk: int, readers: Sequence[int]) -> None:
+        """Do nothing."""
 
     def state(self) -> Any:
-        """Return the state that others see and that the next choice depends on."""
-        return tuple(
-            (tuple(places.free), tuple(places.used), tuple(table))
-            for places, table in zip(self.places, self.tables, strict=True)
-        )
+        """Return nothing."""
+        return ()
 
 
 class Words:
@@ -153,7 +127,7 @@ class Explorer:
         self.device = device
         self.calls = calls
         self.firsts = [1 + sum(count for count, _ in calls[:number]) for number in range(len(calls))]
-        self.waits: list[Any] = [Waits(rank, num_ranks, rules) if device else Areas(rules) for rank in self.ranks]
+        self.waits: list[Any] = [Waits(rank, num_ranks, rules) if device else HostAreas(rules) for rank in self.ranks]
         self.num_states = 0
         # Stores of an announcement, in their order. In host memory no rank decides by the counter.
         self.steps = ["counts"]
@@ -196,12 +170,11 @@ class Explorer:
                 queues = _set(queues, rank, queue)
         return hosts, queues, counts, memory, words, waits
 
-    # State: for each rank its host, its stream's queue, its announcements, its memory, its word, and its memory of waits or areas.
+    # State: for each rank its host, its stream's queue, its announcements, its memory, its word, and its memory of waits.
     def _initial(self):  # type: ignore[no-untyped-def]
         n = len(self.ranks)
         memory = tuple(((0,) * self.rules.buffers, (0,) * self.rules.buffers, (0, 0)) for _ in self.ranks)
-        areas = (tuple(Places(NUM_SLOTS).free), (), (0,) * NUM_SLOTS)
-        waits = ((((0,) * NUM_COUNTS,) * n, ((),) * NUM_SLOTS) if self.device else (areas, areas),) * n
+        waits = ((((0,) * NUM_COUNTS,) * n, ((),) * NUM_SLOTS) if self.device else (),) * n
         state = ((0, 0, 0, 0, False, None),) * n, ((),) * n, ((0,) * NUM_COUNTS,) * n, memory, (0,) * n, waits
         for rank in self.ranks:
             state = self._begin(state, rank, 0)
@@ -251,7 +224,7 @@ class Explorer:
             if moved is not None:
                 result.append(moved)
         if hosts[rank][0] < len(self.calls) and (self.device or not queues[rank]):
-            moved = self._announce(state, rank) if hosts[rank][5] not in (None, LATER) else self._host_move(state, rank)
+            moved = self._announce(state, rank) if hosts[rank][5] is not None else self._host_move(state, rank)
             if moved is not None:
                 result.append(moved)
         return result
@@ -264,9 +237,6 @@ class Explorer:
         peers = [(r, r * NUM_COUNTS) for r in self.ranks if r != rank]
         action = course.next(flat, peers)
         number, is_checked = hosts[rank][0], hosts[rank][4]
-        if hosts[rank][5] and not course.joins(action) and not self.rules.never_announces_a_take:
-            queues = _set(queues, rank, (*queues[rank], *self._record(counts, rank)))
-            return _set(hosts, rank, (*hosts[rank][:5], (self.steps[0], ()))), queues, counts, memory, words, waits
         if action is Action.AWAIT:
             return None
         if action is not Action.PUT and not is_checked:
@@ -279,37 +249,31 @@ class Explorer:
         issued: list[Micro] = []
         now = self.waits[rank]
         now.resume([c for one in counts for c in one], waits[rank], issued)
-        late = self._issue(course, action, rank, self.calls[number][1], now, issued, flat, peers)
+        late = self._issue(course, action, rank, self.calls[number][1], now, issued)
         course.after(action)
         left = None
-        if action is Action.TAKE and course.is_over():
-            pass  # it is announced with the next call
-        elif course.waits_for_next(action):
-            left = LATER
-        else:
+        if not (action is Action.TAKE and (course.is_over() or self.rules.never_announces_a_take)):
+            # The last one is announced with the next call.
             left = (self.steps[0], tuple(late))
             issued += self._record(counts, rank)
         host = (number, course.written, course.read, course.done, is_checked, left)
         queue = (*queues[rank], *issued)
         return _set(hosts, rank, host), _set(queues, rank, queue), counts, memory, words, _set(waits, rank, now.state())
 
-    def _issue(self, course, action, rank, kind, now, issued, flat, peers):  # type: ignore[no-untyped-def]
+    def _issue(self, course, action, rank, kind, now, issued):  # type: ignore[no-untyped-def]
         """Append what the engine issues to the stream before it announces the action; return what a wrong rule issues afterwards."""
-        chunk, everybody = course.chunk, list(self.ranks)
+        chunk, everybody, area = course.chunk, list(self.ranks), course.chunk % self.rules.buffers
         others = [r for r in everybody if r != rank]
         sources = [0] if kind in (LEADER, FROM_ROOT) else everybody
         if action is Action.PUT:
             if self.rules.record_before_put:
                 issued.append(("record", None))
-            now.prepare_put(chunk, course.least(flat, peers, READ), [0] if kind in (LEADER, TO_ROOT) else others)
-            area = now.area(0, chunk)
+            now.prepare_put(chunk, [0] if kind in (LEADER, TO_ROOT) else others)
             work = [("begin write", (0, area, chunk)), ("end write", (0, area, chunk))]
             late = self.rules.publish_before_put
         elif action is Action.FOLD:
             now.wait(others, WRITTEN, chunk)
             now.wait(others, DONE, chunk - NUM_SLOTS)
-            now.prepare_fold(chunk, course.least(flat, peers, DONE))
-            area = now.area(1, chunk)
             read = ("read", (0, chunk, tuple(everybody[1:] if kind == LEADER else everybody)))
             work = [read, ("begin write", (1, area, chunk)), ("end write", (1, area, chunk))]
             late = self.rules.publish_before_fold
@@ -344,7 +308,7 @@ class Explorer:
         if name == "record":
             words = self._written(words, rank, argument)
         elif name == "read":
-            self._expect(memory, waits, *argument)
+            self._expect(memory, *argument)
         else:
             kind, area, chunk = argument
             value = TORN if name == "begin write" else chunk
@@ -361,11 +325,9 @@ class Explorer:
         buffers = _set(memory[rank][kind], number % size, value)
         return _set(memory, rank, _set(memory[rank], kind, buffers))
 
-    def _expect(self, memory, waits, kind, chunk, owners) -> None:  # type: ignore[no-untyped-def]
+    def _expect(self, memory, kind, chunk, owners) -> None:  # type: ignore[no-untyped-def]
         for owner in owners:
-            there = self.waits[owner]
-            there.resume([0] * (NUM_COUNTS * len(self.ranks)), waits[owner], [])
-            found = memory[owner][kind][there.area(kind, chunk)]
+            found = memory[owner][kind][chunk % self.rules.buffers]
             if found != chunk:
                 raise ProtocolViolation(f"memory {kind} of rank {owner}: chunk {found} where chunk {chunk} belongs")
 

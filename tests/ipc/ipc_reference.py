@@ -34,7 +34,7 @@ def ops_of(dtype: torch.dtype) -> list[Op]:
         return [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, *BITWISE]
     if dtype.is_floating_point:
         return ARITHMETIC
-    return [*ARITHMETIC, *BITWISE]
+    return [op for op in (*ARITHMETIC, *BITWISE) if op != Op.AVG]
 
 
 def make(dtype: torch.dtype, shape: str, rank: int, salt: str = "") -> torch.Tensor:
@@ -68,9 +68,7 @@ def reduced(inputs: list[torch.Tensor], op: Op) -> torch.Tensor:
     if op == Op.AVG:
         if dtype.is_complex:  # torch passes complex numbers as pairs, so each part is divided
             return torch.view_as_complex(torch.view_as_real(total) / len(inputs))
-        if dtype.is_floating_point:
-            return total / len(inputs)
-        return torch.div(total, len(inputs), rounding_mode="trunc")
+        return total / len(inputs)
     return total
 
 

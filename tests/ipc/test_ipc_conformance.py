@@ -24,14 +24,6 @@ def test_every_collective_matches_reference_and_gloo(size: int, full: bool) -> N
     check_table(size, ref.ALL_DTYPES, full, SMALL_CHUNKS)
 
 
-# One letter per rank: its host. They are interleaved and uneven on purpose.
-@pytest.mark.parametrize("hosts", ["aab", pytest.param("abba", marks=pytest.mark.full), "abacb"])
-def test_every_collective_is_right_between_hosts(hosts: str, full: bool) -> None:
-    """Ranks on several hosts, uneven and interleaved, have the exact reference results too."""
-    env = lambda rank: {**SMALL_CHUNKS, "RAY_FRACBACKEND_IPC_HOST": hosts[rank]}  # noqa: E731
-    check_table(len(hosts), [torch.float32, torch.bfloat16, torch.uint16, torch.bool], full, env)
-
-
 def test_pairs_of_the_table() -> None:
     """The default table contains every pair of values of the full one, and is much smaller."""
     cases = cases_of(2, ref.ALL_DTYPES)

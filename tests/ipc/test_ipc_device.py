@@ -20,7 +20,7 @@ from ipc_harness import Job, on_ranks, run_ranks, values
 from ipc_memories import LOST, comes_free, device_group
 from ipc_table import SMALL_CHUNKS
 
-from ray_fracbackend.ipc.device import memory, side
+from ray_fracbackend.ipc.device import memory, side, watch
 from ray_fracbackend.ipc.device.runtime import DeviceCall
 from ray_fracbackend.ipc.device.watch import DeviceWatch
 from tests.processes import wait_until
@@ -55,7 +55,6 @@ def carried_by(job: Job, count: int = 1) -> list[Any]:
     [
         # There is no other rank to share it with.
         (1, {}, None),
-        (3, {"RAY_FRACBACKEND_IPC_HOST": "aab"}, "the ranks are on several hosts"),
         (3, {"FAKE_CUDA_UUID": "aab"}, "the ranks are on 2 devices"),
         (2, {PATH: ["auto", "staged"]}, f"rank 1: {PATH}=staged is set"),
     ],
@@ -94,18 +93,12 @@ def test_one_rank_that_cannot_use_device_memory_has_all_staged(broken: str) -> N
     ("env", "text"),
     [
         ({"FAKE_CUDA_BROKEN": "missing"}, "the fake device is missing"),
-        ({"RAY_FRACBACKEND_IPC_HOST": "01"}, "the ranks are on several hosts"),
         ({}, ""),
     ],
 )
 def test_where_only_device_memory_will_do_its_lack_is_an_error(env: dict[str, str], text: str) -> None:
     """Otherwise a benchmark or a test could measure another path without noticing."""
-    by_rank = lambda rank: {  # noqa: E731
-        **FAKE,
-        PATH: "memory",
-        **{name: value[rank] if "HOST" in name else value for name, value in env.items()},
-    }
-    for _, found, _ in values(run_ranks(first_call, 2, env=by_rank)):
+    for _, found, _ in values(run_ranks(first_call, 2, env={**FAKE, PATH: "memory", **env})):
         assert text in found
         assert bool(text) == bool(found)
 
@@ -125,7 +118,7 @@ def test_an_operation_that_gloo_lacks_does_not_break_the_group(job: Job, number:
     tensors = [torch.ones(4) for _ in range(4)]
     tensors[number] = torch.quantize_per_tensor(tensors[number], 0.1, 0, torch.qint8)
     found = [error_of(lambda t=t: pg.allreduce([t], options("Allreduce")).wait())[0] for t in tensors]
-    assert found == ["RuntimeError" if index == number else "" for index in range(4)]
+    assert found == ["IpcError" if index == number else "" for index in range(4)]
 
 
 @pytest.mark.parametrize("letter", ["e", "\u00e9", "\n", "\U0001f600"])
@@ -171,6 +164,68 @@ def test_memory_that_a_peer_left_mapped_is_not_freed(job: Job) -> None:
 
 def is_watched() -> bool:
     return any(thread.name == "ipc device watch" for thread in threading.enumerate())
+
+
+@on_ranks(2, env=FAKE)
+def test_the_owner_of_the_memory_leaves_last(job: Job) -> None:
+    """CUDA does not define what a rank sees in memory whose owner has freed it or has ended."""
+    pg = device_group(job, "owner", job.rank, job.size, 20.0)
+    pg.barrier(options("Barrier"))
+    waiter = pg._device_side._lane.collectives.engine.waiter
+    if job.rank == 1:
+        time.sleep(1.0)
+    pg.shutdown()
+    assert waiter.is_alone() or job.rank == 1
+
+
+@on_ranks(2, env=FAKE)
+def test_a_group_is_shut_down_with_a_call_on_the_device(job: Job) -> None:
+    """Its memory is freed after that call."""
+    pg, release, is_over = device_group(job, "busy", job.rank, job.size, 20.0), fake_cuda.FakeCuda.release, []
+    pg.barrier(options("Barrier"))
+    (stream,) = pg._device_side._streams.values()
+
+    def noted(*args: Any) -> None:
+        is_over.append(stream.last.query())
+        release(*args)
+
+    fake_cuda.FakeCuda.release = noted
+    fake_cuda.FakeCuda.gpu.running.clear()
+    pg.allreduce([filled(DEVICE_NUMEL)], options("Allreduce", asyncOp=True))
+    threading.Timer(0.5, fake_cuda.FakeCuda.gpu.running.set).start()
+    pg.shutdown()
+    assert is_over == [True]
+
+
+def with_a_host_inside_a_launch(job: Job) -> None:
+    """Rank 0's host is blocked while it issues a call, as CUDA may do in a launch; rank 1 dies."""
+    pg = device_group(job, "launch", job.rank, job.size, 20.0)
+    pg.barrier(options("Barrier"))
+    all_reduce = lambda: pg.allreduce([filled(DEVICE_NUMEL)], options("Allreduce")).wait()  # noqa: E731
+    all_reduce()
+    watch.PATIENCE_S = 1.0
+    if job.rank == 1:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    pg._device_side._lane.memory.record = lambda progress: time.sleep(600)
+    all_reduce()
+
+
+def test_a_survivor_whose_host_is_inside_a_launch_ends() -> None:
+    """No call of it raises an error, and its device waits for the dead rank."""
+    survivor, _ = run_ranks(with_a_host_inside_a_launch, 2, limit_s=60, env=ASYNC)
+    assert survivor.exitcode == -signal.SIGABRT
+
+
+@on_ranks(2, env=FAKE)
+def test_every_tensor_of_an_asynchronous_call_is_kept(job: Job) -> None:
+    """The caller may free inputs and outputs at once, and the allocator must know that the group's stream uses them."""
+    kept: list[int] = []
+    fake_cuda.FakeCuda.keep = lambda self, tensor, stream: kept.append(tensor.data_ptr())
+    pg = device_group(job, "kept", job.rank, job.size, 20.0)
+    own, outputs = filled(DEVICE_NUMEL), [torch.empty(DEVICE_NUMEL) for _ in range(job.size)]
+    pg.allgather([outputs], [own], options("Allgather", asyncOp=True)).wait()
+    assert sorted(kept) == sorted(tensor.data_ptr() for tensor in (own, *outputs))
 
 
 @on_ranks(2, env=FAKE)
@@ -279,7 +334,7 @@ def test_the_end_of_a_wait_that_is_overwritten(job: Job) -> None:
     def older_step() -> None:
         timeline._words[timeline._word(1, 0) // 8] = 0
 
-    for engine in (device._lane.collectives.engine, device._shared.engine):
+    for engine in (device._lane.collectives.engine, device._host.engine):
         engine.on_raise.append(older_step)
     assert error_of(lambda: pg.barrier(options("Barrier")))[0] in LOST
     gpu.running.set()

@@ -10,17 +10,14 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
-from ipc_calls import CALLS, SMALL_CHUNKS, bare_group, error_of, filled, options, strike
-from ipc_harness import Job, on_ranks, run_ranks, values
+from ipc_calls import SMALL_CHUNKS, bare_group, error_of, filled, options, strike
+from ipc_harness import Job, on_ranks
 from ipc_memories import check_random
 
 from ray_fracbackend.ipc import (
     GroupClosedError,
     GroupPoisonedError,
 )
-
-HOST = "RAY_FRACBACKEND_IPC_HOST"
 
 
 @on_ranks(3, limit_s=60, needed=2)
@@ -37,41 +34,6 @@ def test_a_death_is_noticed_while_another_rank_is_waited_for(job: Job) -> None:
     store.set("rank 0 has raised", "")
     assert error_type == ("PeerLostError" if job.rank == 0 else "GroupPoisonedError")
     assert "rank 2" in text
-
-
-def killed_between_hosts(job: Job, victim: int, name: str) -> tuple[str, str, float]:
-    """A rank dies in the second of a few collectives between hosts."""
-    torch.set_num_threads(1)
-    pg = bare_group(job, "hosts", job.rank, job.size, 60.0)
-    pg.barrier(options("Barrier"))
-    if job.rank == victim:
-        strike("kill")
-    return error_of(lambda: (CALLS[name](pg), CALLS[name](pg), pg.barrier(options("Barrier"))))
-
-
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
-@pytest.mark.parametrize("victim", [0, 1, 3])
-def test_a_death_on_one_host_is_noticed_on_the_other(victim: int, name: str) -> None:
-    """Leader or not, all survivors on both hosts raise an error, and none because of a timeout."""
-    env = lambda rank: {**SMALL_CHUNKS, HOST: "aabb"[rank]}  # noqa: E731
-    outcomes = run_ranks(killed_between_hosts, 4, victim, name, limit_s=50, env=env)
-    for error_type, text, _ in values(outcomes[:victim] + outcomes[victim + 1 :]):
-        assert error_type not in ("", "CollectiveTimeoutError"), text
-
-
-@pytest.mark.parametrize("fault", ["stop", "absent"])
-@on_ranks(3, limit_s=50, needed=2, env=lambda rank, fault: {**SMALL_CHUNKS, HOST: "aab"[rank]})
-def test_a_time_limit_of_a_call_holds_between_hosts(job: Job, fault: str) -> None:
-    """The other host does not answer: leader and member raise after the call's limit, and rank 1 does not blame rank 0, which waits too."""
-    pg = bare_group(job, "limit", job.rank, job.size, 60.0)
-    pg.barrier(options("Barrier"))
-    if job.rank == 2:
-        strike("stop") if fault == "stop" else time.sleep(30)
-    limited = options("Allreduce", timeout=timedelta(seconds=2))
-    error_type, text, seconds = error_of(lambda: pg.allreduce([filled()], limited))
-    assert error_type == ("CollectiveTimeoutError" if job.rank == 0 else "GroupPoisonedError"), text
-    assert "between hosts" in text
-    assert job.rank == 1 or seconds < 3.0
 
 
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.full) for n in range(100, 200))])

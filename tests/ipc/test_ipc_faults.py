@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -71,7 +72,6 @@ class Case:
         victim: Rank of the victim.
         differs_at: Number of calls before the one in which the ranks disagree.
         peers: Position of the peers when the victim's other call begins: "any", "waiting" for it, or "queued": all calls are in queues.
-        hosts: Host of each rank.
     """
 
     calls: tuple[Call, ...]
@@ -81,11 +81,10 @@ class Case:
     victim: int = 0
     differs_at: int = 0
     peers: str = "any"
-    hosts: str = "aaa"
 
     def __str__(self) -> str:
         what = f"{' '.join(map(str, self.victim_calls))} for {' '.join(map(str, self.calls))}"
-        return f"[rank {self.victim}: {what}, peers {self.peers}, hosts {self.hosts}]"
+        return f"[rank {self.victim}: {what}, peers {self.peers}]"
 
 
 def variants(call: Call) -> list[tuple[Call, tuple[str, ...]]]:
@@ -112,7 +111,9 @@ def mismatches(call: Call) -> Iterator[Case]:
     # The next calls of both sides; none may equal the call itself.
     end = BARRIER if call.name != "barrier" else Call("all_reduce", SMALL_NUMEL)
     others = variants(call)
-    others += [(other, (str(call), str(other))) for other in CALLS.values() if other.name != call.name]
+    # A list of tensors and one tensor are the same collective.
+    kind_of = lambda one: re.sub("_into_tensor|_tensor|_single", "", one.name)  # noqa: E731
+    others += [(other, (str(call), str(other))) for other in CALLS.values() if kind_of(other) != kind_of(call)]
     kind = "CollectiveMismatchError"
     cases = [Case((call, end), (other, end), kind, texts) for other, texts in others]
     cases.append(Case((call, end), (call, call, end), kind, (str(end), str(call)), differs_at=1))
@@ -127,7 +128,6 @@ def mismatches(call: Call) -> Iterator[Case]:
             differs_at=case.differs_at + 1,
         )
         yield from (case, replace(case, peers="waiting"), queued)
-        yield from (replace(case, hosts="aab"), replace(queued, hosts="aab"))
 
 
 def leavings(call: Call) -> Iterator[Case]:
@@ -150,7 +150,7 @@ def cases_of(call: Call, kind: str) -> list[Case]:
 def prepare(job: Job) -> dict[str, int]:
     """Make garbage collection quick and return the resources of this process after one successful group."""
     torch.set_num_threads(1)
-    os.environ.update(SMALL_CHUNKS, RAY_FRACBACKEND_IPC_HOST="a")
+    os.environ.update(SMALL_CHUNKS)
     gc.collect()
     gc.freeze()
     pg = bare_group(job, f"prepare{job.rank}", 0, 1, SETUP_TIMEOUT_S)
@@ -178,7 +178,6 @@ def play(job: Job, cases: list[Case]) -> None:
 
 def errors_in(job: Job, case: Case, name: str) -> list[Error]:
     """Return the errors of this rank's calls, and of one more if a call has failed."""
-    os.environ["RAY_FRACBACKEND_IPC_HOST"] = case.hosts[job.rank]
     pg = bare_group(job, name, job.rank, SIZE, SETUP_TIMEOUT_S)
     pg.set_timeout(timedelta(seconds=TIMEOUT_S))
     is_victim = job.rank == case.victim
@@ -216,17 +215,13 @@ def check(case: Case, rank: int, errors: list[Error]) -> None:
     if case.error == "PeerLostError" and is_victim == (len(case.victim_calls) < len(case.calls)):
         assert errors == [], case  # the rank that leaves
         return
-    # A rank of another host may only notice the end of a connection, but its leader compares calls before.
-    compared = case.error != "PeerLostError" and case.hosts.count(case.hosts[case.victim]) == 1
-    elsewhere = case.hosts[rank] != case.hosts[case.victim] and not compared
     # The first rank to notice reports the reason, and the others may receive it from that rank.
-    allowed = {case.error, "GroupPoisonedError", *(["IpcError"] if elsewhere else [])}
+    allowed = {case.error, "GroupPoisonedError"}
     (error_type, text, seconds), *later = errors
     assert error_type in allowed, (case, rank, error_type, text)
     assert seconds < MARGIN_S, (case, rank, text)
-    if not elsewhere:
-        parts = (*case.texts, *([f"rank {case.victim}"] if case.error != "PeerLostError" else []))
-        assert [part for part in parts if part not in text] == [], (case, rank, text)
+    parts = (*case.texts, *([f"rank {case.victim}"] if case.error != "PeerLostError" else []))
+    assert [part for part in parts if part not in text] == [], (case, rank, text)
     for other, text, seconds in later:
         assert other in allowed, (case, rank, other, text)
         assert seconds < MARGIN_S, (case, rank, text)

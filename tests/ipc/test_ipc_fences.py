@@ -36,9 +36,9 @@ def with_log(job: Job) -> tuple[Any, list[str]]:
     return pg, log
 
 
-ONE_PASS = ["acquire", "PUT", "copied", "store", "full", "acquire", "reduce"]
+ONE_PASS = ["acquire", "copied", "store", "full", "acquire", "reduce"]
 # The sum of a share is announced behind a fence for torch's kernels, and read behind another one.
-TWO_PASSES = [*ONE_PASS[:6], "FOLD", "reduce", "reduce", "release", "store", "full", "acquire"]
+TWO_PASSES = [*ONE_PASS[:5], "reduce", "reduce", "release", "store", "full", "acquire"]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -50,8 +50,6 @@ def test_a_prepared_call_has_the_same_fences(job: Job, size: int) -> None:
     CALLS["all_reduce_small"](pg).wait()
     # The second call is prepared, with these functions.
     memory.copy_fence = logged(log, "copied", memory.copy_fence)
-    memory.prepare_put = logged(log, "PUT", memory.prepare_put)
-    memory.prepare_fold = logged(log, "FOLD", memory.prepare_fold)
     wait = waiter.wait
 
     def unlogged_wait(*args: Any) -> None:

@@ -179,6 +179,7 @@ WRONG_VALUES: dict[str, Callable[[Any], Any]] = {
     "by tensor, not by rank": lambda pg: pg.allgather_coalesced([[empty()] * 2] * 3, [empty()] * 3),
     "all_to_all of two types": lambda pg: pg.alltoall([empty(), empty().int()], [empty(), empty()]),
     "all_to_all_single of two types": lambda pg: pg.alltoall_base(empty(4).int(), empty(4), [], []),
+    "AVG of integers": lambda pg: pg.allreduce_coalesced([empty().long()], AVG_COALESCED),
     "AVG of bool": lambda pg: pg.allreduce_coalesced([empty(), empty().bool()], AVG_COALESCED),
     "second too small": lambda pg: pg.allgather_into_tensor_coalesced([empty(4), empty(3)], [empty(), empty()]),
     "two outputs for one input": lambda pg: pg.allgather_into_tensor_coalesced([empty(4), empty(4)], [empty()]),
@@ -217,3 +218,23 @@ def test_wrong_arguments_are_refused_and_the_group_goes_on(job: Job) -> None:
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == 2.0
+
+
+@on_ranks(2)
+def test_the_forms_of_a_collective_meet(job: Job) -> None:
+    """One rank passes a list of tensors, the other one tensor, as with Gloo."""
+    job.init()
+    own, parts, whole = torch.arange(4.0) + job.rank, [torch.empty(4) for _ in range(2)], torch.empty(8)
+    if job.rank == 0:
+        dist.all_gather(parts, own)
+        dist.reduce_scatter(first := torch.empty(4), [torch.arange(4.0), torch.arange(4.0, 8.0)])
+        dist.all_to_all(swapped := list(torch.empty(4).chunk(2)), list(own.chunk(2)))
+    else:
+        dist.all_gather_into_tensor(whole, own)
+        dist.reduce_scatter_tensor(first := torch.empty(4), torch.arange(8.0))
+        swapped = [torch.empty(4)]
+        dist.all_to_all_single(swapped[0], own)
+    gathered = torch.cat(parts) if job.rank == 0 else whole
+    assert torch.equal(gathered, torch.tensor([0.0, 1, 2, 3, 1, 2, 3, 4]))
+    assert torch.equal(first, 2 * (torch.arange(4.0) + 4 * job.rank))
+    assert torch.equal(torch.cat(swapped), torch.tensor([[0.0, 1, 1, 2], [2, 3, 3, 4]])[job.rank])

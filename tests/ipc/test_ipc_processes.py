@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ipc_harness import Job, on_ranks
 
 import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
-from ray_fracbackend.ipc.group.executor import Executor
 
 
 def summed(**how: Any) -> float:
@@ -195,49 +194,36 @@ def test_versions_of_tensors_stay(job: Job) -> None:
         assert p._version == before
 
 
-def executor_without_worker() -> Executor:
-    """The thread that waits runs the queue."""
-    executor = Executor("test")
-    executor._serve = lambda: None  # type: ignore[method-assign]
-    return executor
+@on_ranks(2)
+def test_denormal_numbers_are_flushed_as_in_the_callers_thread(job: Job) -> None:
+    """Whichever thread runs the call: rank 1's worker, which started before, and rank 0's caller."""
+    job.init()
+    dist.all_reduce(torch.ones(1), async_op=True).wait()  # type: ignore[union-attr]
+    torch.set_flush_denormal(True)
+    tensor = torch.ones(8, dtype=torch.int32).view(torch.float32)
+    work = dist.all_reduce(tensor, async_op=True)
+    if job.rank == 1:
+        time.sleep(0.5)
+    work.wait()  # type: ignore[union-attr]
+    assert tensor.view(torch.int32).tolist() == [0] * 8
 
 
-def test_an_interrupt_is_for_the_thread_that_it_hit() -> None:
-    """The thread that runs another's call raises the signal handler's error; that call has failed, later ones continue."""
-    executor, ran = executor_without_worker(), []
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    first, second = executor.submit(interrupted), executor.submit(lambda: ran.append(1))
-    with pytest.raises(KeyboardInterrupt):
-        executor.finish(second)
-    assert isinstance(first.error, KeyboardInterrupt)
-    assert not second.is_done()
-    executor.finish(second)
-    assert (second.error, ran) == (None, [1])
-
-
-@pytest.mark.parametrize("how", ["run", "finish"])
-def test_a_call_in_a_signal_handler_within_a_call_is_an_error(how: str) -> None:
-    """It would wait for itself forever."""
-    executor, ran = executor_without_worker(), []
-
-    def handler() -> None:
-        call = lambda: ran.append("inner")  # noqa: E731
-        nested = {"run": lambda: executor.run(call), "finish": lambda: executor.finish(executor.submit(call))}
-        with pytest.raises(RuntimeError, match="signal handler or finalizer"):
-            nested[how]()
-        assert not executor.close(0.1), "a call is in progress"
-        ran.append("handler")
-
-    before = signal.signal(signal.SIGUSR1, lambda *_: handler())
-    try:
-        executor.run(lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    executor.run(lambda: ran.append("after"))
-    assert ran == ["handler", *(["inner"] if how == "finish" else []), "after"]
+@on_ranks(2)
+def test_the_limit_of_an_asynchronous_call_begins_with_it(job: Job) -> None:
+    """And not when a thread begins to run it, after the calls before it."""
+    job.init()
+    group, limits = dist.group.WORLD, []
+    if job.rank == 0:
+        reduce = group._host.reduce  # type: ignore[union-attr]
+        group._host.reduce = lambda *args: (limits.append(args[-1].deadline), reduce(*args))  # type: ignore[union-attr]
+    else:
+        time.sleep(0.5)
+    works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(2)]
+    latest = time.monotonic() + job.timeout_s
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+    assert all(limit <= latest for limit in limits)
+    assert len(limits) == 2 * (job.rank == 0)
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from ipc_model import FROM_ROOT, LEADER, ONE, SPLIT, TO_ROOT, Explorer, ProtocolViolation, Rules
 
-from ray_fracbackend.ipc.host.memory import Places
 from ray_fracbackend.ipc.protocol.schedule import NUM_COUNTS, WRITTEN, Action, Course
 
 MIXED = [(2, ONE), (1, SPLIT), (1, ONE), (2, SPLIT), (1, ONE)]
@@ -42,8 +41,8 @@ def test_device_memory_is_never_read_at_the_wrong_time(calls: list[tuple[int, st
 
 # Protocols with one mistake each; the model must find an interleaving that shows it.
 WRONG = {
-    "a slot that counts as free too early": (Rules(frees_early=True), False, ONE),
-    "a folded area that counts as free too early": (Rules(frees_early=True), False, SPLIT),
+    "one slot": (Rules(buffers=1), False, ONE),
+    "one folded area": (Rules(buffers=1), False, SPLIT),
     "published before written": (Rules(publish_before_put=True), False, ONE),
     "no wait for counters": (Rules(skip_await=True), False, ONE),
     "no wait of the stream": (Rules(skip_wait=True), True, ONE),
@@ -128,16 +127,3 @@ def test_a_rank_lags_where_an_earlier_chunk_waits_for_another() -> None:
     sends.after(Action.PUT)
     assert sends.next(words, peers) is Action.PUT
     assert not sends.lags(words, peers)
-
-
-def test_a_chunk_goes_where_the_last_free_one_was() -> None:
-    """On a quiet machine two areas are enough, whatever their number; with a late rank all are used, and none twice."""
-    quiet = Places(8)
-    assert {quiet.choose(chunk, chunk - 2) for chunk in range(1, 50)} == {0, 1}
-    late = Places(8)
-    assert sorted(late.choose(chunk, 0) for chunk in range(1, 9)) == list(range(8))
-    assert late.choose(9, 1) == 0
-    assert late.choose(10, 4) == 3
-    # A rank puts nothing in some calls, so numbers have gaps.
-    assert late.choose(100, 99) in range(8)
-    assert len(late.free) == 7

@@ -1,4 +1,4 @@
-"""Arithmetic of every element type, on tensors of any device and between hosts, and factors of PREMUL_SUM."""
+"""Arithmetic of every element type, on tensors of any device, and factors of PREMUL_SUM."""
 
 from __future__ import annotations
 
@@ -26,12 +26,8 @@ def test_a_reduction_stays_on_the_device_of_its_tensors(dtype: torch.dtype, num_
         out = torch.empty(8, dtype=dtype, device="meta")
         inputs = [torch.empty_like(out) for _ in range(num_ranks)]
         reduction.reduce(out, inputs)
-        partial = torch.empty(8, dtype=reduction.accumulate_dtype, device="meta")
-        reduction.reduce(partial, inputs, final=False)
         if reduction.stacks:
             reduction.reduce_stack(out, torch.stack(inputs))
-            reduction.reduce_stack(partial, torch.stack(inputs), final=False)
-        reduction.of_partials().reduce(partial, [torch.empty_like(partial) for _ in range(2)])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -93,10 +89,9 @@ def test_an_operation_may_be_the_enum_or_wrapped() -> None:
     assert plain_op(Op.SUM) == plain_op(dist.ReduceOp(Op.SUM)) == Op.SUM
 
 
-@pytest.mark.parametrize("hosts", ["aaa", "aab", "abc"])
-@on_ranks(3, limit_s=60, env=lambda rank, hosts: {"RAY_FRACBACKEND_IPC_HOST": hosts[rank]})
-def test_a_nan_is_everywhere_after_min_and_max(job: Job, hosts: str) -> None:
-    """On one host as on several, whichever rank has it."""
+@on_ranks(3, limit_s=60)
+def test_a_nan_is_everywhere_after_min_and_max(job: Job) -> None:
+    """Whichever rank has it."""
     pg = bare_group(job, "nan", job.rank, job.size, 20.0)
     for without in range(job.size):
         for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):

@@ -29,11 +29,10 @@ from ipc_harness import Job, on_ranks, run_ranks, values
 from ipc_workloads import overlap
 
 from ray_fracbackend import ipc
-from ray_fracbackend.ipc import CollectiveTimeoutError, IpcUnavailableError, host_id, host_memory_support, knobs
+from ray_fracbackend.ipc import CollectiveTimeoutError, IpcUnavailableError, host_memory_support, knobs
 from ray_fracbackend.ipc.host import arena, atomics, support
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
-from ray_fracbackend.ipc.protocol import hierarchy, setup
-from ray_fracbackend.ipc.protocol.setup import Membership
+from ray_fracbackend.ipc.protocol import setup
 from tests.processes import wait_until
 from tests.soak.belongings import belongings
 
@@ -83,13 +82,19 @@ def test_fences_from_libatomic_work_here() -> None:
     fence()
 
 
-def test_a_host_can_be_split_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable is added to the detected host, so it can never claim memory that is not shared."""
-    plain = host_id()
-    monkeypatch.setenv(knobs.HOST_ENV_VAR, "right")
-    assert host_id() == f"{plain}/right"
-    monkeypatch.setattr(support, "_BOOT_ID", Path("/nonexistent"))
-    assert host_id().endswith("/right")
+@pytest.mark.parametrize("backend", ["ipc", "staged"])
+@on_ranks(3)
+def test_ranks_on_several_hosts(job: Job, backend: str) -> None:
+    """ipc is for those of one, and says so on every rank; staged uses Gloo."""
+    setup.host_id = lambda: "aba"[job.rank]
+    if backend == "ipc":
+        with pytest.raises(IpcUnavailableError, match="the ranks are on 2 hosts; use the staged or the gloo backend"):
+            job.init(backend)
+        return
+    job.init(backend)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert (tensor.tolist(), dist.group.WORLD.over) == ([3.0] * 3, "gloo")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("text", ["", "abc", "-1", "1", str(1 << 40)])
@@ -137,7 +142,7 @@ def test_a_record_of_a_stranger_opens_no_file(job: Job) -> None:
         name = arena.ArenaName(os.getpid(), file.fileno(), token.hex(), num_bytes)
 
         def read_later(store: Any, key: str, types: Any) -> Any:
-            if key.startswith("arena/"):
+            if key == "arena":
                 store.set(key, json.dumps({**asdict(name), "error": None}))
             return read(store, key, types)
 
@@ -163,6 +168,20 @@ def test_a_process_is_dead_once_it_is_a_zombie() -> None:
     assert peer.state() == "gone"
     child.wait()
     assert not Peer(os.getpid(), start_time(os.getpid()) + 1).is_alive()
+
+
+def test_a_process_is_gone_once_it_runs_another_program() -> None:
+    """It has the same pid and start time after ``exec``, and none of the shared memory."""
+    code = "import os, sys; input(); os.execv(sys.executable, [sys.executable, '-c', 'input()'])"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
+    peer = Peer(child.pid, start_time(child.pid))
+    assert peer.is_alive()
+    assert child.stdin is not None
+    child.stdin.write("go\n")
+    child.stdin.flush()
+    assert wait_until(lambda: not peer.is_alive())
+    assert Peer(child.pid, peer.started).is_alive()
+    child.communicate("\n", timeout=30)
 
 
 FIRST_THREAD_ENDS = """
@@ -235,7 +254,6 @@ def test_ranks_with_different_knobs_compute_the_same() -> None:
     """A value that must be equal on all ranks is decided by one rank, or cannot be set by a rank."""
     different = ["2", "100", "3"]
     env = lambda rank: {  # noqa: E731
-        "RAY_FRACBACKEND_IPC_TWO_PASS_RANKS": different[rank],
         knobs.SPIN_US_ENV_VAR: different[rank],
         knobs.CHUNK_BYTES_ENV_VAR: str(65536 * (rank + 1)),
         knobs.ONE_PASS_BYTES_ENV_VAR: ["0", "1000000", "1000"][rank],
@@ -301,24 +319,6 @@ def test_messages_name_global_ranks(job: Job) -> None:
 
 
 @on_ranks(2)
-def test_no_leader_is_through_before_all_are_connected(job: Job) -> None:
-    """A rank that leaves at once would close the connection while another one still connects, which would see a broken network."""
-    store = job.store()
-    connect = hierarchy.ProcessGroupGloo
-
-    def slowly(*args: Any) -> Any:
-        group = connect(*args)
-        time.sleep(1.0)
-        store.set("connected", "")
-        return group
-
-    if job.rank == 1:
-        hierarchy.ProcessGroupGloo = slowly
-    hierarchy.gloo_leaders(store, Membership(job.rank, ((0,), (1,)), ("rank 0", "rank 1")), timedelta(seconds=60))
-    assert store.check(["connected"])
-
-
-@on_ranks(2)
 def test_a_pair_with_another_backend_is_logged_as_ipc(job: Job) -> None:
     """torch passes every device's tensors to ipc there; rank 0's log says so once, at the first collective."""
     job.init()
@@ -337,16 +337,6 @@ def test_splitting_a_group_is_an_error(job: Job) -> None:
     job.init()
     with pytest.raises(RuntimeError, match="new_group"):
         dist.group.WORLD.split_group([0, 1])  # type: ignore[union-attr]
-
-
-@on_ranks(2, env=lambda rank: {knobs.HOST_ENV_VAR: str(rank)})
-def test_a_new_time_limit_reaches_every_part(job: Job) -> None:
-    """The group of the hosts' first ranks uses the limit that torch sets on the inner one."""
-    job.init()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
-    dist.all_reduce(torch.ones(1))
-    group: Any = dist.group.WORLD
-    assert group._timeout_s == group._leaders.options._timeout.total_seconds() == 7.0
 
 
 @pytest.mark.full

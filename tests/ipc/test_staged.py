@@ -59,26 +59,11 @@ def of_way_async(rank: int, way: str, **_: Any) -> dict[str, str]:
 @pytest.mark.parametrize("way", [*STAGED_WAYS, pytest.param("device", marks=[_linux, full])])
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=full) for size in (1, 3, 4))])
 def test_every_collective_matches_the_reference(size: int, way: str, full: bool) -> None:
-    """The table of the host's tests, each chunk through pinned or device memory, with both ways to reduce there."""
-    env = {**WAYS[way], "RAY_FRACBACKEND_IPC_DEVICE_REDUCE": "split" if size == 3 else "leader"}
+    """The table of the host's tests, each chunk through pinned or device memory."""
+    env = dict(WAYS[way])
     if way == "in ipc" and size == 1:  # it needs neither
         del env["IPC_TEST_STAGED"]
     check_table(size, DTYPES, full, env)
-
-
-# One letter per rank: its host.
-@pytest.mark.parametrize(
-    ("way", "hosts", "how"),
-    [
-        pytest.param("in ipc", "aab", "the ranks are on several hosts", marks=full),
-        ("over ipc", "aba", "over Gloo: the ranks are on 2 hosts"),
-    ],
-)
-@_linux
-def test_every_collective_is_right_between_hosts(way: str, hosts: str, how: str, full: bool) -> None:
-    """ipc stages through its leaders; staged uses Gloo and reports it."""
-    env = lambda rank: {**WAYS[way], "IPC_TEST_STAGED": how, "RAY_FRACBACKEND_IPC_HOST": hosts[rank]}  # noqa: E731
-    check_table(3, [torch.float32, torch.bool], full, env)
 
 
 @pytest.mark.parametrize("way", ONE_WAY)

@@ -24,4 +24,4 @@ def test_dry_run(tmp_path):
     assert {(row["call"], row["status"]) for row in ended} == {(call, "passed") for call in "ABCD"}
     assert all(row["counts"]["collected"] > 4 for row in ended if row["step"].startswith(("tests", "right")))
     measured = {row["backend"] for row in rows if row.get("script") == "gpu_all_reduce" and "median_ms" in row}
-    assert measured >= {"copy", "gloo", "staged", "ipc", "ipc_split", "ipc_one_pass", "ipc_4_mib"}
+    assert measured >= {"copy", "gloo", "staged", "ipc", "ipc_one_pass", "ipc_4_mib"}

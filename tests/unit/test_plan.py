@@ -214,6 +214,12 @@ def test_reason_and_share_groups():
         (job(gpu(), gpu()), {"on_shared_device": "nccl"}, (0, 1), "NCCL 2.28.9 (ranks 0,1)"),
         ([worker(0, gpu("a")), worker(1, gpu("b"), **_NEW)], {}, (), "rank 0: 2.28.9; rank 1: 2.30.7"),
         ([worker(0, **_IPC), worker(1)], {"backend": "ipc"}, (1,), "rank 1 (node 10.0.0.1, pid 0): no ipc here"),
+        (
+            [worker(0, **_IPC), worker(1, node="2", **_IPC)],
+            {"backend": "ipc"},
+            (1,),
+            "10.0.0.2, pid 0): it is for workers on one",
+        ),
         ([worker(0), worker(1, platform="win32")], {}, (1,), "Windows on rank 1"),
         (
             [worker(0), worker(1, network=NetworkInfo(gloo_missing="built without Gloo"))],

@@ -118,7 +118,7 @@ def test_a_record_of_the_right_form(error: str | None) -> None:
     arena, name, slots = setup._create_largest(3)
     setup._SIZES.pack_into(arena.memory, setup.TOKEN_BYTES, *slots, 1)
     announced = json.dumps({**asdict(name), "error": None})
-    store = store_with({"hello/0": hello, "arena/0": announced, "attached/0": GOOD})
+    store = store_with({"hello/0": hello, "arena": announced, "attached/0": GOOD})
     with (
         mock.patch.object(setup, "PrefixStore", lambda prefix, store: store),
         pytest.raises(IpcUnavailableError, match=error or "rank 1: the memory of rank 0 is not for"),
@@ -163,7 +163,7 @@ READ = {
     "ray_fracbackend/check_devices/rank/RANK": functools.partial(checked, 0, "rank/1"),
     "ray_fracbackend/check_devices/answer": functools.partial(checked, 1, "answer"),
     "ipc/hello/RANK": functools.partial(joined, 0, "hello/1"),
-    "ipc/arena/RANK": functools.partial(joined, 1, "arena/0"),
+    "ipc/arena": functools.partial(joined, 1, "arena"),
     "ipc/attached/RANK": functools.partial(joined, 0, "attached/1"),
     "gloo-collectives/failed": said,
     "messages of a set-up": shared,

@@ -69,7 +69,7 @@ class DeviceMemory(SlotMemory):
         rank: Local rank of this process.
     """
 
-    stacks = True
+    by_leader = True
 
     def __init__(self, runtime: CudaRuntime, stream: Any, parts: DeviceParts, rank: int) -> None:
         assert parts.block is not None
@@ -87,7 +87,12 @@ class DeviceMemory(SlotMemory):
         # The ranks that read what this rank wrote last, by slot.
         self._readers: list[Sequence[int]] = [()] * NUM_SLOTS
 
-    def attach(self, words: Sequence[int], counters: Sequence[int], places: Sequence[memoryview]) -> None:
+    @property
+    def is_owner(self) -> bool:
+        """Whether the block belongs to this rank."""
+        return self._parts.block is not None and not self._parts.block.imported
+
+    def attach(self, words: Sequence[int], counters: Sequence[int]) -> None:
         """See `SlotMemory.attach`."""
         self._words, self._counters = words, counters
 
@@ -108,7 +113,7 @@ class DeviceMemory(SlotMemory):
                 self._timeline.wait(self._stream, rank, progress)
                 self._reached[rank] = [progress, *counts]
 
-    def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
+    def prepare_put(self, chunk: int, readers: Sequence[int]) -> None:
         """Make this rank's stream wait for the ranks that have read the slot's last chunk."""
         slot = chunk % self.num_slots
         self.wait(self._readers[slot], READ, chunk - self.num_slots)

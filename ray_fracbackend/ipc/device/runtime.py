@@ -224,7 +224,7 @@ class CommunicationStream:
     Attributes:
         runtime: The device.
         stream: The stream.
-        last: Event behind the last call, None before the first.
+        last: The last call, from the beginning of its issue; None before the first.
         timeout_s: Timeout of that call.
     """
 
@@ -302,18 +302,24 @@ class DeviceCall:
             stream.wait_event(self._ready)
             if self._is_async:
                 self._keep_tensors()
+            # Already now: CUDA may block the host in a launch until the device has gone on.
+            before, self.stream.last, self.stream.timeout_s = self.stream.last, self, self._timeout_s
             try:
                 function()
             except BaseException:
                 # The stream may be stuck, so the caller's must not wait for what has been issued.
+                self.stream.last = before
                 self._keep_tensors()
                 raise
             done = runtime.new_event()
             done.record(stream)
-        self.stream.timeout_s = self._timeout_s
-        self.done = self.stream.last = done
+        self.done = done
         # The work that was issued keeps the memory; this object may live as long as the caller's Work.
         self._function, self._tensors = None, ()
+
+    def query(self) -> bool:
+        """Return whether the work has been issued and the device has finished it."""
+        return self.done is not None and bool(self.done.query())
 
     def _keep_tensors(self) -> None:
         for tensor in self._tensors:

@@ -25,7 +25,7 @@ from ..host.memory import memory_bytes
 from ..protocol.control import control_bytes
 from ..protocol.description import Terms, describe_call, first_on_device
 from ..protocol.engine import Engine
-from ..protocol.local import LEADER, LocalCollectives, ReductionPlan
+from ..protocol.local import LEADER, LocalCollectives
 from ..protocol.reductions import Reduction
 from ..protocol.setup import share
 from .memory import NUM_SLOTS, DeviceMemory, DeviceParts, free_retired, give_up
@@ -72,24 +72,21 @@ class DeviceSetup:
         self._rank = host.rank
         self._size = host.num_ranks
 
-    def run(self, first_call: bytes, timeout_s: float) -> DeviceLane:
+    def run(self, first_call: Terms) -> DeviceLane:
         """Set it up.
 
         Args:
-            first_call: Description of the call that needs it.
-            timeout_s: Seconds to wait for ranks that have not made this call yet.
+            first_call: Terms of the call that needs it, and for which the ranks wait.
 
         Raises:
             IpcUnavailableError: Device memory cannot be used; every rank raises the same text.
             IpcError: A rank did not come or died; the group is broken.
         """
-        infos = self._share(self._hello, Terms.within(first_on_device(first_call), timeout_s))
+        infos = self._share(self._hello, first_on_device(first_call))
         num_devices = len({info["uuid"] for info in infos})
         if num_devices > 1:
             raise IpcUnavailableError(f"the ranks are on {num_devices} devices")
-        # The first rank decides how all reduce.
-        plan = ReductionPlan(infos[0]["one_pass"], 2, infos[0]["by_leader"])
-        parts = self._allocate(min(info["chunk"] for info in infos), plan)
+        parts = self._allocate(min(info["chunk"] for info in infos))
         try:
             arena = self._connect(parts)
         except IpcUnavailableError:
@@ -99,7 +96,7 @@ class DeviceSetup:
                 parts.free_own(self._runtime)
             raise
         try:
-            return self._start(parts, arena, plan)
+            return self._start(parts, arena, infos[LEADER]["one_pass"])
         except IpcUnavailableError:
             # The device may be stuck in what was issued: freeing would wait for it, also that of torch's own memory.
             if parts.timeline is not None:
@@ -124,13 +121,12 @@ class DeviceSetup:
             "uuid": self._runtime.uuid(),
             "chunk": knobs.device_chunk_bytes(),
             "one_pass": knobs.device_one_pass_bytes(),
-            "by_leader": knobs.device_reduces_by_leader(),
         }
 
-    def _allocate(self, chunk_bytes: int, plan: ReductionPlan) -> DeviceParts:
+    def _allocate(self, chunk_bytes: int) -> DeviceParts:
         """Allocate the first rank's block, with the largest half, quarter, ... of the chunk size that the device has."""
         while True:
-            parts = DeviceParts(chunk_bytes, plan.folded_bytes(chunk_bytes, self._size))
+            parts = DeviceParts(chunk_bytes, [chunk_bytes] + [0] * (self._size - 1))
             answers = self._share(partial(self._allocate_block, parts))
             if not answers[LEADER]["short"]:
                 return parts
@@ -185,12 +181,12 @@ class DeviceSetup:
         assert arena is not None
         return arena
 
-    def _start(self, parts: DeviceParts, arena: Arena, plan: ReductionPlan) -> DeviceLane:
+    def _start(self, parts: DeviceParts, arena: Arena, one_pass_bytes: int) -> DeviceLane:
         """Make the collectives and try them."""
         host = self._host.engine
         memory = DeviceMemory(self._runtime, self._stream.stream, parts, self._rank)
         engine = Engine(arena, self._rank, host.waiter.peers, list(self._names), memory)
-        local = LocalCollectives(engine, plan)
+        local = LocalCollectives(engine, one_pass_bytes)
 
         def check() -> dict[str, Any]:
             check_collectives(local, self._stream, STEP_S / 2)
@@ -225,7 +221,7 @@ def check_collectives(local: LocalCollectives, stream: CommunicationStream, pati
     """
     runtime, size = stream.runtime, local.num_ranks
     # One element more than one pass takes, if that fits a slot, so that two passes are tried as well.
-    reduced = torch.Size([min(local.plan.one_pass_bytes, local.engine.transport.chunk_bytes) // 4 + 1])
+    reduced = torch.Size([min(local.one_pass_bytes, local.engine.transport.chunk_bytes) // 4 + 1])
     received: list[tuple[torch.Tensor, int]] = []
     with runtime.on(stream.stream):
         for number in range(_NUM_CHECKS):

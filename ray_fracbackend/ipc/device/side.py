@@ -8,6 +8,7 @@ pinned host memory, which always works. A group of one rank needs neither.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from .. import knobs
 from ..errors import IpcUnavailableError
 from ..protocol.collectives import Collectives, HostCollectives
-from ..protocol.description import description_text
+from ..protocol.description import Terms, description_text
 from ..protocol.engine import Engine
 from ..protocol.local import LocalCollectives
 from ..protocol.lone import LoneCollectives
@@ -30,8 +31,9 @@ from .watch import DeviceWatch
 
 logger = logging.getLogger(__name__)
 
-# How long a clean shutdown waits for the device to finish the group's last call.
+# How long a clean shutdown waits for the device to finish the group's last call, and the owner of the memory for the other ranks.
 _SHUTDOWN_S = 5.0
+_PAUSE_S = 0.001
 
 
 class DeviceSide:
@@ -40,25 +42,17 @@ class DeviceSide:
     Args:
         host: Collectives of the group's CPU tensors.
         names: Name of each rank in messages.
-        shared: The same collectives if all ranks are on one host, where they may share device memory; None on several hosts.
-        staged_reason: Why the tensors are always staged; None for a group that tries device memory first.
+        staged_reason: Why the tensors are always staged; None for a group that tries device memory first, with `LocalCollectives`.
 
     Attributes:
         staged_reason: Why the tensors are staged; None if they are not, or if that is not known yet.
     """
 
-    def __init__(
-        self,
-        host: HostCollectives,
-        names: Sequence[str],
-        shared: LocalCollectives | None = None,
-        staged_reason: str | None = None,
-    ) -> None:
+    def __init__(self, host: HostCollectives, names: Sequence[str], staged_reason: str | None = None) -> None:
         self.staged_reason = staged_reason
         self._kind = runtime.CudaRuntime if staged_reason is None else runtime.AcceleratorRuntime
         self._host = host
         self._names = names
-        self._shared = shared
         self._device: torch.device | None = None
         self._lane: DeviceLane | None = None
         self._watch: DeviceWatch | None = None
@@ -97,14 +91,14 @@ class DeviceSide:
         # Of several threads that make one, all use the first.
         return stream or self._streams.setdefault(device, CommunicationStream(self._kind(device)))
 
-    def prepare(self, device: torch.device, description: bytes, timeout_s: float) -> None:
+    def prepare(self, device: torch.device, terms: Terms) -> None:
         """Set up what carries the tensors if this is the group's first call with one on an accelerator; in its turn.
 
         Raises:
             IpcError: The group is broken.
         """
         # The device's memory has a page of its own, which does not know of all failures.
-        self._host.raise_if_unusable(description_text(description))
+        self._host.raise_if_unusable(description_text(terms.description))
         if self._device is not None:
             return
         self._device = device
@@ -112,15 +106,16 @@ class DeviceSide:
             self._collectives = LoneCollectives()
             return
         with self.stream_of(device).runtime.current():
-            self._set_up(device, description, timeout_s)
+            self._set_up(device, terms)
 
-    def _set_up(self, device: torch.device, description: bytes, timeout_s: float) -> None:
+    def _set_up(self, device: torch.device, terms: Terms) -> None:
         if self.staged_reason is None:
             try:
-                self._lane = self._set_up_memory(device, description, timeout_s)
+                assert isinstance(self._host, LocalCollectives)
+                self._lane = DeviceSetup(self._host, self._names, self.stream_of(device)).run(terms)
                 self._collectives = self._lane.collectives
-                engines = self._lane.collectives.engine, self._shared_engine()
-                self.stream_of(device).timeout_s = timeout_s
+                engines = self._lane.collectives.engine, self._host.engine
+                self.stream_of(device).timeout_s = terms.left().total_seconds()
                 self._watch = DeviceWatch(engines, self.stream_of(device), self._names, self._lane.memory.release)
                 self._stop_asking = ask_before_freeing(partial(_may_be_stuck, engines, self._streams))
                 return
@@ -135,16 +130,7 @@ class DeviceSide:
                         "ray_fracbackend: CUDA tensors of this ipc group are staged through host memory: %s",
                         self.staged_reason,
                     )
-        self._collectives = set_up_staging(self._host, self._names, self.stream_of(device), description, timeout_s)
-
-    def _set_up_memory(self, device: torch.device, description: bytes, timeout_s: float) -> DeviceLane:
-        if self._shared is None:
-            raise IpcUnavailableError("the ranks are on several hosts")
-        return DeviceSetup(self._shared, self._names, self.stream_of(device)).run(description, timeout_s)
-
-    def _shared_engine(self) -> Engine:
-        assert self._shared is not None
-        return self._shared.engine
+        self._collectives = set_up_staging(self._host, self._names, self.stream_of(device), terms)
 
     def collectives(self, device: torch.device) -> Collectives | None:
         """Return the collectives for tensors on `device`, None where the group uses another one; after `prepare`."""
@@ -173,6 +159,10 @@ class DeviceSide:
             engine.close(keeps_memory=True)
         else:
             engine.close(keeps_memory=not lane.memory.close_imports())
+            # CUDA does not define what a rank sees in memory whose owner has freed it or has ended.
+            end = time.monotonic() + _SHUTDOWN_S
+            while lane.memory.is_owner and not engine.waiter.is_alone() and time.monotonic() < end:
+                time.sleep(_PAUSE_S)
             lane.memory.retire(engine.waiter.is_alone)
         assert self._stop_asking is not None
         self._stop_asking()

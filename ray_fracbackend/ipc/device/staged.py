@@ -258,7 +258,7 @@ class StagedCollectives:
 
 
 def set_up_staging(
-    host: HostCollectives, names: Sequence[str], stream: CommunicationStream, first_call: bytes, timeout_s: float
+    host: HostCollectives, names: Sequence[str], stream: CommunicationStream, first_call: Terms
 ) -> StagedCollectives:
     """Agree on the size of a chunk; every rank of the group calls it in the same call.
 
@@ -266,15 +266,13 @@ def set_up_staging(
         host: Collectives of the group's CPU tensors.
         names: Name of each rank in messages.
         stream: The group's stream on this rank's device.
-        first_call: Description of the call that needs it.
-        timeout_s: Seconds to wait for ranks that have not made this call yet.
+        first_call: Terms of the call that needs it, and for which the ranks wait.
 
     Raises:
         IpcError: A rank did not come or died, or has a wrong setting; the group is broken.
     """
-    terms = Terms.within(first_on_device(first_call), timeout_s)
     try:
-        answers = share(host, names, lambda: {"chunk": knobs.staged_chunk_bytes()}, terms)
+        answers = share(host, names, lambda: {"chunk": knobs.staged_chunk_bytes()}, first_on_device(first_call))
     except IpcUnavailableError as error:
         host.fail(str(error))
         raise

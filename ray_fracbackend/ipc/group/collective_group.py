@@ -1,6 +1,6 @@
 """A c10d process group in Python: its lifecycle, how it runs a call, and every collective. Imports torch.
 
-The tensors of a call decide its path. Dense CPU tensors use the collectives of the group's hosts. Dense tensors on
+The tensors of a call decide its path. Dense CPU tensors use the collectives of host memory. Dense tensors on
 the group's accelerator use the path that `device.side` has set up. All others (sparse, quantized, on two devices) are
 copied to the host whole and use an inner Gloo group. That group is also registered as torch's backend, which handles
 everything that is not overridden (group names, object lookups from C++). `executor` runs every call. On a device it
@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -65,7 +64,7 @@ from .arguments import (
     wants_async,
 )
 from .executor import DONE, Executor
-from .observers import PLAIN, hide_package, is_without_data, recorded, run_hidden
+from .observers import PLAIN, flushes_denormals, hide_package, is_without_data, recorded, run_hidden
 from .small_calls import SmallCalls
 from .work import FinishedWork, IpcWork, ReceiveWork, keep_work_of_reducers
 
@@ -149,9 +148,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         for device in devices:
             self._register_backend(torch.device(device), _GLOO_NAME, self._gloo)
         self._set_default_backend(_GLOO_NAME)
-        # Further Gloo groups, which are created and shut down together with this one.
-        self._inner: list[Any] = []
-        self._executor = Executor(f"{name} rank {rank}")
+        self._executor = Executor(f"{name} rank {rank}", self._pass_on)
         self._reductions: dict[tuple[torch.dtype, Any], Reduction] = {}
         self._small_calls = SmallCalls(self._reductions, lambda opts: timeout_of(opts, self._timeout_s))
 
@@ -194,8 +191,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default timeout of later collectives."""
         self._timeout = timeout
-        for gloo in (self._gloo, *self._inner):
-            set_timeout(gloo, timeout)
+        set_timeout(self._gloo, timeout)
 
     def abort(self) -> None:
         """Break the group: calls in progress and later ones raise on every rank. May be called again.
@@ -209,7 +205,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         self._host.abort(reason)
         self._small_calls.close()
         self._executor.close(_SHUTDOWN_S)
-        stop((*self._inner, self._gloo), "abort")
+        stop(self._gloo, "abort")
 
     def shutdown(self) -> None:
         """Leave the group after the calls in progress; later calls of this rank raise. May be called again."""
@@ -219,7 +215,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         self._small_calls.close()
         self._device_side.shutdown(idle)
         self._host.close(idle)
-        stop((*self._inner, self._gloo), "shutdown")
+        stop(self._gloo, "shutdown")
 
     def split_group(self, *args: Any, **kwargs: Any) -> Any:
         """Raise: torch's version would crash the process, because groups in Python lack the store that it clones.
@@ -260,35 +256,33 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         Raises:
             ValueError: Elements of a tensor in `written` share memory.
         """
-        timeout_s, written = timeout_of(opts, self._timeout_s), results if written is None else written
+        written = results if written is None else written
+        # The time limit of an asynchronous call begins now, not when a thread begins the call.
+        terms = Terms.within(description, timeout_of(opts, self._timeout_s))
 
         def run_on(collectives: Collectives) -> None:
-            try:
-                flats, copies = [], []
-                for tensor in results:
-                    view = flat_view(tensor)
-                    if view is None:
-                        # A result is also an input only if the call has no other tensors.
-                        if len(tensors) == len(results):
-                            view = flat(tensor)
-                        else:
-                            view = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-                        copies.append((tensor, view))
-                    flats.append(view)
-                run(collectives, flats, Terms(description, time.monotonic() + timeout_s))
-                if written:
-                    for tensor, copy in copies:
-                        tensor.data.copy_(copy.view(tensor.shape))  # as in `flat_view`
-            except BaseException as error:
-                self._pass_on(error)
-                raise
+            flats, copies = [], []
+            for tensor in results:
+                view = flat_view(tensor)
+                if view is None:
+                    # A result is also an input only if the call has no other tensors.
+                    if len(tensors) == len(results):
+                        view = flat(tensor)
+                    else:
+                        view = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+                    copies.append((tensor, view))
+                flats.append(view)
+            run(collectives, flats, terms)
+            if written:
+                for tensor, copy in copies:
+                    tensor.data.copy_(copy.view(tensor.shape))  # as in `flat_view`
 
         if device is HOST:
             check_writable(description, written)
             return partial(self._execute, None, opts, description, partial(run_on, self._host), tensors, results)
         if device is None:
             first = self._device_side.device_of(tensors)
-            to_gloo = partial(self._run_gloo, gloo, opts, description, timeout_s, first, tensors, written)
+            to_gloo = partial(self._run_gloo, gloo, opts, terms, first, tensors, written)
             return partial(self._execute, first, opts, description, to_gloo, tensors, results)
         check_writable(description, written)
         if device is NOWHERE:
@@ -297,17 +291,11 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         def on_device() -> None:
             collectives = self._device_side.collectives(device)
             if collectives is None:  # the group uses another device, set up by a call that was queued before this one
-                self._run_gloo(gloo, opts, description, timeout_s, device, tensors, written)
+                self._run_gloo(gloo, opts, terms, device, tensors, written)
             else:
                 run_on(collectives)
 
-        def prepare() -> None:
-            try:
-                self._device_side.prepare(device, description, timeout_s)
-            except BaseException as error:
-                self._pass_on(error)
-                raise
-
+        prepare = partial(self._device_side.prepare, device, terms)
         return partial(self._execute, device, opts, description, on_device, tensors, results, prepare)
 
     def _carrier_of(self, *tensors: torch.Tensor) -> torch.device | None:
@@ -352,8 +340,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         self,
         call: GlooCall,
         opts: Any,
-        description: bytes,
-        timeout_s: float,
+        terms: Terms,
         first: torch.device | None,
         tensors: Tensors,
         written: Tensors,
@@ -363,19 +350,22 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         Args:
             call: The operation and its arguments.
             opts: Its options.
-            description: Description of the call.
-            timeout_s: Time limit for the other ranks to arrive.
+            terms: Terms of the call.
             first: The device whose group stream is current in this thread and waits for the caller's stream.
             tensors: All tensors of the call.
             written: The tensors that this rank writes to.
         """
-        self._host.barrier(Terms.within(through_gloo(description), timeout_s))
+        self._host.barrier(through_gloo(terms))
         for device in {tensor.device for tensor in tensors if AcceleratorRuntime.owns(tensor)} - {first}:
             AcceleratorRuntime(device).synchronize()
-        # Gloo itself reports failures to the other ranks. An unsupported operation must not break the group.
         operation, *args = call
         copies: dict[int, torch.Tensor] = {}
-        self._gloo_method(operation)(*(on_host(arg, copies) for arg in args), opts).wait()
+        opts.timeout = terms.left()
+        try:
+            self._gloo_method(operation)(*(on_host(arg, copies) for arg in args), opts).wait()
+        except RuntimeError as error:
+            # Gloo itself reports failures to the other ranks. An unsupported operation must not break the group.
+            raise IpcError(str(error)) from error
         for tensor in written:
             if id(tensor) in copies:
                 tensor.data.copy_(copies[id(tensor)])  # as in `flat_view`
@@ -400,9 +390,9 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         return work
 
     def _pass_on(self, error: BaseException) -> None:
-        """Report a failure outside the engine to the other ranks."""
+        """Break the group after a failure outside the engine, so that the other ranks do not wait for this one."""
         # A ValueError is raised before this rank announces anything; the other ranks raise it for the same arguments.
-        if not isinstance(error, (IpcError, ValueError)):
+        if not isinstance(error, IpcError) and type(error) is not ValueError:
             self._host.fail(f"{type(error).__name__}: {error}")
 
     def _execute(
@@ -440,9 +430,10 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
                 self._device_side.stream_of(device), prepare, function, there, is_async, timeout_s
             )
         if is_async:
-            return IpcWork(self._executor.submit(partial(run_hidden, function)), self._executor, results, call)
+            hidden = partial(run_hidden, function, flushes_denormals())
+            return IpcWork(self._executor.submit(hidden), self._executor, results, call)
         if dispatch_modes():
-            function = partial(run_hidden, function)
+            function = partial(run_hidden, function, flushes_denormals())
         self._executor.run(function)
         if call is not None:
             call.join()

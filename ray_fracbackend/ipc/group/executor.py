@@ -4,8 +4,12 @@ A synchronous call runs in the caller's thread after all earlier calls. An async
 thread, so ranks may start calls of different groups in different orders, as with Gloo. If the caller waits before the
 worker has started the call, the caller runs it, which saves a thread switch.
 
-Callbacks of futures run outside the lock. While a worker runs a callback, another worker serves the queue: a callback
-may launch a call of the same group and wait for it.
+A signal handler, such as that of Ctrl-C, may raise between any two steps of the main thread. Therefore a call stays
+first in the queue until it has run or has failed, and a worker, which handlers do not reach, ends each call and its
+callbacks, whatever another thread has done of it. tests/ipc raises an exception at each such place.
+
+Callbacks of futures run outside the lock. While a worker runs one, another serves the queue: a callback may launch a
+call of the same group and wait for it.
 
 At exit, Python stops daemon threads at any point. Inside an operation of torch's C++, this ends the process with
 SIGABRT. Therefore the interpreter's exit waits a moment for calls that the script did not wait for.
@@ -18,7 +22,6 @@ raises in every forked child, because asking the system for the process ID takes
 from __future__ import annotations
 
 import atexit
-import operator
 import os
 import threading
 import time
@@ -26,13 +29,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from ..errors import GroupClosedError
 
 # How long the interpreter's exit waits for calls in progress; calls that wait for a peer may take much longer.
 _EXIT_S = 1.0
+_LOOK_S = 0.5e-3
 
 _Value = TypeVar("_Value")
 _executors: weakref.WeakSet[Executor] = weakref.WeakSet()
@@ -64,59 +68,50 @@ class Task:
         function: Does the work; blocks.
 
     Attributes:
+        is_done: Whether the work has finished or failed.
         error: The exception that it raised, or None.
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function: Callable[[], None] | None = function
-        self._finished = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._callbacks: list[Callable[[], None]] = []
+        self.is_done = False
         self.error: BaseException | None = None
 
-    def run(self) -> None:
-        """Do the work and keep its error; the caller runs `call_back` afterwards."""
-        function, self._function = self._function, None
-        assert function is not None
+    def run(self, on_error: Callable[[BaseException], None]) -> None:
+        """Do the work and keep its error, which `on_error` gets too; the caller runs `call_back` afterwards."""
         try:
-            function()
+            if self._function is not None:
+                self._function()
         except BaseException as error:
             self.error = error
-        del function  # release its tensors
-        with self._lock:
-            self._finished.set()
+            on_error(error)
+        self._function = None  # release its tensors
+        self.is_done = True
 
     def call_back(self) -> None:
-        """Run the callbacks that `when_done` queued."""
+        """Run the callbacks that `when_done` queued. May be called again, also from another thread."""
         with self._lock:
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+            for callback in self._callbacks:
+                callback()
+            self._callbacks.clear()
 
     def has_callbacks(self) -> bool:
         """Return whether `call_back` has something to run."""
         return bool(self._callbacks)
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after the work, or at once if the work is done."""
-        with self._lock:
-            if not self._finished.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def is_done(self) -> bool:
-        """Return whether the work has finished or failed."""
-        return self._finished.is_set()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Wait for the work; return False if it is not done within `timeout_s` seconds."""
-        return self._finished.wait(timeout_s)
+        """Call `callback` after the work, or at once if the work is done. It must do nothing if it is called again."""
+        self._callbacks.append(callback)
+        if self.is_done:
+            with self._lock:
+                callback()
 
 
 # Task of a Work whose call has already finished.
 DONE = Task(lambda: None)
-DONE.run()
+DONE.run(lambda error: None)
 
 
 class Executor:
@@ -124,22 +119,33 @@ class Executor:
 
     Args:
         name: Name of its threads, for debuggers.
+        on_error: Called with the exception of a call, also of one that was interrupted before its first step.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         self._name = name
+        self._on_error = on_error
         # Held while a call runs. Reentrant: in a call's own thread a signal handler must get an error, not a deadlock.
         self._turn = threading.RLock()
         self._is_running = False
         self._queue: deque[Task] = deque()
-        # Guards the fields below and wakes workers. A worker is free (serves or awaits the queue) or in a callback.
-        self._changed = threading.Condition()
+        # Each task once, for the workers; None ends them. Its methods are safe in signal handlers.
+        self._tokens: SimpleQueue[Task | None] = SimpleQueue()
+        # Guards the fields below, which only workers change later. A worker that runs callbacks is not idle.
+        self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._num_free = 0
-        self._num_waiting = 0
+        self._num_idle = 0
         self._closed = False
         self._pid, self._num_forks = os.getpid(), _num_forks
         _executors.add(self)
+
+    def start(self) -> None:
+        """Start the first worker; before the first `submit`.
+
+        Raises:
+            RuntimeError: The system does not provide a thread.
+        """
+        self._start_worker()
 
     def is_own(self) -> bool:
         """Return whether this is the process that created the group, and not a forked child."""
@@ -162,13 +168,16 @@ class Executor:
         if self._num_forks != _num_forks:
             self._check_process()
         if self._queue:
-            self._run_queued(lambda: True)
+            self._run_queued()
         with self._turn:
             if self._is_running:
                 raise _nested_error()
             try:
                 self._is_running = True
                 return function(*args)
+            except BaseException as error:
+                self._on_error(error)
+                raise
             finally:
                 self._is_running = False
 
@@ -179,12 +188,15 @@ class Executor:
             GroupClosedError: The executor was closed, or this is a forked child of the group's process.
         """
         self._check_process()
+        if self._closed:
+            raise GroupClosedError("The process group was shut down or aborted; create a new one.")
         task = Task(function)
-        with self._changed:
-            if self._closed:
-                raise GroupClosedError("The process group was shut down or aborted; create a new one.")
+        try:
             self._queue.append(task)
-            self._serve()
+        finally:
+            self._tokens.put(task)
+        if self._closed:  # meanwhile: the workers may have ended
+            self._run_queued(task)
         return task
 
     def finish(self, task: Task, timeout_s: float | None = None) -> bool:
@@ -194,25 +206,20 @@ class Executor:
             GroupClosedError: This is a forked child of the group's process.
             RuntimeError: This thread runs another call.
         """
-        if task.is_done():
+        if task.is_done:
             return True
         self._check_process()
-        if timeout_s is not None:
-            return task.wait(timeout_s)
-        self._run_queued(lambda: not task.is_done())
-        return True
+        if timeout_s is None:
+            self._run_queued(task)
+            task.call_back()
+            return True
+        deadline = time.monotonic() + timeout_s
+        while not task.is_done and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return task.is_done
 
-    def _run_queued(self, is_wanted: Callable[[], bool]) -> None:
-        """Run queued tasks and their callbacks while ``is_wanted()`` is true; raises as `_take_turn` does."""
-        done: list[Task] = []
-        try:
-            self._take_turn(done, is_wanted)
-        finally:
-            for task in done:
-                task.call_back()
-
-    def _take_turn(self, done: list[Task], is_wanted: Callable[[], bool]) -> None:
-        """Run queued tasks while ``is_wanted()`` is true, and append each to `done`.
+    def _run_queued(self, last: Task | None = None) -> None:
+        """Run queued tasks up to `last`, or all.
 
         Raises:
             BaseException: A signal handler raised it during a task, such as KeyboardInterrupt. It belongs to this
@@ -224,58 +231,49 @@ class Executor:
                 raise _nested_error()
             try:
                 self._is_running = True
-                while self._queue and is_wanted():
-                    task = self._queue.popleft()
-                    task.run()
-                    done.append(task)
+                while self._queue and not (last is not None and last.is_done):
+                    task = self._queue[0]
+                    task.run(self._on_error)
+                    self._queue.popleft()
                     if task.error is not None and not isinstance(task.error, Exception):
                         raise task.error
             finally:
                 self._is_running = False
 
-    def _serve(self) -> None:
-        """Make sure that a worker serves the queue; the caller holds the lock."""
-        if self._num_free:
-            self._changed.notify()
-            return
-        self._num_free += 1
+    def _start_worker(self) -> None:
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
+        self._num_idle += 1
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue:
-                    if self._closed:
-                        return
-                    self._num_waiting += 1
-                    self._changed.wait()
-                    self._num_waiting -= 1
-            done: list[Task] = []
+        while (task := self._tokens.get()) is not None:
+            with self._lock:
+                self._num_idle -= 1
             with suppress(BaseException):  # the task keeps the error
-                self._take_turn(done, partial(operator.not_, done))
-            if done and done[0].has_callbacks():
-                with self._changed:
-                    self._num_free -= 1
-                    if self._queue:
-                        self._serve()
-                done[0].call_back()
-                with self._changed:
-                    self._num_free += 1
+                self._run_queued(task)
+            if task.has_callbacks():
+                with self._lock:
+                    if not self._num_idle:
+                        try:
+                            self._start_worker()
+                        except RuntimeError as error:
+                            self._on_error(error)
+                task.call_back()
+            with self._lock:
+                self._num_idle += 1
+        self._tokens.put(None)
 
     def is_settled(self) -> bool:
         """Return whether the queue is empty and all threads are idle."""
-        with self._changed:
-            return not self._queue and self._num_waiting == sum(thread.is_alive() for thread in self._threads)
+        return not self._queue and self._num_idle == len(self._threads)
 
     def close(self, timeout_s: float) -> bool:
         """Accept no more calls, wait up to `timeout_s` seconds for queued ones, and return whether all have ended."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        for thread in list(self._threads):
+        self._closed = True
+        self._tokens.put(None)
+        for thread in self._threads:  # a worker may start another
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         # A synchronous call of another thread holds the lock. One of this thread was interrupted by a signal handler.

@@ -25,6 +25,7 @@ from .._torch import (
 )
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DENORMAL = 5e-324
 _PACKAGE = f"{__package__.rpartition('.')[0]}."
 # Modules whose functions Dynamo skips.
 _skipped: set[str] = set()
@@ -38,13 +39,28 @@ def is_without_data(tensor: torch.Tensor) -> bool:
     return fake is not None and isinstance(tensor, fake.FakeTensor)
 
 
-def run_hidden(function: Callable[[], None]) -> None:
+def flushes_denormals() -> bool:
+    """Return whether this thread replaces denormal numbers by zero, which ``torch.set_flush_denormal`` sets."""
+    return _DENORMAL * 1.0 == 0.0
+
+
+def run_hidden(function: Callable[[], None], flushes: bool) -> None:
     """Run a call without the dispatch modes of this thread, such as FlopCounterMode, and without transforms of torch.func.
 
     They must not see the copies and additions inside a collective. A thread that waits for a call may run it, so those of
     the running thread are disabled.
+
+    Args:
+        function: The call.
+        flushes: `flushes_denormals` of the thread that made it, so that the result does not depend on the one that runs it.
     """
-    if dispatch_modes() or active_transform() is not None:
+    if flushes != flushes_denormals():
+        torch.set_flush_denormal(flushes)
+        try:
+            run_hidden(function, flushes)
+        finally:
+            torch.set_flush_denormal(not flushes)
+    elif dispatch_modes() or active_transform() is not None:
         with no_dispatch_modes(), no_transforms():
             function()
     else:

@@ -82,7 +82,7 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
 
     def is_completed(self) -> bool:
         """Return whether the collective has failed or finished, including its work on the device."""
-        if not self._task.is_done():
+        if not self._task.is_done:
             return False
         return self.call is None or self._task.error is not None or bool(self.call.done.query())
 
@@ -110,6 +110,8 @@ class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
         )
 
         def complete() -> None:
+            if started.done():
+                return
             if call is None:
                 started.set_result(tensors)
             elif task.error is not None:

@@ -98,7 +98,7 @@ def attach_arena(name: ArenaName) -> Arena:
     except OSError as error:
         raise IpcUnavailableError(
             f"{path} of the rank that created the memory cannot be opened ({error.strerror}): both ranks must share a "
-            f"PID namespace and a user. Set a different RAY_FRACBACKEND_IPC_HOST for each, or use the gloo backend."
+            f"PID namespace and a user. Use the gloo backend."
         ) from error
     try:
         found, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)

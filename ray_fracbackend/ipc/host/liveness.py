@@ -37,7 +37,7 @@ def start_time(pid: int) -> float:
 
 
 class Peer:
-    """One process of this machine; a later process with the same pid does not count as this one.
+    """One process of this machine. A later process with the same pid, or program in it, does not count as this one.
 
     Args:
         pid: Its pid in this PID namespace.
@@ -47,6 +47,9 @@ class Peer:
     def __init__(self, pid: int, started: float) -> None:
         self.pid = int(pid)
         self.started = started
+        fields = _stat_fields(pid) if _HAS_PROC else None
+        # Where its stack begins, which changes if it replaces its program by exec; 0 where the kernel does not tell.
+        self._stack = int(fields[25]) if fields else 0
 
     def is_alive(self) -> bool:
         """Return False once all threads of the process have ended, even if its parent has not yet waited for it."""
@@ -61,6 +64,8 @@ class Peer:
                 return "gone"
         fields = _stat_fields(self.pid)
         if fields is None or int(fields[19]) != self.started:
+            return "gone"
+        if self._stack and int(fields[25]) not in (0, self._stack):
             return "gone"
         if fields[0] in ("Z", "X"):
             # This is the state of the main thread. Until the last thread ends, the process keeps its memory and files.

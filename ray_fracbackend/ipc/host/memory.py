@@ -9,7 +9,6 @@ its work: `device.memory` makes the stream wait for the writers before a read, a
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,8 +17,6 @@ from .atomics import make_fences
 
 _ALIGNMENT_BYTES = 4096
 _MAX_VIEWS = 2048
-# Size in bytes of a rank's table of areas.
-MAX_PLACES = 64
 
 
 def share_bytes(chunk_bytes: int, num_ranks: int) -> int:
@@ -49,35 +46,6 @@ def copy_function() -> Callable[[int, int, int], None]:
     return function
 
 
-class Places:
-    """Choose the area for each chunk of a rank: the most recently freed one, which is most likely still in the caches.
-
-    Pure; the caller announces the area to the other ranks.
-
-    Args:
-        num_areas: Number of areas of the rank.
-    """
-
-    def __init__(self, num_areas: int) -> None:
-        self.free = list(range(num_areas - 1, -1, -1))
-        # Each chunk that others may still read, and its area.
-        self.used: deque[tuple[int, int]] = deque()
-
-    def choose(self, chunk: int, through: int) -> int:
-        """Return the area of a chunk.
-
-        Args:
-            chunk: Number of the chunk, higher than in all earlier calls.
-            through: The last chunk that all ranks have finished.
-        """
-        used, free = self.used, self.free
-        while used and used[0][0] <= through:
-            free.append(used.popleft()[1])
-        area = free.pop()
-        used.append((chunk, area))
-        return area
-
-
 class _Views(dict[int, torch.Tensor]):
     """Views of the areas of one rank, created on first use."""
 
@@ -91,7 +59,7 @@ class _Views(dict[int, torch.Tensor]):
 
 
 class SlotMemory:
-    """Slots and folded areas of one group on one host. By default a chunk uses the same slot number on every rank.
+    """Slots and folded areas of one group on one host. Chunk ``c`` uses slot ``c % num_slots`` of every rank.
 
     Args:
         memory: 1-D uint8 tensor of `memory_bytes`, mapped by the caller: each rank's first slot, each rank's second,
@@ -104,15 +72,13 @@ class SlotMemory:
     Attributes:
         chunk_bytes: See above.
         num_slots: See above.
-        slot_places: For each local rank, the number of the slot of a chunk, indexed by chunk modulo `num_slots`.
-        folded_places: The same for its folded areas.
-        stacks: Whether it is faster to reduce all slots at once than one after the other.
+        by_leader: Whether the first rank reduces whole chunks, from the slots of all ranks at once, and not each rank its share.
         release_fence: Fence: orders this rank's earlier accesses before its later stores of a counter.
         copy_fence: The same after accesses by `copy_function` only.
         acquire: Fence: orders this rank's later accesses after those of ranks whose counters it has read.
     """
 
-    stacks = False
+    by_leader = False
 
     def __init__(
         self, memory: torch.Tensor, chunk_bytes: int, folded_bytes: Sequence[int], num_slots: int, rank: int
@@ -131,9 +97,6 @@ class SlotMemory:
         # Indexed by local rank, then by slot number.
         self._slots = [list(slots) for slots in self._stacks.unbind(1)]
         self._folded = [[areas[r] for areas in folded] for r in range(num_ranks)]
-        same = bytes(range(num_slots))
-        self.slot_places: list[Sequence[int]] = [same] * num_ranks
-        self.folded_places: list[Sequence[int]] = [same] * num_ranks
         # Views are cached: creating them would take too long for a small collective.
         self._views: dict[tuple[bool, torch.dtype, int, int], list[_Views]] = {}
 
@@ -144,23 +107,23 @@ class SlotMemory:
             A 1-D view of `dtype`; the whole slot has `chunk_bytes`. This object owns the memory.
         """
         views = self._views.get((False, dtype, start, end)) or self._make_views(False, dtype, start, end)
-        return views[rank][self.slot_places[rank][chunk % self.num_slots]]
+        return views[rank][chunk % self.num_slots]
 
     def stack(self, chunk: int, dtype: torch.dtype, start: int, end: int) -> torch.Tensor:
-        """Return the elements of all ranks as one 2-D view, with one row per rank. Only if `stacks` is true."""
+        """Return the elements of all ranks as one 2-D view, with one row per rank."""
         with torch.inference_mode(False):
             return self._stacks[chunk % self.num_slots].view(dtype)[:, start:end]
 
     def folded(self, rank: int, chunk: int, dtype: torch.dtype, end: int) -> torch.Tensor:
         """Return the first `end` elements of a rank's folded area, which holds its reduced part of a chunk.
 
-        `local.ReductionPlan.folded_bytes` is the size of the area.
+        The area has its rank's number of `folded_bytes`.
         """
         views = self._views.get((True, dtype, 0, end)) or self._make_views(True, dtype, 0, end)
-        return views[rank][self.folded_places[rank][chunk % self.num_slots]]
+        return views[rank][chunk % self.num_slots]
 
     def views(self, folded: bool, dtype: torch.dtype, start: int, end: int) -> list[_Views]:
-        """Return elements `start` to `end` of all slots or folded areas, by local rank and number of the area."""
+        """Return elements `start` to `end` of all slots or folded areas, by local rank and number."""
         return self._views.get((folded, dtype, start, end)) or self._make_views(folded, dtype, start, end)
 
     def _make_views(self, folded: bool, dtype: torch.dtype, start: int, end: int) -> list[_Views]:
@@ -170,13 +133,12 @@ class SlotMemory:
         views = self._views[folded, dtype, start, end] = [_Views(of_rank, dtype, start, end) for of_rank in areas]
         return views
 
-    def attach(self, words: Sequence[int], counters: Sequence[int], places: Sequence[memoryview]) -> None:
+    def attach(self, words: Sequence[int], counters: Sequence[int]) -> None:
         """Set the parts of the control page that this object uses. Called once, before all other methods.
 
         Args:
             words: The page as 8-byte integers.
             counters: Index in `words` of each rank's counts.
-            places: For each rank, which alone writes them, two tables of `MAX_PLACES` bytes: slots and folded areas.
         """
 
     def record(self, progress: int) -> None:
@@ -186,17 +148,8 @@ class SlotMemory:
     def wait(self, ranks: Sequence[int], kind: int, value: int) -> None:
         """Order this rank's later accesses after those that `ranks` made before their count reached `value`."""
 
-    def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
-        """Prepare this rank's slot of a chunk for writing.
-
-        Args:
-            chunk: Number of the chunk.
-            read: The last chunk that all ranks have read.
-            readers: Ranks that will read the slot.
-        """
-
-    def prepare_fold(self, chunk: int, done: int) -> None:
-        """Prepare this rank's folded area of a chunk for writing; all ranks have finished the chunks up to `done`."""
+    def prepare_put(self, chunk: int, readers: Sequence[int]) -> None:
+        """Prepare this rank's slot of a chunk, which `readers` will read, for writing."""
 
     def close(self) -> None:
         """Drop all views of the memory. Repeated calls have no effect."""
@@ -205,13 +158,10 @@ class SlotMemory:
 
 
 class HostMemory(SlotMemory):
-    """Slots in host memory; each rank uses as few as possible. For the arguments see `SlotMemory`.
-
-    There are enough slots for a rank to continue while another one is late. Using all of them in turn would evict each
-    chunk from the caches before it is read; on an idle machine two or three slots are enough.
+    """Slots in host memory. For the arguments see `SlotMemory`.
 
     Attributes:
-        own_addresses: Addresses of this rank's slots, by number of the slot.
+        own_addresses: Addresses of this rank's slots.
         folded_addresses: For each local rank, the addresses of its folded areas.
         is_closed: Whether `close` was called.
     """
@@ -220,33 +170,11 @@ class HostMemory(SlotMemory):
         self, memory: torch.Tensor, chunk_bytes: int, folded_bytes: Sequence[int], num_slots: int, rank: int
     ) -> None:
         super().__init__(memory, chunk_bytes, folded_bytes, num_slots, rank)
-        self._own_slots, self._own_folded = Places(num_slots), Places(num_slots)
         self.own_addresses = [slot.data_ptr() for slot in self._slots[rank]]
         self.folded_addresses = [[area.data_ptr() for area in of_rank] for of_rank in self._folded]
         self.is_closed = False
-
-    def attach(self, words: Sequence[int], counters: Sequence[int], places: Sequence[memoryview]) -> None:
-        """See `SlotMemory.attach`."""
-        self.slot_places = [table[:MAX_PLACES] for table in places]
-        self.folded_places = [table[MAX_PLACES:] for table in places]
-        self._own_table = places[self._rank]
-
-    def prepare_put(self, chunk: int, read: int, readers: Sequence[int]) -> None:
-        """Choose the slot."""
-        self._announce(chunk % self.num_slots, self._own_slots.choose(chunk, read))
-
-    def prepare_fold(self, chunk: int, done: int) -> None:
-        """Choose the area."""
-        self._announce(MAX_PLACES + chunk % self.num_slots, self._own_folded.choose(chunk, done))
-
-    def _announce(self, index: int, area: int) -> None:
-        # A store takes the cache line from the other ranks, also if the value is the same.
-        if self._own_table[index] != area:
-            self._own_table[index] = area
 
     def close(self) -> None:
         """See `SlotMemory.close`."""
         super().close()
         self.is_closed = True
-        self.slot_places, self.folded_places = [], []
-        self._own_table = memoryview(b"")

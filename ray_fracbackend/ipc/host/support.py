@@ -22,15 +22,12 @@ _PID_NAMESPACE = "/proc/self/ns/pid"
 def host_id() -> str:
     """Return a string that is equal exactly for processes that can open each other's memory.
 
-    It consists of boot id, host name and PID namespace. `RAY_FRACBACKEND_IPC_HOST` is appended if set: it can split a
-    host into several, but cannot merge two hosts.
+    It consists of boot id, host name and PID namespace.
     """
     try:
-        detected = f"{_BOOT_ID.read_text().strip()}/{socket.gethostname()}/{os.readlink(_PID_NAMESPACE)}"
+        return f"{_BOOT_ID.read_text().strip()}/{socket.gethostname()}/{os.readlink(_PID_NAMESPACE)}"
     except OSError:
-        detected = socket.gethostname()
-    override = knobs.host_override()
-    return detected if override is None else f"{detected}/{override}"
+        return socket.gethostname()
 
 
 def host_memory_support() -> str | None:

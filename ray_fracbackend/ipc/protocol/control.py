@@ -15,7 +15,6 @@ Used by every rank; imports only the errors' base class from torch. Layout (8-by
       +8   sleepers: one byte for each rank (modulo 64), set by that rank while it may be sleeping on the bell
       +16  two call descriptions (of even and odd calls) of DESCRIPTION_BYTES
       +80  reason of this rank's failure, REASON_BYTES, zero-terminated UTF-8
-      +160 areas of this rank's last chunks: one byte per chunk, for slots and for folded areas (see `host.memory`)
 
 The counters, the sleepers and the rest of a block are on separate cache lines (64 bytes).
 """
@@ -23,11 +22,10 @@ The counters, the sleepers and the rest of a block are on separate cache lines (
 from __future__ import annotations
 
 from ..host.arena import Arena
-from ..host.memory import MAX_PLACES
 
 POISON_WORD = 8
 _FIRST_BLOCK = 16
-BLOCK_WORDS = 176
+BLOCK_WORDS = 160
 _CLOSED = 4
 _BELL = 5
 _SLEEPERS = 8
@@ -36,7 +34,6 @@ _DESCRIPTIONS = 16
 DESCRIPTION_BYTES = 256
 _REASON = 80
 REASON_BYTES = 640
-_PLACES = 160
 
 
 def control_bytes(num_ranks: int) -> int:
@@ -57,7 +54,6 @@ class ControlPage:
         counter_index: Index in `words` of each rank's counter; its three counts follow it.
         bell_index: Index in `words` of each rank's bell.
         sleepers: Indices of the words with the bytes of ranks that may be sleeping on this rank's bell.
-        places: Each rank's table of areas, see +160.
     """
 
     def __init__(self, arena: Arena, rank: int, num_ranks: int) -> None:
@@ -67,8 +63,6 @@ class ControlPage:
         self.words = self._bytes.cast("q")
         self.counter_index = [_FIRST_BLOCK + r * BLOCK_WORDS for r in range(num_ranks)]
         self.bell_index = [index + _BELL for index in self.counter_index]
-        starts = [(index + _PLACES) * 8 for index in self.counter_index]
-        self.places = [self._bytes[start : start + 2 * MAX_PLACES] for start in starts]
         first = self.counter_index[rank] + _SLEEPERS
         self.sleepers = range(first, first + min(_SLEEPERS_BYTES, num_ranks + 7) // 8)
         self._described = [b"", b""]

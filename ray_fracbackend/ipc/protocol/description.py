@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,10 +15,6 @@ from .control import DESCRIPTION_BYTES
 
 # The first KEY_BYTES of a description must be equal on all ranks; the rest only appears in messages.
 KEY_BYTES = 128
-
-
-# Extra time to wait for a rank that itself waits for others: that rank then times out first and reports the cause.
-_SLACK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -36,10 +33,6 @@ class Terms:
     def within(description: bytes, timeout_s: float) -> Terms:
         """Return the terms of a call that starts now."""
         return Terms(description, time.monotonic() + timeout_s)
-
-    def later(self) -> Terms:
-        """Return terms with a later deadline, to wait for a rank that itself waits under these terms."""
-        return Terms(self.description, self.deadline + _SLACK_S)
 
     def left(self) -> timedelta:
         """Return the remaining time; never zero, which would mean that the call sets no timeout."""
@@ -60,7 +53,7 @@ def describe_call(
 ) -> bytes:
     """Describe one collective call.
 
-    Two ranks agree if operation, dtype, reduce operation, root and number of elements are equal. Different shapes with
+    Two ranks agree if operation (with lists or with one tensor), dtype, reduce operation, root and number of elements are equal. Different shapes with
     the same number of elements agree, as they do for Gloo. `reduce_op` is a ``RedOpType``.
 
     Returns:
@@ -69,7 +62,8 @@ def describe_call(
     numel = "" if shape is None else str(shape.numel())
     dtype_name = "" if dtype is None else str(dtype).removeprefix("torch.")
     op_name = "" if reduce_op is None else reduce_op.name
-    key = f"{operation}|{dtype_name}|{numel}|{op_name}|{'' if root is None else root}"
+    kind = re.sub("_into_tensor$|_tensor$|_single$", "", operation)
+    key = f"{kind}|{dtype_name}|{numel}|{op_name}|{'' if root is None else root}"
     text = operation
     details = []
     if shape is not None:
@@ -93,19 +87,20 @@ def _field(text: str, num_bytes: int) -> bytes:
     return data.ljust(num_bytes, b"\0")
 
 
-def through_gloo(description: bytes) -> bytes:
-    """Return the description of the same call through Gloo; it differs from a call through shared memory."""
-    return _marked(description, b"G", "through Gloo")
+def through_gloo(terms: Terms) -> Terms:
+    """Return the terms of the same call through Gloo; its description differs from a call through shared memory."""
+    return _marked(terms, b"G", "through Gloo")
 
 
-def first_on_device(description: bytes) -> bytes:
-    """Return the description of the same call on a device that the group must set up first."""
-    return _marked(description, b"D", "on a CUDA device")
+def first_on_device(terms: Terms) -> Terms:
+    """Return the terms of the same call on a device that the group must set up first."""
+    return _marked(terms, b"D", "on a CUDA device")
 
 
-def _marked(description: bytes, mark: bytes, how: str) -> bytes:
-    text = f"{description_text(description)} {how}"
-    return description[: KEY_BYTES - 1] + mark + _field(text, DESCRIPTION_BYTES - KEY_BYTES)
+def _marked(terms: Terms, mark: bytes, how: str) -> Terms:
+    text = f"{description_text(terms.description)} {how}"
+    key = terms.description[: KEY_BYTES - 1] + mark
+    return Terms(key + _field(text, DESCRIPTION_BYTES - KEY_BYTES), terms.deadline)
 
 
 @lru_cache(maxsize=4096)
@@ -116,4 +111,4 @@ def description_text(description: bytes) -> str:
 
 def operation_of(description: bytes) -> str:
     """Return the name of the operation."""
-    return description[: description.index(b"|")].decode("ascii")
+    return description_text(description).partition("(")[0]

@@ -14,7 +14,7 @@ from ..host.liveness import Peer
 from ..host.memory import SlotMemory
 from .control import ControlPage
 from .description import KEY_BYTES, Terms, description_text
-from .schedule import DONE, READ, WRITTEN, Action, Course
+from .schedule import DONE, WRITTEN, Action, Course
 from .waiting import Waiter
 
 # Bound once: looking up an enum member takes as long as comparing it, and a call does both several times.
@@ -84,7 +84,7 @@ class Engine:
         self._names = names
         self.peers = [(rank + i) % len(peers) for i in range(1, len(peers))]
         self._others = [(peer, self.control.counter_index[peer]) for peer in self.peers]
-        transport.attach(self.control.words, self.control.counter_index, self.control.places)
+        transport.attach(self.control.words, self.control.counter_index)
         self.last_chunk = 0
         self.is_closed = False
 
@@ -112,7 +112,6 @@ class Engine:
     def _run_actions(self, call: Call, what: str) -> None:
         transport, waiter, observer, put = self.transport, self.waiter, self.observer, call.put
         words, others, terms, is_checked = self.control.words, self._others, call.terms, False
-        is_pending = False
         first = self.last_chunk + 1
         course = Course(
             first,
@@ -131,9 +130,6 @@ class Engine:
             self._publish(course)
         while True:
             action = course.next(words, others)
-            if is_pending and not course.joins(action):
-                self._publish(course)
-                is_pending = False
             chunk = course.chunk
             if action is _AWAIT:
                 if observer is not None:
@@ -149,11 +145,10 @@ class Engine:
                     observer(action, chunk - first)
                 assert put is not None
                 readers = self.peers if call.readers is None else call.readers
-                transport.prepare_put(chunk, course.least(words, others, READ), readers)
+                transport.prepare_put(chunk, readers)
                 put(chunk - first, chunk)
                 course.after(action)
                 self._publish(course)
-                is_pending = False
                 continue
             if not is_checked:
                 if observer is not None:
@@ -168,7 +163,6 @@ class Engine:
                 assert call.fold is not None
                 transport.wait(self.peers, WRITTEN, chunk)
                 transport.wait(self.peers, DONE, chunk - transport.num_slots)
-                transport.prepare_fold(chunk, course.least(words, others, DONE))
                 call.fold(chunk - first, chunk)
             else:
                 assert call.take is not None
@@ -177,9 +171,7 @@ class Engine:
             course.after(action)
             if action is _TAKE and course.is_over():
                 break  # the next call announces this chunk
-            is_pending = course.waits_for_next(action)
-            if not is_pending:
-                self._publish(course)
+            self._publish(course)
         self.last_chunk = course.last
 
     def _publish(self, course: Course) -> None:

@@ -1,4 +1,4 @@
-"""Collectives over torch's Gloo backend, between all ranks or between the leaders of hosts. Imports torch.
+"""Collectives over torch's Gloo backend, for the staged backend. Imports torch.
 
 Gloo supports few element types, no AVG and not every reduce_scatter. Its MIN and MAX keep or lose a NaN, depending on
 the order. If Gloo does not reduce as `Reduction` does, ranks exchange the bytes and each rank reduces them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -43,102 +43,6 @@ _MEET = describe_call("process of each rank")
 _FIRST_SLICE_S, _LAST_SLICE_S = 0.1, 2.0
 # Time to wait for data that a rank may have sent before it left or died.
 _GRACE_S = 2.0
-
-
-class GlooGroup:
-    """Collectives of flat, contiguous CPU tensors over a Gloo group. Raises torch's errors.
-
-    Args:
-        group: The Gloo group.
-        rank: This process's rank in it.
-        names: Name of each of its ranks in messages.
-        wait: Waits for a Work of the group under the terms of its call; by default with the timeout of the Work.
-    """
-
-    def __init__(
-        self,
-        group: Any,
-        rank: int,
-        names: Sequence[str],
-        wait: Callable[[Any, Terms], None] = lambda work, terms: work.wait(),
-    ) -> None:
-        self.group = group
-        self.rank = rank
-        self._names = names
-        self._wait = wait
-
-    def agree(self, terms: Terms) -> None:
-        """Compare the descriptions of a call; return once all ranks have called it.
-
-        Raises:
-            CollectiveMismatchError: Ranks have called different collectives; every rank raises.
-        """
-        own = torch.frombuffer(bytearray(terms.description), dtype=torch.uint8)
-        for rank, tensor in enumerate(self.gathered(own, terms)):
-            theirs = bytes(tensor.tolist())
-            if theirs[:KEY_BYTES] != terms.description[:KEY_BYTES]:
-                raise CollectiveMismatchError(
-                    f"{self._names[self.rank]} called {description_text(terms.description)} while "
-                    f"{self._names[rank]} called {description_text(theirs)} for the same collective "
-                    f"of the group; all ranks must make the same calls in the same order."
-                )
-
-    def gathered(self, tensor: torch.Tensor, terms: Terms) -> list[torch.Tensor]:
-        """Return the `tensor` of every rank, indexed by rank; all have the same size."""
-        parts = [torch.empty_like(tensor) for _ in self._names]
-        self.gather(tensor, parts, None, terms)
-        return parts
-
-    def gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root: int | None, terms: Terms) -> None:
-        """Gather ``tensor`` into the root's `outputs`, or into every rank's if root is None."""
-        if not tensor.numel():
-            return
-        if root is None:
-            options = _options("Allgather", terms)
-            self._wait(self.group.allgather([list(outputs)], [tensor], options), terms)
-        else:
-            options = _options("Gather", terms, rootRank=root)
-            targets = [list(outputs)] if self.rank == root else []
-            self._wait(self.group.gather(targets, [tensor], options), terms)
-
-    def reduce(self, partial: torch.Tensor, out: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
-        """Combine the `partial` results of all ranks into every rank's `out`; all ranks get the same bytes.
-
-        Args:
-            partial: Tensor of the reduction's accumulation type; overwritten.
-            out: Tensor of its element type.
-            reduction: The reduction of the whole group, as AVG divides by the group's number of ranks.
-            terms: Terms of the call.
-        """
-        if partial.dtype in _DTYPES and reduction.op in _OPS:
-            if partial.numel():
-                options = _options("Allreduce", terms, reduceOp=_OPS[reduction.op])
-                self._wait(self.group.allreduce([partial], options), terms)
-            reduction.finish(partial)
-            merged = partial
-        else:
-            parts = [part.view(partial.dtype) for part in self.gathered(as_bytes(partial), terms)]
-            merged = torch.empty_like(partial)
-            reduction.of_partials().reduce(merged, parts)
-        if merged is not out:
-            out.copy_(merged)
-
-    def broadcast(self, data: torch.Tensor, root: int, terms: Terms) -> None:
-        """Copy the root's `data` into every rank's `data`."""
-        if data.numel():
-            self._wait(self.group.broadcast([data], _options("Broadcast", terms, rootRank=root)), terms)
-
-    def exchange(self, inputs: SomeParts, outputs: SomeParts, terms: Terms) -> None:
-        """Send the bytes of ``inputs[r]`` to rank r and receive ``outputs[r]`` from it; None means no data."""
-        empty = torch.empty(0, dtype=torch.uint8)
-        sources = [empty if t is None else as_bytes(t) for t in inputs]
-        targets = [empty if t is None else as_bytes(t) for t in outputs]
-        received = torch.empty(sum(t.numel() for t in targets), dtype=torch.uint8)
-        out_sizes, in_sizes = [t.numel() for t in targets], [t.numel() for t in sources]
-        options = _options("AllToAll", terms)
-        self._wait(self.group.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options), terms)
-        for target, part in zip(targets, received.split_with_sizes(out_sizes), strict=True):
-            target.copy_(part)
 
 
 def _options(kind: str, terms: Terms, **fields: Any) -> Any:
@@ -176,10 +80,9 @@ class GlooCollectives:
         self._closed = False
         try:
             with decoded():
-                gloo = ProcessGroupGloo(PrefixStore("group", self._store), rank, len(names), timeout)
+                self._gloo: Any = ProcessGroupGloo(PrefixStore("group", self._store), rank, len(names), timeout)
         except RuntimeError as error:
             raise IpcError(f"{len(names)} ranks cannot connect through Gloo: {error}") from error
-        self._group = GlooGroup(gloo, rank, names, self._wait)
         own = {"host": host_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
         # All ranks wait here: if one left before another has connected, that one would report a broken network.
         infos = share(self, names, lambda: own, Terms.within(_MEET, timeout.total_seconds()))
@@ -240,7 +143,7 @@ class GlooCollectives:
 
     def _drop(self, idle: bool = False) -> None:
         """Drop the Gloo group; in a thread if it may not be idle, as its destructor waits for running operations."""
-        dropped, self._group.group = [self._group.group], None
+        dropped, self._gloo = [self._gloo], None
         if not idle:
             start_daemon(dropped.clear, "drop a Gloo group")
 
@@ -269,13 +172,13 @@ class GlooCollectives:
         self._closed = True
 
     @contextmanager
-    def _agreed(self, terms: Terms) -> Iterator[GlooGroup]:
+    def _agreed(self, terms: Terms) -> Iterator[None]:
         """Compare descriptions, then run the block; mark the group as broken if either fails."""
         what = description_text(terms.description)
         self.raise_if_unusable(what)
         try:
-            self._group.agree(terms)
-            yield self._group
+            self._agree(terms)
+            yield
         except BaseException as error:
             reason, late = str(error), terms.is_late()
             if not isinstance(error, IpcError):
@@ -296,32 +199,87 @@ class GlooCollectives:
 
     def reduce(self, tensor: torch.Tensor, root: int | None, reduction: Reduction, terms: Terms) -> None:
         """See `LocalCollectives.reduce`; all ranks get the result, and ranks other than the root drop it."""
-        with self._agreed(terms) as group:
-            wide = reduction.accumulate_dtype != tensor.dtype
-            keeps = root not in (None, self.rank)
-            partial = tensor.to(reduction.accumulate_dtype, copy=wide or keeps)
-            group.reduce(partial, torch.empty_like(tensor) if keeps else tensor, reduction, terms)
+        with self._agreed(terms):
+            out = tensor if root in (None, self.rank) else torch.empty_like(tensor)
+            if reduction.accumulate_dtype not in _DTYPES or reduction.op not in _OPS or not tensor.numel():
+                parts = self._gathered(as_bytes(tensor), terms)
+                reduction.reduce(out, [part.view(tensor.dtype) for part in parts])
+                return
+            total = tensor.to(reduction.accumulate_dtype, copy=out is not tensor)
+            options = _options("Allreduce", terms, reduceOp=_OPS[reduction.op])
+            self._wait(self._gloo.allreduce([total], options), terms)
+            reduction.finish(total)
+            if total is not out:
+                out.copy_(total)
 
     def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> None:
         """See `LocalCollectives.broadcast`."""
-        with self._agreed(terms) as group:
-            group.broadcast(as_bytes(tensor), root, terms)
+        with self._agreed(terms):
+            if tensor.numel():
+                options = _options("Broadcast", terms, rootRank=root)
+                self._wait(self._gloo.broadcast([as_bytes(tensor)], options), terms)
 
     def gather(self, tensor: torch.Tensor, outputs: Parts | None, root: int | None, terms: Terms) -> None:
         """See `LocalCollectives.gather`; an output may be `tensor` itself, but must not overlap it otherwise."""
-        with self._agreed(terms) as group:
-            group.gather(as_bytes(tensor), [as_bytes(output) for output in outputs or ()], root, terms)
+        with self._agreed(terms):
+            self._gather(as_bytes(tensor), [as_bytes(output) for output in outputs or ()], root, terms)
 
     def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
         """See `LocalCollectives.reduce_scatter`; each rank receives the parts that it reduces."""
-        with self._agreed(terms) as group:
+        with self._agreed(terms):
             received = torch.empty((self.num_ranks, output.numel()), dtype=output.dtype)
             if output.numel():
-                group.exchange(inputs, list(received), terms)
+                self._exchange(inputs, list(received), terms)
             reduction.reduce(output, list(received))
 
     def exchange(self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, terms: Terms) -> None:
         """See `LocalCollectives.exchange`."""
-        with self._agreed(terms) as group:
+        with self._agreed(terms):
             if max_bytes:
-                group.exchange(inputs, outputs, terms)
+                self._exchange(inputs, outputs, terms)
+
+    def _agree(self, terms: Terms) -> None:
+        """Compare the descriptions of a call; return once all ranks have called it.
+
+        Raises:
+            CollectiveMismatchError: Ranks have called different collectives; every rank raises.
+        """
+        own = torch.frombuffer(bytearray(terms.description), dtype=torch.uint8)
+        for rank, tensor in enumerate(self._gathered(own, terms)):
+            theirs = bytes(tensor.tolist())
+            if theirs[:KEY_BYTES] != terms.description[:KEY_BYTES]:
+                raise CollectiveMismatchError(
+                    f"{self._names[self.rank]} called {description_text(terms.description)} while "
+                    f"{self._names[rank]} called {description_text(theirs)} for the same collective "
+                    f"of the group; all ranks must make the same calls in the same order."
+                )
+
+    def _gathered(self, tensor: torch.Tensor, terms: Terms) -> list[torch.Tensor]:
+        """Return the `tensor` of every rank, indexed by rank; all have the same size."""
+        parts = [torch.empty_like(tensor) for _ in self._names]
+        self._gather(tensor, parts, None, terms)
+        return parts
+
+    def _gather(self, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], root: int | None, terms: Terms) -> None:
+        """Gather ``tensor`` into the root's `outputs`, or into every rank's if root is None."""
+        if not tensor.numel():
+            return
+        if root is None:
+            options = _options("Allgather", terms)
+            self._wait(self._gloo.allgather([list(outputs)], [tensor], options), terms)
+        else:
+            options = _options("Gather", terms, rootRank=root)
+            targets = [list(outputs)] if self.rank == root else []
+            self._wait(self._gloo.gather(targets, [tensor], options), terms)
+
+    def _exchange(self, inputs: SomeParts, outputs: SomeParts, terms: Terms) -> None:
+        """Send the bytes of ``inputs[r]`` to rank r and receive ``outputs[r]`` from it; None means no data."""
+        empty = torch.empty(0, dtype=torch.uint8)
+        sources = [empty if t is None else as_bytes(t) for t in inputs]
+        targets = [empty if t is None else as_bytes(t) for t in outputs]
+        received = torch.empty(sum(t.numel() for t in targets), dtype=torch.uint8)
+        out_sizes, in_sizes = [t.numel() for t in targets], [t.numel() for t in sources]
+        options = _options("AllToAll", terms)
+        self._wait(self._gloo.alltoall_base(received, torch.cat(sources), out_sizes, in_sizes, options), terms)
+        for target, part in zip(targets, received.split_with_sizes(out_sizes), strict=True):
+            target.copy_(part)

@@ -8,17 +8,15 @@ every rank is a root.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from ..host.memory import share_bytes
 from .description import Terms
 from .engine import Call, ChunkFunction, Engine
 from .reductions import Reduction
 
 _LINE_BYTES = 64
-# The only local rank that folds, if the leader reduces. Its folded area holds a whole chunk.
+# The only rank that folds in memory that is reduced by one rank. Its folded area holds a whole chunk.
 LEADER = 0
 
 # One tensor for each rank; None if a rank sends or receives nothing.
@@ -26,46 +24,25 @@ Parts = Sequence[torch.Tensor]
 SomeParts = Sequence[torch.Tensor | None]
 
 
-@dataclass(frozen=True)
-class ReductionPlan:
-    """Algorithm of an all_reduce; which one is fastest depends on the memory.
-
-    Attributes:
-        one_pass_bytes: Up to this size every rank reduces everything itself.
-        two_pass_ranks: Below this number of ranks, every rank reduces everything itself, for any size.
-        by_leader: In two passes the first rank reduces whole chunks; otherwise each rank reduces its share.
-    """
-
-    one_pass_bytes: int
-    two_pass_ranks: int
-    by_leader: bool
-
-    def folded_bytes(self, chunk_bytes: int, num_ranks: int) -> list[int]:
-        """Return the bytes of each local rank's folded area: a share of a chunk; with a leader, a whole chunk or 0."""
-        if self.by_leader:
-            return [chunk_bytes if rank == LEADER else 0 for rank in range(num_ranks)]
-        return [share_bytes(chunk_bytes, num_ranks)] * num_ranks
-
-
 class LocalCollectives:
     """Collectives of one host.
 
     Args:
         engine: Runs the calls.
-        plan: Algorithm of reductions.
+        one_pass_bytes: Up to this size each rank reduces everything itself, in host memory with two ranks for any size.
 
     Attributes:
         engine: See above.
-        plan: See above.
+        one_pass_bytes: See above.
         memory: The engine's memory for tensors.
     """
 
-    def __init__(self, engine: Engine, plan: ReductionPlan) -> None:
+    def __init__(self, engine: Engine, one_pass_bytes: int) -> None:
         self.engine = engine
+        self.one_pass_bytes = one_pass_bytes
         self.rank = engine.rank
         self.num_ranks = engine.num_ranks
         self.memory = engine.transport
-        self.plan = plan
 
     def _chunking(self, numel: int, itemsize: int, parts: int = 1) -> tuple[int, int]:
         """Return elements per chunk and number of chunks, for slots that hold `parts` pieces of each chunk."""
@@ -93,25 +70,17 @@ class LocalCollectives:
         if idle:
             self.memory.close()
 
+    def takes_two_passes(self, num_bytes: int) -> bool:
+        """Return whether a tensor of this size is reduced in two passes: each rank or the leader folds, then all take the results."""
+        return self.num_ranks > (1 if self.memory.by_leader else 2) and num_bytes > self.one_pass_bytes
+
     def barrier(self, terms: Terms) -> None:
         """Return once every rank has called this."""
         self.engine.run(Call(terms, 1, None, None))
 
-    def reduce(
-        self,
-        tensor: torch.Tensor,
-        root: int | None,
-        reduction: Reduction,
-        terms: Terms,
-        partial: torch.Tensor | None = None,
-    ) -> None:
-        """Reduce into the root's `tensor`, or into its `partial` of the accumulation type; others are unchanged.
-
-        If all ranks are roots, all get bitwise the same result.
-        """
-        final, out = partial is None, None
-        if root in (None, self.rank):
-            out = tensor if partial is None else partial
+    def reduce(self, tensor: torch.Tensor, root: int | None, reduction: Reduction, terms: Terms) -> None:
+        """Reduce into the root's `tensor`; others are unchanged. If all ranks are roots, all get bitwise the same result."""
+        out = tensor if root in (None, self.rank) else None
         dtype, own, memory = tensor.dtype, self.rank, self.memory
         per_chunk, num_chunks = self._chunking(tensor.shape[0], tensor.itemsize)
 
@@ -119,10 +88,8 @@ class LocalCollectives:
             piece = tensor if num_chunks == 1 else tensor[index * per_chunk : (index + 1) * per_chunk]
             memory.slot(own, chunk, dtype, 0, piece.shape[0]).copy_(piece)
 
-        plan = self.plan
-        two_passes = self.num_ranks >= plan.two_pass_ranks and tensor.nbytes > plan.one_pass_bytes and final
         # With a single root, a leader would only add a copy.
-        if two_passes and (root is None or not plan.by_leader):
+        if self.takes_two_passes(tensor.nbytes) and (root is None or not memory.by_leader):
             self.engine.run(self._two_pass_reduction(tensor, out, reduction, terms, put))
             return
 
@@ -133,7 +100,7 @@ class LocalCollectives:
                 low = index * per_chunk
                 piece, source = out[low : low + per_chunk], tensor[low : low + per_chunk]
             # With two ranks, each can read its own part in place; with more, the output would overwrite it too early.
-            self._reduce_slots(reduction, piece, chunk, 0, source if self.num_ranks == 2 else None, final)
+            self._reduce_slots(reduction, piece, chunk, 0, source if self.num_ranks == 2 else None)
 
         readers = None if root is None else (root,)
         self.engine.run(Call(terms, num_chunks, put, take if out is not None else None, readers=readers))
@@ -144,7 +111,7 @@ class LocalCollectives:
         """Return a call that reduces in two passes: each rank or the leader folds, then all take the results."""
         dtype, numel, own, memory, size = tensor.dtype, tensor.shape[0], self.rank, self.memory, self.num_ranks
         per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
-        by_leader = self.plan.by_leader
+        by_leader = memory.by_leader
         folders = (LEADER,) if by_leader else range(size)
         # A leader reads its own part in place; it is not overwritten before it has been folded.
         reads_own = by_leader and own == LEADER and not self._stacks(reduction)
@@ -179,27 +146,21 @@ class LocalCollectives:
 
     def _stacks(self, reduction: Reduction) -> bool:
         """Return whether to reduce all ranks' parts at once; not for two ranks, which need only one kernel anyway."""
-        return self.memory.stacks and self.num_ranks > 2 and reduction.stacks
+        return self.memory.by_leader and self.num_ranks > 2 and reduction.stacks
 
     def _reduce_slots(
-        self,
-        reduction: Reduction,
-        out: torch.Tensor,
-        chunk: int,
-        start: int,
-        own: torch.Tensor | None = None,
-        final: bool = True,
+        self, reduction: Reduction, out: torch.Tensor, chunk: int, start: int, own: torch.Tensor | None = None
     ) -> None:
         """Reduce the slots of a chunk, from element `start`, into `out`; `own` replaces this rank's (empty) slot."""
         memory, end = self.memory, start + out.shape[0]
         if own is None and self._stacks(reduction):
-            reduction.reduce_stack(out, memory.stack(chunk, reduction.dtype, start, end), final=final)
+            reduction.reduce_stack(out, memory.stack(chunk, reduction.dtype, start, end))
             return
         inputs = [
             memory.slot(rank, chunk, reduction.dtype, start, end) if own is None or rank != self.rank else own
             for rank in range(self.num_ranks)
         ]
-        reduction.reduce(out, inputs, final=final)
+        reduction.reduce(out, inputs)
 
     def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> None:
         """Copy the root's `tensor` into every rank's `tensor`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,54 +51,55 @@ def prepare_all_reduce(
     Returns:
         None if such a tensor needs several chunks, for a single rank, or if the group is closed.
     """
-    engine, plan, size, memory = collectives.engine, collectives.plan, collectives.num_ranks, collectives.memory
+    engine, size, memory = collectives.engine, collectives.num_ranks, collectives.memory
     if not isinstance(memory, HostMemory) or size == 1 or tensor.nbytes > memory.chunk_bytes or memory.is_closed:
         return None
     control, waiter, words, peers = engine.control, engine.waiter, engine.control.words, engine.peers
     counts = {kind: [(rank, control.counter_index[rank] + kind) for rank in peers] for kind in (WRITTEN, READ)}
     read = [at for _, at in counts[READ]]
     descriptions, key = [control.keys_of(rank, KEY_BYTES) for rank in peers], description[:KEY_BYTES]
-    own_slots, own_places = memory.own_addresses, memory.slot_places[collectives.rank]
-    num_slots, num_bytes, what = memory.num_slots, tensor.nbytes, description_text(description)
+    own_slots, num_slots, num_bytes = memory.own_addresses, memory.num_slots, tensor.nbytes
+    what = description_text(description)
     # Bound methods, because looking them up takes as long as a call.
-    copy, monotonic, describe, prepare_put = copy_function(), time.monotonic, control.describe, memory.prepare_put
+    copy, monotonic, describe = copy_function(), time.monotonic, control.describe
     acquire, after_copy, publish, wait = memory.acquire, memory.copy_fence, waiter.publish, waiter.wait
     polls = range(waiter.bare_polls)
 
+    # Of the call in progress; 0 until its first wait, because a call without one has no time to look at the clock.
+    deadline = 0.0
+
     def meet(kind: int, chunk: int, opts: Any) -> None:
+        nonlocal deadline
         for rank, at in counts[kind]:
             for _ in polls:
                 if words[at] >= chunk:
                     break
             else:
-                wait(rank, kind, chunk, monotonic() + timeout_s(opts), what)
+                deadline = deadline or monotonic() + timeout_s(opts)
+                wait(rank, kind, chunk, deadline, what)
         acquire()
 
-    readers: Sequence[int] = peers
-    if size >= plan.two_pass_ranks and num_bytes > plan.one_pass_bytes:
-        readers = range(size)
+    if collectives.takes_two_passes(num_bytes):
         finish = _two_passes(collectives, memory, tensor, reduction, meet)
     else:
         finish = _one_pass(collectives, memory, tensor, reduction)
 
     def run(address: int, opts: Any) -> bool:
+        nonlocal deadline
         # The engine raises the error, and reports each step to an observer.
         if engine.is_closed or engine.observer is not None or words[POISON_WORD]:
             return False
         before = engine.last_chunk
-        chunk, least = before + 1, before
+        chunk = before + 1
         for at in read:
-            count = words[at]
-            if count < least:
-                least = count
-        if least < chunk - num_slots:
-            return False
+            if words[at] < chunk - num_slots:
+                return False
+        deadline = 0.0
         try:
             waiter.num_calls = number = waiter.num_calls + 1
             describe(number, description)
             acquire()
-            prepare_put(chunk, least, readers)
-            copy(own_slots[own_places[chunk % num_slots]], address, num_bytes)
+            copy(own_slots[chunk % num_slots], address, num_bytes)
             after_copy()
             publish(chunk, before, before)
             meet(WRITTEN, chunk, opts)
@@ -135,13 +136,13 @@ class _Outputs(dict[int, torch.Tensor]):
 def _one_pass(collectives: LocalCollectives, memory: HostMemory, tensor: torch.Tensor, reduction: Reduction) -> _Finish:
     """Return a function that reduces all ranks' slots into the tensor."""
     size, own, num_slots, outputs = collectives.num_ranks, collectives.rank, memory.num_slots, _Outputs(tensor)
-    slots = list(zip(memory.views(False, tensor.dtype, 0, tensor.numel()), memory.slot_places, strict=True))
-    function, (theirs, their_places), is_first = reduction.pair_function, slots[own - 1], own == 0
+    slots = memory.views(False, tensor.dtype, 0, tensor.numel())
+    function, theirs, is_first = reduction.pair_function, slots[own - 1], own == 0
 
     def reduce_pair(address: int, chunk: int, opts: Any) -> None:
         assert function is not None
         # Each rank reads its own part in place.
-        out, slot = outputs[address], theirs[their_places[chunk % num_slots]]
+        out, slot = outputs[address], theirs[chunk % num_slots]
         if is_first:
             function(out, slot, out=out)
         else:
@@ -149,7 +150,7 @@ def _one_pass(collectives: LocalCollectives, memory: HostMemory, tensor: torch.T
 
     def reduce_all(address: int, chunk: int, opts: Any) -> None:
         out, index = outputs[address], chunk % num_slots
-        parts = [views[places[index]] for views, places in slots]
+        parts = [views[index] for views in slots]
         if size == 2:  # with more, the output would overwrite the own part too early
             parts[own] = out
         reduction.reduce(out, parts)
@@ -161,26 +162,23 @@ def _two_passes(
     collectives: LocalCollectives, memory: HostMemory, tensor: torch.Tensor, reduction: Reduction, meet: _Meet
 ) -> _Finish:
     """Return a function that reduces this rank's share of all slots into its folded area, then copies all ranks' shares."""
-    assert not collectives.plan.by_leader
     engine, own, size, dtype = collectives.engine, collectives.rank, collectives.num_ranks, tensor.dtype
     bounds = [tensor.numel() * rank // size for rank in range(size + 1)]
     low, high = bounds[own], bounds[own + 1]
-    slots = list(zip(memory.views(False, dtype, low, high), memory.slot_places, strict=True))
-    areas, own_places = memory.views(True, dtype, 0, high - low)[own], memory.folded_places[own]
+    slots, areas = memory.views(False, dtype, low, high), memory.views(True, dtype, 0, high - low)[own]
     edges = [bound * tensor.itemsize for bound in bounds]
-    shares = list(zip(edges, edges[1:], memory.folded_addresses, memory.folded_places, strict=False))
-    copy, prepare_fold, num_slots = copy_function(), memory.prepare_fold, memory.num_slots
+    shares = list(zip(edges, edges[1:], memory.folded_addresses, strict=False))
+    copy, num_slots = copy_function(), memory.num_slots
     release, publish = memory.release_fence, engine.waiter.publish
 
     def finish(address: int, chunk: int, opts: Any) -> None:
         index, before = chunk % num_slots, chunk - 1
         # All have written this chunk in this call, so they have finished the calls before it.
-        prepare_fold(chunk, before)
-        reduction.reduce(areas[own_places[index]], [views[places[index]] for views, places in slots])
+        reduction.reduce(areas[index], [views[index] for views in slots])
         release()
         publish(chunk, chunk, before)
         meet(READ, chunk, opts)
-        for start, end, addresses, places in shares:
-            copy(address + start, addresses[places[index]], end - start)
+        for start, end, addresses in shares:
+            copy(address + start, addresses[index], end - start)
 
     return finish

@@ -57,10 +57,11 @@ _ROW_FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
 }
 # Types that torch does not compute with, and bool, whose sum is a count.
 _WITHOUT_ROWS = (*_FLOAT8, torch.complex32, torch.bool)
+# No AVG of integers, as in Gloo: their sum may overflow, and such a mean is none of its inputs.
 _ALLOWED: dict[torch.dtype, tuple[Any, ...]] = {
     **dict.fromkeys(_FLOATS, (*_SUMS, Op.PRODUCT, Op.MIN, Op.MAX)),
     **dict.fromkeys(_COMPLEX, (*_SUMS, Op.PRODUCT)),
-    **dict.fromkeys(_INTEGERS, (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR)),
+    **dict.fromkeys(_INTEGERS, (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR)),
     torch.bool: (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR),
 }
 
@@ -104,7 +105,7 @@ class Reduction:
     Args:
         dtype: Element type of inputs and output.
         op: A ``RedOpType`` that passes `check_reduces`.
-        num_ranks: Divisor of AVG; partial results (`final` False) are not divided.
+        num_ranks: Divisor of AVG.
 
     Attributes:
         stacks: Whether `reduce_stack` can be used.
@@ -132,7 +133,7 @@ class Reduction:
                 scratch = self._scratch[device] = torch.empty(numel, dtype=self.accumulate_dtype, device=device)
         return scratch[:numel]
 
-    def reduce_stack(self, out: torch.Tensor, stack: torch.Tensor, *, final: bool = True) -> None:
+    def reduce_stack(self, out: torch.Tensor, stack: torch.Tensor) -> None:
         """Reduce the rows of a tensor in one kernel, on devices; only if `stacks` is true.
 
         torch chooses the order of a sum's terms, which depends only on the number of rows: up to four are in row order.
@@ -140,14 +141,13 @@ class Reduction:
         Args:
             out: See `reduce`; must not share memory with `stack`.
             stack: 2-D tensor of `dtype`, with rows of the length of `out`.
-            final: See `reduce`.
         """
         if self._signed is not None:
             out, stack = out.view(self._signed), stack.view(self._signed)
         if self._flip:
             stack = stack ^ self._flip
         # A sum accumulates in the wider type and rounds once. AVG divides before that; not every product rounds once.
-        wide = self.op in (Op.AVG, Op.PRODUCT) and out.dtype == self.dtype != self.accumulate_dtype
+        wide = self.op in (Op.AVG, Op.PRODUCT) and self.dtype != self.accumulate_dtype
         total = self._scratch_of(out.numel(), out.device) if wide else out
         function = _ROW_FUNCTIONS[self.op]
         if self.op in (Op.MIN, Op.MAX) and total.dtype != stack.dtype:
@@ -156,7 +156,7 @@ class Reduction:
             function(stack, 0, out=total)
         else:
             function(stack, 0, dtype=total.dtype, out=total)
-        self._store(total, out, final)
+        self._store(total, out)
 
     @property
     def pair_function(self) -> Callable[..., torch.Tensor] | None:
@@ -171,21 +171,20 @@ class Reduction:
             return False
         return self.op in (Op.MIN, Op.MAX) or (num_inputs == 2 and not self._divides)
 
-    def reduce(self, out: torch.Tensor, inputs: Sequence[torch.Tensor], *, final: bool = True) -> None:
+    def reduce(self, out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         """Reduce `inputs` in the given order.
 
         Args:
-            out: Result, 1-D, of `dtype` (or of `accumulate_dtype` when not `final`). With two inputs it may be one
-                of them; with more it must not overlap any but the first two.
+            out: Result, 1-D, of `dtype`. With two inputs it may be one of them; with more it must not overlap any but the first
+                two.
             inputs: At least one tensor of `dtype` and of the length of `out`.
-            final: Divide for AVG and convert to `dtype`; False keeps a partial result, to be combined with others.
         """
         if self._signed is not None:
             out, inputs = out.view(self._signed), [tensor.view(self._signed) for tensor in inputs]
         if self._flip:
             inputs = [tensor ^ self._flip for tensor in inputs]
-        widen = self.accumulate_dtype != self.dtype and not (out.dtype == self.dtype and self._rounds_once(len(inputs)))
-        total = self._scratch_of(out.numel(), out.device) if widen and out.dtype == self.dtype else out
+        widen = self.accumulate_dtype != self.dtype and not self._rounds_once(len(inputs))
+        total = self._scratch_of(out.numel(), out.device) if widen else out
         if len(inputs) == 1 or widen:
             total.copy_(inputs[0])
             rest = inputs[1:]
@@ -194,14 +193,13 @@ class Reduction:
             rest = inputs[2:]
         for tensor in rest:
             self._accumulate(total, tensor, widen)
-        self._store(total, out, final)
+        self._store(total, out)
 
-    def _store(self, total: torch.Tensor, out: torch.Tensor, final: bool) -> None:
-        """Store the result in `out`: undo the sign flip, and divide for AVG if `final`."""
+    def _store(self, total: torch.Tensor, out: torch.Tensor) -> None:
+        """Store the result in `out`: undo the sign flip, and divide for AVG."""
         if self._flip:
             total.bitwise_xor_(self._flip)
-        if final and self._divides:
-            self.finish(total)
+        self.finish(total)
         if total is not out:
             out.copy_(total)
 
@@ -210,33 +208,13 @@ class Reduction:
             tensor = tensor.to(self.accumulate_dtype)
         self._function(total, tensor, out=total)
 
-    def _divide_unsigned(self, out: torch.Tensor) -> None:
-        # torch cannot divide unsigned 64-bit integers; halving first keeps the value in the signed range.
-        n = self._num_ranks
-        half = torch.bitwise_and(torch.bitwise_right_shift(out, 1), ~torch.iinfo(out.dtype).min)
-        quotient = torch.div(half, n, rounding_mode="floor") * 2
-        remainder = out - quotient * n
-        quotient += torch.div(remainder, n, rounding_mode="floor")
-        out.copy_(quotient)
-
-    def of_partials(self) -> Reduction:
-        """Return the operation that combines partial results, which are of `accumulate_dtype`."""
-        return Reduction(self.accumulate_dtype, self.op, self._num_ranks)
-
     def finish(self, total: torch.Tensor) -> None:
-        """Divide a complete sum for AVG, in place (integers round toward zero); no effect for other operations."""
+        """Divide a complete sum for AVG, in place; no effect for other operations."""
         if not self._divides:
             return
         if total.is_complex():
             total = torch.view_as_real(total)
-        if total.is_floating_point():
-            # For a Python number, CUDA multiplies by the reciprocal, which rounds differently from a division.
-            total.div_(
-                self._num_ranks
-                if total.is_cpu
-                else torch.full((), self._num_ranks, dtype=total.dtype, device=total.device)
-            )
-        elif self._signed is not None:
-            self._divide_unsigned(total)
-        else:
-            total.div_(self._num_ranks, rounding_mode="trunc")
+        # For a Python number, CUDA multiplies by the reciprocal, which rounds differently from a division.
+        total.div_(
+            self._num_ranks if total.is_cpu else torch.full((), self._num_ranks, dtype=total.dtype, device=total.device)
+        )

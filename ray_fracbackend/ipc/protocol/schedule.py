@@ -1,7 +1,7 @@
 """The slot protocol: the next action of a rank, given the progress of the others. Pure; standard library only.
 
-A collective moves its tensors in chunks, whose numbers continue from one collective to the next. Chunk ``c`` uses entry
-``c % num_slots`` of every rank's tables of slots and folded areas (see `host.memory`). Each rank has three counts, each
+A collective moves its tensors in chunks, whose numbers continue from one collective to the next. Chunk ``c`` uses slot and
+folded area ``c % num_slots`` of every rank (see `host.memory`). Each rank has three counts, each
 the last chunk for which this is true:
 
 * WRITTEN: its part is in its slot;
@@ -19,8 +19,7 @@ the collective. The rules:
 
 If several actions are possible, a rank prefers TAKE, then FOLD, then PUT: on an idle machine each chunk is used while
 it is in the caches. If a peer is late, a rank continues with later chunks while slots are free; if it can do nothing,
-it waits for what its lowest chunk needs. In one pass a TAKE is announced with the PUT after it if that can begin at once.
-The last TAKE of a collective is announced with the next collective's first announcement, which is early enough with two
+it waits for what its lowest chunk needs. The last TAKE of a collective is announced with the next collective's first announcement, which is early enough with two
 or more slots. Every wait ends: the rank with the lowest chunk, at the earliest action, waits for no other rank. tests/ipc
 tests this code in every interleaving of small cases.
 """
@@ -132,14 +131,6 @@ class Course:
         """Return whether this rank has written, read and taken all its chunks."""
         return self.done == self.last == self.written == self.read
 
-    def waits_for_next(self, action: Action) -> bool:
-        """Return whether the announcement of an action that `next` returned waits until the next action is known."""
-        return action is _TAKE and not self.two_passes
-
-    def joins(self, action: Action | None) -> bool:
-        """Return whether the next action, which `next` has returned, begins at once and will announce the last one too."""
-        return action is _PUT and self.done == self.written
-
     def lags(self, words: Sequence[int], peers: Sequence[tuple[int, int]]) -> bool:
         """Return whether a chunk before the one to PUT waits for another rank; if so, set `peer`, `kind` and `value`.
 
@@ -173,15 +164,6 @@ class Course:
         self.peer = next((rank for rank, index in peers if words[index + kind] < value), peers[0][0])
         self.kind, self.value, self.chunk = kind, value, max(value, self.first)
         return _AWAIT
-
-    def least(self, words: Sequence[int], peers: Sequence[tuple[int, int]], kind: int) -> int:
-        """Return the last chunk that all ranks have READ or are DONE with, by `kind`."""
-        value = self.read if kind == READ else self.done
-        for _, index in peers:
-            count = words[index + kind]
-            if count < value:
-                value = count
-        return value
 
     def after(self, action: Action) -> None:
         """Update the counts after this rank has performed the action that `next` returned."""

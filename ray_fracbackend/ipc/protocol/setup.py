@@ -1,7 +1,6 @@
-"""Set up the shared memory of a group: find the ranks of each host, create one arena per host. Imports torch.
+"""Set up the shared memory of a group, whose ranks are on one host. Imports torch.
 
-Each rank announces its host and process in the group's store. The first rank of a host creates the memory, and the
-others open it. No rank continues until every rank of the group has reported that it is attached. So either all ranks
+Each rank announces its host and process in the group's store. The first rank creates the memory, and the others open it. No rank continues until every rank of the group has reported that it is attached. So either all ranks
 have the backend or all raise the same reason.
 """
 
@@ -12,7 +11,7 @@ import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from .collectives import Collectives
 from .control import control_bytes
 from .description import Terms
 from .engine import Engine
-from .local import LocalCollectives, ReductionPlan
+from .local import LocalCollectives
 
 _MESSAGE_BYTES = 4096
 _MAX_ERROR = 1000
@@ -41,45 +40,15 @@ _NO_ARENA = ArenaName(-1, -1, "", 0)
 _SIZES = struct.Struct("=3q")
 
 
-@dataclass(frozen=True)
-class Membership:
-    """The ranks of a group and their hosts.
-
-    Attributes:
-        rank: This process's rank in the group.
-        hosts: Group ranks of each host, ascending; hosts by their lowest rank.
-        names: Name of each group rank in messages: "rank" and its global rank.
-    """
-
-    rank: int
-    hosts: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
-
-    @property
-    def host_index(self) -> int:
-        """Index of this rank's host."""
-        return next(i for i, members in enumerate(self.hosts) if self.rank in members)
-
-    @property
-    def local_ranks(self) -> tuple[int, ...]:
-        """Group ranks of this rank's host."""
-        return self.hosts[self.host_index]
-
-
-def join(
-    store: Any, rank: int, size: int, names: tuple[str, ...], obstacle: str | None = None
-) -> tuple[Membership, LocalCollectives]:
+def join(store: Any, rank: int, size: int, names: tuple[str, ...], obstacle: str | None = None) -> LocalCollectives:
     """Set up the shared memory of a group; every rank of the group must call it.
 
     Args:
         store: The group's own store (prefixed).
         rank: This process's rank in the group.
         size: Number of ranks of the group.
-        names: Name of each group rank in messages.
+        names: Name of each group rank in messages: "rank" and its global rank.
         obstacle: Reason why this rank cannot take part; None to detect it.
-
-    Returns:
-        The group's hosts, and the collectives of this rank's host.
 
     Raises:
         IpcUnavailableError: A rank cannot take part; the message has the rank and the reason.
@@ -92,20 +61,20 @@ def join(
     try:
         infos = [_record(store, f"hello/{other}", _HELLO) for other in range(size)]
         if all(info["error"] is None for info in infos):
-            membership = Membership(rank, group_by_host([info["host"] for info in infos]), names)
-            members = membership.local_ranks
-            arena, (chunk_bytes, num_slots, one_pass_bytes), keep_fd = _open_arena(store, rank, members)
-            data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(len(members)) :]
-            folded = _folded_bytes(chunk_bytes, len(members))
-            local_rank = members.index(rank)
+            if (num_hosts := len({info["host"] for info in infos})) > 1:
+                raise IpcUnavailableError(
+                    f"the ranks are on {num_hosts} hosts; use the staged or the gloo backend for them"
+                )
+            arena, (chunk_bytes, num_slots, one_pass_bytes), keep_fd = _open_arena(store, rank, size)
+            folded = _folded_bytes(chunk_bytes, size)
+            data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(size) :]
             data = data[: memory_bytes(chunk_bytes, folded, num_slots)]
-            memory = HostMemory(data, chunk_bytes, folded, num_slots, local_rank)
-            peers = [Peer(infos[r]["pid"], infos[r]["started"]) for r in members]
-            engine = Engine(arena, local_rank, peers, [names[r] for r in members], memory)
+            memory = HostMemory(data, chunk_bytes, folded, num_slots, rank)
+            engine = Engine(arena, rank, [Peer(info["pid"], info["started"]) for info in infos], list(names), memory)
     except (IpcUnavailableError, OSError, ValueError) as failure:
         error = str(failure)
-        # Other ranks of this host may wait for this rank's memory.
-        store.set(f"arena/{rank}", json.dumps({**asdict(_NO_ARENA), "error": error}))
+        if rank == 0:  # the others may wait for its memory
+            store.set("arena", json.dumps({**asdict(_NO_ARENA), "error": error}))
     try:
         store.set(f"attached/{rank}", json.dumps({"error": error}))
         _raise_first_error([_record(store, f"attached/{other}", _ATTACHED) for other in range(size)], names)
@@ -115,8 +84,7 @@ def join(
             os.close(keep_fd)
     if engine is None:
         raise IpcUnavailableError(f"The ipc backend cannot be used: {error}")
-    plan = ReductionPlan(one_pass_bytes, knobs.TWO_PASS_RANKS, False)
-    return membership, LocalCollectives(engine, plan)
+    return LocalCollectives(engine, one_pass_bytes)
 
 
 def share(
@@ -187,14 +155,6 @@ def _raise_first_error(infos: list[dict[str, Any]], names: tuple[str, ...]) -> N
         raise IpcUnavailableError(f"The ipc backend cannot be used: {failed[0][0]}{others}: {failed[0][1]}")
 
 
-def group_by_host(host_of_rank: list[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host, ascending; hosts by their lowest rank."""
-    hosts: dict[str, list[int]] = {}
-    for rank, host in enumerate(host_of_rank):
-        hosts.setdefault(host, []).append(rank)
-    return tuple(tuple(members) for members in hosts.values())
-
-
 def _folded_bytes(chunk_bytes: int, num_ranks: int) -> list[int]:
     return [share_bytes(chunk_bytes, num_ranks)] * num_ranks
 
@@ -203,8 +163,8 @@ def _arena_bytes(num_ranks: int, chunk_bytes: int, num_slots: int) -> int:
     return control_bytes(num_ranks) + memory_bytes(chunk_bytes, _folded_bytes(chunk_bytes, num_ranks), num_slots)
 
 
-def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena, tuple[int, int, int], int]:
-    """Create or attach this host's arena.
+def _open_arena(store: Any, rank: int, size: int) -> tuple[Arena, tuple[int, int, int], int]:
+    """Create or attach the group's arena.
 
     Returns:
         The arena; the size and number of its slots, and the largest all_reduce in one pass, in bytes; a descriptor to
@@ -215,21 +175,20 @@ def _open_arena(store: Any, rank: int, members: tuple[int, ...]) -> tuple[Arena,
         OSError: The kernel does not provide the memory.
         ValueError: The user set an invalid value of one of these, or the memory is for another number of ranks.
     """
-    key = f"arena/{members[0]}"
-    if rank == members[0]:
-        one_pass_bytes = knobs.one_pass_bytes()
-        arena, name, slots = _create_largest(len(members))
+    if rank == 0:
+        one_pass_bytes = knobs.one_pass_bytes(size)
+        arena, name, slots = _create_largest(size)
         sizes = (*slots, one_pass_bytes)
         _SIZES.pack_into(arena.memory, TOKEN_BYTES, *sizes)
-        store.set(key, json.dumps({**asdict(name), "error": None}))
+        store.set("arena", json.dumps({**asdict(name), "error": None}))
         return arena, sizes, name.fd
-    announced = _record(store, key, _ARENA)
+    announced = _record(store, "arena", _ARENA)
     if (error := announced.pop("error")) is not None:
         raise IpcUnavailableError(error)
     arena = attach_arena(ArenaName(**announced))
     sizes = _SIZES.unpack_from(arena.memory, TOKEN_BYTES)
-    if len(arena.memory) != _arena_bytes(len(members), *sizes[:2]):
-        raise ValueError(f"the memory of rank {members[0]} is not for {len(members)} ranks")
+    if len(arena.memory) != _arena_bytes(size, *sizes[:2]):
+        raise ValueError(f"the memory of rank 0 is not for {size} ranks")
     return arena, sizes, -1
 
 
