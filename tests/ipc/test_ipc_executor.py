@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -249,6 +250,18 @@ def test_a_callback_that_waits_for_a_later_call(can_start: bool) -> None:
     assert executor.close(5.0)
     assert later[0].is_done
     assert bool(errors) == (not can_start)
+
+
+def test_a_group_that_is_dropped_leaves_no_thread() -> None:
+    """As one whose creation fails on another rank."""
+    executor = Executor("test", lambda error: None)
+    executor.start()
+    executor.finish(executor.submit(lambda: None))
+    (thread,) = executor._threads
+    del executor
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def _no_thread(*_: object) -> None:

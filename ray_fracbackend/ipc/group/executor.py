@@ -146,6 +146,7 @@ class Executor:
             RuntimeError: The system does not provide a thread.
         """
         self._start_worker()
+        weakref.finalize(self, self._tokens.put, None).atexit = False  # for a group that is dropped without an end
 
     def is_own(self) -> bool:
         """Return whether this is the process that created the group, and not a forked child."""
@@ -212,7 +213,7 @@ class Executor:
         if timeout_s is None:
             self._run_queued(task)
             task.call_back()
-            return True
+            return task.is_done
         deadline = time.monotonic() + timeout_s
         while not task.is_done and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -241,28 +242,29 @@ class Executor:
                 self._is_running = False
 
     def _start_worker(self) -> None:
-        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        thread = threading.Thread(target=_work, args=(weakref.ref(self), self._tokens), name=self._name, daemon=True)
         thread.start()
         self._threads.append(thread)
         self._num_idle += 1
 
-    def _work(self) -> None:
-        while (task := self._tokens.get()) is not None:
+    def serve(self, task: Task) -> None:
+        """End a task and its callbacks, if no other thread has; in a worker."""
+        if task.is_done and not self._queue and not task.has_callbacks():
+            return
+        with self._lock:
+            self._num_idle -= 1
+        with suppress(BaseException):  # the task keeps the error
+            self._run_queued(task)
+        if task.has_callbacks():
             with self._lock:
-                self._num_idle -= 1
-            with suppress(BaseException):  # the task keeps the error
-                self._run_queued(task)
-            if task.has_callbacks():
-                with self._lock:
-                    if not self._num_idle:
-                        try:
-                            self._start_worker()
-                        except RuntimeError as error:
-                            self._on_error(error)
-                task.call_back()
-            with self._lock:
-                self._num_idle += 1
-        self._tokens.put(None)
+                if not self._num_idle:
+                    try:
+                        self._start_worker()
+                    except RuntimeError as error:
+                        self._on_error(error)
+            task.call_back()
+        with self._lock:
+            self._num_idle += 1
 
     def is_settled(self) -> bool:
         """Return whether the queue is empty and all threads are idle."""
@@ -282,6 +284,14 @@ class Executor:
             free = not self._is_running
             self._turn.release()
         return free and not self._queue
+
+
+def _work(executor_of: Callable[[], Executor | None], tokens: SimpleQueue[Task | None]) -> None:
+    """Serve the tokens of an executor, without keeping it alive."""
+    while (task := tokens.get()) is not None and (executor := executor_of()) is not None:
+        executor.serve(task)
+        del executor, task
+    tokens.put(None)
 
 
 def _nested_error() -> RuntimeError:
