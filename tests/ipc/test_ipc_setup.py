@@ -155,9 +155,18 @@ def test_a_record_of_a_stranger_opens_no_file(job: Job) -> None:
         assert file.read() == token.ljust(num_bytes, b".")
 
 
+def started(code: str) -> subprocess.Popen[str]:
+    """Return a process that runs code: `Popen` returns within ``exec``, before the process has its stack."""
+    command = [sys.executable, "-c", f"print(flush=True); {code}"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    child.stdout.readline()
+    return child
+
+
 def test_a_process_is_dead_once_it_is_a_zombie() -> None:
     """A killed rank counts as dead before its parent has waited for it; a stopped rank does not."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = started("import time; time.sleep(60)")
     peer = Peer(child.pid, start_time(child.pid))
     assert peer.is_alive()
     child.send_signal(signal.SIGSTOP)
@@ -172,8 +181,7 @@ def test_a_process_is_dead_once_it_is_a_zombie() -> None:
 
 def test_a_process_is_gone_once_it_runs_another_program() -> None:
     """It has the same pid and start time after ``exec``, and none of the shared memory."""
-    code = "import os, sys; input(); os.execv(sys.executable, [sys.executable, '-c', 'input()'])"
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
+    child = started("import os, sys; input(); os.execv(sys.executable, [sys.executable, '-c', 'input()'])")
     peer = Peer(child.pid, start_time(child.pid))
     assert peer.is_alive()
     assert child.stdin is not None
