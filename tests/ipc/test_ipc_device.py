@@ -179,6 +179,23 @@ def test_the_owner_of_the_memory_leaves_last(job: Job) -> None:
 
 
 @on_ranks(2, env=FAKE)
+def test_the_set_up_does_not_use_up_the_time_of_a_call(job: Job) -> None:
+    """It takes longer than the group's timeout, and then rank 1 is late, but not too late."""
+    real = side.DeviceSetup.run
+
+    def slowly(*args: Any) -> Any:
+        lane = real(*args)
+        time.sleep(2.5 + 0.5 * job.rank)
+        return lane
+
+    side.DeviceSetup.run = slowly  # type: ignore[method-assign]
+    pg = bare_group(job, "slow", job.rank, job.size, 2.0)
+    tensor = filled(DEVICE_NUMEL)
+    pg.allreduce([tensor], options("Allreduce")).wait()
+    assert bool((tensor == job.size).all())
+
+
+@on_ranks(2, env=FAKE)
 def test_a_group_is_shut_down_with_a_call_on_the_device(job: Job) -> None:
     """Its memory is freed after that call."""
     pg, release, is_over = device_group(job, "busy", job.rank, job.size, 20.0), fake_cuda.FakeCuda.release, []

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ipc_harness import Job, on_ranks
 
 from ray_fracbackend.ipc.group import executor as module
-from ray_fracbackend.ipc.group.executor import Executor, Task
+from ray_fracbackend.ipc.group.executor import DONE, Executor, Task
 
 
 class Alarm(Exception):
@@ -250,6 +250,14 @@ def test_a_callback_that_waits_for_a_later_call(can_start: bool) -> None:
     assert executor.close(5.0)
     assert later[0].is_done
     assert bool(errors) == (not can_start)
+
+
+def test_the_future_of_a_finished_call_is_not_kept() -> None:
+    """All finished works share one task, which would keep the tensors of each."""
+    called: list[int] = []
+    DONE.when_done(lambda: called.append(1))
+    assert called == [1]
+    assert not DONE.has_callbacks()
 
 
 def test_a_group_that_is_dropped_leaves_no_thread() -> None:

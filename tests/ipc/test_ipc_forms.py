@@ -238,3 +238,12 @@ def test_the_forms_of_a_collective_meet(job: Job) -> None:
     assert torch.equal(gathered, torch.tensor([0.0, 1, 2, 3, 1, 2, 3, 4]))
     assert torch.equal(first, 2 * (torch.arange(4.0) + 4 * job.rank))
     assert torch.equal(torch.cat(swapped), torch.tensor([[0.0, 1, 1, 2], [2, 3, 3, 4]])[job.rank])
+
+
+@on_ranks(2)
+def test_the_options_of_a_call_through_gloo_can_be_used_again(job: Job) -> None:
+    """Their time limit is the caller's afterwards, not what was left of it."""
+    job.init()
+    opts = with_options("Allreduce", timeout=timedelta(seconds=20))
+    dist.group.WORLD.allreduce([torch.ones(3).to_sparse()], opts).wait()  # type: ignore[union-attr]
+    assert opts.timeout == timedelta(seconds=20)

@@ -105,8 +105,10 @@ class DeviceSide:
         if self._host.num_ranks == 1:
             self._collectives = LoneCollectives()
             return
+        started = time.monotonic()
         with self.stream_of(device).runtime.current():
             self._set_up(device, terms)
+        terms.deadline += time.monotonic() - started  # the set-up has limits of its own
 
     def _set_up(self, device: torch.device, terms: Terms) -> None:
         if self.staged_reason is None:

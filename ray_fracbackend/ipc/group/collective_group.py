@@ -360,12 +360,14 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             AcceleratorRuntime(device).synchronize()
         operation, *args = call
         copies: dict[int, torch.Tensor] = {}
-        opts.timeout = terms.left()
+        limit, opts.timeout = opts.timeout, terms.left()
         try:
             self._gloo_method(operation)(*(on_host(arg, copies) for arg in args), opts).wait()
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             # Gloo itself reports failures to the other ranks. An unsupported operation must not break the group.
             raise IpcError(str(error)) from error
+        finally:
+            opts.timeout = limit  # the caller may use the options again
         for tensor in written:
             if id(tensor) in copies:
                 tensor.data.copy_(copies[id(tensor)])  # as in `flat_view`

@@ -103,10 +103,12 @@ class Task:
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` after the work, or at once if the work is done. It must do nothing if it is called again."""
-        self._callbacks.append(callback)
-        if self.is_done:
-            with self._lock:
-                callback()
+        if not self.is_done:
+            self._callbacks.append(callback)
+            if not self.is_done:
+                return
+        with self._lock:
+            callback()
 
 
 # Task of a Work whose call has already finished.

@@ -54,17 +54,18 @@ def run_hidden(function: Callable[[], None], flushes: bool) -> None:
         function: The call.
         flushes: `flushes_denormals` of the thread that made it, so that the result does not depend on the one that runs it.
     """
-    if flushes != flushes_denormals():
+    before = flushes_denormals()
+    if flushes != before:
         torch.set_flush_denormal(flushes)
-        try:
-            run_hidden(function, flushes)
-        finally:
-            torch.set_flush_denormal(not flushes)
-    elif dispatch_modes() or active_transform() is not None:
-        with no_dispatch_modes(), no_transforms():
+    try:
+        if dispatch_modes() or active_transform() is not None:
+            with no_dispatch_modes(), no_transforms():
+                function()
+        else:
             function()
-    else:
-        function()
+    finally:
+        if flushes != before:
+            torch.set_flush_denormal(before)
 
 
 def outside_transforms(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

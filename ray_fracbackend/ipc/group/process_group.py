@@ -27,8 +27,8 @@ class IpcProcessGroup(CollectiveGroup):
         global_ranks: Global rank of each group rank, for messages; empty means the same numbers.
 
     Raises:
-        IpcUnavailableError: Shared memory cannot be set up on some rank, the ranks are on several hosts, or an environment variable has an invalid
-            value there. Every rank raises.
+        IpcUnavailableError: Shared memory cannot be set up on some rank, the ranks are on several hosts, or an environment
+            variable has an invalid value. Every rank raises.
     """
 
     _asked_as = frozenset({"ipc"})

@@ -53,8 +53,8 @@ def describe_call(
 ) -> bytes:
     """Describe one collective call.
 
-    Two ranks agree if operation (with lists or with one tensor), dtype, reduce operation, root and number of elements are equal. Different shapes with
-    the same number of elements agree, as they do for Gloo. `reduce_op` is a ``RedOpType``.
+    Two ranks agree if operation (with lists or with one tensor), dtype, reduce operation, root and number of elements are
+    equal. Different shapes with the same number of elements agree, as they do for Gloo. `reduce_op` is a ``RedOpType``.
 
     Returns:
         `DESCRIPTION_BYTES` bytes: `KEY_BYTES` to compare, then text to print.
