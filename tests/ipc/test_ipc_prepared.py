@@ -74,6 +74,27 @@ def has_folded(announced: tuple[int, int, int, int]) -> bool:
     return written == read > done
 
 
+KINDS = ("Allreduce", "Allgather", "ReduceScatter")
+PLACES = ("apart", "in place", "shifted")
+
+
+def made(job: Job, pg: Any, kind: str, whole: torch.Tensor, place: str, opts: Any) -> torch.Tensor:
+    """Make a call with the parts of all ranks in `whole`, and with this rank's part apart from it or in it; return the result's bytes."""
+    part = whole[job.rank]
+    if place == "apart":
+        part = part.clone()
+    elif place == "shifted" and part.numel() > 1:
+        part = whole.view(-1)[1 : part.numel() + 1].view(part.shape)
+    if kind == "Allreduce":
+        output, work = part, pg.allreduce([part], opts)
+    elif kind == "Allgather":
+        output, work = whole, pg._allgather_base(whole, part, opts)
+    else:
+        output, work = part, pg._reduce_scatter_base(part, whole, opts)
+    work.wait()
+    return output.clone().view(-1).view(torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("size", "slots"),
     [(2, 4), *(pytest.param(*sizes, marks=pytest.mark.full) for sizes in ((2, 2), (3, 2), (3, 4), (4, 2), (4, 4)))],
@@ -83,31 +104,34 @@ def test_ranks_on_either_path_have_bitwise_the_results_of_the_engine(job: Job, s
     """The same random calls in two groups; in one of them each rank chooses its path at random. With three ranks also in two passes."""
     plain, mixed = (bare_group(job, name, job.rank, job.size, 30.0) for name in ("plain", "mixed"))
     announced = [announcements(pg) for pg in (plain, mixed)]
-    plain._small_calls.all_reduce = lambda host, tensor, opts: None
-    prepared, own = mixed._small_calls.all_reduce, random.Random(7000 + job.rank)
+    plain._small_calls.find = lambda *args: None
+    prepared, own = mixed._small_calls.find, random.Random(7000 + job.rank)
     used = []
 
-    def sometimes(host: Any, tensor: torch.Tensor, opts: Any) -> Any:
-        found = prepared(host, tensor, opts) if own.random() < 0.7 else None
+    def sometimes(*args: Any) -> Any:
+        found = prepared(*args) if own.random() < 0.7 else None
         used.append(found is not None)
         return found
 
-    mixed._small_calls.all_reduce = sometimes
+    mixed._small_calls.find = sometimes
     calls = random.Random(7)
     shapes = [(), (1,), (3, 5), (1024,), (4096,), (0,), (20_000,), (41, 1001), (100_003,)]
+
     for number in range(300):
         dtype = calls.choice(list(OPS))
-        op, shape = calls.choice(OPS[dtype]), calls.choice(shapes)
-        tensor = data(dtype, shape, 1000 * number + job.rank)
-        is_async, big_numel, results = calls.random() < 0.2, calls.choice((30_000, 200_000)), []
+        kind, place, is_async = calls.choice(KINDS), calls.choice(PLACES), calls.random() < 0.3
+        # All parts of a reduce_scatter in one chunk: with several, the announcements depend on the time.
+        op, shape = calls.choice(OPS[dtype]), calls.choice(shapes[:-2] if kind == "ReduceScatter" else shapes)
+        has_big, big_numel, results = calls.random() < 0.2, calls.choice((30_000, 200_000)), []
         for pg in (plain, mixed):
             big = torch.ones(big_numel)
-            work = pg.allreduce([big], options("Allreduce", asyncOp=True)) if is_async else None
-            results.append(all_reduce(pg, tensor.clone(), op).view(-1).view(torch.uint8))
+            work = pg.allreduce([big], options("Allreduce", asyncOp=True)) if has_big else None
+            whole = data(dtype, (size, *shape), 1000 * number + job.rank)
+            results.append(made(job, pg, kind, whole, place, options(kind, reduceOp=getattr(dist.ReduceOp, op), asyncOp=is_async)))
             if work is not None:
                 work.wait()
                 assert bool((big == job.size).all())
-        assert torch.equal(*results), (number, dtype, op, shape)
+        assert torch.equal(*results), (number, kind, dtype, op, shape, place, is_async)
         if calls.random() < 0.1:
             for pg in (plain, mixed):
                 pg.barrier(options("Barrier")).wait()
@@ -120,7 +144,7 @@ def test_ranks_on_either_path_have_bitwise_the_results_of_the_engine(job: Job, s
 
 def spy(pg: Any) -> list[bool]:
     """Return a list that gets an entry at each use of the prepared path."""
-    used, find = [], pg._small_calls.all_reduce
+    used, find = [], pg._small_calls.find
 
     def noted(*args: Any) -> Any:
         found = find(*args)
@@ -128,7 +152,7 @@ def spy(pg: Any) -> list[bool]:
             used.append(True)
         return found
 
-    pg._small_calls.all_reduce = noted
+    pg._small_calls.find = noted
     return used
 
 
@@ -171,7 +195,7 @@ def test_it_is_used_for_what_it_can_do(job: Job) -> None:
     assert (negative.is_neg(), negative.is_contiguous()) == (True, True)
     for tensor in (negative, torch.ones(2, 4).t(), torch.ones(4, 2).to_sparse()):
         check(False, tensor)
-    check(False, torch.ones(4, 2), asyncOp=True)
+    check(True, torch.ones(4, 2), asyncOp=True)
     with torch.profiler.profile():
         check(False, torch.ones(4, 2))
     with BaseTorchDispatchMode():  # changes nothing
@@ -184,7 +208,7 @@ def test_it_is_used_for_what_it_can_do(job: Job) -> None:
 
     # No address: a tensor of zeros only, or one in a transform of torch.func.
     def is_prepared(tensor: torch.Tensor) -> bool:
-        return pg._small_calls.all_reduce(pg._host, tensor, options("Allreduce")) is not None
+        return pg._small_calls.find(pg._host, "all_reduce", tensor, tensor, dist.ReduceOp.SUM) is not None
 
     def loss(tensor: torch.Tensor) -> torch.Tensor:
         assert not is_prepared(tensor)
@@ -267,12 +291,14 @@ def test_the_work_of_a_prepared_call(job: Job) -> None:
 def test_what_was_prepared_ends_with_the_group(job: Job) -> None:
     """Closed between the choice of the path and the call, as another thread may do, the call does not run; its memory is freed."""
     pg, _ = with_prepared_call(job)
-    run, address = pg._small_calls.all_reduce(pg._host, torch.ones(4), options("Allreduce"))
+    tensor = torch.ones(4)
+    call, *addresses = pg._small_calls.find(pg._host, "all_reduce", tensor, tensor, dist.ReduceOp.SUM)
     pg.barrier(options("Barrier")).wait()
     pg.shutdown()
-    assert not run(address, options("Allreduce"))
+    assert not call.run(*addresses, options("Allreduce"))
+    assert not call.start(*addresses, options("Allreduce"), pytest.fail)
     calls = pg._small_calls._kinds
-    del pg, run, _
+    del pg, call, _
     gc.collect()
     assert calls == {}
     assert mapped_arenas() == []

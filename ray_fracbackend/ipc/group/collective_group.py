@@ -491,17 +491,44 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         return reduction, premul_factor(op) if kind is RedOpType.PREMUL_SUM else None
 
     def _small_all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Make a call on its prepared path and return its Work; None if it needs the general path."""
         if type(tensors) is not list or len(tensors) != 1:
             return None
-        tensor = tensors[0]
-        call = self._small_calls.all_reduce(self._host, tensor, opts)
-        if call is None or not self._executor.run(*call, opts):
+        return self._small("all_reduce", tensors[0], tensors[0], opts, opts.reduceOp)
+
+    def _small_reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        return self._small("reduce_scatter_tensor", output, tensor, opts, opts.reduceOp)
+
+    def _small_all_gather(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        return self._small("all_gather_into_tensor", output, tensor, opts)
+
+    def _small(
+        self, operation: str, output: torch.Tensor, source: torch.Tensor, opts: Any, reduce_op: Any = None
+    ) -> Any:
+        """Make a call on its prepared path and return its Work; None if it needs the general path."""
+        found = self._small_calls.find(self._host, operation, output, source, reduce_op)
+        if found is None:
+            return None
+        call, to, address = found
+        if not wants_async(opts):
+            done = self._executor.run(call.run, to, address, opts)
+        elif self._executor.is_free():
+            done = self._executor.run(call.start, to, address, opts, partial(self._queue, output, source))
+        else:
+            return None
+        if not done:
             return None
         self._num_calls += 1
+        if done is not True:
+            return done
         work = FinishedWork()
-        work.tensors = [tensor]
+        work.tensors = [output]
         return work
+
+    def _queue(self, output: torch.Tensor, source: torch.Tensor, rest: Callable[[], None]) -> IpcWork:
+        """Queue the rest of a prepared call, and keep its tensors until then."""
+        flushes = flushes_denormals()
+        kept = partial(lambda *_: run_hidden(rest, flushes), output, source)
+        return IpcWork(self._executor.submit(kept), self._executor, [output])
 
     @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"), first=_small_all_reduce)
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
@@ -554,7 +581,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         output, parts = single(outputs, "reduce_scatter"), lists(inputs)
         return self._reduce_scatter("reduce_scatter", output, parts, opts, ("reduce_scatter", [output], [parts]))
 
-    @takes("ReduceScatterOptions", "outputTensor", "inputTensor")
+    @takes("ReduceScatterOptions", "outputTensor", "inputTensor", first=_small_reduce_scatter)
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Reduce a tensor and store its r-th part in rank r's output."""
         gloo = ("reduce_scatter_single", output, tensor)
@@ -646,7 +673,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         calls = [([outs], [tensor]) for *outs, tensor in zip(*output_lists, inputs, strict=True)]
         return self._all_of("allgather", calls, opts, [tensor for outs in output_lists for tensor in outs])
 
-    @takes("AllgatherOptions", "output", "input")
+    @takes("AllgatherOptions", "output", "input", first=_small_all_gather)
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Gather every rank's tensor into one tensor, in rank order."""
         gloo = ("all_gather_single", output, tensor)

@@ -184,6 +184,10 @@ class Executor:
             finally:
                 self._is_running = False
 
+    def is_free(self) -> bool:
+        """Return whether no call is queued or runs."""
+        return not self._queue and not self._is_running
+
     def submit(self, function: Callable[[], None]) -> Task:
         """Queue `function`.
 

@@ -1,7 +1,7 @@
 """Choose the calls of a group that can use a prepared path, and keep what was prepared for them. Imports torch.
 
-Only synchronous calls on plain tensors in host memory, which need nothing between the caller and the slots: no copy, no
-profiler record, no dispatch mode. The first call of a kind uses the general path, which also checks it.
+Only calls on plain tensors in host memory, which need nothing between the caller and the slots: no copy, no profiler record,
+no dispatch mode. The first call of a kind uses the general path, which also checks it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from .._torch import RedOpType, dispatch_modes, profiler_enabled
 from ..protocol.collectives import HostCollectives
 from ..protocol.description import describe_call
 from ..protocol.local import LocalCollectives
-from ..protocol.prepared import PreparedCall, prepare_all_reduce
+from ..protocol.prepared import PreparedCall, prepare
 from ..protocol.reductions import Reduction, plain_op
-from .arguments import wants_async
 from .observers import PLAIN
 
 _MAX_SHAPES = 256
@@ -36,51 +35,76 @@ class SmallCalls:
     ) -> None:
         self._reductions = reductions
         self._timeout_s = timeout_s
-        # By element type and shape: each RedOpType, with None if such a call needs the general path.
-        self._kinds: dict[tuple[torch.dtype, torch.Size], list[tuple[Any, PreparedCall | None]]] = {}
+        # By operation, element type and shapes: each RedOpType, with None if such a call needs the general path.
+        self._kinds: dict[tuple[Any, ...], list[tuple[Any, PreparedCall | None]]] = {}
 
-    def all_reduce(self, host: HostCollectives, tensor: torch.Tensor, opts: Any) -> tuple[PreparedCall, int] | None:
-        """Return the prepared path of an all_reduce and the address of the tensor; None if it needs the general path."""
-        if type(tensor) not in PLAIN or wants_async(opts) or dispatch_modes() or profiler_enabled():
+    def find(
+        self, host: HostCollectives, operation: str, output: torch.Tensor, source: torch.Tensor, reduce_op: Any
+    ) -> tuple[PreparedCall, int, int] | None:
+        """Return the prepared path of a call and the addresses of its tensors; None if it needs the general path.
+
+        Args:
+            host: Collectives of the group's CPU tensors.
+            operation: As in `describe_call`.
+            output: The tensor that receives the result.
+            source: The input; may be `output`.
+            reduce_op: torch's operation; None if the call only moves data.
+        """
+        if dispatch_modes() or profiler_enabled():
             return None
-        if not tensor.is_cpu:
+        address = to = _address(output)
+        key: tuple[Any, ...] = operation, output.dtype, output.shape
+        if source is not output:
+            address = _address(source)
+            key = *key, source.shape
+        if not address or not to:
             return None
-        try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # a sparse tensor, or one in a transform of torch.func
-            return None
-        # 0 for an empty tensor, and for a tensor of zeros that has no memory.
-        if not address or not tensor.is_contiguous() or tensor.is_neg():
-            return None
-        reduce_op, kinds = opts.reduceOp, self._kinds.get((tensor.dtype, tensor.shape))
+        kinds = self._kinds.get(key)
         if kinds is None:
             # Only the next call of this shape is prepared: some programs have another shape in each call.
             if len(self._kinds) >= _MAX_SHAPES:
                 self._kinds.clear()
-            self._kinds[tensor.dtype, tensor.shape] = []
+            self._kinds[key] = []
             return None
         # Not the operation as a key: hashing and comparing a ReduceOp takes as long as a small copy.
-        for kind, prepared in kinds:
+        for kind, call in kinds:
             if reduce_op == kind:
-                call = prepared
                 break
         else:
-            kind = plain_op(reduce_op)
-            reduction = self._reductions.get((tensor.dtype, kind))
-            if reduction is None:
+            kind = None if reduce_op is None else plain_op(reduce_op)
+            reduction = self._reductions.get((output.dtype, kind))
+            if reduction is None and kind is not None:
                 return None
-            call = self._prepare(host, tensor, reduction, kind)
+            call = self._prepare(host, operation, output, source, reduction, kind)
             kinds.append((kind, call))
-        return None if call is None else (call, address)
+        return None if call is None else (call, to, address)
 
     def _prepare(
-        self, host: HostCollectives, tensor: torch.Tensor, reduction: Reduction, kind: Any
+        self,
+        host: HostCollectives,
+        operation: str,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        reduction: Reduction | None,
+        kind: Any,
     ) -> PreparedCall | None:
-        if not isinstance(host, LocalCollectives) or kind is RedOpType.PREMUL_SUM or tensor.is_complex():
+        if not isinstance(host, LocalCollectives) or kind is RedOpType.PREMUL_SUM or output.is_complex():
             return None
-        description = describe_call("all_reduce", tensor.dtype, tensor.shape, kind)
-        return prepare_all_reduce(host, tensor, reduction, description, self._timeout_s)
+        described = source if reduction is None else output
+        description = describe_call(operation, described.dtype, described.shape, kind)
+        return prepare(host, output, source, reduction, description, self._timeout_s)
 
     def close(self) -> None:
         """Drop all prepared calls, which keep the shared memory mapped."""
         self._kinds.clear()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of a contiguous plain tensor in host memory; 0 for another one, also an empty one."""
+    if type(tensor) not in PLAIN or not tensor.is_cpu:
+        return 0
+    try:
+        address: int = tensor.data_ptr()
+    except RuntimeError:  # a sparse tensor, or one in a transform of torch.func
+        return 0
+    return address if tensor.is_contiguous() and not tensor.is_neg() else 0

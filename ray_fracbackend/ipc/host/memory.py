@@ -161,8 +161,8 @@ class HostMemory(SlotMemory):
     """Slots in host memory. For the arguments see `SlotMemory`.
 
     Attributes:
-        own_addresses: Addresses of this rank's slots.
-        folded_addresses: For each local rank, the addresses of its folded areas.
+        slot_addresses: For each local rank, the addresses of its slots.
+        folded_addresses: The same of its folded areas.
         is_closed: Whether `close` was called.
     """
 
@@ -170,7 +170,7 @@ class HostMemory(SlotMemory):
         self, memory: torch.Tensor, chunk_bytes: int, folded_bytes: Sequence[int], num_slots: int, rank: int
     ) -> None:
         super().__init__(memory, chunk_bytes, folded_bytes, num_slots, rank)
-        self.own_addresses = [slot.data_ptr() for slot in self._slots[rank]]
+        self.slot_addresses = [[slot.data_ptr() for slot in of_rank] for of_rank in self._slots]
         self.folded_addresses = [[area.data_ptr() for area in of_rank] for of_rank in self._folded]
         self.is_closed = False
 

@@ -44,7 +44,7 @@ class LocalCollectives:
         self.num_ranks = engine.num_ranks
         self.memory = engine.transport
 
-    def _chunking(self, numel: int, itemsize: int, parts: int = 1) -> tuple[int, int]:
+    def chunking(self, numel: int, itemsize: int, parts: int = 1) -> tuple[int, int]:
         """Return elements per chunk and number of chunks, for slots that hold `parts` pieces of each chunk."""
         if parts == 1:
             per_chunk = self.memory.chunk_bytes // itemsize
@@ -82,7 +82,7 @@ class LocalCollectives:
         """Reduce into the root's `tensor`; others are unchanged. If all ranks are roots, all get bitwise the same result."""
         out = tensor if root in (None, self.rank) else None
         dtype, own, memory = tensor.dtype, self.rank, self.memory
-        per_chunk, num_chunks = self._chunking(tensor.shape[0], tensor.itemsize)
+        per_chunk, num_chunks = self.chunking(tensor.shape[0], tensor.itemsize)
 
         def put(index: int, chunk: int) -> None:
             piece = tensor if num_chunks == 1 else tensor[index * per_chunk : (index + 1) * per_chunk]
@@ -110,7 +110,7 @@ class LocalCollectives:
     ) -> Call:
         """Return a call that reduces in two passes: each rank or the leader folds, then all take the results."""
         dtype, numel, own, memory, size = tensor.dtype, tensor.shape[0], self.rank, self.memory, self.num_ranks
-        per_chunk, num_chunks = self._chunking(numel, tensor.itemsize)
+        per_chunk, num_chunks = self.chunking(numel, tensor.itemsize)
         by_leader = memory.by_leader
         folders = (LEADER,) if by_leader else range(size)
         # A leader reads its own part in place; it is not overwritten before it has been folded.
@@ -176,7 +176,7 @@ class LocalCollectives:
     def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
         """Reduce ``inputs[r]`` of all ranks into rank r's `output`; all have the same size."""
         dtype, memory = output.dtype, self.memory
-        per_chunk, num_chunks = self._chunking(output.numel(), output.itemsize, self.num_ranks)
+        per_chunk, num_chunks = self.chunking(output.numel(), output.itemsize, self.num_ranks)
         result = torch.empty_like(output) if overlaps_shifted(output, inputs) else output
 
         def put(index: int, chunk: int) -> None:
@@ -223,7 +223,7 @@ class LocalCollectives:
         own, own_output = inputs[part], outputs[rank]
         if own is not None and own_output is not None and own.data_ptr() == own_output.data_ptr():
             own = None
-        per_chunk, num_chunks = self._chunking(max_bytes, 1, num_parts)
+        per_chunk, num_chunks = self.chunking(max_bytes, 1, num_parts)
 
         def put(index: int, chunk: int) -> None:
             for p, data in enumerate(inputs):
