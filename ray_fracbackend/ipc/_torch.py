@@ -72,6 +72,17 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
             break
 
 
+def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a Gloo group that connects two ranks when one first sends to the other; before torch 2.8, all at once."""
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    try:
+        options._devices = [ProcessGroupGloo.create_default_device(lazy_init=True)]
+    except TypeError:
+        options._devices = [ProcessGroupGloo.create_default_device()]
+    return ProcessGroupGloo(store, rank, size, options)
+
+
 def stop(group: Any, verb: str) -> None:
     """Call ``abort`` or ``shutdown`` of a Gloo group if this torch release has it."""
     with suppress(RuntimeError, AttributeError):

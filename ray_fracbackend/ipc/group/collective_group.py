@@ -29,10 +29,10 @@ import torch.distributed as dist
 from .._torch import (
     PrefixStore,
     ProcessGroup,
-    ProcessGroupGloo,
     RedOpType,
     c10d,
     dispatch_modes,
+    lazy_gloo,
     profiler_enabled,
     set_timeout,
     stop,
@@ -144,7 +144,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         self._num_calls = 0
         self._timeout = timeout
         self._names = tuple(f"rank {global_ranks[r] if global_ranks else r}" for r in range(size))
-        self._gloo = ProcessGroupGloo(PrefixStore("gloo", self._store), rank, size, timeout)
+        self._gloo = lazy_gloo(PrefixStore("gloo", self._store), rank, size, timeout)
         for device in devices:
             self._register_backend(torch.device(device), _GLOO_NAME, self._gloo)
         self._set_default_backend(_GLOO_NAME)

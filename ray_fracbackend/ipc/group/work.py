@@ -32,7 +32,8 @@ def keep_work_of_reducers() -> None:
 
 def _hand_over_and_keep(reducer: Any, work: Work, use_static_world_size: bool) -> None:
     _hand_over(reducer, work, use_static_world_size)
-    _handed_over[reducer] = work  # only now drop the previous Work: the reducer no longer has it
+    if isinstance(work, IpcWork):
+        _handed_over[reducer] = work  # only now drop the previous Work: the reducer no longer has it
 
 
 class IpcWork(Work):  # type: ignore[misc]  # torch gives it no type
