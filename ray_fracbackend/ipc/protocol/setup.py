@@ -171,14 +171,19 @@ def _open_arena(store: Any, rank: int, size: int) -> tuple[Arena, tuple[int, int
         close once all ranks have attached, or -1.
 
     Raises:
-        IpcUnavailableError: The first rank could not create it, or this process cannot open it.
-        OSError: The kernel does not provide the memory.
+        IpcUnavailableError: The kernel does not provide the memory, or this process cannot open it.
         ValueError: The user set an invalid value of one of these, or the memory is for another number of ranks.
     """
     if rank == 0:
-        one_pass_bytes = knobs.one_pass_bytes(size)
-        arena, name, slots = _create_largest(size)
-        sizes = (*slots, one_pass_bytes)
+        sizes = knobs.chunk_bytes(), knobs.num_slots(), knobs.one_pass_bytes(size)
+        num_bytes = _arena_bytes(size, *sizes[:2])
+        try:
+            arena, name = create_arena(num_bytes)
+        except OSError as error:
+            raise IpcUnavailableError(
+                f"the kernel did not provide {num_bytes} bytes of shared memory ({error.strerror}); set "
+                f"{knobs.CHUNK_BYTES_ENV_VAR} or {knobs.SLOTS_ENV_VAR} lower, or use the gloo backend"
+            ) from error
         _SIZES.pack_into(arena.memory, TOKEN_BYTES, *sizes)
         store.set("arena", json.dumps({**asdict(name), "error": None}))
         return arena, sizes, name.fd
@@ -190,22 +195,3 @@ def _open_arena(store: Any, rank: int, size: int) -> tuple[Arena, tuple[int, int
     if len(arena.memory) != _arena_bytes(size, *sizes[:2]):
         raise ValueError(f"the memory of rank 0 is not for {size} ranks")
     return arena, sizes, -1
-
-
-def _create_largest(num_ranks: int) -> tuple[Arena, ArenaName, tuple[int, int]]:
-    """Create an arena with the configured slots; halve first their number, then their size, until it fits."""
-    chunk_bytes, num_slots = knobs.chunk_bytes(), knobs.num_slots()
-    while True:
-        num_bytes = _arena_bytes(num_ranks, chunk_bytes, num_slots)
-        try:
-            arena, name = create_arena(num_bytes)
-            return arena, name, (chunk_bytes, num_slots)
-        except OSError as error:
-            if num_slots > knobs.MIN_SLOTS:
-                num_slots = max(num_slots // 2, knobs.MIN_SLOTS)
-                continue
-            if chunk_bytes // 2 < knobs.MIN_CHUNK_BYTES:
-                raise OSError(
-                    error.errno, f"the kernel did not provide {num_bytes} bytes of shared memory ({error.strerror})"
-                ) from error
-            chunk_bytes = chunk_bytes // 2 // 4096 * 4096
