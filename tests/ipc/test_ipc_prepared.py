@@ -127,7 +127,9 @@ def test_ranks_on_either_path_have_bitwise_the_results_of_the_engine(job: Job, s
             big = torch.ones(big_numel)
             work = pg.allreduce([big], options("Allreduce", asyncOp=True)) if has_big else None
             whole = data(dtype, (size, *shape), 1000 * number + job.rank)
-            results.append(made(job, pg, kind, whole, place, options(kind, reduceOp=getattr(dist.ReduceOp, op), asyncOp=is_async)))
+            results.append(
+                made(job, pg, kind, whole, place, options(kind, reduceOp=getattr(dist.ReduceOp, op), asyncOp=is_async))
+            )
             if work is not None:
                 work.wait()
                 assert bool((big == job.size).all())

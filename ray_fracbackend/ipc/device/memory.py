@@ -108,7 +108,6 @@ class DeviceMemory(SlotMemory):
                 words, index = self._words, self._counters[rank]
                 # In this order: a rank stores its counter before what it counts.
                 counts = [words[index + count] for count in range(1, NUM_COUNTS)]
-                self.acquire()
                 progress = words[index]
                 self._timeline.wait(self._stream, rank, progress)
                 self._reached[rank] = [progress, *counts]

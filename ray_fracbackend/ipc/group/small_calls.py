@@ -67,8 +67,9 @@ class SmallCalls:
             self._kinds[key] = []
             return None
         # Not the operation as a key: hashing and comparing a ReduceOp takes as long as a small copy.
-        for kind, call in kinds:
+        for kind, prepared in kinds:
             if reduce_op == kind:
+                call = prepared
                 break
         else:
             kind = None if reduce_op is None else plain_op(reduce_op)

@@ -1,20 +1,17 @@
-"""Memory ordering and kernel waiting between processes, from libc and libatomic through ctypes.
+"""Memory ordering and kernel waiting between processes of x86-64, through CPython and libc.
 
 Used by every rank; imports the standard library only.
 
-A counter is an aligned 8-byte word, which CPython reads and writes in one access. Fences add the order:
+A counter is an aligned 8-byte word, which CPython reads and writes in one access. This CPU keeps loads in order, and ordinary
+stores too (TSO). So a rank that sees a counter advance may read what it announces, and counters that are stored one after the
+other are seen in this order. Two cases need a fence, which is a locked instruction; acquiring a ``threading.Lock`` is one:
 
-* ``release`` before a counter is stored: the data that it announces becomes visible first;
-* ``acquire`` after a counter was seen to advance: the data is not read too early;
-* ``full`` between storing a counter and reading whether a rank sleeps on it (and vice versa in the sleeping rank): no
-  wake-up is lost;
-* ``store`` between the stores of two counters, and of a counter after the copy of its data by libc's ``memmove``.
+* before a counter is stored: the non-temporal stores of a copy routine for large blocks are not in order. libc's
+  ``memmove`` ends them with a fence itself, since a release in C++ is an ordinary store on this CPU;
+* between storing a counter and reading whether a rank sleeps on it (and vice versa in the sleeping rank), so that no wake-up
+  is lost.
 
-On x86-64 loads stay in order, so ``acquire`` needs no instruction. ``full`` needs a locked instruction; acquiring a
-``threading.Lock`` is one. ``release`` uses it too: ordinary stores stay in order (TSO), but the non-temporal stores of
-a copy routine for large blocks do not. ``store`` needs no instruction: counters are written by ordinary stores, and
-``memmove`` ends its non-temporal stores with a fence, since a release in C++ is an ordinary store on this CPU.
-Other CPUs use libatomic's ``atomic_thread_fence`` for all four; without libatomic they are not supported.
+CPUs with another order, such as ARM, are refused: nothing here has run on one, and tests on this CPU find no missing fence.
 """
 
 from __future__ import annotations
@@ -26,13 +23,11 @@ import platform
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
-_SEQ_CST = 5  # memory_order_seq_cst of <stdatomic.h>
 # Number of the futex system call; the argument layout below is that of 64-bit Linux.
-_FUTEX_SYSCALL = {"x86_64": 202, "aarch64": 98}
+_FUTEX_SYSCALL = 202
 
 
 class _Timespec(ctypes.Structure):
@@ -48,28 +43,20 @@ def ordering_support() -> str | None:
     machine = platform.machine()
     if not sys.platform.startswith("linux"):
         return f"platform {sys.platform!r} has no futex; the ipc backend needs Linux"
-    if machine not in _FUTEX_SYSCALL or sys.byteorder != "little" or sys.maxsize <= 2**32:
-        return f"CPU {machine!r} is not one of 64-bit {sorted(_FUTEX_SYSCALL)}"
-    if machine != "x86_64" and _libatomic_fence() is None:
-        return f"CPU {machine!r} is weakly ordered and libatomic.so.1 (package libatomic1) is not installed"
+    if machine != "x86_64" or sys.maxsize <= 2**32:
+        return f"CPU {machine!r}: the ipc backend needs 64-bit x86, whose order of memory accesses it was tested with"
     return None
 
 
-def _libatomic_fence() -> Callable[[], None] | None:
-    try:
-        fence = ctypes.CDLL("libatomic.so.1").atomic_thread_fence
-    except (OSError, AttributeError):
-        return None
-    fence.argtypes = [ctypes.c_int]
-    fence.restype = None
-    return lambda: fence(_SEQ_CST)
+def make_fence() -> Callable[[], None]:
+    """Return the fence of this process; see the module docstring.
 
-
-def _no_fence() -> None:
-    """Do nothing: on x86-64 loads are not reordered, nor are stores."""
-
-
-def _locked_fence() -> Callable[[], None]:
+    Raises:
+        RuntimeError: `ordering_support` returns a reason.
+    """
+    reason = ordering_support()
+    if reason is not None:
+        raise RuntimeError(f"No memory ordering: {reason}.")
     lock = threading.Lock()
     acquire, release, new_lock = lock.acquire, lock.release, threading.Lock
 
@@ -80,33 +67,6 @@ def _locked_fence() -> Callable[[], None]:
             new_lock().acquire()
 
     return fence
-
-
-@dataclass(frozen=True)
-class Fences:
-    """The four fences of this process; see the module docstring."""
-
-    release: Callable[[], None]
-    acquire: Callable[[], None]
-    full: Callable[[], None]
-    store: Callable[[], None]
-
-
-def make_fences() -> Fences:
-    """Return the fences of this CPU.
-
-    Raises:
-        RuntimeError: `ordering_support` returns a reason.
-    """
-    reason = ordering_support()
-    if reason is not None:
-        raise RuntimeError(f"No memory ordering: {reason}.")
-    if platform.machine() == "x86_64":
-        fence = _locked_fence()
-        return Fences(release=fence, acquire=_no_fence, full=fence, store=_no_fence)
-    atomic_fence = _libatomic_fence()
-    assert atomic_fence is not None
-    return Fences(atomic_fence, atomic_fence, atomic_fence, atomic_fence)
 
 
 def let_threads_run() -> Callable[[], int]:
@@ -123,7 +83,6 @@ class Futex:
 
     def __init__(self, base_address: int) -> None:
         self._base = base_address
-        self._number = _FUTEX_SYSCALL[platform.machine()]
         # CDLL (not PyDLL): the GIL is released while the thread sleeps.
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._syscall.restype = ctypes.c_long
@@ -136,7 +95,7 @@ class Futex:
         seconds = int(timeout_s)
         limit = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
         code = self._syscall(
-            ctypes.c_long(self._number),
+            ctypes.c_long(_FUTEX_SYSCALL),
             ctypes.c_void_p(self._base + offset),
             ctypes.c_int(_FUTEX_WAIT),
             ctypes.c_uint32(expected & 0xFFFFFFFF),
@@ -152,7 +111,7 @@ class Futex:
     def wake(self, offset: int) -> None:
         """Wake every thread of every process that sleeps on the word at byte `offset`."""
         self._syscall(
-            ctypes.c_long(self._number),
+            ctypes.c_long(_FUTEX_SYSCALL),
             ctypes.c_void_p(self._base + offset),
             ctypes.c_int(_FUTEX_WAKE),
             ctypes.c_int(0x7FFFFFFF),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .atomics import make_fences
+from .atomics import make_fence
 
 _ALIGNMENT_BYTES = 4096
 _MAX_VIEWS = 2048
@@ -73,9 +73,7 @@ class SlotMemory:
         chunk_bytes: See above.
         num_slots: See above.
         by_leader: Whether the first rank reduces whole chunks, from the slots of all ranks at once, and not each rank its share.
-        release_fence: Fence: orders this rank's earlier accesses before its later stores of a counter.
-        copy_fence: The same after accesses by `copy_function` only.
-        acquire: Fence: orders this rank's later accesses after those of ranks whose counters it has read.
+        fence: Orders this rank's earlier accesses before its later stores of a counter; not needed after `copy_function`.
     """
 
     by_leader = False
@@ -86,9 +84,7 @@ class SlotMemory:
         self.chunk_bytes = chunk_bytes
         self.num_slots = num_slots
         self._rank = rank
-        fences = make_fences()
-        self.release_fence, self.copy_fence = fences.release, fences.store
-        self.acquire = fences.acquire
+        self.fence = make_fence()
         # Indexed by slot number, then by local rank.
         num_ranks = len(folded_bytes)
         end = num_slots * num_ranks * chunk_bytes
@@ -143,7 +139,7 @@ class SlotMemory:
 
     def record(self, progress: int) -> None:
         """Order this rank's earlier accesses before the store of `progress` in its counter."""
-        self.release_fence()
+        self.fence()
 
     def wait(self, ranks: Sequence[int], kind: int, value: int) -> None:
         """Order this rank's later accesses after those that `ranks` made before their count reached `value`."""

@@ -138,8 +138,6 @@ class Engine:
                 continue
             if action is _PUT and course.lags(words, others) and waiter.poll(course.peer, course.kind, course.value):
                 continue
-            # Order the accesses below after those that the others have announced.
-            transport.acquire()
             if action is _PUT:
                 if observer is not None:
                     observer(action, chunk - first)

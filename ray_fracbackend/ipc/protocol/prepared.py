@@ -81,7 +81,7 @@ def prepare(
     num_slots, what = memory.num_slots, description_text(description)
     # Bound methods, because looking them up takes as long as a call.
     copy, monotonic, describe = copy_function(), time.monotonic, control.describe
-    acquire, after_copy, publish, wait = memory.acquire, memory.copy_fence, waiter.publish, waiter.wait
+    publish, wait = waiter.publish, waiter.wait
     polls = range(waiter.bare_polls)
 
     # Of the call in progress; 0 until its first wait, because a call without one has no time to look at the clock.
@@ -96,7 +96,6 @@ def prepare(
             else:
                 deadline = deadline or monotonic() + timeout_s(opts)
                 wait(rank, kind, chunk, deadline, what)
-        acquire()
 
     two_passes = num_parts == 1 and reduction is not None and collectives.takes_two_passes(source.nbytes)
     if reduction is None:
@@ -125,12 +124,10 @@ def prepare(
         deadline = 0.0
         waiter.num_calls = number = waiter.num_calls + 1
         describe(number, description)
-        acquire()
         slot = own_slots[chunk % num_slots]
         copy(slot + slot_offset, source + offset, num_bytes)
         for to, start in others:
             copy(slot + to, source + start, num_bytes)
-        after_copy()
         publish(chunk, before, before)
         return chunk
 
@@ -249,13 +246,13 @@ def _two_passes(
     edges = [bound * tensor.itemsize for bound in bounds]
     shares = list(zip(edges, edges[1:], memory.folded_addresses, strict=False))
     copy, num_slots = copy_function(), memory.num_slots
-    release, publish = memory.release_fence, engine.waiter.publish
+    fence, publish = memory.fence, engine.waiter.publish
 
     def take(output: int, source: int, chunk: int, opts: Any) -> None:
         index, before = chunk % num_slots, chunk - 1
         # All have written this chunk in this call, so they have finished the calls before it.
         reduction.reduce(areas[index], [views[index] for views in slots])
-        release()
+        fence()
         publish(chunk, chunk, before)
         meet(READ, chunk, opts)
         for start, end, addresses in shares:

@@ -179,11 +179,11 @@ def _open_arena(store: Any, rank: int, size: int) -> tuple[Arena, tuple[int, int
         num_bytes = _arena_bytes(size, *sizes[:2])
         try:
             arena, name = create_arena(num_bytes)
-        except OSError as error:
+        except OSError as failure:
             raise IpcUnavailableError(
-                f"the kernel did not provide {num_bytes} bytes of shared memory ({error.strerror}); set "
+                f"the kernel did not provide {num_bytes} bytes of shared memory ({failure.strerror}); set "
                 f"{knobs.CHUNK_BYTES_ENV_VAR} or {knobs.SLOTS_ENV_VAR} lower, or use the gloo backend"
-            ) from error
+            ) from failure
         _SIZES.pack_into(arena.memory, TOKEN_BYTES, *sizes)
         store.set("arena", json.dumps({**asdict(name), "error": None}))
         return arena, sizes, name.fd

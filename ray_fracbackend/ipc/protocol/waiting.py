@@ -13,7 +13,7 @@ import time
 
 from .. import knobs
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, GroupPoisonedError, PeerLostError
-from ..host.atomics import Futex, let_threads_run, make_fences
+from ..host.atomics import Futex, let_threads_run, make_fence
 from ..host.liveness import Peer
 from .control import ControlPage
 from .description import description_text
@@ -51,9 +51,7 @@ class Waiter:
     """
 
     def __init__(self, control: ControlPage, address: int, peers: list[Peer], names: list[str]) -> None:
-        fences = make_fences()
-        self._release_fence, self._acquire_fence, self._full_fence = fences.release, fences.acquire, fences.full
-        self._store_fence = fences.store
+        self._fence = make_fence()
         self.beside: Waiter | None = None
         self.num_calls = 0
         self.num_published = 0
@@ -82,14 +80,12 @@ class Waiter:
         words, own = self._words, self._own
         # First: a peer that sees the counts below also sees this counter or a later one.
         words[own] = self.num_published = progress = self.num_published + 1
-        self._store_fence()
         words[own + WRITTEN] = written
         words[own + READ] = read
         words[own + DONE] = done
-        self._store_fence()
         # Last: a peer that missed the counts above has read an older bell, so it does not fall asleep.
         words[self._own_bell] = progress
-        self._full_fence()
+        self._fence()
         for index in self._sleepers:
             if words[index]:
                 self._futex.wake(self._own_bell * 8)
@@ -164,13 +160,12 @@ class Waiter:
         words, index, bell = self._words, self._counters[peer] + kind, self._bells[peer]
         while True:
             seen = words[bell]
-            self._acquire_fence()
             if words[index] >= value:
                 return
             self._raise_if_hopeless(peer, kind, value, deadline, what)
             self._control.set_asleep(peer, True)
             try:
-                self._full_fence()
+                self._fence()
                 if words[bell] == seen and self._control.poisoner() is None:
                     self._futex.wait(bell * 8, seen, max(0.0, min(_SLICE_S, deadline - time.monotonic())))
             finally:
@@ -208,7 +203,6 @@ class Waiter:
         if alive and not closed:
             return
         # It may have reached the value and left since its count was read.
-        self._acquire_fence()
         if self._words[self._counters[rank] + kind] >= value:
             return
         # Or it failed, stored its reason and left: the reason is more useful than the loss.
@@ -226,7 +220,6 @@ class Waiter:
         if there._words[there._counters[rank] + WRITTEN] <= there._words[there._own + WRITTEN]:
             return
         # It may have made this call first and then continued in the other memory.
-        self._acquire_fence()
         if self._words[self._counters[rank] + kind] >= value:
             return
         call = description_text(there._control.description(rank, there.num_calls + 1))
@@ -244,7 +237,6 @@ class Waiter:
         """
         for waiter in (self, self.beside):
             if waiter is not None and (culprit := waiter._control.poisoner()) is not None:
-                self._acquire_fence()
                 raise GroupPoisonedError(
                     f"{what}: {self._names[culprit]} failed and the process group cannot be used any more. "
                     f"Reason: {waiter._control.reason(culprit)}"
@@ -259,7 +251,7 @@ class Waiter:
         if self.is_poisoned():
             return
         self._control.set_reason(reason)
-        self._full_fence()
+        self._fence()
         self._control.set_poison()
         self.wake_all()
 
@@ -270,6 +262,6 @@ class Waiter:
 
     def wake_all(self) -> None:
         """Wake the sleepers on every rank's bell, to check the poison and closed marks."""
-        self._full_fence()
+        self._fence()
         for index in self._bells:
             self._futex.wake(index * 8)
