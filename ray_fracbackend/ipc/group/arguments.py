@@ -7,15 +7,15 @@ and timeout as separate arguments, by position or by name (overloads of ``Proces
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from inspect import Parameter, Signature
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
-from .._torch import RedOpType, ReduceOp, active_transform, c10d, no_torch_dispatch
+from .._torch import active_transform, c10d, no_torch_dispatch
 from ..protocol.description import description_text
 from .observers import PLAIN, outside_transforms
 
@@ -42,7 +42,7 @@ def takes(
         A decorator. The undecorated method checks a call and returns a function that starts it; the decorated method
         starts the call at once. It raises TypeError if the arguments match none of the forms.
     """
-    classes = (getattr(c10d, options),)
+    kind = getattr(c10d, options)
     names = [name.split("/") for name in tensors]
 
     def decorate(method: _Method) -> _Method:
@@ -50,13 +50,13 @@ def takes(
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if active_transform() is not None:
                 return outside_transforms(call, (self, *args), kwargs)
-            if not kwargs and len(args) == len(names) + 1 and isinstance(args[-1], classes):
+            if not kwargs and len(args) == len(names) + 1 and isinstance(args[-1], kind):
                 if first is not None:
                     work = first(self, *args)
                     if work is not None:
                         return work
                 return method(self, *args)()
-            return method(self, *_read(method.__name__, classes, names, also, args, kwargs))()
+            return method(self, *_read(method.__name__, kind, names, also, args, kwargs))()
 
         return call  # type: ignore[return-value]
 
@@ -65,60 +65,34 @@ def takes(
 
 def _read(
     method: str,
-    classes: tuple[type[Any], ...],
+    kind: type[Any],
     names: list[list[str]],
     also: Sequence[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[Any]:
     """Return the tensors and options of a call."""
-    given, found = dict(kwargs), list(args[: len(names)])
-    for alternatives in names[len(found) :]:
-        name = next((name for name in alternatives if name in given), None)
-        if name is None:
-            raise TypeError(f"{method}() needs {' or '.join(alternatives)}.")
-        found.append(given.pop(name))
+    first_names = {name: alternatives[0] for alternatives in names for name in alternatives}
+    given = {first_names.get(name, name): value for name, value in kwargs.items()}
     rest = args[len(names) :]
-    if rest and (rest[0] is None or isinstance(rest[0], classes)):
-        given, rest = {"opts": rest[0], **given}, rest[1:]
-    if "opts" in given:
-        opts = given.pop("opts")
-        if rest or given or not isinstance(opts, (*classes, type(None))):
-            raise TypeError(
-                f"{method}() accepts opts of class {classes[0].__name__}, without further arguments after the tensors."
-            )
-        return [*found, opts if opts is not None else classes[0]()]
-    if len(rest) > len(also) or any(name in given for name in also[: len(rest)]):
-        raise TypeError(f"{method}() got {len(rest)} arguments after the tensors; it accepts {_form(also)}.")
-    given = dict(zip(also, rest, strict=False)) | given
-    if unknown := sorted(set(given) - set(also)):
-        raise TypeError(f"{method}() got {', '.join(unknown)}; after the tensors it accepts {_form(also)}.")
-    if "root" in also and "root" not in given and given:
-        raise TypeError(f"{method}() needs root if it is called without opts.")
-    opts = classes[0]()
-    for name, value in given.items():
-        if (value := _value_of(method, name, value)) is not None:
-            setattr(opts, _FIELDS[name], value)
+    has_opts = isinstance(rest[0], (kind, type(None))) if rest else not any(name in given for name in also)
+    parameters = [Parameter(alternatives[0], Parameter.POSITIONAL_OR_KEYWORD) for alternatives in names]
+    for name in ("opts",) if has_opts else also:
+        default = Parameter.empty if name == "root" else None
+        parameters.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default))
+    try:
+        bound = Signature(parameters).bind(*args, **given)
+    except TypeError as error:
+        raise TypeError(f"{method}(): {error}") from None
+    bound.apply_defaults()
+    *found, opts = bound.args if has_opts else (*bound.args[: len(names)], None)
+    if not isinstance(opts, (kind, type(None))):
+        raise TypeError(f"{method}(): opts must be {kind.__name__}, got {opts!r}")
+    opts = kind() if opts is None else opts
+    for name in () if has_opts else also:
+        if (value := bound.arguments[name]) is not None:
+            setattr(opts, _FIELDS[name], value)  # torch checks its type
     return [*found, opts]
-
-
-def _form(also: Sequence[str]) -> str:
-    return " or ".join(["opts", *([", ".join(also)] if also else [])])
-
-
-def _value_of(method: str, name: str, value: Any) -> Any:
-    """Return a value in the type that the options expect; None for a timeout that was not passed."""
-    if name == "root":
-        return operator.index(value)
-    if name == "op":
-        if not isinstance(value, (ReduceOp, RedOpType)):
-            raise TypeError(f"{method}(op={value!r}): op must be a torch.distributed.ReduceOp.")
-        return value
-    if isinstance(value, (int, float)):
-        return timedelta(seconds=value)
-    if value is not None and not isinstance(value, timedelta):
-        raise TypeError(f"{method}(timeout={value!r}): timeout must be a datetime.timedelta.")
-    return value
 
 
 def wants_async(opts: Any) -> bool:
