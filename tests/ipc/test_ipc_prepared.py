@@ -22,7 +22,7 @@ from ipc_harness import Job, on_ranks, run_ranks, values
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from ray_fracbackend.ipc import GroupPoisonedError, knobs
-from ray_fracbackend.ipc.group import small_calls
+from ray_fracbackend.ipc.group import prepared_calls
 from ray_fracbackend.ipc.protocol.prepared import _Outputs
 from ray_fracbackend.ipc.protocol.schedule import Action
 
@@ -104,8 +104,8 @@ def test_ranks_on_either_path_have_bitwise_the_results_of_the_engine(job: Job, s
     """The same random calls in two groups; in one of them each rank chooses its path at random. With three ranks also in two passes."""
     plain, mixed = (bare_group(job, name, job.rank, job.size, 30.0) for name in ("plain", "mixed"))
     announced = [announcements(pg) for pg in (plain, mixed)]
-    plain._small_calls.find = lambda *args: None
-    prepared, own = mixed._small_calls.find, random.Random(7000 + job.rank)
+    plain._prepared_calls.find = lambda *args: None
+    prepared, own = mixed._prepared_calls.find, random.Random(7000 + job.rank)
     used = []
 
     def sometimes(*args: Any) -> Any:
@@ -113,7 +113,7 @@ def test_ranks_on_either_path_have_bitwise_the_results_of_the_engine(job: Job, s
         used.append(found is not None)
         return found
 
-    mixed._small_calls.find = sometimes
+    mixed._prepared_calls.find = sometimes
     calls = random.Random(7)
     shapes = [(), (1,), (3, 5), (1024,), (4096,), (0,), (20_000,), (41, 1001), (100_003,)]
 
@@ -146,7 +146,7 @@ def test_ranks_on_either_path_have_bitwise_the_results_of_the_engine(job: Job, s
 
 def spy(pg: Any) -> list[bool]:
     """Return a list that gets an entry at each use of the prepared path."""
-    used, find = [], pg._small_calls.find
+    used, find = [], pg._prepared_calls.find
 
     def noted(*args: Any) -> Any:
         found = find(*args)
@@ -154,7 +154,7 @@ def spy(pg: Any) -> list[bool]:
             used.append(True)
         return found
 
-    pg._small_calls.find = noted
+    pg._prepared_calls.find = noted
     return used
 
 
@@ -210,7 +210,7 @@ def test_it_is_used_for_what_it_can_do(job: Job) -> None:
 
     # No address: a tensor of zeros only, or one in a transform of torch.func.
     def is_prepared(tensor: torch.Tensor) -> bool:
-        return pg._small_calls.find(pg._host, "all_reduce", tensor, tensor, dist.ReduceOp.SUM) is not None
+        return pg._prepared_calls.find(pg._host, "all_reduce", tensor, tensor, dist.ReduceOp.SUM) is not None
 
     def loss(tensor: torch.Tensor) -> torch.Tensor:
         assert not is_prepared(tensor)
@@ -294,12 +294,12 @@ def test_what_was_prepared_ends_with_the_group(job: Job) -> None:
     """Closed between the choice of the path and the call, as another thread may do, the call does not run; its memory is freed."""
     pg, _ = with_prepared_call(job)
     tensor = torch.ones(4)
-    call, *addresses = pg._small_calls.find(pg._host, "all_reduce", tensor, tensor, dist.ReduceOp.SUM)
+    call, *addresses = pg._prepared_calls.find(pg._host, "all_reduce", tensor, tensor, dist.ReduceOp.SUM)
     pg.barrier(options("Barrier")).wait()
     pg.shutdown()
     assert not call.run(*addresses, options("Allreduce"))
     assert not call.start(*addresses, options("Allreduce"), pytest.fail)
-    calls = pg._small_calls._kinds
+    calls = pg._prepared_calls._kinds
     del pg, call, _
     gc.collect()
     assert calls == {}
@@ -422,8 +422,8 @@ def test_one_time_limit_for_all_peers(job: Job) -> None:
 @on_ranks(2)
 def test_only_some_shapes_are_kept(job: Job) -> None:
     """Their views need memory."""
-    small_calls._MAX_SHAPES = 8
+    prepared_calls._MAX_SHAPES = 8
     pg = bare_group(job, "many", job.rank, job.size, 30.0)
     for numel in sorted([*range(1, 40)] * 3):
         assert all_reduce(pg, torch.ones(numel)).sum() == job.size * numel
-    assert len(pg._small_calls._kinds) <= 8
+    assert len(pg._prepared_calls._kinds) <= 8

@@ -115,8 +115,8 @@ def joined(rank: int, key: str, value: bytes) -> None:
 def test_a_record_of_the_right_form(error: str | None) -> None:
     """Ranks that count different members have an error, and tell it; a forged one without a rank that has it is an error too."""
     hello = json.dumps({"host": setup.host_id(), "pid": os.getpid(), "started": 1, "error": error})
-    arena, name, slots = setup._create_largest(3)
-    setup._SIZES.pack_into(arena.memory, setup.TOKEN_BYTES, *slots, 1)
+    arena, name = setup.create_arena(setup._arena_bytes(3, 1 << 16, 2))
+    setup._SIZES.pack_into(arena.memory, setup.TOKEN_BYTES, 1 << 16, 2, 1)
     announced = json.dumps({**asdict(name), "error": None})
     store = store_with({"hello/0": hello, "arena": announced, "attached/0": GOOD})
     with (

@@ -65,7 +65,7 @@ from .arguments import (
 )
 from .executor import DONE, Executor
 from .observers import PLAIN, flushes_denormals, hide_package, is_without_data, recorded, run_hidden
-from .small_calls import SmallCalls
+from .prepared_calls import PreparedCalls
 from .work import FinishedWork, IpcWork, ReceiveWork, keep_work_of_reducers
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ Start = Callable[[], Any]
 
 HOST = torch.device("cpu")
 # Stands for the device of tensors without data.
-NOWHERE = torch.device("meta")
+META = torch.device("meta")
 # Names of Gloo's operations on single tensors before torch 2.13.
 _OLD_GLOO_NAMES = {
     "all_gather_single": "_allgather_base",
@@ -141,7 +141,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         self._store = _unused(store, size)
         self._num_ranks = size
         self._own_rank = rank
-        self._num_calls = 0
+        self._sequence_number = 0
         self._timeout = timeout
         self._names = tuple(f"rank {global_ranks[r] if global_ranks else r}" for r in range(size))
         self._gloo = lazy_gloo(PrefixStore("gloo", self._store), rank, size, timeout)
@@ -150,7 +150,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         self._set_default_backend(_GLOO_NAME)
         self._executor = Executor(f"{name} rank {rank}", self._pass_on)
         self._reductions: dict[tuple[torch.dtype, Any], Reduction] = {}
-        self._small_calls = SmallCalls(self._reductions, lambda opts: timeout_of(opts, self._timeout_s))
+        self._prepared_calls = PreparedCalls(self._reductions, lambda opts: timeout_of(opts, self._timeout_s))
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
@@ -186,7 +186,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives that this rank has called, for torch's function of the same name."""
-        return self._num_calls
+        return self._sequence_number
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default timeout of later collectives."""
@@ -203,7 +203,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         reason = f"{self._names[self._own_rank]} aborted the process group"
         self._device_side.abort(reason)
         self._host.abort(reason)
-        self._small_calls.close()
+        self._prepared_calls.close()
         self._executor.close(_SHUTDOWN_S)
         stop(self._gloo, "abort")
 
@@ -212,7 +212,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         if not self._executor.is_own():
             return
         idle = self._executor.close(_SHUTDOWN_S)
-        self._small_calls.close()
+        self._prepared_calls.close()
         self._device_side.shutdown(idle)
         self._host.close(idle)
         stop(self._gloo, "shutdown")
@@ -285,7 +285,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             to_gloo = partial(self._run_gloo, gloo, opts, terms, first, tensors, written)
             return partial(self._execute, first, opts, description, to_gloo, tensors, results)
         check_writable(description, written)
-        if device is NOWHERE:
+        if device is META:
             return partial(IpcWork, DONE, self._executor, results)
 
         def on_device() -> None:
@@ -299,7 +299,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         return partial(self._execute, device, opts, description, on_device, tensors, results, prepare)
 
     def _carrier_of(self, *tensors: torch.Tensor) -> torch.device | None:
-        """Return the path for these tensors: `HOST`, the accelerator's device, `NOWHERE` (no data), or None for Gloo.
+        """Return the path for these tensors: `HOST`, the accelerator's device, `META` (no data), or None for Gloo.
 
         Raises:
             TypeError: A tensor wraps other tensors.
@@ -314,13 +314,13 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
                 raise ValueError(
                     "A collective got meta or fake tensors beside real ones; pass only tensors with data, or only ones without."
                 )
-            return NOWHERE
+            return META
         return self._device_side.carries(tensors)
 
     def _begun(self, description: bytes, tensors: Tensors, function: Callable[[], None]) -> Callable[[], None]:
         """Count a call, and record it if the profiler is active."""
-        self._num_calls += 1
-        if self._num_calls == 1:
+        self._sequence_number += 1
+        if self._sequence_number == 1:
             self._warn_of_pair()
         return recorded(operation_of(description), tensors, function) if profiler_enabled() else function
 
@@ -490,22 +490,22 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             reduction = self._reductions[dtype, kind] = Reduction(dtype, kind, self._num_ranks)
         return reduction, premul_factor(op) if kind is RedOpType.PREMUL_SUM else None
 
-    def _small_all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+    def _prepared_all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         if type(tensors) is not list or len(tensors) != 1:
             return None
-        return self._small("all_reduce", tensors[0], tensors[0], opts, opts.reduceOp)
+        return self._prepared("all_reduce", tensors[0], tensors[0], opts, opts.reduceOp)
 
-    def _small_reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        return self._small("reduce_scatter_tensor", output, tensor, opts, opts.reduceOp)
+    def _prepared_reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        return self._prepared("reduce_scatter_tensor", output, tensor, opts, opts.reduceOp)
 
-    def _small_all_gather(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        return self._small("all_gather_into_tensor", output, tensor, opts)
+    def _prepared_all_gather(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        return self._prepared("all_gather_into_tensor", output, tensor, opts)
 
-    def _small(
+    def _prepared(
         self, operation: str, output: torch.Tensor, source: torch.Tensor, opts: Any, reduce_op: Any = None
     ) -> Any:
         """Make a call on its prepared path and return its Work; None if it needs the general path."""
-        found = self._small_calls.find(self._host, operation, output, source, reduce_op)
+        found = self._prepared_calls.find(self._host, operation, output, source, reduce_op)
         if found is None:
             return None
         call, to, address = found
@@ -517,7 +517,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
             return None
         if not done:
             return None
-        self._num_calls += 1
+        self._sequence_number += 1
         if done is not True:
             return done
         work = FinishedWork()
@@ -530,7 +530,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         kept = partial(lambda *_: run_hidden(rest, flushes), output, source)
         return IpcWork(self._executor.submit(kept), self._executor, [output])
 
-    @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"), first=_small_all_reduce)
+    @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"), first=_prepared_all_reduce)
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
         """All-reduce in place; results are bitwise equal on all ranks."""
         return self._reduce("all_reduce", "allreduce", single(tensors, "all_reduce"), None, opts)
@@ -581,7 +581,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         output, parts = single(outputs, "reduce_scatter"), lists(inputs)
         return self._reduce_scatter("reduce_scatter", output, parts, opts, ("reduce_scatter", [output], [parts]))
 
-    @takes("ReduceScatterOptions", "outputTensor", "inputTensor", first=_small_reduce_scatter)
+    @takes("ReduceScatterOptions", "outputTensor", "inputTensor", first=_prepared_reduce_scatter)
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Reduce a tensor and store its r-th part in rank r's output."""
         gloo = ("reduce_scatter_single", output, tensor)
@@ -673,7 +673,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         calls = [([outs], [tensor]) for *outs, tensor in zip(*output_lists, inputs, strict=True)]
         return self._all_of("allgather", calls, opts, [tensor for outs in output_lists for tensor in outs])
 
-    @takes("AllgatherOptions", "output", "input", first=_small_all_gather)
+    @takes("AllgatherOptions", "output", "input", first=_prepared_all_gather)
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Gather every rank's tensor into one tensor, in rank order."""
         gloo = ("all_gather_single", output, tensor)

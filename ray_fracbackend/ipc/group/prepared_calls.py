@@ -22,7 +22,7 @@ from .observers import PLAIN
 _MAX_SHAPES = 256
 
 
-class SmallCalls:
+class PreparedCalls:
     """Prepared calls of one group.
 
     Args:
