@@ -368,14 +368,15 @@ def fault(job: Job, name: str) -> Any:
     return *errors, len(used)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @on_ranks(2)
-def test_an_interrupted_call_breaks_the_group(job: Job) -> None:
+def test_an_interrupted_call_breaks_the_group(job: Job, is_async: bool) -> None:
     """A signal handler raises in rank 0 while it waits in a prepared call, so it is out of step; rank 1 then makes the same call."""
     pg, _ = with_prepared_call(job)
     store = job.store()
     if job.rank == 0:
         waiter = pg._local.engine.waiter
-        begun = waiter.num_published
+        begun, wait = waiter.num_published, waiter.wait
 
         def interrupt() -> None:
             while waiter.num_published == begun:
@@ -385,8 +386,10 @@ def test_an_interrupted_call_breaks_the_group(job: Job) -> None:
         # A shell's background jobs ignore this signal.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=interrupt, daemon=True).start()
+        # The poll of an asynchronous call, too short for a signal, as a wait.
+        waiter.poll = lambda *args: wait(*args, time.monotonic() + 30, "poll")
         with pytest.raises(KeyboardInterrupt):
-            all_reduce(pg, torch.ones(4))
+            all_reduce(pg, torch.ones(4), asyncOp=is_async)
         store.set("interrupted", "")
     store.wait(["interrupted"])
     with pytest.raises(GroupPoisonedError, match="KeyboardInterrupt"):
@@ -417,6 +420,29 @@ def test_one_time_limit_for_all_peers(job: Job) -> None:
     assert error_of(lambda: all_reduce(pg, torch.ones(4)))[0] == (
         "CollectiveTimeoutError" if not job.rank else "GroupPoisonedError"
     )
+
+
+@on_ranks(2)
+def test_an_asynchronous_call_does_not_wait_for_a_late_rank(job: Job) -> None:
+    """Its part is announced at once, and its rest is the next call of the queue; its clock runs from the call on."""
+    pg, used = with_prepared_call(job, 30.0)
+    store, tensors = job.store(), [torch.full((4,), float(job.rank + number)) for number in range(3)]
+    if job.rank == 1:
+        store.wait(["begun"])
+    works = [pg.allreduce([tensor], options("Allreduce", asyncOp=True)) for tensor in tensors]
+    if job.rank == 0:
+        assert [work.is_completed() for work in works] == [False] * 3
+        store.set("begun", "")
+    sums = [work.get_future().wait()[0].tolist() for work in reversed(works)]
+    assert sums == [[2.0 * number + 1] * 4 for number in (2, 1, 0)]
+    assert used
+    opts = options("Allreduce", asyncOp=True, timeout=timedelta(seconds=1))
+    if job.rank == 0:
+        work = pg.allreduce([torch.ones(4)], opts)
+        error_type, _, seconds = error_of(work.wait)
+        assert (error_type, seconds < 10) == ("CollectiveTimeoutError", True)
+        store.set("over", "")
+    store.wait(["over"])
 
 
 @on_ranks(2)

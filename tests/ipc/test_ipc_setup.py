@@ -224,6 +224,23 @@ def test_too_little_memory() -> None:
         assert knobs.SLOTS_ENV_VAR in str(outcome.error)
 
 
+def num_connections() -> int:
+    return sum(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process().net_connections())
+
+
+@on_ranks(3)
+def test_gloo_connects_when_it_is_needed(job: Job) -> None:
+    """A group that sends nothing through Gloo has no connection of it, except to the store."""
+    job.init()
+    dist.all_reduce(torch.ones(4))
+    before = num_connections()
+    if job.rank == 0:
+        dist.send(torch.ones(1), 1)
+    elif job.rank == 1:
+        dist.recv(torch.ones(1), 0)
+    assert (before, num_connections()) == (1, 2 if job.rank < 2 else 1)
+
+
 def set_up(job: Job, name: str = "knobs") -> float:
     """Set up a group and compute sums large enough for two passes."""
     pg = bare_group(job, name, job.rank, job.size, 30.0)
