@@ -8,7 +8,7 @@ Each question runs in two separate processes, so one that fails or hangs loses o
 ``memory``     is memory that the other process exported correct, and how long do export and opening take?
 ``event``      microseconds per hop: a stream waits for the other process's interprocess event, runs a small kernel and records its own
                event; and microseconds of the hosts' part, a message by pipe
-``semaphore``  the same with words (cuStreamWriteValue64, cuStreamWaitValue64) and no host in between: in mapped device memory, and in
+``semaphore``  the same with words (cuStreamBatchMemOp) and no host in between: in mapped device memory, and in
                registered host memory, as in ipc
 ``copy``       a copy and an addition of 64 MiB, with an idle GPU and with another process's kernels on it: does a copy wait for their turn?
 ``killed``     a process is killed after recording an event that is not reached: does a stream that waits for it become free? Does a stream
@@ -204,11 +204,11 @@ def hop_by_words(side: Side, own: int, theirs: int) -> float:
         for _ in range(_SEMAPHORE_HOPS // 2):
             turn += 1
             if side.rank:
-                runtime.wait_for_word(stream, theirs, turn)
+                runtime.wait_for_words(stream, {theirs: turn})
             number.add_(1)
-            runtime.write_word(stream, own, turn)
+            runtime.write_words(stream, {own: turn})
             if not side.rank:
-                runtime.wait_for_word(stream, theirs, turn)
+                runtime.wait_for_words(stream, {theirs: turn})
         torch.cuda.synchronize()
         microseconds.append((time.perf_counter() - started) / _SEMAPHORE_HOPS * 1e6)
     side.meet()
@@ -264,7 +264,7 @@ def killed(side: Side) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
     side.receive()
     behind_word = torch.cuda.Stream()
-    side.runtime.wait_for_word(behind_word, words + 64, 1)
+    side.runtime.wait_for_words(behind_word, {words + 64: 1})
     is_held = not behind_word.query()
     memoryview(arena.memory).cast("q")[8] = 1
     released_s = until_free(behind_word)

@@ -229,12 +229,11 @@ static bool holds(const Word& word, uint64_t value, unsigned condition) {
     default: return ~(now | value);
   }
 }
-cudaError_t write_word(void* stream, uintptr_t at, uint64_t value) {
+void write_word(void* stream, uintptr_t at, uint64_t value) {
   counters.word_writes++;
   put(stream, [=] { *(Word*)rig_address((void*)at) = value; }, false);
-  return state();
 }
-cudaError_t wait_for_word(void* stream, uintptr_t at, uint64_t value, unsigned condition) {
+void wait_for_word(void* stream, uintptr_t at, uint64_t value, unsigned condition) {
   counters.word_waits++;
   auto work = [=] {
     // The memory may belong to another process, which does not say that it has written.
@@ -242,7 +241,6 @@ cudaError_t wait_for_word(void* stream, uintptr_t at, uint64_t value, unsigned c
     for (int us = 1; !holds(word, value, condition) && !is_lost(); us = us < 64 ? 2 * us : 64) usleep(us);
   };
   put(stream, work, false);
-  return state();
 }
 
 // ---- copies

@@ -127,7 +127,7 @@ def _export() -> None:
 
 def _word() -> None:
     runtime = _runtime()
-    runtime.write_word(runtime.current_stream(), runtime.allocate(8).pointer, 1)
+    runtime.write_words(runtime.current_stream(), {runtime.allocate(8).pointer: 1})
 
 
 def _import() -> None:

@@ -4,7 +4,7 @@ torch can share storages too, but its way leaves a counter file in /dev/shm when
 until all receivers let go, and depends on how the caching allocator is configured (expandable segments, cudaMallocAsync).
 Memory from ``cuMemAlloc`` can always be exported.
 
-Source: CUDA driver API, "Memory Management" (cuIpc*) and "Primary Context Management".
+Source: CUDA driver API, "Memory Management" (cuIpc*), "Primary Context Management" and "Stream Memory Operations".
 """
 
 from __future__ import annotations
@@ -12,26 +12,22 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 from uuid import UUID
 
 import torch
 
-from .._torch import storage_at
 from ..host.support import host_memory_support
 
-HANDLE_BYTES = 64
 # Smaller allocations may lie in a block with others, and a handle opens the whole block (cudaIpcGetMemHandle).
 GRANULARITY_BYTES = 1 << 21
+# Operations in one call of cuStreamBatchMemOp, which takes fewer than 256.
+MAX_OPERATIONS = 255
 # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 _HAS_64_BIT_STREAM_MEM_OPS = 122
-_INVALID_VALUE = 1
 _OUT_OF_MEMORY = 2
-LAZY_ENABLE_PEER_ACCESS = 1
 
 
 class DriverError(RuntimeError):
@@ -41,10 +37,22 @@ class DriverError(RuntimeError):
 class Handle(ctypes.Structure):
     """``CUipcMemHandle``: what another process needs to map memory."""
 
-    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
 
 
-@lru_cache(maxsize=1)
+class WordOperation(ctypes.Structure):
+    """``CUstreamBatchMemOpParams``: a wait for a 64-bit word, or a write of one. The union has 48 bytes."""
+
+    _fields_ = [
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("reserved", ctypes.c_uint64 * 2),
+    ]
+
+
+@cache
 def _library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -68,6 +76,23 @@ def call(name: str, *args: Any) -> None:
         library.cuGetErrorName(code, ctypes.byref(text))
         message = f"{name}: {(text.value or str(code).encode()).decode()}"
         raise MemoryError(message) if code == _OUT_OF_MEMORY else DriverError(message)
+
+
+def call_on(index: int, name: str, *args: Any) -> None:
+    """`call` in the context of a device: the calling thread may have none yet, or that of another device."""
+    call("cuCtxPushCurrent_v2", _primary_context(index))
+    try:
+        call(name, *args)
+    finally:
+        call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+@cache
+def _primary_context(index: int) -> ctypes.c_void_p:
+    # Kept for good: it is torch's own context, and releasing it early would free the memory in it.
+    context = ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
+    return context
 
 
 def _device(index: int) -> ctypes.c_int:
@@ -95,10 +120,8 @@ def device_uuid(index: int) -> str:
     Raises:
         DriverError: The driver cannot be used.
     """
-    raw, device = (ctypes.c_ubyte * 16)(), _device(index)
-    # The first one names the parent of a slice; drivers before CUDA 11.4 have no other.
-    has_slices = hasattr(_library(), "cuDeviceGetUuid_v2")
-    call("cuDeviceGetUuid_v2" if has_slices else "cuDeviceGetUuid", raw, device)
+    raw = (ctypes.c_ubyte * 16)()
+    call("cuDeviceGetUuid_v2", raw, _device(index))  # the first version names the parent of a slice
     return str(UUID(bytes=bytes(raw)))
 
 
@@ -135,24 +158,6 @@ def device_memory_support(device_index: int = 0) -> str | None:
     return None
 
 
-@cache
-def _primary_context(index: int) -> ctypes.c_void_p:
-    # Kept for good: it is torch's own context, and releasing it early would free the memory in it.
-    context = ctypes.c_void_p()
-    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
-    return context
-
-
-@contextmanager
-def current(index: int) -> Iterator[None]:
-    """Make the device's context current: the calling thread may have none yet, or that of another device."""
-    call("cuCtxPushCurrent_v2", _primary_context(index))
-    try:
-        yield
-    finally:
-        call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-
 @dataclass(frozen=True)
 class DeviceBlock:
     """Device memory, one's own or another process's.
@@ -166,9 +171,3 @@ class DeviceBlock:
     pointer: int
     imported: bool
     bytes: torch.Tensor
-
-
-def tensor_at(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return a 1-D uint8 tensor over memory that the caller owns and keeps for as long as the tensor is used."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage_at(pointer, device, num_bytes))

@@ -14,31 +14,35 @@ import ctypes
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 
+from .._torch import storage_at
 from .driver import (
     GRANULARITY_BYTES,
-    LAZY_ENABLE_PEER_ACCESS,
+    MAX_OPERATIONS,
     DeviceBlock,
     DriverError,
     Handle,
+    WordOperation,
     call,
-    current,
+    call_on,
     device_memory_support,
     device_uuid,
-    tensor_at,
 )
 
 logger = logging.getLogger(__name__)
 
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_REGISTER_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
-_REGISTER_DEVICEMAP = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
-_WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_REGISTER_FLAGS = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE and CU_MEMHOSTREGISTER_DEVICEMAP
+# CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_VALUE_64
+_WAIT, _WRITE = 4, 5
+# CU_STREAM_WAIT_VALUE_GEQ, and CU_STREAM_WRITE_VALUE_DEFAULT: a barrier for memory comes before the write
+_DEFAULT = 0
 
 
 class AcceleratorRuntime:
@@ -54,6 +58,7 @@ class AcceleratorRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._index: int = device.index
+        self._can_pin = True
         self._module: Any = torch.get_device_module(device)
         # torch 2.15 has streams for mps too, which know of no device.
         if not (hasattr(self._module, "Stream") and hasattr(self._module, "device")):
@@ -99,16 +104,18 @@ class AcceleratorRuntime:
         self._module.synchronize(self.device)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Allocate memory of the host that the device copies to and from by itself; 1-D uint8."""
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except RuntimeError as error:
-            # Such as a limit on locked memory. Copies are in order with pageable memory too, but block the host.
-            logger.warning("ray_fracbackend: host memory cannot be pinned, so staged copies are slow: %s", error)
-            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        """Allocate memory of the host that the device copies to and from by itself; 1-D uint8.
 
-    def allow_queries_while_capturing(self) -> None:
-        """Let this thread ask for events while another thread captures a graph, which would fail otherwise."""
+        torch's allocator reuses freed memory only after the copies that were issued with it, on whatever stream.
+        """
+        if self._can_pin:
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                # Such as a limit on locked memory. Copies are in order with pageable memory too, but block the host.
+                self._can_pin = False
+                logger.warning("ray_fracbackend: host memory cannot be pinned, so staged copies are slow: %s", error)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
         """Record `stream` with the allocator as a user of the tensor, so that its memory is not reused too early."""
@@ -146,16 +153,9 @@ class CudaRuntime(AcceleratorRuntime):
         Raises:
             MemoryError: The device has not as much.
         """
-        num_bytes = -(-num_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
-        pointer = ctypes.c_uint64()
-        with current(self._index):
-            call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
-        return DeviceBlock(pointer.value, False, tensor_at(pointer.value, num_bytes, self.device))
-
-    def allow_queries_while_capturing(self) -> None:
-        """See `AcceleratorRuntime.allow_queries_while_capturing`; the thread must not capture itself."""
-        with suppress(DriverError):
-            call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
+        num_bytes, pointer = -(-num_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES, ctypes.c_uint64()
+        call_on(self._index, "cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        return self._block(pointer.value, num_bytes, imported=False)
 
     def trim(self) -> None:
         """Give what torch's allocator caches back to the device."""
@@ -164,8 +164,7 @@ class CudaRuntime(AcceleratorRuntime):
     def export(self, block: DeviceBlock) -> bytes:
         """Return what another process needs for `open`."""
         handle = Handle()
-        with current(self._index):
-            call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(block.pointer))
+        call_on(self._index, "cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(block.pointer))
         return bytes(handle.reserved)
 
     def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
@@ -174,16 +173,21 @@ class CudaRuntime(AcceleratorRuntime):
         Raises:
             DriverError: The driver does not let this process have it.
         """
-        pointer = ctypes.c_uint64()
-        source = Handle.from_buffer_copy(handle)
-        with current(self._index):
-            call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), source, LAZY_ENABLE_PEER_ACCESS)
-        return DeviceBlock(pointer.value, True, tensor_at(pointer.value, num_bytes, self.device))
+        pointer, source = ctypes.c_uint64(), Handle.from_buffer_copy(handle)
+        call_on(self._index, "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), source, _LAZY_ENABLE_PEER_ACCESS)
+        return self._block(pointer.value, num_bytes, imported=True)
+
+    def _block(self, pointer: int, num_bytes: int, imported: bool) -> DeviceBlock:
+        with torch.inference_mode(False):
+            storage = storage_at(pointer, self.device, num_bytes)
+            data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        return DeviceBlock(pointer, imported, data)
 
     def release(self, block: DeviceBlock) -> None:
         """Free or unmap. The device must be through with it; other processes must have unmapped what is freed."""
-        with current(self._index):
-            call("cuIpcCloseMemHandle" if block.imported else "cuMemFree_v2", ctypes.c_uint64(block.pointer))
+        call_on(
+            self._index, "cuIpcCloseMemHandle" if block.imported else "cuMemFree_v2", ctypes.c_uint64(block.pointer)
+        )
 
     def register(self, address: int, num_bytes: int) -> int:
         """Let streams read and write memory of the host; returns its address on the device.
@@ -191,31 +195,42 @@ class CudaRuntime(AcceleratorRuntime):
         Raises:
             DriverError: The driver does not take it.
         """
-        pointer = ctypes.c_uint64()
-        with current(self._index):
-            flags = _REGISTER_PORTABLE | _REGISTER_DEVICEMAP
-            call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), flags)
-            call("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), ctypes.c_void_p(address), 0)
+        pointer, at = ctypes.c_uint64(), ctypes.c_void_p(address)
+        call_on(self._index, "cuMemHostRegister_v2", at, ctypes.c_size_t(num_bytes), _REGISTER_FLAGS)
+        call_on(self._index, "cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), at, 0)
         return pointer.value
 
     def unregister(self, address: int) -> None:
         """Undo `register`; the device must be through with the memory."""
-        with current(self._index):
-            call("cuMemHostUnregister", ctypes.c_void_p(address))
+        call_on(self._index, "cuMemHostUnregister", ctypes.c_void_p(address))
 
-    def write_word(self, stream: Any, pointer: int, value: int) -> None:
-        """Have a stream write a 64-bit word, after all of its work so far, whose writes are seen before it."""
-        with current(self._index):
-            call("cuStreamWriteValue64_v2", _stream(stream), ctypes.c_uint64(pointer), ctypes.c_uint64(value), 0)
+    def allow_queries_while_capturing(self) -> None:
+        """Let this thread ask for events while another thread captures a graph, which would fail otherwise."""
+        with suppress(DriverError):
+            call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
 
-    def wait_for_word(self, stream: Any, pointer: int, value: int) -> None:
-        """Have a stream wait until a 64-bit word is at least `value`, before all of its later work."""
-        with current(self._index):
-            call("cuStreamWaitValue64_v2", _stream(stream), ctypes.c_uint64(pointer), ctypes.c_uint64(value), _WAIT_GEQ)
+    def write_words(self, stream: Any, words: Mapping[int, int]) -> None:
+        """Have a stream write 64-bit words, after all of its work so far, whose writes are seen before them.
 
+        Args:
+            stream: The stream.
+            words: The value of each word, by its address on the device.
 
-def _stream(stream: Any) -> ctypes.c_void_p:
-    return ctypes.c_void_p(stream.cuda_stream)
+        Raises:
+            DriverError: The driver does not take it.
+        """
+        self._issue(stream, _WRITE, words)
+
+    def wait_for_words(self, stream: Any, words: Mapping[int, int]) -> None:
+        """Have a stream wait until each 64-bit word is at least its value, before all of its later work; see `write_words`."""
+        self._issue(stream, _WAIT, words)
+
+    def _issue(self, stream: Any, operation: int, words: Mapping[int, int]) -> None:
+        operations = [WordOperation(operation, address, value, _DEFAULT) for address, value in words.items()]
+        for first in range(0, len(operations), MAX_OPERATIONS):
+            batch = operations[first : first + MAX_OPERATIONS]
+            array = (WordOperation * len(batch))(*batch)
+            call_on(self._index, "cuStreamBatchMemOp_v2", ctypes.c_void_p(stream.cuda_stream), len(batch), array, 0)
 
 
 class CommunicationStream:
@@ -239,25 +254,6 @@ class CommunicationStream:
         self.stream = self.runtime.new_stream()
         self.last = None
 
-    def mark(self) -> Any:
-        """Record an event after all work on the calling thread's current stream.
-
-        Raises:
-            RuntimeError: The stream is being captured in a CUDA graph.
-        """
-        if self.runtime.is_capturing():
-            raise RuntimeError(
-                "Collectives of the backends ipc and staged cannot be captured in a CUDA graph, because ranks also synchronize on the host; "
-                "capture the computation without them, or use NCCL with a separate device for each rank."
-            )
-        event = self.runtime.new_event()
-        event.record(self.runtime.current_stream())
-        return event
-
-    def join(self, done: Any) -> None:
-        """Make the calling thread's stream wait for `done`."""
-        self.runtime.current_stream().wait_event(done)
-
 
 class DeviceCall:
     """One call on a communication stream. Made by the caller, run once by whichever thread has the turn.
@@ -272,6 +268,9 @@ class DeviceCall:
 
     Attributes:
         done: Event behind the work, once it has been issued.
+
+    Raises:
+        RuntimeError: The caller's stream is being captured in a CUDA graph.
     """
 
     def __init__(
@@ -290,7 +289,13 @@ class DeviceCall:
         self._prepare = prepare
         self._function: Callable[[], None] | None = function
         self._tensors = tensors
-        self._ready = stream.mark()
+        if stream.runtime.is_capturing():
+            raise RuntimeError(
+                "Collectives of the backends ipc and staged cannot be captured in a CUDA graph, because ranks also synchronize on the host; "
+                "capture the computation without them, or use NCCL with a separate device for each rank."
+            )
+        self._ready = stream.runtime.new_event()
+        self._ready.record(stream.runtime.current_stream())
 
     def __call__(self) -> None:
         """Issue the work."""
@@ -327,17 +332,14 @@ class DeviceCall:
 
     def join(self) -> None:
         """Make the calling thread's stream wait for the work, which must have been issued."""
-        self.stream.join(self.done)
+        self.stream.runtime.current_stream().wait_event(self.done)
 
 
-def wait_on_host(event: Any, patience_s: float) -> None:
-    """Return once the device has come to `event`; for set-up and shutdown only.
-
-    Raises:
-        RuntimeError: It has not within `patience_s` seconds.
-    """
+def comes_true(condition: Callable[[], bool], patience_s: float) -> bool:
+    """Return whether a condition of the device becomes true within `patience_s` seconds; for set-up and shutdown only."""
     deadline = time.monotonic() + patience_s
-    while not event.query():
+    while not condition():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the device did not finish within {patience_s:.0f} s")
+            return False
         time.sleep(0.001)
+    return True
