@@ -109,7 +109,9 @@ class DeviceSide:
                 stream = self.stream_of(device)
                 lane = self._lane = self._collectives = DeviceSetup(self._host, self._names, stream).run(terms)
                 stream.timeout_s = terms.left().total_seconds()
-                self._watch = DeviceWatch((lane.engine, self._host.engine), stream, self._names, lane.memory.timeline.release)
+                self._watch = DeviceWatch(
+                    (lane.engine, self._host.engine), stream, self._names, lane.memory.timeline.release
+                )
                 return
             except IpcUnavailableError as error:
                 if knobs.device_path() == "memory":
