@@ -173,6 +173,16 @@ def test_two_groups_at_once(size: int) -> None:
     values(run_ranks(busy, size, 1500, limit_s=200, env=SMALL))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_groups_on_one_hardware_queue_with_launches_that_block_the_host(size: int) -> None:
+    """Each rank issues the calls of the groups in another order; a wait that is issued before its write would end no more.
+
+    CUDA reads the first variable too. The emulated runtime's launches wait for the device, as the first one of a kernel may.
+    """
+    env = {**SMALL, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_RIG_BLOCKING_LAUNCHES": "1"}
+    values(run_ranks(busy, size, 500, limit_s=90, env=env))
+
+
 @on_ranks(3, env=ON_DEVICE)
 def test_groups_that_come_and_go_free_their_memory(job: Job) -> None:
     """The first rank's block, which waits for the others; rank 1 leaves later."""
