@@ -34,7 +34,7 @@ from common import parser, save
 from rows import Rows, add_row
 
 from ray_fracbackend.ipc.device import driver
-from ray_fracbackend.ipc.device.runtime import CudaRuntime
+from ray_fracbackend.ipc.device.driver import CudaRuntime
 from ray_fracbackend.ipc.host.arena import Arena, attach_arena, create_arena
 
 _BLOCK_BYTES = 256 << 20
@@ -101,7 +101,7 @@ class Side:
 def identity(side: Side) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
     return {
-        "uuid_of_driver": driver.device_uuid(0),
+        "uuid_of_driver": side.runtime.uuid(),
         "uuid_of_runtime": str(getattr(properties, "uuid", None)),
         "has_timelines": driver.has_timelines(0),
         "num_multiprocessors": properties.multi_processor_count,

@@ -114,7 +114,7 @@ def _support() -> None:
 def _runtime() -> Any:
     import torch
 
-    from ray_fracbackend.ipc.device.runtime import CudaRuntime
+    from ray_fracbackend.ipc.device.driver import CudaRuntime
 
     torch.zeros(1, device="cuda")
     return CudaRuntime(torch.device("cuda", 0))

@@ -29,9 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ray_fracbackend.ipc import device_memory_support
 from ray_fracbackend.ipc.device import staged
-from ray_fracbackend.ipc.device.driver import GRANULARITY_BYTES, DriverError
+from ray_fracbackend.ipc.device.driver import GRANULARITY_BYTES, CudaRuntime, DriverError
 from ray_fracbackend.ipc.device.memory import DeviceMemory
-from ray_fracbackend.ipc.device.runtime import CudaRuntime
 from ray_fracbackend.ipc.protocol.schedule import Action
 
 ON_DEVICE = {DEVICE_ENV_VAR: "cuda:0"}

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ray_fracbackend.ipc.device import runtime as cuda_runtime
+from ray_fracbackend.ipc.device import driver, runtime
 from ray_fracbackend.ipc.device import setup as device_setup
 from ray_fracbackend.ipc.device import side as device_side
 from ray_fracbackend.ipc.device.driver import DeviceBlock, DriverError
@@ -248,7 +248,7 @@ def _stack() -> list[FakeStream]:
 
 
 class FakeCuda:
-    """Has the methods of `cuda_runtime.CudaRuntime`."""
+    """Has the methods of `driver.CudaRuntime`."""
 
     gpu: FakeGpu
 
@@ -411,7 +411,7 @@ def install(seed: int) -> None:
     """Make every dense CPU tensor of this process a tensor of the fake device."""
     gpu = FakeGpu(seed)
     FakeCuda.gpu = gpu
-    cuda_runtime.CudaRuntime = cuda_runtime.AcceleratorRuntime = FakeCuda  # type: ignore[misc]
+    driver.CudaRuntime = runtime.AcceleratorRuntime = FakeCuda  # type: ignore[misc]
     collective_group.AcceleratorRuntime = FakeCuda  # type: ignore[misc]
     set_up = device_side.set_up_staging
     device_side.set_up_staging = lambda host, *args: _over(set_up(host, *args))

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from ..host.memory import SlotMemory, memory_bytes
 from ..protocol.schedule import NUM_COUNTS, READ
-from .driver import DeviceBlock
-from .runtime import CudaRuntime, comes_true
+from .driver import CudaRuntime, DeviceBlock
+from .runtime import comes_true
 from .timeline import Timeline, are_idle
 
 # Per rank. With more slots a rank could continue while another is late, but a device runs the ranks one after the other anyway.

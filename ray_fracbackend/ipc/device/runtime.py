@@ -1,7 +1,7 @@
 """An accelerator as the backends use it: one device, the stream of a group on it, a call on that stream. Imports torch.
 
-Everything that needs an accelerator is behind `AcceleratorRuntime`, and behind `CudaRuntime` what needs CUDA, both of which the
-tests replace. Streams and events are those of `torch.cuda`, or what behaves like them.
+Everything that needs an accelerator is behind `AcceleratorRuntime`, and behind `driver.CudaRuntime` what needs CUDA, both of which
+the tests replace. Streams and events are those of `torch.cuda`, or what behaves like them.
 
 A call works on a stream of the group's own, which first waits for what the caller's stream had been given when the call was
 made. The caller's stream later waits for the call's last event. Neither stops the host, and a call's kernels run beside the
@@ -10,39 +10,16 @@ caller's, such as those of a backward pass.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from .._torch import storage_at
-from .driver import (
-    GRANULARITY_BYTES,
-    MAX_OPERATIONS,
-    DeviceBlock,
-    DriverError,
-    Handle,
-    WordOperation,
-    call,
-    call_on,
-    device_memory_support,
-    device_uuid,
-)
-
 logger = logging.getLogger(__name__)
-
-_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_REGISTER_FLAGS = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE and CU_MEMHOSTREGISTER_DEVICEMAP
-# CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_VALUE_64
-_WAIT, _WRITE = 4, 5
-# CU_STREAM_WAIT_VALUE_GEQ, and CU_STREAM_WRITE_VALUE_DEFAULT: a barrier for memory comes before the write
-_DEFAULT = 0
 
 
 class AcceleratorRuntime:
@@ -129,108 +106,6 @@ class AcceleratorRuntime:
         """Set the result of `future` behind the work on `stream` so far."""
         with self.on(stream):
             future.set_result(value)
-
-
-class CudaRuntime(AcceleratorRuntime):
-    """One CUDA device, whose memory ranks of other processes can map."""
-
-    @staticmethod
-    def owns(tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is on a CUDA device."""
-        return tensor.is_cuda
-
-    def missing(self) -> str | None:
-        """See `driver.device_memory_support`."""
-        return device_memory_support(self._index)
-
-    def uuid(self) -> str:
-        """Return the identity of the device, equal in all processes whatever its index there."""
-        return device_uuid(self._index)
-
-    def allocate(self, num_bytes: int) -> DeviceBlock:
-        """Allocate memory that other processes can map, rounded up to 2 MiB.
-
-        Raises:
-            MemoryError: The device has not as much.
-        """
-        num_bytes, pointer = -(-num_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES, ctypes.c_uint64()
-        call_on(self._index, "cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
-        return self._block(pointer.value, num_bytes, imported=False)
-
-    def trim(self) -> None:
-        """Give what torch's allocator caches back to the device."""
-        torch.cuda.empty_cache()
-
-    def export(self, block: DeviceBlock) -> bytes:
-        """Return what another process needs for `open`."""
-        handle = Handle()
-        call_on(self._index, "cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(block.pointer))
-        return bytes(handle.reserved)
-
-    def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
-        """Map another process's memory; `num_bytes` is what it asked for.
-
-        Raises:
-            DriverError: The driver does not let this process have it.
-        """
-        pointer, source = ctypes.c_uint64(), Handle.from_buffer_copy(handle)
-        call_on(self._index, "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), source, _LAZY_ENABLE_PEER_ACCESS)
-        return self._block(pointer.value, num_bytes, imported=True)
-
-    def _block(self, pointer: int, num_bytes: int, imported: bool) -> DeviceBlock:
-        with torch.inference_mode(False):
-            storage = storage_at(pointer, self.device, num_bytes)
-            data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        return DeviceBlock(pointer, imported, data)
-
-    def release(self, block: DeviceBlock) -> None:
-        """Free or unmap. The device must be through with it; other processes must have unmapped what is freed."""
-        call_on(
-            self._index, "cuIpcCloseMemHandle" if block.imported else "cuMemFree_v2", ctypes.c_uint64(block.pointer)
-        )
-
-    def register(self, address: int, num_bytes: int) -> int:
-        """Let streams read and write memory of the host; returns its address on the device.
-
-        Raises:
-            DriverError: The driver does not take it.
-        """
-        pointer, at = ctypes.c_uint64(), ctypes.c_void_p(address)
-        call_on(self._index, "cuMemHostRegister_v2", at, ctypes.c_size_t(num_bytes), _REGISTER_FLAGS)
-        call_on(self._index, "cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), at, 0)
-        return pointer.value
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`; the device must be through with the memory."""
-        call_on(self._index, "cuMemHostUnregister", ctypes.c_void_p(address))
-
-    def allow_queries_while_capturing(self) -> None:
-        """Let this thread ask for events while another thread captures a graph, which would fail otherwise."""
-        with suppress(DriverError):
-            call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
-
-    def write_words(self, stream: Any, words: Mapping[int, int]) -> None:
-        """Have a stream write 64-bit words, after all of its work so far, whose writes are seen before them.
-
-        Args:
-            stream: The stream.
-            words: The value of each word, by its address on the device.
-
-        Raises:
-            DriverError: The driver does not take it.
-        """
-        self._issue(stream, _WRITE, words)
-
-    def wait_for_words(self, stream: Any, words: Mapping[int, int]) -> None:
-        """Have a stream wait until each 64-bit word is at least its value, before all of its later work; see `write_words`."""
-        self._issue(stream, _WAIT, words)
-
-    def _issue(self, stream: Any, operation: int, words: Mapping[int, int]) -> None:
-        operations = [WordOperation(operation, address, value, _DEFAULT) for address, value in words.items()]
-        for first in range(0, len(operations), MAX_OPERATIONS):
-            batch = operations[first : first + MAX_OPERATIONS]
-            array = (WordOperation * len(batch))(*batch)
-            call_on(self._index, "cuStreamBatchMemOp_v2", ctypes.c_void_p(stream.cuda_stream), len(batch), array, 0)
 
 
 class CommunicationStream:

@@ -27,7 +27,6 @@ from ..protocol.engine import Engine
 from ..protocol.local import LEADER, LocalCollectives
 from ..protocol.reductions import Reduction
 from ..protocol.setup import share
-from .driver import DeviceBlock
 from .memory import DeviceMemory, block_bytes, free, let_go
 from .runtime import CommunicationStream, comes_true
 from .timeline import Timeline, are_idle, timeline_bytes
@@ -64,8 +63,8 @@ class DeviceSetup:
         self._runtime = stream.runtime
         self._rank = host.rank
         self._size = host.num_ranks
-        self._block: DeviceBlock | None = None
-        self._timeline: Timeline | None = None
+        self._block: Any = None
+        self._timeline: Any = None
 
     def run(self, first_call: Terms) -> DeviceCollectives:
         """Set it up.
@@ -83,10 +82,12 @@ class DeviceSetup:
             raise IpcUnavailableError(f"the ranks are on {num_devices} devices")
         chunk_bytes = min(info["chunk"] for info in infos)
         try:
-            with contextlib.ExitStack() as names:
-                leader = self._share(partial(self._export, chunk_bytes, names))[LEADER]
+            with contextlib.ExitStack() as stack:
+                leader = self._share(partial(self._export, chunk_bytes, stack))[LEADER]
                 self._share(partial(self._attach, chunk_bytes, leader))
-            local = self._make(chunk_bytes, infos[LEADER]["one_pass"])
+            memory = DeviceMemory(self._block, self._timeline, chunk_bytes, self._rank, self._size)
+            engine = Engine(self._arena, self._rank, self._host.engine.waiter.peers, list(self._names), memory)
+            local = DeviceCollectives(engine, infos[LEADER]["one_pass"])
             self._share(partial(check_collectives, local, self._stream, STEP_S / 2))
         except IpcUnavailableError:
             answers = self._share(self._undo)
@@ -94,11 +95,11 @@ class DeviceSetup:
                 free(self._runtime, self._block)
             raise
         # From here on a failure in either memory ends the group.
-        engine, host = local.engine, self._host.engine
+        host = self._host.engine
         engine.waiter.beside, host.waiter.beside = host.waiter, engine.waiter
         engine.on_failure.append(host.fail)
         for each in (engine, host):
-            each.on_raise.append(local.memory.timeline.release)
+            each.on_raise.append(self._timeline.release)
         logger.log(
             logging.INFO if self._rank == 0 else logging.DEBUG,
             "ray_fracbackend: ipc device memory for %d ranks, chunks of %d bytes",
@@ -126,7 +127,7 @@ class DeviceSetup:
             "one_pass": knobs.device_one_pass_bytes(),
         }
 
-    def _export(self, chunk_bytes: int, names: contextlib.ExitStack) -> dict[str, Any]:
+    def _export(self, chunk_bytes: int, stack: contextlib.ExitStack) -> dict[str, Any]:
         """On the first rank, make the block, and the memory for the device's control page and its timeline."""
         if self._rank != LEADER:
             return {}
@@ -142,7 +143,7 @@ class DeviceSetup:
             size = f"{num_bytes >> 20} MiB for {self._size} ranks with chunks of {chunk_bytes} bytes"
             return {"error": f"{error} ({size}; {knobs.DEVICE_CHUNK_BYTES_ENV_VAR} sets their size)"}
         self._arena, name = create_arena(control_bytes(self._size) + timeline_bytes(self._size))
-        names.callback(os.close, name.fd)
+        stack.callback(os.close, name.fd)
         return {"block": self._runtime.export(self._block).hex(), "arena": asdict(name)}
 
     def _attach(self, chunk_bytes: int, leader: dict[str, Any]) -> dict[str, Any]:
@@ -155,13 +156,6 @@ class DeviceSetup:
             num_bytes, _ = block_bytes(chunk_bytes, self._size)
             self._block = self._runtime.open(bytes.fromhex(leader["block"]), num_bytes)
         return {}
-
-    def _make(self, chunk_bytes: int, one_pass_bytes: int) -> DeviceCollectives:
-        assert self._block is not None
-        assert self._timeline is not None
-        memory = DeviceMemory(self._block, self._timeline, chunk_bytes, self._rank, self._size)
-        engine = Engine(self._arena, self._rank, self._host.engine.waiter.peers, list(self._names), memory)
-        return DeviceCollectives(engine, one_pass_bytes)
 
     def _undo(self) -> dict[str, Any]:
         """Let go of what the other ranks have; the device may be stuck in what was issued."""

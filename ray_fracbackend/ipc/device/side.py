@@ -19,7 +19,7 @@ from ..protocol.collectives import Collectives, HostCollectives
 from ..protocol.description import Terms, description_text
 from ..protocol.local import LocalCollectives
 from ..protocol.lone import LoneCollectives
-from . import runtime
+from . import driver, runtime
 from .memory import free, let_go
 from .runtime import CommunicationStream, comes_true
 from .setup import DeviceCollectives, DeviceSetup
@@ -46,7 +46,7 @@ class DeviceSide:
 
     def __init__(self, host: HostCollectives, names: Sequence[str], staged_reason: str | None = None) -> None:
         self.staged_reason = staged_reason
-        self._kind = runtime.CudaRuntime if staged_reason is None else runtime.AcceleratorRuntime
+        self._kind = driver.CudaRuntime if staged_reason is None else runtime.AcceleratorRuntime
         self._host = host
         self._names = names
         self._device: torch.device | None = None

@@ -125,57 +125,52 @@ class StagedCollectives:
             in_place: Whether sources and targets have the same place there.
         """
         try:
-            self._run_chunks(sources, targets, num_bytes, terms, work, in_place)
+            outputs = [None if target is None else as_bytes(target) for target in targets]
+            inputs = [None if source is None else as_bytes(source) for source in sources]
+            # A chunk is written before the next but one is read.
+            written = [output for output in outputs if output is not None]
+            inputs = [data.clone() if data is not None and overlaps_shifted(data, written) else data for data in inputs]
+            first_output = 0 if in_place else len(inputs)
+            num_parts = first_output + len(outputs)
+            per_part = self._per_part(num_parts, num_bytes)
+            num_chunks = max(1, -(-num_bytes // per_part))
+            stream, runtime = self._stream.stream, self._stream.runtime
+            buffers = [runtime.pinned(per_part * num_parts) for _ in range(min(2, num_chunks))]
+
+            def pairs(parts: SomeParts, first: int, chunk: int) -> list[tuple[Any, Any]]:
+                """Return each part's bytes of a chunk on the device, and their place on the host; None for nothing."""
+                pieces = [None if part is None else part[chunk * per_part : (chunk + 1) * per_part] for part in parts]
+                places = [buffers[chunk % 2][index * per_part :] for index in range(first, first + len(parts))]
+                return [
+                    (piece, None if piece is None else place[: piece.shape[0]])
+                    for piece, place in zip(pieces, places, strict=True)
+                ]
+
+            def begin(chunk: int) -> tuple[Any, Pieces]:
+                """Issue the copies to the host."""
+                sent, copied = pairs(inputs, 0, chunk), runtime.new_event()
+                for piece, place in sent:
+                    if piece is not None:
+                        place.copy_(piece, non_blocking=True)
+                copied.record(stream)
+                return copied, [place for _, place in sent]
+
+            started = begin(0)
+            for chunk in range(num_chunks):
+                copied, sent = started
+                if chunk + 1 < num_chunks:
+                    started = begin(chunk + 1)
+                _wait_for(copied, terms)
+                received = pairs(outputs, first_output, chunk)
+                work(chunk, sent, [place for _, place in received])
+                for piece, place in received:
+                    if piece is not None:
+                        piece.copy_(place, non_blocking=True)
         except BaseException as error:
             # A failure that came from them has its mark already.
             what = description_text(terms.description)
             self._host.fail(str(error) if isinstance(error, IpcError) else f"{type(error).__name__}: {error} in {what}")
             raise
-
-    def _run_chunks(
-        self, sources: SomeParts, targets: SomeParts, num_bytes: int, terms: Terms, work: Any, in_place: bool
-    ) -> None:
-        outputs = [None if target is None else as_bytes(target) for target in targets]
-        inputs = [None if source is None else as_bytes(source) for source in sources]
-        # A chunk is written before the next but one is read.
-        written = [output for output in outputs if output is not None]
-        inputs = [data.clone() if data is not None and overlaps_shifted(data, written) else data for data in inputs]
-        first_output = 0 if in_place else len(inputs)
-        num_parts = first_output + len(outputs)
-        per_part = self._per_part(num_parts, num_bytes)
-        num_chunks = max(1, -(-num_bytes // per_part))
-        stream, runtime = self._stream.stream, self._stream.runtime
-        buffers = [runtime.pinned(per_part * num_parts) for _ in range(min(2, num_chunks))]
-
-        def pairs(parts: SomeParts, first: int, chunk: int) -> list[tuple[Any, Any]]:
-            """Return each part's bytes of a chunk on the device, and their place on the host; None for nothing."""
-            pieces = [None if part is None else part[chunk * per_part : (chunk + 1) * per_part] for part in parts]
-            places = [buffers[chunk % 2][index * per_part :] for index in range(first, first + len(parts))]
-            return [
-                (piece, None if piece is None else place[: piece.shape[0]])
-                for piece, place in zip(pieces, places, strict=True)
-            ]
-
-        def begin(chunk: int) -> tuple[Any, Pieces]:
-            """Issue the copies to the host."""
-            sent, copied = pairs(inputs, 0, chunk), runtime.new_event()
-            for piece, place in sent:
-                if piece is not None:
-                    place.copy_(piece, non_blocking=True)
-            copied.record(stream)
-            return copied, [place for _, place in sent]
-
-        started = begin(0)
-        for chunk in range(num_chunks):
-            copied, sent = started
-            if chunk + 1 < num_chunks:
-                started = begin(chunk + 1)
-            _wait_for(copied, terms)
-            received = pairs(outputs, first_output, chunk)
-            work(chunk, sent, [place for _, place in received])
-            for piece, place in received:
-                if piece is not None:
-                    piece.copy_(place, non_blocking=True)
 
 
 def set_up_staging(

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..host.arena import Arena
-from .runtime import CudaRuntime
+from .driver import CudaRuntime
 
 # Words of different processes are on different cache lines.
 _WORD_BYTES = 64
