@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import struct
 import threading
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from ipc_harness import Job, on_ranks, run_ranks, values
 from ipc_memories import LOST, comes_free, device_group
 from ipc_table import SMALL_CHUNKS
 
-from ray_fracbackend.ipc.device import side, watch
+from ray_fracbackend.ipc.device import driver, side, watch
 from ray_fracbackend.ipc.device.runtime import DeviceCall
 from ray_fracbackend.ipc.device.watch import DeviceWatch
 from tests.processes import wait_until
@@ -370,6 +371,18 @@ def test_a_call_that_fails_keeps_its_tensors_until_the_device_is_through() -> No
     assert [(id(one), on) for one, on in kept] == [(id(tensor), stream.stream)]
     DeviceCall(stream, lambda: None, lambda: None, [tensor], is_async=False, timeout_s=20.0)()
     assert len(kept) == 1
+
+
+def test_words_are_written_in_batches_that_cuda_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than 256 operations in a call, each laid out as CUstreamBatchMemOpParams of cuda.h: operation, address, value, flags."""
+    calls: list[Any] = []
+    monkeypatch.setattr(driver, "call_on", lambda *args: calls.append(args))
+    runtime = driver.CudaRuntime(torch.device("cuda", 0))
+    runtime.write_words(MagicMock(cuda_stream=7), {8 * number: number for number in range(300)})
+    assert [(name, count, len(bytes(array)), flags) for _, name, _, count, array, flags in calls] == [
+        ("cuStreamBatchMemOp_v2", count, count * 48, 0) for count in (255, 45)
+    ]
+    assert struct.unpack_from("=I4xQQI20x", bytes(calls[1][4]), 48) == (5, 8 * 256, 256, 0)
 
 
 def test_on_a_full_device_all_tensors_are_staged() -> None:
