@@ -8,7 +8,7 @@ Each question runs in two separate processes, so one that fails or hangs loses o
 ``memory``     is memory that the other process exported correct, and how long do export and opening take?
 ``event``      microseconds per hop: a stream waits for the other process's interprocess event, runs a small kernel and records its own
                event; and microseconds of the hosts' part, a message by pipe
-``semaphore``  the same with words (cuStreamWriteValue64, cuStreamWaitValue64) and no host in between: in mapped device memory, and in
+``semaphore``  the same with words (cuStreamBatchMemOp) and no host in between: in mapped device memory, and in
                registered host memory, as in ipc
 ``copy``       a copy and an addition of 64 MiB, with an idle GPU and with another process's kernels on it: does a copy wait for their turn?
 ``killed``     a process is killed after recording an event that is not reached: does a stream that waits for it become free? Does a stream
@@ -34,7 +34,7 @@ from common import parser, save
 from rows import Rows, add_row
 
 from ray_fracbackend.ipc.device import driver
-from ray_fracbackend.ipc.device.runtime import CudaRuntime
+from ray_fracbackend.ipc.device.driver import CudaRuntime
 from ray_fracbackend.ipc.host.arena import Arena, attach_arena, create_arena
 
 _BLOCK_BYTES = 256 << 20
@@ -101,7 +101,7 @@ class Side:
 def identity(side: Side) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
     return {
-        "uuid_of_driver": driver.device_uuid(0),
+        "uuid_of_driver": side.runtime.uuid(),
         "uuid_of_runtime": str(getattr(properties, "uuid", None)),
         "has_timelines": driver.has_timelines(0),
         "num_multiprocessors": properties.multi_processor_count,
@@ -204,11 +204,11 @@ def hop_by_words(side: Side, own: int, theirs: int) -> float:
         for _ in range(_SEMAPHORE_HOPS // 2):
             turn += 1
             if side.rank:
-                runtime.wait_for_word(stream, theirs, turn)
+                runtime.wait_for_words(stream, {theirs: turn})
             number.add_(1)
-            runtime.write_word(stream, own, turn)
+            runtime.write_words(stream, {own: turn})
             if not side.rank:
-                runtime.wait_for_word(stream, theirs, turn)
+                runtime.wait_for_words(stream, {theirs: turn})
         torch.cuda.synchronize()
         microseconds.append((time.perf_counter() - started) / _SEMAPHORE_HOPS * 1e6)
     side.meet()
@@ -264,7 +264,7 @@ def killed(side: Side) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
     side.receive()
     behind_word = torch.cuda.Stream()
-    side.runtime.wait_for_word(behind_word, words + 64, 1)
+    side.runtime.wait_for_words(behind_word, {words + 64: 1})
     is_held = not behind_word.query()
     memoryview(arena.memory).cast("q")[8] = 1
     released_s = until_free(behind_word)

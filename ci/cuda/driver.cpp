@@ -16,8 +16,7 @@
 #undef cuMemGetAddressRange
 #undef cuMemHostRegister
 #undef cuMemHostGetDevicePointer
-#undef cuStreamWriteValue64
-#undef cuStreamWaitValue64
+#undef cuStreamBatchMemOp
 
 using rig::visible_devices;
 
@@ -133,21 +132,24 @@ RIG_EXPORT CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* device, void* poin
   return *device = (CUdeviceptr)pointer, CUDA_SUCCESS;
 }
 
-static CUresult check_word(CUdeviceptr at) {
+// Checked as a whole before anything is issued.
+RIG_EXPORT CUresult cuStreamBatchMemOp_v2(CUstream stream, unsigned count, CUstreamBatchMemOpParams* operations, unsigned flags) {
   RIG_DRIVER(rig::state());
   if (rig::fault("no_stream_words")) return CUDA_ERROR_NOT_SUPPORTED;
-  return at % 8 || !rig::find_block((void*)at) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
-}
-RIG_EXPORT CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr at, cuuint64_t value, unsigned flags) {
-  if (CUresult error = check_word(at)) return error;
-  if (flags & ~CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER) return CUDA_ERROR_INVALID_VALUE;
-  return (CUresult)rig::write_word(stream, at, value);
-}
-RIG_EXPORT CUresult cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr at, cuuint64_t value, unsigned flags) {
-  if (CUresult error = check_word(at)) return error;
-  if (flags & CU_STREAM_WAIT_VALUE_FLUSH) return CUDA_ERROR_NOT_SUPPORTED;
-  if (flags > CU_STREAM_WAIT_VALUE_NOR) return CUDA_ERROR_INVALID_VALUE;
-  return (CUresult)rig::wait_for_word(stream, at, value, flags);
+  if (!count || count >= 256 || flags) return CUDA_ERROR_INVALID_VALUE;
+  for (unsigned i = 0; i < count; i++) {
+    auto& word = operations[i].waitValue;  // writeValue has the same members
+    bool waits = word.operation == CU_STREAM_MEM_OP_WAIT_VALUE_64;
+    if (!waits && word.operation != CU_STREAM_MEM_OP_WRITE_VALUE_64) return CUDA_ERROR_NOT_SUPPORTED;
+    if (word.flags > (waits ? CU_STREAM_WAIT_VALUE_NOR : 0)) return CUDA_ERROR_NOT_SUPPORTED;
+    if (word.address % 8 || !rig::find_block((void*)word.address)) return CUDA_ERROR_INVALID_VALUE;
+  }
+  for (unsigned i = 0; i < count; i++) {
+    auto& word = operations[i].waitValue;
+    if (word.operation == CU_STREAM_MEM_OP_WRITE_VALUE_64) rig::write_word(stream, word.address, word.value64);
+    else rig::wait_for_word(stream, word.address, word.value64, word.flags);
+  }
+  return CUDA_SUCCESS;
 }
 
 // The entry points of the driver by name; the newest version of a call has a suffix.

@@ -73,8 +73,8 @@ void poison(void* at, size_t size);
 void put(void* stream, std::function<void()> work, bool late);
 void synchronize_stream(void* stream);
 // Write a word in the order of the stream, or have the stream wait for one; device or pinned memory.
-cudaError_t write_word(void* stream, uintptr_t at, uint64_t value);
-cudaError_t wait_for_word(void* stream, uintptr_t at, uint64_t value, unsigned condition);
+void write_word(void* stream, uintptr_t at, uint64_t value);
+void wait_for_word(void* stream, uintptr_t at, uint64_t value, unsigned condition);
 void synchronize_device(int device);
 bool stream_is_idle(void* stream);
 

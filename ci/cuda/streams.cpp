@@ -54,13 +54,13 @@ static int delay_us() {
   return us;
 }
 
-struct Stream {
-  int device = 0, priority = 0, number = 0;
+// A hardware queue: what it was given runs in the order of issue.
+struct Queue {
+  int number = 0;
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<std::pair<std::function<void()>, bool>> queue;
-  bool busy = false, closed = false, has_thread = false;
-  std::vector<std::function<void()>>* captured = nullptr;
+  std::deque<std::pair<std::function<void()>, bool>> work;
+  bool closed = false, has_thread = false;
 
   // Mostly short, some none, a few long: what does not wait meets each case.
   static void hold_up(std::minstd_rand& random) {
@@ -68,7 +68,7 @@ struct Stream {
     double kind = uniform(random), us = kind < 0.1 ? 0 : kind < 0.99 ? 2 * delay_us() * uniform(random) : 20 * delay_us();
     if (us >= 1) usleep((useconds_t)us);
   }
-  static void run(std::shared_ptr<Stream> self) {
+  static void run(std::shared_ptr<Queue> self) {
     // The ranks of a job have other delays than each other.
     long row = 0;
     with_machine([&](Machine& machine, Process& own) { row = &own - machine.processes; });
@@ -76,18 +76,14 @@ struct Stream {
     std::minstd_rand random(seeds);
     std::unique_lock<std::mutex> lock(self->mutex);
     for (;;) {
-      self->changed.wait(lock, [&] { return self->closed || !self->queue.empty(); });
-      if (self->queue.empty()) return;
-      auto [work, late] = std::move(self->queue.front());
-      self->queue.pop_front();
-      self->busy = true;
+      self->changed.wait(lock, [&] { return self->closed || !self->work.empty(); });
+      if (self->work.empty()) return;
+      auto [work, late] = std::move(self->work.front());
+      self->work.pop_front();
       lock.unlock();
       if (late && delay_us()) hold_up(random);
-      if (!is_lost()) work();
+      work();
       work = nullptr;
-      lock.lock();
-      self->busy = false;
-      lock.unlock();
       {
         std::lock_guard<std::mutex> progress(s_progress_mutex);
         s_progress.notify_all();
@@ -95,10 +91,15 @@ struct Stream {
       lock.lock();
     }
   }
-  bool idle() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return queue.empty() && !busy;
-  }
+};
+struct Stream {
+  int device = 0, priority = 0;
+  bool shares = false;
+  std::shared_ptr<Queue> queue = std::make_shared<Queue>();
+  std::atomic<long> pending{0};
+  std::vector<std::function<void()>>* captured = nullptr;
+
+  bool idle() { return !pending; }
 };
 
 static std::mutex s_streams_mutex;
@@ -107,10 +108,17 @@ static std::shared_ptr<Stream> s_default[kMaxDevices];
 static int s_num_streams = 0;
 
 static std::shared_ptr<Stream> new_stream(int device, int priority) {
+  // CUDA maps more streams to the same queues.
+  static const int s_limit = (int)number("CUDA_DEVICE_MAX_CONNECTIONS", 0);
+  static std::map<std::pair<int, int>, std::shared_ptr<Queue>> s_queues;
   auto stream = std::make_shared<Stream>();
   stream->device = device;
   stream->priority = priority;
-  stream->number = s_num_streams++;
+  stream->queue->number = s_num_streams++;
+  if (s_limit) {
+    stream->shares = true;
+    stream->queue = s_queues.insert({{device, stream->queue->number % s_limit}, stream->queue}).first->second;
+  }
   s_streams[stream.get()] = stream;
   return stream;
 }
@@ -130,14 +138,21 @@ static std::shared_ptr<Stream> stream_of(void* handle) {
 void put(void* handle, std::function<void()> work, bool late) {
   auto stream = stream_of(handle);
   {
-    std::lock_guard<std::mutex> lock(stream->mutex);
+    auto& queue = stream->queue;
+    std::lock_guard<std::mutex> lock(queue->mutex);
     if (stream->captured) return stream->captured->push_back(std::move(work));
-    if (!stream->has_thread) {
-      stream->has_thread = true;
-      std::thread(Stream::run, stream).detach();
+    if (!queue->has_thread) {
+      queue->has_thread = true;
+      std::thread(Queue::run, queue).detach();
     }
-    stream->queue.emplace_back(std::move(work), late);
-    stream->changed.notify_all();
+    stream->pending++;
+    auto run = [work = std::move(work), stream]() mutable {
+      if (!is_lost()) work();
+      work = nullptr;
+      stream->pending--;
+    };
+    queue->work.emplace_back(std::move(run), late);
+    queue->changed.notify_all();
   }
   // Without a delay, kernels and copies are over when the call returns.
   if (late && !delay_us()) {
@@ -229,12 +244,11 @@ static bool holds(const Word& word, uint64_t value, unsigned condition) {
     default: return ~(now | value);
   }
 }
-cudaError_t write_word(void* stream, uintptr_t at, uint64_t value) {
+void write_word(void* stream, uintptr_t at, uint64_t value) {
   counters.word_writes++;
   put(stream, [=] { *(Word*)rig_address((void*)at) = value; }, false);
-  return state();
 }
-cudaError_t wait_for_word(void* stream, uintptr_t at, uint64_t value, unsigned condition) {
+void wait_for_word(void* stream, uintptr_t at, uint64_t value, unsigned condition) {
   counters.word_waits++;
   auto work = [=] {
     // The memory may belong to another process, which does not say that it has written.
@@ -242,7 +256,6 @@ cudaError_t wait_for_word(void* stream, uintptr_t at, uint64_t value, unsigned c
     for (int us = 1; !holds(word, value, condition) && !is_lost(); us = us < 64 ? 2 * us : 64) usleep(us);
   };
   put(stream, work, false);
-  return state();
 }
 
 // ---- copies
@@ -297,7 +310,11 @@ void rig_enqueue(void* stream, void (*work)(void*), void* argument) {
 void rig_launch(void* stream, void (*work)(void*), void* argument) {
   static std::atomic<long> s_launches{0};
   long limit;
-  if (rig::fault("device_lost", &limit) && ++s_launches >= limit) rig::lose(cudaErrorLaunchFailure);
+  long number = ++s_launches;
+  if (rig::fault("device_lost", &limit) && number >= limit) rig::lose(cudaErrorLaunchFailure);
+  // As CUDA may for a kernel that it has not loaded yet, or if its buffers are full.
+  static const long s_every = rig::number("CUDA_RIG_BLOCKING_LAUNCHES", 0);
+  if (s_every && number % s_every == 0) rig::synchronize_device(rig::current_device());
   rig::counters.kernels++;
   rig::put(stream, [=] { work(argument); }, true);
 }
@@ -350,9 +367,9 @@ RIG_EXPORT cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStrea
 RIG_EXPORT cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   RIG_ENTER();
   auto stream = rig::stream_of(handle);
-  std::lock_guard<std::mutex> lock(stream->mutex);
-  stream->closed = true;
-  stream->changed.notify_all();
+  std::lock_guard<std::mutex> lock(stream->queue->mutex);
+  stream->queue->closed = !stream->shares;
+  stream->queue->changed.notify_all();
   std::lock_guard<std::mutex> all(rig::s_streams_mutex);
   rig::s_streams.erase(handle);
   return cudaSuccess;
@@ -485,14 +502,14 @@ struct Graph {
 RIG_EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
   RIG_ENTER();
   auto stream = rig::stream_of(handle);
-  std::lock_guard<std::mutex> lock(stream->mutex);
+  std::lock_guard<std::mutex> lock(stream->queue->mutex);
   if (stream->captured) return rig::failed(cudaErrorIllegalState);
   return stream->captured = &(new Graph)->work, cudaSuccess;
 }
 RIG_EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   RIG_ENTER();
   auto stream = rig::stream_of(handle);
-  std::lock_guard<std::mutex> lock(stream->mutex);
+  std::lock_guard<std::mutex> lock(stream->queue->mutex);
   *graph = (cudaGraph_t)stream->captured;
   stream->captured = nullptr;
   return *graph ? cudaSuccess : rig::failed(cudaErrorIllegalState);

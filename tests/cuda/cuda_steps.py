@@ -114,7 +114,7 @@ def _support() -> None:
 def _runtime() -> Any:
     import torch
 
-    from ray_fracbackend.ipc.device.runtime import CudaRuntime
+    from ray_fracbackend.ipc.device.driver import CudaRuntime
 
     torch.zeros(1, device="cuda")
     return CudaRuntime(torch.device("cuda", 0))
@@ -127,7 +127,7 @@ def _export() -> None:
 
 def _word() -> None:
     runtime = _runtime()
-    runtime.write_word(runtime.current_stream(), runtime.allocate(8).pointer, 1)
+    runtime.write_words(runtime.current_stream(), {runtime.allocate(8).pointer: 1})
 
 
 def _import() -> None:

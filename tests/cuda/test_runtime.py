@@ -43,7 +43,7 @@ os._exit(0)
 FREED = """
 import os, sys
 import torch
-from ray_fracbackend.ipc.device.runtime import CudaRuntime
+from ray_fracbackend.ipc.device.driver import CudaRuntime
 from_parent, to_child = os.pipe()
 from_child, to_parent = os.pipe()
 if pid := os.fork():

@@ -28,10 +28,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 from ray_fracbackend.ipc import device_memory_support
-from ray_fracbackend.ipc.device import memory, staged
-from ray_fracbackend.ipc.device.driver import GRANULARITY_BYTES, DriverError
+from ray_fracbackend.ipc.device import staged
+from ray_fracbackend.ipc.device.driver import GRANULARITY_BYTES, CudaRuntime, DriverError
 from ray_fracbackend.ipc.device.memory import DeviceMemory
-from ray_fracbackend.ipc.device.runtime import CudaRuntime
 from ray_fracbackend.ipc.protocol.schedule import Action
 
 ON_DEVICE = {DEVICE_ENV_VAR: "cuda:0"}
@@ -173,9 +172,19 @@ def test_two_groups_at_once(size: int) -> None:
     values(run_ranks(busy, size, 1500, limit_s=200, env=SMALL))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_groups_on_one_hardware_queue_with_launches_that_block_the_host(size: int) -> None:
+    """Each rank issues the calls of the groups in another order; a wait that is issued before its write would end no more.
+
+    CUDA reads the first variable too. The emulated runtime's launches wait for the device, as the first one of a kernel may.
+    """
+    env = {**SMALL, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_RIG_BLOCKING_LAUNCHES": "1"}
+    values(run_ranks(busy, size, 500, limit_s=90, env=env))
+
+
 @on_ranks(3, env=ON_DEVICE)
 def test_groups_that_come_and_go_free_their_memory(job: Job) -> None:
-    """Each rank's block, once no rank has it mapped any more; rank 1 leaves later than the others."""
+    """The first rank's block, which waits for the others; rank 1 leaves later."""
     store, used = job.store(), []
 
     def meet(what: str) -> None:
@@ -189,7 +198,6 @@ def test_groups_that_come_and_go_free_their_memory(job: Job) -> None:
             time.sleep(0.3)
         pg.shutdown()
         meet(f"left {number}")
-        memory.free_retired()
         torch.cuda.empty_cache()  # torch keeps what a stream had
         meet(f"freed {number}")
         unused, total = torch.cuda.mem_get_info()

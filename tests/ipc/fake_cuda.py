@@ -19,15 +19,16 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ray_fracbackend.ipc.device import runtime as cuda_runtime
+from ray_fracbackend.ipc.device import driver, runtime
 from ray_fracbackend.ipc.device import setup as device_setup
 from ray_fracbackend.ipc.device import side as device_side
 from ray_fracbackend.ipc.device.driver import DeviceBlock, DriverError
@@ -124,8 +125,11 @@ class FakeStream:
         bound = event.words[0]
         self.issue(lambda: None, lambda: event.words[1] >= bound)
 
+    def query(self) -> bool:
+        return not self.queue
+
     def synchronize(self) -> None:
-        self.gpu.wait_until(lambda: not self.queue)
+        self.gpu.wait_until(self.query)
 
 
 class HostStream(FakeStream):
@@ -205,12 +209,13 @@ def _check_places(name: str, tensors: list[torch.Tensor], args: Any, kwargs: Any
         raise AssertionError("a copy between host and device makes the host wait for the device")
 
 
-_pinned: list[torch.Tensor] = []
+# Pinned memory by address. As torch's allocator does, it is kept, and used again once no tensor and no issued copy refers to it.
+_pinned: dict[int, bytearray] = {}
+_pinned_lock = threading.Lock()
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    start = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-    return any(start == buffer.data_ptr() for buffer in _pinned)
+    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in _pinned
 
 
 class OnHost:
@@ -243,7 +248,7 @@ def _stack() -> list[FakeStream]:
 
 
 class FakeCuda:
-    """Has the methods of `cuda_runtime.CudaRuntime`."""
+    """Has the methods of `driver.CudaRuntime`."""
 
     gpu: FakeGpu
 
@@ -256,9 +261,16 @@ class FakeCuda:
         return tensor.is_cpu
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        with _disable_current_modes():
-            _pinned.append(torch.full((num_bytes,), 0x5A, dtype=torch.uint8))
-        return _pinned[-1]
+        num_bytes = 1 << (num_bytes - 1).bit_length()
+        with _disable_current_modes(), _pinned_lock:
+            # The dictionary refers to it, the generator and the call.
+            unused = (
+                memory for memory in _pinned.values() if len(memory) == num_bytes and sys.getrefcount(memory) == 3
+            )
+            memory = next(unused, None) or bytearray(num_bytes)
+            buffer = torch.frombuffer(memory, dtype=torch.uint8)
+            _pinned[buffer.data_ptr()] = memory
+            return buffer.fill_(0x5A)
 
     def synchronize(self) -> None:
         for stream in self.gpu.streams:
@@ -346,7 +358,7 @@ class FakeCuda:
         if self.broken == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.broken == "memory":
-            return self.allocate(num_bytes)
+            return replace(self.allocate(num_bytes), imported=True)
         name = ArenaName(**json.loads(handle))
         return self._block(attach_arena(name), name, True)
 
@@ -365,18 +377,16 @@ class FakeCuda:
     def unregister(self, address: int) -> None:
         registered.remove(address)
 
-    def write_word(self, stream: FakeStream, pointer: int, value: int) -> None:
-        word = ctypes.c_int64.from_address(pointer)
+    def write_words(self, stream: FakeStream, words: Mapping[int, int]) -> None:
+        for pointer, value in words.items():
+            stream.issue(partial(setattr, ctypes.c_int64.from_address(pointer), "value", value))
 
-        def write() -> None:
-            word.value = value
-
-        stream.issue(write)
-
-    def wait_for_word(self, stream: FakeStream, pointer: int, value: int) -> None:
-        word = ctypes.c_int64.from_address(pointer)
-        # As on a device, this process does not notify it that the word has changed.
-        stream.issue(lambda: None, (lambda: False) if self.broken == "word" else (lambda: word.value >= value))
+    def wait_for_words(self, stream: FakeStream, words: Mapping[int, int]) -> None:
+        for pointer, value in words.items():
+            word = ctypes.c_int64.from_address(pointer)
+            # As on a device, this process does not notify it that the word has changed.
+            ready = (lambda: False) if self.broken == "word" else (lambda word=word, value=value: word.value >= value)
+            stream.issue(lambda: None, ready)
 
 
 _names: dict[int, ArenaName] = {}
@@ -401,7 +411,7 @@ def install(seed: int) -> None:
     """Make every dense CPU tensor of this process a tensor of the fake device."""
     gpu = FakeGpu(seed)
     FakeCuda.gpu = gpu
-    cuda_runtime.CudaRuntime = cuda_runtime.AcceleratorRuntime = FakeCuda  # type: ignore[misc]
+    driver.CudaRuntime = runtime.AcceleratorRuntime = FakeCuda  # type: ignore[misc]
     collective_group.AcceleratorRuntime = FakeCuda  # type: ignore[misc]
     set_up = device_side.set_up_staging
     device_side.set_up_staging = lambda host, *args: _over(set_up(host, *args))

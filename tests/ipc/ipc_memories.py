@@ -54,7 +54,7 @@ def engine_of(pg: IpcProcessGroup) -> Engine:
     """Return the engine that runs this rank's calls on the device."""
     lane = pg._device_side._lane
     assert lane is not None, pg.staged_reason
-    return lane.collectives.engine
+    return lane.engine
 
 
 def comes_free(pg: Any) -> bool:

@@ -10,15 +10,14 @@ written, or memory of another chunk than intended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ray_fracbackend.ipc.device.driver import DeviceBlock
-from ray_fracbackend.ipc.device.memory import NUM_SLOTS, DeviceMemory, DeviceParts
-from ray_fracbackend.ipc.host.memory import memory_bytes
+from ray_fracbackend.ipc.device.memory import NUM_SLOTS, DeviceMemory, block_bytes
 from ray_fracbackend.ipc.protocol.schedule import DONE, NUM_COUNTS, WRITTEN, Action, Course
 
 TORN = -1
@@ -57,11 +56,9 @@ class Waits(DeviceMemory):
     """The real waits of a rank's stream, from a state and into a list."""
 
     def __init__(self, rank: int, num_ranks: int, rules: Rules) -> None:
-        folded = [_CHUNK_BYTES] * num_ranks
-        data = torch.empty(memory_bytes(_CHUNK_BYTES, folded, NUM_SLOTS), dtype=torch.uint8)
+        data = torch.empty(block_bytes(_CHUNK_BYTES, num_ranks)[0], dtype=torch.uint8)
         self.into = Words(rules)
-        parts = DeviceParts(_CHUNK_BYTES, folded, DeviceBlock(0, False, data), self.into)  # type: ignore[arg-type]
-        super().__init__(None, None, parts, rank)  # type: ignore[arg-type]
+        super().__init__(DeviceBlock(0, False, data), self.into, _CHUNK_BYTES, rank, num_ranks)  # type: ignore[arg-type]
         self.rules = rules
 
     def resume(self, words: Sequence[int], state: Any, found: list[Micro]) -> None:
@@ -106,9 +103,9 @@ class Words:
         self.rules = rules
         self.found: list[Micro] = []
 
-    def wait(self, stream: Any, writer: int, progress: int) -> None:
+    def wait(self, steps: Mapping[int, int]) -> None:
         if not self.rules.skip_wait:
-            self.found.append(("wait", (writer, progress - self.rules.wait_for_less)))
+            self.found += [("wait", (writer, step - self.rules.wait_for_less)) for writer, step in steps.items()]
 
 
 class Explorer:

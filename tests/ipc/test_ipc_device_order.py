@@ -17,11 +17,10 @@ from ipc_memories import device_group
 from ipc_table import SMALL_CHUNKS
 
 from ray_fracbackend.ipc._torch import RedOpType
-from ray_fracbackend.ipc.device.memory import NUM_SLOTS, DeviceMemory, DeviceParts
+from ray_fracbackend.ipc.device.memory import DeviceMemory, block_bytes
 from ray_fracbackend.ipc.device.timeline import Timeline, timeline_bytes
 from ray_fracbackend.ipc.host.arena import create_arena
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
-from ray_fracbackend.ipc.host.memory import memory_bytes
 from ray_fracbackend.ipc.protocol.control import control_bytes
 from ray_fracbackend.ipc.protocol.description import Terms, describe_call
 from ray_fracbackend.ipc.protocol.engine import Engine
@@ -41,14 +40,12 @@ class Ranks:
         self.streams = [FakeStream(gpu) for _ in range(num_ranks)]
         arena, name = create_arena(control_bytes(num_ranks) + timeline_bytes(num_ranks))
         os.close(name.fd)
-        folded_bytes = [CHUNK_BYTES] + [0] * (num_ranks - 1)
-        block = self.runtime.allocate(memory_bytes(CHUNK_BYTES, folded_bytes, NUM_SLOTS))
+        block = self.runtime.allocate(block_bytes(CHUNK_BYTES, num_ranks)[0])
         peers = [Peer(os.getpid(), start_time(os.getpid()))] * num_ranks
         self.local = []
         for r in range(num_ranks):
-            timeline = Timeline(self.runtime, arena, control_bytes(num_ranks), r, num_ranks)
-            parts = DeviceParts(CHUNK_BYTES, folded_bytes, block, timeline)
-            memory = DeviceMemory(self.runtime, self.streams[r], parts, r)
+            timeline = Timeline(self.runtime, self.streams[r], arena, control_bytes(num_ranks), r, num_ranks)
+            memory = DeviceMemory(block, timeline, CHUNK_BYTES, r, num_ranks)
             engine = Engine(arena, r, peers, [f"rank {i}" for i in range(num_ranks)], memory)
             self.local.append(LocalCollectives(engine, one_pass_bytes))
 

@@ -5,18 +5,16 @@ test_ipc_device.py tests what is special about device memory.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from fake_cuda import FakeCuda, FakeEvent, FakeGpu, FakeStream
+from fake_cuda import FakeCuda, FakeEvent
 from ipc_calls import DEVICE_CALLS, DEVICE_NUMEL, bare_group, error_of, options, strike
 from ipc_harness import Job, on_ranks, run_ranks, values
 from ipc_memories import LOST, MEMORIES, check_exceptions, check_random, check_signal, staged_group
@@ -24,7 +22,6 @@ from ipc_table import SMALL_CHUNKS, check_table
 from ipc_workloads import aliased, busy
 from test_ipc_torch import FUNCTIONS, USES, check_as_on_gloo
 
-from ray_fracbackend.ipc.device import staged
 from ray_fracbackend.ipc.device.runtime import AcceleratorRuntime
 from ray_fracbackend.ipc.protocol.gloo import GlooCollectives
 
@@ -100,7 +97,7 @@ def test_same_results_as_on_gloo(function: Callable[..., Any], way: str) -> None
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=full)])
 @pytest.mark.parametrize("way", [*ONE_WAY, DEVICE])
 def test_some_hundred_overlapping_calls_on_two_groups_are_exact(way: str, size: int) -> None:
-    """Asynchronous calls of groups that share pinned buffers, on streams that run late by random times."""
+    """Asynchronous calls of groups, on streams that run late by random times."""
     values(run_ranks(busy, size, 300, env=WAYS[way]))
 
 
@@ -221,60 +218,6 @@ def test_ranks_agree_on_the_size_of_a_chunk(job: Job) -> None:
     tensor = torch.arange(DEVICE_NUMEL * 4, dtype=torch.float64) + job.rank
     pg.allreduce([tensor], options("Allreduce")).wait()
     assert torch.equal(tensor, 2 * torch.arange(DEVICE_NUMEL * 4, dtype=torch.float64) + 1)
-
-
-@on_ranks(2, limit_s=60, env=OVER_GLOO)
-def test_the_pool_of_pinned_buffers_is_shared_and_bounded(job: Job) -> None:
-    """After calls of many sizes three groups keep no more than the buffers that were in use at the same time."""
-    logging.disable(logging.CRITICAL)
-    job.init()
-    groups = [dist.new_group() for _ in range(3)]
-    for numel in (1, 3_000, 20_000, 70_000):
-        works = [dist.all_reduce(torch.ones(numel), group=group, async_op=True) for group in groups]
-        for work in works:
-            work.wait()
-    time.sleep(0.1)
-    (pool,) = staged._pools.values()
-    sizes = [buffer.numel() for buffer, _ in pool._idle]
-    assert max(sizes) == 65536
-    assert sum(sizes) <= 3 * 2 * 65536
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeGpu]:
-    FakeCuda.gpu = FakeGpu(0)
-    yield FakeCuda.gpu
-    FakeCuda.gpu.close()
-
-
-def test_the_next_user_of_a_buffer_waits_for_the_last(gpu: FakeGpu) -> None:
-    """The next user's stream waits, whatever stream the last copies are on."""
-    gpu.running.clear()  # nothing has run yet
-    first, second = FakeStream(gpu), FakeStream(gpu)
-    pool, done, address = staged.PinnedPool(FakeCuda(torch.device("cpu"))), [], 0
-    for name, stream in (("first", first), ("second", second)):
-        with pool.borrow(1, 100, stream) as buffers:
-            stream.issue(lambda name=name: done.append(name))
-            address = buffers[0].data_ptr() if name == "first" else address
-            assert buffers[0].data_ptr() == address
-    # By itself the second stream cannot continue.
-    assert not second.queue[0][0]()
-    gpu.running.set()
-    first.synchronize()
-    second.synchronize()
-    assert done == ["first", "second"]
-
-
-def test_a_buffer_above_the_bound_is_not_kept(gpu: FakeGpu) -> None:
-    """The least recently used buffer is freed."""
-    pool, stream = staged.PinnedPool(FakeCuda(torch.device("cpu")), 300_000), FakeStream(gpu)
-    for num_bytes in (1, 70_000, 200_000):
-        with pool.borrow(1, num_bytes, stream):
-            pass
-    assert [buffer.numel() for buffer, _ in pool._idle] == [262_144]
-    with pytest.raises(ZeroDivisionError), pool.borrow(1, 200_000, stream):
-        raise ZeroDivisionError  # the stream's state after it is undefined
-    assert pool._idle == []
 
 
 def test_a_device_without_streams_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""Device memory that other processes can map: the CUDA driver's own calls. Imports stdlib and torch.
+"""CUDA: device memory that other processes can map, and words for streams, by the driver's own calls. Imports torch.
 
 torch can share storages too, but its way leaves a counter file in /dev/shm when a process is killed, keeps freed memory
 until all receivers let go, and depends on how the caching allocator is configured (expandable segments, cudaMallocAsync).
 Memory from ``cuMemAlloc`` can always be exported.
 
-Source: CUDA driver API, "Memory Management" (cuIpc*) and "Primary Context Management".
+Source: CUDA driver API, "Memory Management" (cuIpc*), "Primary Context Management" and "Stream Memory Operations".
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 from uuid import UUID
 
@@ -23,32 +23,51 @@ import torch
 
 from .._torch import storage_at
 from ..host.support import host_memory_support
+from .runtime import AcceleratorRuntime
 
-HANDLE_BYTES = 64
 # Smaller allocations may lie in a block with others, and a handle opens the whole block (cudaIpcGetMemHandle).
 GRANULARITY_BYTES = 1 << 21
+# Operations in one call of cuStreamBatchMemOp, which takes fewer than 256.
+_MAX_OPERATIONS = 255
 # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 _HAS_64_BIT_STREAM_MEM_OPS = 122
-_INVALID_VALUE = 1
 _OUT_OF_MEMORY = 2
-LAZY_ENABLE_PEER_ACCESS = 1
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_REGISTER_FLAGS = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE and CU_MEMHOSTREGISTER_DEVICEMAP
+# CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_VALUE_64
+_WAIT, _WRITE = 4, 5
+# CU_STREAM_WAIT_VALUE_GEQ, and CU_STREAM_WRITE_VALUE_DEFAULT: a barrier for memory comes before the write
+_DEFAULT = 0
 
 
 class DriverError(RuntimeError):
     """The CUDA driver refused a call."""
 
 
-class Handle(ctypes.Structure):
+class _Handle(ctypes.Structure):
     """``CUipcMemHandle``: what another process needs to map memory."""
 
-    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
 
 
-@lru_cache(maxsize=1)
+class _WordOperation(ctypes.Structure):
+    """``CUstreamBatchMemOpParams``: a wait for a 64-bit word, or a write of one. The union has 48 bytes."""
+
+    _fields_ = [
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("reserved", ctypes.c_uint64 * 2),
+    ]
+
+
+@cache
 def _library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), Handle, ctypes.c_uint]
+        library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
     except (OSError, AttributeError) as error:
         raise DriverError(f"the CUDA driver library cannot be used: {error}") from error
     return library
@@ -70,6 +89,23 @@ def call(name: str, *args: Any) -> None:
         raise MemoryError(message) if code == _OUT_OF_MEMORY else DriverError(message)
 
 
+def call_on(index: int, name: str, *args: Any) -> None:
+    """`call` in the context of a device: the calling thread may have none yet, or that of another device."""
+    call("cuCtxPushCurrent_v2", _primary_context(index))
+    try:
+        call(name, *args)
+    finally:
+        call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+@cache
+def _primary_context(index: int) -> ctypes.c_void_p:
+    # Kept for good: it is torch's own context, and releasing it early would free the memory in it.
+    context = ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
+    return context
+
+
 def _device(index: int) -> ctypes.c_int:
     call("cuInit", 0)
     device = ctypes.c_int()
@@ -87,19 +123,6 @@ def has_timelines(index: int) -> bool:
     code = _library().cuDeviceGetAttribute(ctypes.byref(value), _HAS_64_BIT_STREAM_MEM_OPS, device)
     # Drivers before CUDA 11.7 do not know the question, nor the calls.
     return code == 0 and bool(value.value)
-
-
-def device_uuid(index: int) -> str:
-    """Return the identity of a visible device, equal in all processes, of a MIG slice its own; makes no context.
-
-    Raises:
-        DriverError: The driver cannot be used.
-    """
-    raw, device = (ctypes.c_ubyte * 16)(), _device(index)
-    # The first one names the parent of a slice; drivers before CUDA 11.4 have no other.
-    has_slices = hasattr(_library(), "cuDeviceGetUuid_v2")
-    call("cuDeviceGetUuid_v2" if has_slices else "cuDeviceGetUuid", raw, device)
-    return str(UUID(bytes=bytes(raw)))
 
 
 def device_memory_support(device_index: int = 0) -> str | None:
@@ -135,24 +158,6 @@ def device_memory_support(device_index: int = 0) -> str | None:
     return None
 
 
-@cache
-def _primary_context(index: int) -> ctypes.c_void_p:
-    # Kept for good: it is torch's own context, and releasing it early would free the memory in it.
-    context = ctypes.c_void_p()
-    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
-    return context
-
-
-@contextmanager
-def current(index: int) -> Iterator[None]:
-    """Make the device's context current: the calling thread may have none yet, or that of another device."""
-    call("cuCtxPushCurrent_v2", _primary_context(index))
-    try:
-        yield
-    finally:
-        call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-
 @dataclass(frozen=True)
 class DeviceBlock:
     """Device memory, one's own or another process's.
@@ -168,7 +173,104 @@ class DeviceBlock:
     bytes: torch.Tensor
 
 
-def tensor_at(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return a 1-D uint8 tensor over memory that the caller owns and keeps for as long as the tensor is used."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage_at(pointer, device, num_bytes))
+class CudaRuntime(AcceleratorRuntime):
+    """One CUDA device, whose memory ranks of other processes can map."""
+
+    @staticmethod
+    def owns(tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is on a CUDA device."""
+        return tensor.is_cuda
+
+    def missing(self) -> str | None:
+        """See `device_memory_support`."""
+        return device_memory_support(self._index)
+
+    def uuid(self) -> str:
+        """Return the identity of the device, equal in all processes whatever its index there, of a MIG slice its own."""
+        raw = (ctypes.c_ubyte * 16)()
+        call("cuDeviceGetUuid_v2", raw, _device(self._index))  # the first version names the parent of a slice
+        return str(UUID(bytes=bytes(raw)))
+
+    def allocate(self, num_bytes: int) -> DeviceBlock:
+        """Allocate memory that other processes can map, rounded up to 2 MiB.
+
+        Raises:
+            MemoryError: The device has not as much.
+        """
+        num_bytes, pointer = -(-num_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES, ctypes.c_uint64()
+        call_on(self._index, "cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        return self._block(pointer.value, num_bytes, imported=False)
+
+    def trim(self) -> None:
+        """Give what torch's allocator caches back to the device."""
+        torch.cuda.empty_cache()
+
+    def export(self, block: DeviceBlock) -> bytes:
+        """Return what another process needs for `open`."""
+        handle = _Handle()
+        call_on(self._index, "cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(block.pointer))
+        return bytes(handle.reserved)
+
+    def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
+        """Map another process's memory; `num_bytes` is what it asked for.
+
+        Raises:
+            DriverError: The driver does not let this process have it.
+        """
+        pointer, source = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
+        call_on(self._index, "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), source, _LAZY_ENABLE_PEER_ACCESS)
+        return self._block(pointer.value, num_bytes, imported=True)
+
+    def _block(self, pointer: int, num_bytes: int, imported: bool) -> DeviceBlock:
+        with torch.inference_mode(False):
+            storage = storage_at(pointer, self.device, num_bytes)
+            data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        return DeviceBlock(pointer, imported, data)
+
+    def release(self, block: DeviceBlock) -> None:
+        """Free or unmap. The device must be through with it; other processes must have unmapped what is freed."""
+        name = "cuIpcCloseMemHandle" if block.imported else "cuMemFree_v2"
+        call_on(self._index, name, ctypes.c_uint64(block.pointer))
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Let streams read and write memory of the host; returns its address on the device.
+
+        Raises:
+            DriverError: The driver does not take it.
+        """
+        pointer, at = ctypes.c_uint64(), ctypes.c_void_p(address)
+        call_on(self._index, "cuMemHostRegister_v2", at, ctypes.c_size_t(num_bytes), _REGISTER_FLAGS)
+        call_on(self._index, "cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), at, 0)
+        return pointer.value
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`; the device must be through with the memory."""
+        call_on(self._index, "cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def allow_queries_while_capturing(self) -> None:
+        """Let this thread ask for events while another thread captures a graph, which would fail otherwise."""
+        with suppress(DriverError):
+            call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
+
+    def write_words(self, stream: Any, words: Mapping[int, int]) -> None:
+        """Have a stream write 64-bit words, after all of its work so far, whose writes are seen before them.
+
+        Args:
+            stream: The stream.
+            words: The value of each word, by its address on the device.
+
+        Raises:
+            DriverError: The driver does not take it.
+        """
+        self._issue(stream, _WRITE, words)
+
+    def wait_for_words(self, stream: Any, words: Mapping[int, int]) -> None:
+        """Have a stream wait until each 64-bit word is at least its value, before all of its later work; see `write_words`."""
+        self._issue(stream, _WAIT, words)
+
+    def _issue(self, stream: Any, operation: int, words: Mapping[int, int]) -> None:
+        operations = [_WordOperation(operation, address, value, _DEFAULT) for address, value in words.items()]
+        for first in range(0, len(operations), _MAX_OPERATIONS):
+            batch = operations[first : first + _MAX_OPERATIONS]
+            array = (_WordOperation * len(batch))(*batch)
+            call_on(self._index, "cuStreamBatchMemOp_v2", ctypes.c_void_p(stream.cuda_stream), len(batch), array, 0)

@@ -1,7 +1,7 @@
 """An accelerator as the backends use it: one device, the stream of a group on it, a call on that stream. Imports torch.
 
-Everything that needs an accelerator is behind `AcceleratorRuntime`, and behind `CudaRuntime` what needs CUDA, both of which the
-tests replace. Streams and events are those of `torch.cuda`, or what behaves like them.
+Everything that needs an accelerator is behind `AcceleratorRuntime`, and behind `driver.CudaRuntime` what needs CUDA, both of which
+the tests replace. Streams and events are those of `torch.cuda`, or what behaves like them.
 
 A call works on a stream of the group's own, which first waits for what the caller's stream had been given when the call was
 made. The caller's stream later waits for the call's last event. Neither stops the host, and a call's kernels run beside the
@@ -10,35 +10,16 @@ caller's, such as those of a backward pass.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from .driver import (
-    GRANULARITY_BYTES,
-    LAZY_ENABLE_PEER_ACCESS,
-    DeviceBlock,
-    DriverError,
-    Handle,
-    call,
-    current,
-    device_memory_support,
-    device_uuid,
-    tensor_at,
-)
-
 logger = logging.getLogger(__name__)
-
-_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_REGISTER_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
-_REGISTER_DEVICEMAP = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
-_WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
 class AcceleratorRuntime:
@@ -54,6 +35,7 @@ class AcceleratorRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._index: int = device.index
+        self._can_pin = True
         self._module: Any = torch.get_device_module(device)
         # torch 2.15 has streams for mps too, which know of no device.
         if not (hasattr(self._module, "Stream") and hasattr(self._module, "device")):
@@ -99,16 +81,18 @@ class AcceleratorRuntime:
         self._module.synchronize(self.device)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Allocate memory of the host that the device copies to and from by itself; 1-D uint8."""
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except RuntimeError as error:
-            # Such as a limit on locked memory. Copies are in order with pageable memory too, but block the host.
-            logger.warning("ray_fracbackend: host memory cannot be pinned, so staged copies are slow: %s", error)
-            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        """Allocate memory of the host that the device copies to and from by itself; 1-D uint8.
 
-    def allow_queries_while_capturing(self) -> None:
-        """Let this thread ask for events while another thread captures a graph, which would fail otherwise."""
+        torch's allocator reuses freed memory only after the copies that were issued with it, on whatever stream.
+        """
+        if self._can_pin:
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                # Such as a limit on locked memory. Copies are in order with pageable memory too, but block the host.
+                self._can_pin = False
+                logger.warning("ray_fracbackend: host memory cannot be pinned, so staged copies are slow: %s", error)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
         """Record `stream` with the allocator as a user of the tensor, so that its memory is not reused too early."""
@@ -122,100 +106,6 @@ class AcceleratorRuntime:
         """Set the result of `future` behind the work on `stream` so far."""
         with self.on(stream):
             future.set_result(value)
-
-
-class CudaRuntime(AcceleratorRuntime):
-    """One CUDA device, whose memory ranks of other processes can map."""
-
-    @staticmethod
-    def owns(tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is on a CUDA device."""
-        return tensor.is_cuda
-
-    def missing(self) -> str | None:
-        """See `driver.device_memory_support`."""
-        return device_memory_support(self._index)
-
-    def uuid(self) -> str:
-        """Return the identity of the device, equal in all processes whatever its index there."""
-        return device_uuid(self._index)
-
-    def allocate(self, num_bytes: int) -> DeviceBlock:
-        """Allocate memory that other processes can map, rounded up to 2 MiB.
-
-        Raises:
-            MemoryError: The device has not as much.
-        """
-        num_bytes = -(-num_bytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
-        pointer = ctypes.c_uint64()
-        with current(self._index):
-            call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
-        return DeviceBlock(pointer.value, False, tensor_at(pointer.value, num_bytes, self.device))
-
-    def allow_queries_while_capturing(self) -> None:
-        """See `AcceleratorRuntime.allow_queries_while_capturing`; the thread must not capture itself."""
-        with suppress(DriverError):
-            call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
-
-    def trim(self) -> None:
-        """Give what torch's allocator caches back to the device."""
-        torch.cuda.empty_cache()
-
-    def export(self, block: DeviceBlock) -> bytes:
-        """Return what another process needs for `open`."""
-        handle = Handle()
-        with current(self._index):
-            call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(block.pointer))
-        return bytes(handle.reserved)
-
-    def open(self, handle: bytes, num_bytes: int) -> DeviceBlock:
-        """Map another process's memory; `num_bytes` is what it asked for.
-
-        Raises:
-            DriverError: The driver does not let this process have it.
-        """
-        pointer = ctypes.c_uint64()
-        source = Handle.from_buffer_copy(handle)
-        with current(self._index):
-            call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), source, LAZY_ENABLE_PEER_ACCESS)
-        return DeviceBlock(pointer.value, True, tensor_at(pointer.value, num_bytes, self.device))
-
-    def release(self, block: DeviceBlock) -> None:
-        """Free or unmap. The device must be through with it; other processes must have unmapped what is freed."""
-        with current(self._index):
-            call("cuIpcCloseMemHandle" if block.imported else "cuMemFree_v2", ctypes.c_uint64(block.pointer))
-
-    def register(self, address: int, num_bytes: int) -> int:
-        """Let streams read and write memory of the host; returns its address on the device.
-
-        Raises:
-            DriverError: The driver does not take it.
-        """
-        pointer = ctypes.c_uint64()
-        with current(self._index):
-            flags = _REGISTER_PORTABLE | _REGISTER_DEVICEMAP
-            call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), flags)
-            call("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), ctypes.c_void_p(address), 0)
-        return pointer.value
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`; the device must be through with the memory."""
-        with current(self._index):
-            call("cuMemHostUnregister", ctypes.c_void_p(address))
-
-    def write_word(self, stream: Any, pointer: int, value: int) -> None:
-        """Have a stream write a 64-bit word, after all of its work so far, whose writes are seen before it."""
-        with current(self._index):
-            call("cuStreamWriteValue64_v2", _stream(stream), ctypes.c_uint64(pointer), ctypes.c_uint64(value), 0)
-
-    def wait_for_word(self, stream: Any, pointer: int, value: int) -> None:
-        """Have a stream wait until a 64-bit word is at least `value`, before all of its later work."""
-        with current(self._index):
-            call("cuStreamWaitValue64_v2", _stream(stream), ctypes.c_uint64(pointer), ctypes.c_uint64(value), _WAIT_GEQ)
-
-
-def _stream(stream: Any) -> ctypes.c_void_p:
-    return ctypes.c_void_p(stream.cuda_stream)
 
 
 class CommunicationStream:
@@ -239,25 +129,6 @@ class CommunicationStream:
         self.stream = self.runtime.new_stream()
         self.last = None
 
-    def mark(self) -> Any:
-        """Record an event after all work on the calling thread's current stream.
-
-        Raises:
-            RuntimeError: The stream is being captured in a CUDA graph.
-        """
-        if self.runtime.is_capturing():
-            raise RuntimeError(
-                "Collectives of the backends ipc and staged cannot be captured in a CUDA graph, because ranks also synchronize on the host; "
-                "capture the computation without them, or use NCCL with a separate device for each rank."
-            )
-        event = self.runtime.new_event()
-        event.record(self.runtime.current_stream())
-        return event
-
-    def join(self, done: Any) -> None:
-        """Make the calling thread's stream wait for `done`."""
-        self.runtime.current_stream().wait_event(done)
-
 
 class DeviceCall:
     """One call on a communication stream. Made by the caller, run once by whichever thread has the turn.
@@ -272,6 +143,9 @@ class DeviceCall:
 
     Attributes:
         done: Event behind the work, once it has been issued.
+
+    Raises:
+        RuntimeError: The caller's stream is being captured in a CUDA graph.
     """
 
     def __init__(
@@ -290,7 +164,13 @@ class DeviceCall:
         self._prepare = prepare
         self._function: Callable[[], None] | None = function
         self._tensors = tensors
-        self._ready = stream.mark()
+        if stream.runtime.is_capturing():
+            raise RuntimeError(
+                "Collectives of the backends ipc and staged cannot be captured in a CUDA graph, because ranks also synchronize on the host; "
+                "capture the computation without them, or use NCCL with a separate device for each rank."
+            )
+        self._ready = stream.runtime.new_event()
+        self._ready.record(stream.runtime.current_stream())
 
     def __call__(self) -> None:
         """Issue the work."""
@@ -327,17 +207,14 @@ class DeviceCall:
 
     def join(self) -> None:
         """Make the calling thread's stream wait for the work, which must have been issued."""
-        self.stream.join(self.done)
+        self.stream.runtime.current_stream().wait_event(self.done)
 
 
-def wait_on_host(event: Any, patience_s: float) -> None:
-    """Return once the device has come to `event`; for set-up and shutdown only.
-
-    Raises:
-        RuntimeError: It has not within `patience_s` seconds.
-    """
+def comes_true(condition: Callable[[], bool], patience_s: float) -> bool:
+    """Return whether a condition of the device becomes true within `patience_s` seconds; for set-up and shutdown only."""
     deadline = time.monotonic() + patience_s
-    while not event.query():
+    while not condition():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the device did not finish within {patience_s:.0f} s")
+            return False
         time.sleep(0.001)
+    return True

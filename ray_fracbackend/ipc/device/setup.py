@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,17 +20,16 @@ import torch
 from .. import knobs
 from .._torch import RedOpType
 from ..errors import IpcUnavailableError
-from ..host.arena import Arena, ArenaName, attach_arena, create_arena
-from ..host.memory import memory_bytes
+from ..host.arena import ArenaName, attach_arena, create_arena
 from ..protocol.control import control_bytes
 from ..protocol.description import Terms, describe_call, first_on_device
 from ..protocol.engine import Engine
 from ..protocol.local import LEADER, LocalCollectives
 from ..protocol.reductions import Reduction
 from ..protocol.setup import share
-from .memory import NUM_SLOTS, DeviceMemory, DeviceParts, free_retired, give_up
-from .runtime import CommunicationStream, wait_on_host
-from .timeline import Timeline, timeline_bytes
+from .memory import DeviceMemory, block_bytes, free, let_go
+from .runtime import CommunicationStream, comes_true
+from .timeline import Timeline, are_idle, timeline_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +41,9 @@ _SET_UP = describe_call("device memory set-up")
 _NUM_CHECKS = 4
 
 
-@dataclass(frozen=True)
-class DeviceLane:
-    """What a group has once its device memory works.
+class DeviceCollectives(LocalCollectives):
+    """Collectives on device memory."""
 
-    Attributes:
-        collectives: Collectives of the group.
-        memory: Their transport.
-    """
-
-    collectives: LocalCollectives
     memory: DeviceMemory
 
 
@@ -71,8 +63,10 @@ class DeviceSetup:
         self._runtime = stream.runtime
         self._rank = host.rank
         self._size = host.num_ranks
+        self._block: Any = None
+        self._timeline: Any = None
 
-    def run(self, first_call: Terms) -> DeviceLane:
+    def run(self, first_call: Terms) -> DeviceCollectives:
         """Set it up.
 
         Args:
@@ -86,23 +80,33 @@ class DeviceSetup:
         num_devices = len({info["uuid"] for info in infos})
         if num_devices > 1:
             raise IpcUnavailableError(f"the ranks are on {num_devices} devices")
-        parts = self._allocate(min(info["chunk"] for info in infos))
+        chunk_bytes = min(info["chunk"] for info in infos)
         try:
-            arena = self._connect(parts)
+            with contextlib.ExitStack() as stack:
+                leader = self._share(partial(self._export, chunk_bytes, stack))[LEADER]
+                self._share(partial(self._attach, chunk_bytes, leader))
+            memory = DeviceMemory(self._block, self._timeline, chunk_bytes, self._rank, self._size)
+            engine = Engine(self._arena, self._rank, self._host.engine.waiter.peers, list(self._names), memory)
+            local = DeviceCollectives(engine, infos[LEADER]["one_pass"])
+            self._share(partial(check_collectives, local, self._stream, STEP_S / 2))
         except IpcUnavailableError:
-            # Nothing has been issued to the device, so all can be given back.
-            answers = self._share(lambda: {"unmapped": parts.close_imports(self._runtime)})
+            answers = self._share(self._undo)
             if all(answer["unmapped"] for answer in answers):
-                parts.free_own(self._runtime)
+                free(self._runtime, self._block)
             raise
-        try:
-            return self._start(parts, arena, infos[LEADER]["one_pass"])
-        except IpcUnavailableError:
-            # The device may be stuck in what was issued: freeing would wait for it, also that of torch's own memory.
-            if parts.timeline is not None:
-                parts.timeline.release()
-            give_up()
-            raise
+        # From here on a failure in either memory ends the group.
+        host = self._host.engine
+        engine.waiter.beside, host.waiter.beside = host.waiter, engine.waiter
+        engine.on_failure.append(host.fail)
+        for each in (engine, host):
+            each.on_raise.append(self._timeline.release)
+        logger.log(
+            logging.INFO if self._rank == 0 else logging.DEBUG,
+            "ray_fracbackend: ipc device memory for %d ranks, chunks of %d bytes",
+            self._size,
+            chunk_bytes,
+        )
+        return local
 
     def _share(self, step: Callable[[], dict[str, Any]], terms: Terms | None = None) -> list[dict[str, Any]]:
         """Run a step of the set-up on this rank and exchange its result with all ranks.
@@ -123,91 +127,44 @@ class DeviceSetup:
             "one_pass": knobs.device_one_pass_bytes(),
         }
 
-    def _allocate(self, chunk_bytes: int) -> DeviceParts:
-        """Allocate the first rank's block, with the largest half, quarter, ... of the chunk size that the device has."""
-        while True:
-            parts = DeviceParts(chunk_bytes, [chunk_bytes] + [0] * (self._size - 1))
-            answers = self._share(partial(self._allocate_block, parts))
-            if not answers[LEADER]["short"]:
-                return parts
-            chunk_bytes = chunk_bytes // 2 // 4096 * 4096
-            if chunk_bytes < knobs.MIN_CHUNK_BYTES:
-                raise IpcUnavailableError("there is not enough free device memory even for small slots")
-
-    def _allocate_block(self, parts: DeviceParts) -> dict[str, Any]:
-        free_retired()
+    def _export(self, chunk_bytes: int, stack: contextlib.ExitStack) -> dict[str, Any]:
+        """On the first rank, make the block, and the memory for the device's control page and its timeline."""
         if self._rank != LEADER:
             return {}
-        num_bytes = memory_bytes(parts.chunk_bytes, parts.folded_bytes, NUM_SLOTS)
+        num_bytes, _ = block_bytes(chunk_bytes, self._size)
         try:
             try:
-                parts.block = self._runtime.allocate(num_bytes)
+                self._block = self._runtime.allocate(num_bytes)
             except MemoryError:
-                self._runtime.trim()
-                parts.block = self._runtime.allocate(num_bytes)
-        except MemoryError:
-            return {"short": True}
-        return {"short": False}
+                if are_idle():
+                    self._runtime.trim()
+                self._block = self._runtime.allocate(num_bytes)
+        except MemoryError as error:
+            size = f"{num_bytes >> 20} MiB for {self._size} ranks with chunks of {chunk_bytes} bytes"
+            return {"error": f"{error} ({size}; {knobs.DEVICE_CHUNK_BYTES_ENV_VAR} sets their size)"}
+        self._arena, name = create_arena(control_bytes(self._size) + timeline_bytes(self._size))
+        stack.callback(os.close, name.fd)
+        return {"block": self._runtime.export(self._block).hex(), "arena": asdict(name)}
 
-    def _connect(self, parts: DeviceParts) -> Arena:
-        """Map the first rank's block, the device's control page and its timeline."""
-        arena: Arena | None = None
-        with contextlib.ExitStack() as stack:
+    def _attach(self, chunk_bytes: int, leader: dict[str, Any]) -> dict[str, Any]:
+        """Map what the first rank has made."""
+        if self._rank != LEADER:
+            self._arena = attach_arena(ArenaName(**leader["arena"]))
+        offset = control_bytes(self._size)
+        self._timeline = Timeline(self._runtime, self._stream.stream, self._arena, offset, self._rank, self._size)
+        if self._rank != LEADER:
+            num_bytes, _ = block_bytes(chunk_bytes, self._size)
+            self._block = self._runtime.open(bytes.fromhex(leader["block"]), num_bytes)
+        return {}
 
-            def export() -> dict[str, Any]:
-                nonlocal arena
-                if self._rank != LEADER:
-                    return {}
-                assert parts.block is not None
-                arena, name = create_arena(control_bytes(self._size) + timeline_bytes(self._size))
-                stack.callback(os.close, name.fd)
-                return {"block": self._runtime.export(parts.block).hex(), "arena": asdict(name)}
-
-            answers = self._share(export)
-
-            def attach() -> dict[str, Any]:
-                nonlocal arena
-                if arena is None:
-                    arena = attach_arena(ArenaName(**answers[LEADER]["arena"]))
-                parts.timeline = Timeline(self._runtime, arena, control_bytes(self._size), self._rank, self._size)
-                if self._rank != LEADER:
-                    handle = bytes.fromhex(answers[LEADER]["block"])
-                    parts.block = self._runtime.open(
-                        handle, memory_bytes(parts.chunk_bytes, parts.folded_bytes, NUM_SLOTS)
-                    )
-                return {}
-
-            self._share(attach)
-        assert arena is not None
-        return arena
-
-    def _start(self, parts: DeviceParts, arena: Arena, one_pass_bytes: int) -> DeviceLane:
-        """Make the collectives and try them."""
-        host = self._host.engine
-        memory = DeviceMemory(self._runtime, self._stream.stream, parts, self._rank)
-        engine = Engine(arena, self._rank, host.waiter.peers, list(self._names), memory)
-        local = LocalCollectives(engine, one_pass_bytes)
-
-        def check() -> dict[str, Any]:
-            check_collectives(local, self._stream, STEP_S / 2)
-            return {}
-
-        self._share(check)
-        # From here on a failure in either memory ends the group.
-        engine.waiter.beside, host.waiter.beside = host.waiter, engine.waiter
-        engine.on_failure.append(host.fail)
-        for each in (engine, host):
-            each.on_raise.append(memory.release)
-        logger.log(
-            logging.INFO if self._rank == 0 else logging.DEBUG,
-            "ray_fracbackend: ipc device memory for %d ranks, chunks of %d bytes",
-            self._size,
-            memory.chunk_bytes,
-        )
-        return DeviceLane(local, memory)
+    def _undo(self) -> dict[str, Any]:
+        """Let go of what the other ranks have; the device may be stuck in what was issued."""
+        if self._timeline is not None:
+            self._timeline.release()
+        return {"unmapped": let_go(self._runtime, self._block, self._timeline, STEP_S / 10)}
 
 
-def check_collectives(local: LocalCollectives, stream: CommunicationStream, patience_s: float) -> None:
+def check_collectives(local: LocalCollectives, stream: CommunicationStream, patience_s: float) -> dict[str, Any]:
     """Map every peer's slots, wait for every peer's stream, compare exactly.
 
     Args:
@@ -238,10 +195,12 @@ def check_collectives(local: LocalCollectives, stream: CommunicationStream, pati
             received.append((total, sum(rank % 8 + 1 for rank in range(size))))
         done = runtime.new_event()
         done.record(stream.stream)
-    wait_on_host(done, patience_s)
+    if not comes_true(done.query, patience_s):
+        raise RuntimeError(f"the device did not finish within {patience_s:.0f} s")
     for tensor, expected in received:
         if not bool((tensor.cpu() == expected).all()):
             raise RuntimeError("device memory that was mapped from another process holds wrong data")
+    return {}
 
 
 def _value(rank: int, number: int) -> int:

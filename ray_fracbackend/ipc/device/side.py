@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
@@ -19,21 +17,19 @@ from .. import knobs
 from ..errors import IpcUnavailableError
 from ..protocol.collectives import Collectives, HostCollectives
 from ..protocol.description import Terms, description_text
-from ..protocol.engine import Engine
 from ..protocol.local import LocalCollectives
 from ..protocol.lone import LoneCollectives
-from . import runtime
-from .memory import ask_before_freeing, free_retired, give_up
-from .runtime import CommunicationStream, wait_on_host
-from .setup import DeviceLane, DeviceSetup
+from . import driver, runtime
+from .memory import free, let_go
+from .runtime import CommunicationStream, comes_true
+from .setup import DeviceCollectives, DeviceSetup
 from .staged import set_up_staging
 from .watch import DeviceWatch
 
 logger = logging.getLogger(__name__)
 
-# How long a clean shutdown waits for the device to finish the group's last call, and the owner of the memory for the other ranks.
+# How long a shutdown waits for the device to finish its calls, and then the owner of the memory for the other ranks.
 _SHUTDOWN_S = 5.0
-_PAUSE_S = 0.001
 
 
 class DeviceSide:
@@ -50,13 +46,13 @@ class DeviceSide:
 
     def __init__(self, host: HostCollectives, names: Sequence[str], staged_reason: str | None = None) -> None:
         self.staged_reason = staged_reason
-        self._kind = runtime.CudaRuntime if staged_reason is None else runtime.AcceleratorRuntime
+        self._kind = driver.CudaRuntime if staged_reason is None else runtime.AcceleratorRuntime
         self._host = host
         self._names = names
         self._device: torch.device | None = None
-        self._lane: DeviceLane | None = None
+        # The collectives on device memory.
+        self._lane: DeviceCollectives | None = None
         self._watch: DeviceWatch | None = None
-        self._stop_asking: Callable[[], None] | None = None
         self._collectives: Collectives | None = None
         self._streams: dict[torch.device, CommunicationStream] = {}
 
@@ -78,12 +74,8 @@ class DeviceSide:
     def carries(self, tensors: Sequence[torch.Tensor]) -> torch.device | None:
         """Return the device of these tensors if the group's may carry them: all there, dense, not quantized."""
         device = self.device_of(tensors)
-        if device is None or self._device not in (None, device):
-            return None
-        for tensor in tensors:
-            if tensor.device != device or tensor.layout is not torch.strided or tensor.is_quantized:
-                return None
-        return device
+        is_plain = all(t.device == device and t.layout is torch.strided and not t.is_quantized for t in tensors)
+        return device if self._device in (None, device) and is_plain else None
 
     def stream_of(self, device: torch.device) -> CommunicationStream:
         """Return the group's stream on a device."""
@@ -114,12 +106,12 @@ class DeviceSide:
         if self.staged_reason is None:
             try:
                 assert isinstance(self._host, LocalCollectives)
-                self._lane = DeviceSetup(self._host, self._names, self.stream_of(device)).run(terms)
-                self._collectives = self._lane.collectives
-                engines = self._lane.collectives.engine, self._host.engine
-                self.stream_of(device).timeout_s = terms.left().total_seconds()
-                self._watch = DeviceWatch(engines, self.stream_of(device), self._names, self._lane.memory.release)
-                self._stop_asking = ask_before_freeing(partial(_may_be_stuck, engines, self._streams))
+                stream = self.stream_of(device)
+                lane = self._lane = self._collectives = DeviceSetup(self._host, self._names, stream).run(terms)
+                stream.timeout_s = terms.left().total_seconds()
+                self._watch = DeviceWatch(
+                    (lane.engine, self._host.engine), stream, self._names, lane.memory.timeline.release
+                )
                 return
             except IpcUnavailableError as error:
                 if knobs.device_path() == "memory":
@@ -141,10 +133,9 @@ class DeviceSide:
     def abort(self, reason: str) -> None:
         """Break the device's part of the group; touches no device. May be called again."""
         self._stop_watching()
-        if self._lane is not None:
-            self._lane.collectives.engine.abort(reason)
-            self._lane.memory.release()
-            give_up()
+        if (lane := self._lane) is not None:
+            lane.abort(reason)
+            lane.memory.timeline.release()
 
     def shutdown(self, idle: bool) -> None:
         """Leave the device's part of the group; `idle` says that no call is in progress. May be called again."""
@@ -152,45 +143,17 @@ class DeviceSide:
         lane, self._lane = self._lane, None
         if lane is None:
             return
-        engine = lane.collectives.engine
-        if engine.waiter.is_poisoned():
-            lane.memory.release()
-        if not (idle and self._is_through()):
-            # What the device still does with the memory cannot be known; the end of the process frees it.
-            give_up()
-            engine.close(keeps_memory=True)
-        else:
-            engine.close(keeps_memory=not lane.memory.close_imports())
-            # CUDA does not define what a rank sees in memory whose owner has freed it or has ended.
-            end = time.monotonic() + _SHUTDOWN_S
-            while lane.memory.is_owner and not engine.waiter.is_alone() and time.monotonic() < end:
-                time.sleep(_PAUSE_S)
-            lane.memory.retire(engine.waiter.is_alone)
-        assert self._stop_asking is not None
-        self._stop_asking()
+        block, timeline, waiter = lane.memory.block, lane.memory.timeline, lane.engine.waiter
+        if waiter.is_poisoned():
+            timeline.release()
+        # Else the end of the process unmaps and frees it: what the device still does with the memory is not known.
+        if lets_go := idle and let_go(timeline.runtime, block, timeline, _SHUTDOWN_S):
+            lane.memory.close()
+        lane.engine.close(keeps_memory=not lets_go)
+        # CUDA does not define what a rank sees in memory whose owner has freed it or has ended.
+        if not block.imported and comes_true(waiter.is_alone, _SHUTDOWN_S) and lets_go:
+            free(timeline.runtime, block)
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
             self._watch.close()
-
-    def _is_through(self) -> bool:
-        with suppress(RuntimeError):
-            for stream in self._streams.values():
-                if stream.last is not None:
-                    wait_on_host(stream.last, _SHUTDOWN_S)
-            free_retired()
-            return True
-        return False
-
-
-def _may_be_stuck(engines: Sequence[Engine], streams: Mapping[torch.device, CommunicationStream]) -> bool:
-    """Return whether a group's stream may wait for ever, for a rank that has failed or died."""
-    peers = enumerate(engines[0].waiter.peers)
-    if not any(engine.waiter.is_poisoned() for engine in engines) and all(
-        peer.is_alive() or engines[0].has_left(rank) for rank, peer in peers
-    ):
-        return False
-    try:
-        return any(stream.last is not None and not stream.last.query() for stream in tuple(streams.values()))
-    except RuntimeError:  # the device is broken
-        return True

@@ -5,16 +5,17 @@ memory that the ranks share and that each rank has registered with CUDA. They ou
 of its own stream by writing the words itself. A write from another stream might never run: CUDA maps several streams to one hardware
 queue, where they wait for each other.
 
-Source: CUDA driver API, "Stream Memory Operations" (cuStreamWriteValue64, cuStreamWaitValue64) and cuMemHostRegister. A wait compares
-as signed integers, and a write comes after all memory that its stream has written before.
+Source: CUDA driver API, "Stream Memory Operations" (cuStreamBatchMemOp) and cuMemHostRegister. A wait compares as signed integers, and a
+write comes after all memory that its stream has written before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..host.arena import Arena
-from .runtime import CudaRuntime
+from .driver import CudaRuntime
 
 # Words of different processes are on different cache lines.
 _WORD_BYTES = 64
@@ -31,52 +32,65 @@ def timeline_bytes(num_ranks: int) -> int:
     return -(-num_ranks * num_ranks * _WORD_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 
+def are_idle() -> bool:
+    """Return whether all streams of this process that wait for other ranks have completed their work.
+
+    Freeing and unmapping memory wait for all streams, so they must not begin while one may be stuck.
+    """
+    try:
+        return all(timeline.stream.query() for timeline in tuple(_registered))
+    except RuntimeError:  # the device is broken
+        return False
+
+
 class Timeline:
     """The words of one rank: for each other rank, one that this rank's stream writes and one that it waits for.
 
     Args:
         runtime: The device.
+        stream: This rank's stream.
         arena: Shared by all ranks.
         offset: Of the words in it, a multiple of 4096.
         rank: Local rank of this process.
         num_ranks: Local ranks.
 
+    Attributes:
+        runtime: See above.
+        stream: See above.
+
     Raises:
         DriverError: The memory cannot be registered.
     """
 
-    def __init__(self, runtime: CudaRuntime, arena: Arena, offset: int, rank: int, num_ranks: int) -> None:
-        self._runtime = runtime
-        self._rank = rank
-        self._num_ranks = num_ranks
-        num_bytes = timeline_bytes(num_ranks)
+    def __init__(self, runtime: CudaRuntime, stream: Any, arena: Arena, offset: int, rank: int, num_ranks: int) -> None:
+        self.runtime = runtime
+        self.stream = stream
         self._arena = arena
-        self._words = memoryview(arena.memory)[offset : offset + num_bytes].cast("q")
+        words, others = memoryview(arena.memory)[offset:], [other for other in range(num_ranks) if other != rank]
+        self._words = words[: timeline_bytes(num_ranks)].cast("q")
         self._address = arena.address + offset
-        self._pointer = runtime.register(self._address, num_bytes)
+        pointer = runtime.register(self._address, self._words.nbytes)
+        # The offset of each word that this rank's stream waits for, and the addresses of all that it writes.
+        self._awaited = {other: (other * num_ranks + rank) * _WORD_BYTES for other in others}
+        self._written = [pointer + (rank * num_ranks + other) * _WORD_BYTES for other in others]
+        self._pointer = pointer
         _registered.add(self)
 
-    def _word(self, writer: int, waiter: int) -> int:
-        return (writer * self._num_ranks + waiter) * _WORD_BYTES
+    def signal(self, step: int) -> None:
+        """Have this rank's stream tell every other rank that it has come to `step`."""
+        self.runtime.write_words(self.stream, dict.fromkeys(self._written, step))
 
-    def signal(self, stream: Any, step: int) -> None:
-        """Have `stream` tell every other rank that it has come to `step`."""
-        for waiter in range(self._num_ranks):
-            if waiter != self._rank:
-                self._runtime.write_word(stream, self._pointer + self._word(self._rank, waiter), step)
-
-    def wait(self, stream: Any, writer: int, step: int) -> None:
-        """Have `stream` wait until the stream of the rank `writer` has come to `step`."""
-        self._runtime.wait_for_word(stream, self._pointer + self._word(writer, self._rank), step)
+    def wait(self, steps: Mapping[int, int]) -> None:
+        """Have this rank's stream wait until the stream of each of these ranks has come to its step."""
+        words = {self._pointer + self._awaited[writer]: step for writer, step in steps.items()}
+        self.runtime.wait_for_words(self.stream, words)
 
     def release(self) -> None:
         """End all waits of this rank's stream; what it computes from then on is unknown."""
-        for writer in range(self._num_ranks):
-            if writer != self._rank:
-                self._words[self._word(writer, self._rank) // 8] = _RELEASED
+        for offset in self._awaited.values():
+            self._words[offset // 8] = _RELEASED
 
     def close(self) -> None:
-        """Take the words back from CUDA; this rank's stream must be through with them. May be called again."""
-        if self in _registered:
-            _registered.remove(self)
-            self._runtime.unregister(self._address)
+        """Take the words back from CUDA; this rank's stream must be through with them."""
+        _registered.remove(self)
+        self.runtime.unregister(self._address)

@@ -10,11 +10,7 @@ The documentation of CUDA does not define whether a stream that waits for a dead
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import math
 import os
-import select
 import signal
 import sys
 import threading
@@ -26,16 +22,12 @@ from ..host.daemons import start_daemon
 from ..protocol.engine import Engine
 from .runtime import CommunicationStream
 
-logger = logging.getLogger(__name__)
-
 # Time for the next call of this process to report the death first.
 PATIENCE_S = 10.0
 # Between two checks within that time.
 _PAUSE_S = 0.05
-# Between two checks of the peers if the system has no process descriptors (Linux before 5.3).
-_LOOK_S = 1.0
-# Between two checks of the device: a part of the timeout, within these limits.
-_LOOKS_PER_TIMEOUT, _MIN_LOOK_S, _MAX_LOOK_S = 10, 0.5, 5.0
+# Between two checks of the peers and the device.
+_LOOK_S = 0.5
 
 
 class DeviceWatch:
@@ -59,9 +51,7 @@ class DeviceWatch:
         self._stream = stream
         self._names = names
         self._release = release
-        self._read, self._write = os.pipe()
-        self._lock = threading.Lock()
-        self._is_closed = self._is_over = False
+        self._closed = threading.Event()
         # The call that was on the device at the last check, and for how long.
         self._seen: Any = None
         self._seen_s = 0.0
@@ -69,62 +59,34 @@ class DeviceWatch:
 
     def close(self) -> None:
         """Stop watching. Can be called repeatedly."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                if not self._is_over:
-                    # A forked child may hold a copy of this end: closing it alone would not wake the thread.
-                    os.write(self._write, b"x")
-                os.close(self._write)
+        self._closed.set()
 
     def _run(self) -> None:
-        try:
-            runtime = self._stream.runtime
-            runtime.allow_queries_while_capturing()
-            # A thread begins on the first device, where asking for an event may make a context.
-            with runtime.on(self._stream.stream):
-                what = self._wait_for_fault()
-                if what is not None:
-                    self._report(what)
-        finally:
-            with self._lock:
-                self._is_over = True
-                os.close(self._read)
+        runtime = self._stream.runtime
+        runtime.allow_queries_while_capturing()
+        # A thread begins on the first device, where asking for an event may make a context.
+        with runtime.on(self._stream.stream):
+            what = self._wait_for_fault()
+            if what is not None:
+                self._report(what)
 
     def _wait_for_fault(self) -> str | None:
         """Return what has happened: a rank's process has ended without having left the group, or the device is late. None once the group
         is closed.
         """
-        peers = dict(enumerate(self._engines[0].waiter.peers))
-        del peers[self._engines[0].rank]
-        with contextlib.ExitStack() as stack:
-            poll, peers_s = select.poll(), math.inf
-            poll.register(self._read, select.POLLIN)
-            for peer in peers.values():
-                try:
-                    descriptor = os.pidfd_open(peer.pid)
-                except (OSError, AttributeError):
-                    peers_s = _LOOK_S
-                    continue
-                stack.callback(os.close, descriptor)
-                poll.register(descriptor, select.POLLIN)
-            while True:
-                for rank in [rank for rank, peer in peers.items() if not peer.is_alive()]:
-                    if not self._engines[0].has_left(rank):
-                        return f"{self._names[rank]} (pid {peers[rank].pid}) died"
-                    del peers[rank]
-                    # Its descriptor stays readable: from here on, look at times.
-                    poll, peers_s = select.poll(), _LOOK_S
-                    poll.register(self._read, select.POLLIN)
-                timeout_s = self._stream.timeout_s
-                look_s = min(max(timeout_s / _LOOKS_PER_TIMEOUT, _MIN_LOOK_S), _MAX_LOOK_S)
-                started = time.monotonic()
-                if any(descriptor == self._read for descriptor, _ in poll.poll(min(look_s, peers_s) * 1e3)):
-                    return None
-                # A process that was stopped itself has not waited for its device meanwhile.
-                if self._is_late(min(time.monotonic() - started, 2 * look_s), timeout_s):
-                    states = [f"{self._names[rank]} (pid {peer.pid}) is {peer.state()}" for rank, peer in peers.items()]
-                    return f"the device did not complete a collective within the group's timeout of {timeout_s:g} s ({', '.join(states[:4])})"
+        engine = self._engines[0]
+        peers = {rank: peer for rank, peer in enumerate(engine.waiter.peers) if rank != engine.rank}
+        while True:
+            for rank, peer in peers.items():
+                if not peer.is_alive() and not engine.has_left(rank):
+                    return f"{self._names[rank]} (pid {peer.pid}) died"
+            timeout_s, started = self._stream.timeout_s, time.monotonic()
+            if self._closed.wait(_LOOK_S):
+                return None
+            # A process that was stopped itself has not waited for its device meanwhile.
+            if self._is_late(min(time.monotonic() - started, 2 * _LOOK_S), timeout_s):
+                states = [f"{self._names[rank]} (pid {peer.pid}) is {peer.state()}" for rank, peer in peers.items()]
+                return f"the device did not complete a collective within the group's timeout of {timeout_s:g} s ({', '.join(states[:4])})"
 
     def _is_late(self, elapsed_s: float, timeout_s: float) -> bool:
         """Return whether the device has been at one call for longer than the timeout; time since the last look is added."""
@@ -135,7 +97,7 @@ class DeviceWatch:
 
     def _report(self, what: str) -> None:
         """Poison the group, and end the process if it may wait for the device, or use what that computed."""
-        if self._is_closed:
+        if self._closed.is_set():
             return
         is_pending = _is_pending(self._stream.last)
         # A rank that failed has stored its reason in one of the memories before it ended.
@@ -146,9 +108,8 @@ class DeviceWatch:
             return
         end = time.monotonic() + PATIENCE_S
         while not any(engine.has_raised for engine in self._engines) and time.monotonic() < end:
-            if self._is_closed:
+            if self._closed.wait(_PAUSE_S):
                 return
-            time.sleep(_PAUSE_S)
         if any(engine.has_raised for engine in self._engines):
             self._keep_released()
             return
@@ -165,12 +126,8 @@ class DeviceWatch:
 
         Once is not enough: a rank that was stopped may continue, overwrite the word with an older step, and die.
         """
-        while _is_pending(self._stream.last):
-            with self._lock:
-                if self._is_closed:
-                    return
-                self._release()
-            time.sleep(_PAUSE_S)
+        while _is_pending(self._stream.last) and not self._closed.wait(_PAUSE_S):
+            self._release()
 
 
 def _is_pending(event: Any) -> bool:
