@@ -88,7 +88,7 @@ def test_the_record_is_what_this_torch_says(tmp_path, name):
 
 # Fault, and cause and advice in the text; with NVML, without it.
 STARTS = {
-    "no_driver": ("finds no NVIDIA driver on the node", "install one, or start the container with the node's GPUs"),
+    "no_driver": ("finds no NVIDIA driver on the node", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
     "old_driver": ("the NVIDIA driver of the node is too old for torch", "update it"),
     "no_device": ("finds no GPU", "num_gpus of the node"),
     "not_initialized": ("Error 802: system not yet initialized", "nvidia-smi"),
