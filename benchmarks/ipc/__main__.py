@@ -19,9 +19,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.common import RESULTS, save
-from benchmarks.ipc import figure
+from benchmarks.ipc import COLD, COLLECTIVES, OPERATIONS, SIZES, STEPS, figure
 from benchmarks.ipc.measure import measure
-from benchmarks.ipc.ranks import COLD, COLLECTIVES, OPERATIONS, SIZES, STEPS
 from ray_fracbackend.ipc import host_memory_support
 
 _ELEMENT_BYTES = 4

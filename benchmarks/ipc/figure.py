@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import where
-from benchmarks.ipc.ranks import COLD, COLLECTIVES, STEPS
+from benchmarks.ipc import COLD, COLLECTIVES, STEPS
 
 LABELS = {
     "ipc": "ipc",
@@ -133,7 +133,7 @@ def draw_panel(axis: Any, rows: list[dict[str, Any]], operation: str, num_ranks:
     Args:
         axis: Axis of matplotlib.
         rows: As returned by `measure`; rows of other cases are skipped.
-        operation: One of `ranks.OPERATIONS`.
+        operation: One of `OPERATIONS`.
         num_ranks: Number of processes.
         busy: Number of endless loops beside them.
     """

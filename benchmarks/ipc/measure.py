@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ipc import COLD
 from benchmarks.ipc.load import OthersShare
-from benchmarks.ipc.ranks import COLD, run_benchmark
+from benchmarks.ipc.ranks import run_benchmark
 from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK, multi_rank_env
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
 
@@ -47,8 +48,8 @@ def measure(
     Args:
         ranks: Numbers of processes, each measured separately.
         busy: Numbers of endless loops beside the ranks, each measured separately.
-        operations: Names from `ranks.OPERATIONS`.
-        sizes: Bytes of the float32 tensors, or None for those of `ranks.SIZES`.
+        operations: Names from `benchmarks.ipc.OPERATIONS`.
+        sizes: Bytes of the float32 tensors, or None for those of `benchmarks.ipc.SIZES`.
         rounds: Number of repetitions in one start; medians are over all rounds of all starts.
         starts: Number of times that the processes are started.
         tries: Maximum number of tries of a case while other processes use the machine.

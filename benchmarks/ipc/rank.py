@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
+from benchmarks.ipc import COLD
 from benchmarks.ipc.load import busy_s
 from ray_fracbackend.worker.group_end import destroy_process_groups
 
@@ -31,7 +32,7 @@ _BYTES_PER_ROUND = 400 << 20
 _MIN_BLOCKS, _MAX_CALLS = 4, 100
 _WARM_UP_CALLS = 2
 # Calls that follow each other without a barrier and are timed as one block.
-_CALLS_PER_BLOCK = {"ddp_step": 4, "fsdp_step": 4, "cold_all_reduce": 20}
+_CALLS_PER_BLOCK = {"ddp_step": 4, "fsdp_step": 4, COLD: 20}
 # Width, layers and batch size by bytes of the parameters; other sizes have 4 layers and batch size 4.
 _MODELS = {3 << 20: (256, 12, 8), 32 << 20: (1024, 8, 8)}
 # Up to this share of all cores used by other processes a measurement counts as undisturbed.
@@ -137,7 +138,7 @@ def _cold_calls(num_bytes: int, backends: _Backends) -> dict[str, Callable[[], A
 def _subjects(operation: str, num_bytes: int, backends: _Backends) -> dict[str, Callable[[], Any]]:
     """Return the functions to time, by backend; "copy" is a plain copy of the tensor, "none" has no communication."""
     groups, device = backends.groups, backends.device
-    if operation == "cold_all_reduce":
+    if operation == COLD:
         subjects = _cold_calls(num_bytes, backends)
     elif operation in backends.without_exchange:
         of_step = {**groups, "none": backends.without_exchange[operation]}

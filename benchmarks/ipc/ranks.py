@@ -19,17 +19,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from benchmarks.ipc import OPERATIONS, SIZES
 from benchmarks.ipc.load import busy_loops
-
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
-STEPS = ("ddp_step", "fsdp_step")
-COLD = "cold_all_reduce"
-OPERATIONS = (*COLLECTIVES, *STEPS, COLD)
-SIZES = {
-    **dict.fromkeys(COLLECTIVES, (4 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)),
-    **dict.fromkeys(STEPS, (64 << 10, 3 << 20, 32 << 20)),
-    COLD: (4 << 10, 64 << 10, 1 << 20),
-}
 
 # Folder that contains `benchmarks`.
 _ROOT = Path(__file__).parents[2]
