@@ -29,10 +29,11 @@ from ray_fracbackend.worker.group_end import destroy_process_groups
 
 # Calls of one size in one round: many for small sizes, few for sizes that take long.
 _BYTES_PER_ROUND = 400 << 20
-_MIN_BLOCKS, _MAX_CALLS = 4, 100
+_MIN_BLOCKS = 4
 _WARM_UP_CALLS = 2
-# Calls that follow each other without a barrier and are timed as one block.
-_CALLS_PER_BLOCK = {"ddp_step": 4, "fsdp_step": 4, COLD: 20}
+# Calls that follow each other without a barrier and are timed as one block, and the most blocks of a round.
+_BLOCKS = {"ddp_step": (4, 10), "fsdp_step": (4, 10), COLD: (20, 5)}
+_SINGLE_CALLS = (1, 100)
 # Width, layers and batch size by bytes of the parameters; other sizes have 4 layers and batch size 4.
 _MODELS = {3 << 20: (256, 12, 8), 32 << 20: (1024, 8, 8)}
 # Up to this share of all cores used by other processes a measurement counts as undisturbed.
@@ -42,9 +43,10 @@ _TIMEOUT = timedelta(seconds=300)
 _NCCL_TIMEOUT = timedelta(seconds=60)
 
 
-def _blocks(operation: str, num_bytes: int) -> int:
-    num_calls = min(_MAX_CALLS, _BYTES_PER_ROUND // num_bytes // 4)
-    return max(_MIN_BLOCKS, num_calls // _CALLS_PER_BLOCK.get(operation, 1))
+def _blocks(operation: str, num_bytes: int) -> tuple[int, int]:
+    """Return the number of blocks in a round and of calls in a block."""
+    num_calls, most = _BLOCKS.get(operation, _SINGLE_CALLS)
+    return max(_MIN_BLOCKS, min(most, _BYTES_PER_ROUND // num_bytes // 4 // num_calls)), num_calls
 
 
 @dataclass(frozen=True)
@@ -271,8 +273,7 @@ def _measure(spec: dict[str, Any], mpi: Any) -> Iterator[dict[str, Any]]:
     for turn in range(spec["rounds"]):
         for number, (operation, num_bytes) in enumerate(cases):
             subjects = _subjects(operation, num_bytes, backends)
-            calls = _blocks(operation, num_bytes), _CALLS_PER_BLOCK.get(operation, 1)
-            timed, share = _time_quietly(subjects, *calls, spec["tries"], spec["loops"])
+            timed, share = _time_quietly(subjects, *_blocks(operation, num_bytes), spec["tries"], spec["loops"])
             shares[operation, num_bytes] = max(share, shares.get((operation, num_bytes), 0.0))
             for backend, values in timed.items():
                 seconds.setdefault((operation, num_bytes, backend), []).extend(values)
