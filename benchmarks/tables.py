@@ -18,6 +18,8 @@ from common import RESULTS, machine_of, newest
 
 sys.path.append(str(RESULTS.parents[1]))
 
+from benchmarks.ipc import COLD, COLLECTIVES, STEPS
+from benchmarks.ipc.figure import added, medians, quotient
 from tests.faults.cases import Case, cases
 
 ROOT = RESULTS.parents[1]
@@ -30,7 +32,8 @@ PAGES = (
 )
 _MARKED = re.compile(r"(<!-- numbers: ([\w ]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 _LONGEST = 200
-_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+# Backends of a cold call, by their name in a table.
+_COLD = {"gloo": "Gloo", "ipc": "ipc", "gloo_async": "Gloo async", "ipc_async": "ipc async", "deepspeed": "DeepSpeed"}
 
 
 def newest_result(kind: str) -> tuple[str, Any]:
@@ -74,17 +77,15 @@ def start() -> str:
 
 def ipc_rows(operations: tuple[str, ...], num_ranks: int, busy: int = 0) -> dict[tuple[str, int], dict[str, float]]:
     """Return median milliseconds by backend, by operation and size, in the order of measurement."""
-    medians: dict[tuple[str, int], dict[str, float]] = {}
-    for row in newest_result("ipc")[1]["rows"]:
-        # Older results have no loops.
-        if row["operation"] in operations and (row["num_ranks"], row.get("busy", 0)) == (num_ranks, busy):
-            medians.setdefault((row["operation"], row["num_bytes"]), {})[row["backend"]] = row["median_ms"]
-    return medians
+    found = medians(newest_result("ipc")[1]["rows"])
+    return {
+        (name, size): by for (name, *of, size), by in found.items() if name in operations and of == [num_ranks, busy]
+    }
 
 
-def ipc_setting() -> str:
-    """Return the machine and settings of the ipc measurement."""
-    name, result = newest_result("ipc")
+def ipc_setting(kind: str = "ipc") -> str:
+    """Return the machine and settings of an ipc measurement."""
+    name, result = newest_result(kind)
     machine = machine_of(result)
     open_mpi = result.get("open_mpi") or machine.get("open_mpi")
     mpi = f", {open_mpi.split('(')[-1].replace(')', '')}" if open_mpi else ""
@@ -97,7 +98,7 @@ def ipc_setting() -> str:
 def ipc_collectives(num_ranks: int) -> str:
     """Return a table of every collective, with Gloo, Open MPI and a plain copy."""
     rows = []
-    for (operation, size), ms in ipc_rows(_COLLECTIVES, num_ranks).items():
+    for (operation, size), ms in ipc_rows(COLLECTIVES, num_ranks).items():
         ratios = [("gloo", "ipc", 1), ("open_mpi", "ipc", 2), ("ipc", "copy", 2)]
         rows.append(
             [
@@ -153,19 +154,50 @@ def ipc_ddp() -> str:
     return table(["parameters", "ipc", "Gloo", "no communication"], rows)
 
 
-def ipc_busy() -> str:
-    """Return an all_reduce and a DDP step beside endless loops: times, and Gloo's time divided by ipc's."""
-    rows, loops = [], sorted({row.get("busy", 0) for row in newest_result("ipc")[1]["rows"]})
-    for num_ranks in (2, 4):
-        found = [ipc_rows(("all_reduce", "ddp_step"), num_ranks, busy) for busy in loops]
-        for key in found[0]:
-            cells = [by[key] for by in found if key in by]
-            quotients = [
-                f"{three_digits(ms['ipc'])} / {three_digits(ms['gloo'])}: {ms['gloo'] / ms['ipc']:.1f}" for ms in cells
-            ]
-            rows.append([str(num_ranks), key[0], size_text(key[1]), *quotients, *["-"] * (len(loops) - len(cells))])
-    titles = ["quiet" if busy == 0 else f"{busy} loop{'s' if busy > 1 else ''}" for busy in loops]
-    return table(["ranks", "operation", "size", *titles], rows)
+def ipc_busy(kind: str, *operations: str) -> str:
+    """Return operations beside endless loops: times, and Gloo's time divided by ipc's."""
+    found = medians(newest_result(kind)[1]["rows"])
+    loops = sorted({busy for _, _, busy, _ in found})
+    rows = []
+    for operation, num_ranks, busy, size in sorted(found, key=lambda case: case[1]):
+        if operation not in operations or busy != loops[0]:
+            continue
+        cells = [found[case] for of in loops if (case := (operation, num_ranks, of, size)) in found]
+        quotients = [
+            f"{three_digits(ms['ipc'])} / {three_digits(ms['gloo'])}: {ms['gloo'] / ms['ipc']:.1f}" for ms in cells
+        ]
+        rows.append([str(num_ranks), operation, size_text(size), *quotients, *["-"] * (len(loops) - len(cells))])
+    return table(["ranks", "operation", "size", *map(loops_text, loops)], rows)
+
+
+def loops_text(busy: int) -> str:
+    """``quiet``, ``1 loop``, ``2 loops``."""
+    return "quiet" if busy == 0 else f"{busy} loop{'s' if busy > 1 else ''}"
+
+
+def ipc_steps() -> str:
+    """Return training steps on a quiet machine, and what the exchange adds to the same step without communication."""
+    rows = []
+    for (step, num_ranks, busy, size), ms in medians(newest_result("ipc_training")[1]["rows"]).items():
+        if step in STEPS and busy == 0:
+            more = added(ms)
+            times = [ms["ipc"], ms["gloo"], ms["none"], more["ipc"], more["gloo"]]
+            name = {"ddp_step": "DDP", "fsdp_step": "FSDP2"}[step]
+            line = [str(num_ranks), name, size_text(size), *map(three_digits, times)]
+            rows.append([*line, quotient(more["gloo"], more["ipc"])])
+    columns = ["ranks", "step", "parameters", "ipc", "Gloo", "no communication", "ipc adds", "Gloo adds"]
+    return table([*columns, "Gloo adds / ipc adds"], rows)
+
+
+def ipc_cold() -> str:
+    """Return the microseconds that an all_reduce adds to a program that computes before it."""
+    result = newest_result("ipc_training")[1]
+    rows = []
+    for (operation, num_ranks, busy, size), ms in medians(result["rows"]).items():
+        if operation == COLD:
+            cells = [f"{added(ms)[name] * 1e3:.0f}" if name in ms else "-" for name in _COLD]
+            rows.append([str(num_ranks), loops_text(busy), size_text(size), f"{ms['none'] * 1e3:.0f}", *cells])
+    return table(["ranks", "machine", "size", "computing", *_COLD.values()], rows)
 
 
 def ipc_others(num_ranks: int) -> str:
@@ -353,7 +385,11 @@ TEXTS: dict[str, Callable[[], str]] = {
     "ipc others 2": lambda: ipc_others(2),
     "ipc others 4": lambda: ipc_others(4),
     "ipc ddp": ipc_ddp,
-    "ipc busy": ipc_busy,
+    "ipc busy": lambda: ipc_busy("ipc", "all_reduce", "ddp_step"),
+    "ipc training setting": lambda: ipc_setting("ipc_training"),
+    "ipc steps": ipc_steps,
+    "ipc steps busy": lambda: ipc_busy("ipc_training", *STEPS),
+    "ipc cold": ipc_cold,
     "ipc demo": ipc_demo,
     "checkouts setting": checkouts_setting,
     "checkouts": checkouts,

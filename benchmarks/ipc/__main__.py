@@ -1,9 +1,10 @@
-"""How fast is the ipc backend beside Gloo, NCCL, Open MPI and a plain copy, on this machine?
+"""How fast is the ipc backend beside Gloo, NCCL, Open MPI, DeepSpeed and a plain copy, on this machine?
 
     python -m benchmarks.ipc [--ranks 2 4] [--busy 0 1 2] [--device cuda] [--rounds 3] [--starts 5] [--out FOLDER]
 
-Run it in the project's folder on a quiet machine. It prints medians and writes one dated JSON with hardware, versions
-and load, and its plot (needs matplotlib). The file also contains the share of other processes.
+Run it in the project's folder on a quiet machine. It prints medians and writes a dated JSON for collectives and one for
+steps and cold calls, with hardware, versions and load, and their plots (needs matplotlib). The files also contain the
+share of other processes.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.common import RESULTS, save
-from benchmarks.ipc import figure
+from benchmarks.ipc import COLD, COLLECTIVES, OPERATIONS, SIZES, STEPS, figure
 from benchmarks.ipc.measure import measure
-from benchmarks.ipc.ranks import OPERATIONS, SIZES
 from ray_fracbackend.ipc import host_memory_support
 
 _ELEMENT_BYTES = 4
-# Memory of a case: inputs and outputs of each backend, and a DDP step's parameters, gradients and buckets.
-_TENSORS_PER_RANK = 8
+# Memory of a case: inputs and outputs of each backend, and parameters, gradients and buckets of each backend's step.
+_TENSORS_PER_RANK = 9
+# Results by the beginning of their file's name.
+_KINDS = {"ipc": COLLECTIVES, "ipc_training": (*STEPS, COLD)}
 
 
 def _number(text: str) -> int:
@@ -49,7 +51,7 @@ def _options() -> argparse.Namespace:
         default=[0],
         help="endless loops beside them, as busy data loader workers are; likewise",
     )
-    add("--sizes", type=_number, nargs="+", default=list(SIZES), help="bytes of the float32 tensors")
+    add("--sizes", type=_number, nargs="+", help="bytes of the float32 tensors (default: some for each operation)")
     add("--operations", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
     add("--rounds", type=_number, default=3, help="of one start")
     add("--starts", type=_number, default=5, help="of the processes; medians are over all rounds of all")
@@ -57,7 +59,8 @@ def _options() -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: all ranks on the first device")
     add("--out", type=Path, default=RESULTS, help="folder for the JSON and its plot (default: benchmarks/results)")
     options = parser.parse_args()
-    if reason := why_not(options.ranks, options.sizes, options.device, options.out):
+    sizes = options.sizes or [size for operation in options.operations for size in SIZES[operation]]
+    if reason := why_not(options.ranks, sizes, options.device, options.out):
         parser.error(reason)
     return options
 
@@ -112,9 +115,11 @@ def main() -> None:
         except RuntimeError as error:  # a rank failed
             sys.exit(str(error))
     print(figure.table(result))
-    path = save("ipc", options.out, result)
-    figure.draw(json.loads(path.read_text()), path.with_suffix(".png"))
-    print(f"written to {path} and beside it")
+    for kind, operations in _KINDS.items():
+        if rows := [row for row in result["rows"] if row["operation"] in operations]:
+            path = save(kind, options.out, {**result, "rows": rows})
+            figure.draw(json.loads(path.read_text()), path.with_suffix(".png"))
+            print(f"written to {path} and beside it")
 
 
 if __name__ == "__main__":

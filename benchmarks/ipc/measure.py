@@ -1,6 +1,7 @@
 """Measure every case of the ipc benchmark. Driver side; imports torch, never Ray.
 
-Open MPI is measured if ``mpirun`` and mpi4py are installed, NCCL on CUDA devices if it accepts the ranks.
+Open MPI is measured if ``mpirun`` and mpi4py are installed, NCCL on CUDA devices if it accepts the ranks, DeepSpeed's
+operator for CPU tensors if it is installed and can be built.
 """
 
 from __future__ import annotations
@@ -10,14 +11,24 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ipc import COLD
 from benchmarks.ipc.load import OthersShare
 from benchmarks.ipc.ranks import run_benchmark
 from ray_fracbackend.decide.nccl import NCCL_MULTI_RANK, multi_rank_env
 from ray_fracbackend.worker.nccl_library import loaded_nccl_version
+
+# Builds the operator, which takes half a minute the first time, and prints the version.
+_DEEPSPEED = """
+import deepspeed
+operator = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+assert operator.vector_kernel_level(), "the processor lacks AVX2"
+print(deepspeed.__version__)
+"""
 
 
 def measure(
@@ -25,7 +36,7 @@ def measure(
     *,
     busy: Sequence[int],
     operations: Sequence[str],
-    sizes: Sequence[int],
+    sizes: Sequence[int] | None,
     rounds: int,
     starts: int,
     tries: int,
@@ -34,11 +45,11 @@ def measure(
 ) -> dict[str, Any]:
     """Measure every operation and size for each number of ranks.
 
-    ranks: Numbers of processes, each measured separately.
+    Args:
+        ranks: Numbers of processes, each measured separately.
         busy: Numbers of endless loops beside the ranks, each measured separately.
-        busy: Numbers of endless loops beside the ranks, each measured on its own.
-        operations: Names from `ranks.OPERATIONS`.
-        sizes: Bytes of the float32 tensors.
+        operations: Names from `benchmarks.ipc.OPERATIONS`.
+        sizes: Bytes of the float32 tensors, or None for those of `benchmarks.ipc.SIZES`.
         rounds: Number of repetitions in one start; medians are over all rounds of all starts.
         starts: Number of times that the processes are started.
         tries: Maximum number of tries of a case while other processes use the machine.
@@ -52,6 +63,7 @@ def measure(
     Raises:
         RuntimeError: A rank failed; the message contains its output.
     """
+    has_deepspeed, deepspeed = _deepspeed() if COLD in operations and device == "cpu" else (False, None)
     others, rows = OthersShare(), []
     for num_ranks, loops in itertools.product(ranks, busy):
         rows += run_benchmark(
@@ -65,6 +77,7 @@ def measure(
             device=device,
             nccl_env=nccl_env(num_ranks) if device == "cuda" else None,
             mpirun=mpirun(num_ranks) if device == "cpu" else None,
+            deepspeed=has_deepspeed,
             progress=lambda done, total, what, of=f"{num_ranks} ranks, {loops} loops": progress(
                 done, total, f"{of}, {what}"
             ),
@@ -72,6 +85,7 @@ def measure(
     return {
         "caches": _caches(),
         "open_mpi": _mpi_version() if device == "cpu" else None,
+        "deepspeed": deepspeed,
         "settings": {
             "threads_per_rank": 1,
             "rounds": rounds,
@@ -109,6 +123,14 @@ def _mpi_version() -> str | None:
         return None
     text = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
     return text.splitlines()[0]
+
+
+def _deepspeed() -> tuple[bool, str]:
+    """Return whether DeepSpeed's operator works here, and its version or the reason."""
+    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", _DEEPSPEED], env=env, capture_output=True, text=True, check=False)
+    works = done.returncode == 0
+    return works, (done.stdout if works else done.stderr).splitlines()[-1]
 
 
 def nccl_env(num_ranks: int) -> dict[str, str] | None:

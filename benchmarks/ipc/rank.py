@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
 import ray_fracbackend.ipc  # noqa: F401 (registers the backend)
+from benchmarks.ipc import COLD
 from benchmarks.ipc.load import busy_s
 from ray_fracbackend.worker.group_end import destroy_process_groups
 
 # Calls of one size in one round: many for small sizes, few for sizes that take long.
 _BYTES_PER_ROUND = 400 << 20
-_MIN_CALLS, _MAX_CALLS = 4, 100
+_MIN_BLOCKS = 4
 _WARM_UP_CALLS = 2
+# Calls that follow each other without a barrier and are timed as one block, and the most blocks of a round.
+_BLOCKS = {"ddp_step": (4, 10), "fsdp_step": (4, 10), COLD: (20, 5)}
+_SINGLE_CALLS = (1, 100)
+# Width, layers and batch size by bytes of the parameters; other sizes have 4 layers and batch size 4.
+_MODELS = {3 << 20: (256, 12, 8), 32 << 20: (1024, 8, 8)}
 # Up to this share of all cores used by other processes a measurement counts as undisturbed.
 _QUIET_SHARE = 0.1
 _PAUSE_S = 0.5
@@ -31,8 +43,24 @@ _TIMEOUT = timedelta(seconds=300)
 _NCCL_TIMEOUT = timedelta(seconds=60)
 
 
-def _calls(num_bytes: int) -> int:
-    return max(_MIN_CALLS, min(_MAX_CALLS, _BYTES_PER_ROUND // num_bytes // 4))
+def _blocks(operation: str, num_bytes: int) -> tuple[int, int]:
+    """Return the number of blocks in a round and of calls in a block."""
+    num_calls, most = _BLOCKS.get(operation, _SINGLE_CALLS)
+    return max(_MIN_BLOCKS, min(most, _BYTES_PER_ROUND // num_bytes // 4 // num_calls)), num_calls
+
+
+@dataclass(frozen=True)
+class _Backends:
+    """What a rank can measure: groups by backend, mpi4py and DeepSpeed's all_reduce if they are there.
+
+    A step with a group of `without_exchange` has no communication: DDP in a group of one, FSDP2 in a fake group.
+    """
+
+    groups: dict[str, Any]
+    without_exchange: dict[str, Any]
+    mpi: Any
+    deepspeed: Any
+    device: torch.device
 
 
 def _collective(operation: str, num_bytes: int, group: Any, device: torch.device) -> Callable[[], Any]:
@@ -66,34 +94,63 @@ def _open_mpi(operation: str, num_bytes: int, mpi: Any) -> Callable[[], Any]:
     }[operation]
 
 
-def _ddp_step(num_bytes: int, group: Any, device: torch.device) -> Callable[[], Any]:
-    """Return a forward and backward of a linear model with DDP, or of the model itself if there is no group."""
-    width = max(8, int((num_bytes / 4 / 4) ** 0.5))
-    model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(4))).to(
-        device
-    )
-    if group is not None:
-        model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
-    batch = torch.ones(4, width, device=device)
+def _step(operation: str, num_bytes: int, group: Any, device: torch.device) -> Callable[[], None]:
+    """Return a training step of linear layers with DDP or FSDP2."""
+    width, num_layers, batch_size = _MODELS.get(num_bytes, (max(8, math.isqrt(num_bytes // 16)), 4, 4))
+    model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers))).to(device)
+    if operation == "ddp_step":
+        model = nn.parallel.DistributedDataParallel(model, process_group=group)
+    else:
+        from torch.distributed.fsdp import fully_shard  # late, because it takes a second
+
+        mesh = DeviceMesh.from_group(group, device.type)
+        for module in (*model.children(), model):
+            fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randn(batch_size, width, device=device)
 
     def step() -> None:
-        model(batch).sum().backward()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
 
     return step
 
 
-def _subjects(
-    operation: str, num_bytes: int, groups: dict[str, Any], mpi: Any, device: torch.device
-) -> dict[str, Callable[[], Any]]:
-    """Return the functions to time, by backend; "copy" is a plain copy of the tensor, or a step without DDP."""
-    if operation == "ddp_step":
-        subjects = {name: _ddp_step(num_bytes, group, device) for name, group in {**groups, "copy": None}.items()}
+def _cold_calls(num_bytes: int, backends: _Backends) -> dict[str, Callable[[], Any]]:
+    """Return functions that compute and then call all_reduce, by backend; "none" only computes."""
+    tensor = torch.zeros(num_bytes // 4, device=backends.device)
+    matrix, large = (torch.zeros(shape, device=backends.device) for shape in ((160, 160), (1 << 20,)))
+    calls: dict[str, Callable[[], Any]] = {"none": lambda: None}
+    for name, group in backends.groups.items():
+        calls[name] = partial(dist.all_reduce, tensor, group=group)
+        calls[f"{name}_async"] = lambda group=group: dist.all_reduce(tensor, group=group, async_op=True).wait()
+    if backends.deepspeed is not None:
+        calls["deepspeed"] = partial(backends.deepspeed, tensor)
+
+    def compute_and(call: Callable[[], Any]) -> None:
+        for _ in range(4):
+            (matrix @ matrix).clamp_(-1, 1)
+        large.add_(1)
+        call()
+
+    return {name: partial(compute_and, call) for name, call in calls.items()}
+
+
+def _subjects(operation: str, num_bytes: int, backends: _Backends) -> dict[str, Callable[[], Any]]:
+    """Return the functions to time, by backend; "copy" is a plain copy of the tensor, "none" has no communication."""
+    groups, device = backends.groups, backends.device
+    if operation == COLD:
+        subjects = _cold_calls(num_bytes, backends)
+    elif operation in backends.without_exchange:
+        of_step = {**groups, "none": backends.without_exchange[operation]}
+        subjects = {name: _step(operation, num_bytes, group, device) for name, group in of_step.items()}
     else:
         subjects = {name: _collective(operation, num_bytes, group, device) for name, group in groups.items()}
         source, target = (torch.ones(num_bytes // 4, device=device) for _ in range(2))
         subjects["copy"] = lambda: target.copy_(source)
-        if mpi is not None:
-            subjects["open_mpi"] = _open_mpi(operation, num_bytes, mpi)
+        if backends.mpi is not None:
+            subjects["open_mpi"] = _open_mpi(operation, num_bytes, backends.mpi)
     return {name: _until_done(subject, device) for name, subject in subjects.items()}
 
 
@@ -123,6 +180,28 @@ def _groups(nccl: bool, device: torch.device) -> dict[str, Any]:
     return groups
 
 
+def _without_exchange() -> dict[str, Any]:
+    """Create the groups without communication, by step."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
+
+    return {"ddp_step": dist.new_subgroups(1, backend="gloo")[0], "fsdp_step": dist.new_group(backend="fake")}
+
+
+def _deepspeed(port: int) -> Callable[[torch.Tensor], Any]:
+    """Return DeepSpeed's all_reduce in shared memory."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    deepspeed = importlib.import_module("deepspeed")
+    deepspeed.init_distributed("gloo")
+    dist.barrier()
+    # DeepSpeed leaves its files, which all ranks have mapped now.
+    if rank == "0":
+        for path in Path("/dev/shm").glob(f"deepspeed_*_127.0.0.1_{port}_*"):
+            path.unlink()
+    return deepspeed.comm.inference_all_reduce
+
+
 def _works_everywhere(group: Any, device: torch.device) -> bool:
     """Return whether an all_reduce in the group succeeds on every rank; the result is the same on all ranks."""
     works = torch.ones(1)
@@ -137,26 +216,27 @@ def _works_everywhere(group: Any, device: torch.device) -> bool:
     return bool(works.item())
 
 
-def _time_calls(subject: Callable[[], Any], num_calls: int) -> torch.Tensor:
-    """Return the seconds of each call on the slowest rank."""
-    seconds = torch.empty(num_calls, dtype=torch.float64)
+def _time_calls(subject: Callable[[], Any], num_blocks: int, num_calls: int) -> torch.Tensor:
+    """Return the seconds of a call on the slowest rank, for each block of calls after a barrier."""
+    seconds = torch.empty(num_blocks, dtype=torch.float64)
     for _ in range(_WARM_UP_CALLS):
         subject()
-    for call in range(num_calls):
+    for block in range(num_blocks):
         dist.barrier()
         start = time.perf_counter()
-        subject()
-        seconds[call] = time.perf_counter() - start
+        for _ in range(num_calls):
+            subject()
+        seconds[block] = (time.perf_counter() - start) / num_calls
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return seconds
 
 
 def _time_case(
-    subjects: dict[str, Callable[[], Any]], num_calls: int, loops: list[int]
+    subjects: dict[str, Callable[[], Any]], num_blocks: int, num_calls: int, loops: list[int]
 ) -> tuple[dict[str, list[float]], float]:
-    """Return the seconds of all calls by backend, and the machine's share used by others than ranks and loops."""
+    """Return the seconds of a call in each block by backend, and the machine's share used by others than ranks and loops."""
     wall, busy, own = time.monotonic(), busy_s(loops), time.process_time()
-    timed = {backend: _time_calls(subject, num_calls).tolist() for backend, subject in subjects.items()}
+    timed = {backend: _time_calls(subject, num_blocks, num_calls).tolist() for backend, subject in subjects.items()}
     wall, busy, own = time.monotonic() - wall, busy_s(loops) - busy, time.process_time() - own
     total_own = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(total_own)
@@ -167,15 +247,15 @@ def _time_case(
 
 
 def _time_quietly(
-    subjects: dict[str, Callable[[], Any]], num_calls: int, tries: int, loops: list[int]
+    subjects: dict[str, Callable[[], Any]], num_blocks: int, num_calls: int, tries: int, loops: list[int]
 ) -> tuple[dict[str, list[float]], float]:
     """Return the first of up to `tries` measurements on a quiet machine, or the one with the least load."""
-    best = _time_case(subjects, num_calls, loops)
+    best = _time_case(subjects, num_blocks, num_calls, loops)
     for _ in range(tries - 1):
         if best[1] <= _QUIET_SHARE:
             break
         time.sleep(_PAUSE_S)
-        again = _time_case(subjects, num_calls, loops)
+        again = _time_case(subjects, num_blocks, num_calls, loops)
         if again[1] < best[1]:
             best = again
     return best
@@ -184,15 +264,16 @@ def _time_quietly(
 def _measure(spec: dict[str, Any], mpi: Any) -> Iterator[dict[str, Any]]:
     """Yield progress messages, then one with all measurements."""
     device = _device(spec["device"])
-    groups = _groups(spec["nccl"], device)
-    cases = [(operation, size) for operation in spec["operations"] for size in spec["sizes"]]
+    deepspeed = _deepspeed(spec["port"]) if spec["deepspeed"] else None
+    backends = _Backends(_groups(spec["nccl"], device), _without_exchange(), mpi, deepspeed, device)
+    cases = spec["cases"]
     seconds: dict[tuple[str, int, str], list[float]] = {}
     shares: dict[tuple[str, int], float] = {}
     total = spec["rounds"] * len(cases)
     for turn in range(spec["rounds"]):
         for number, (operation, num_bytes) in enumerate(cases):
-            subjects = _subjects(operation, num_bytes, groups, mpi, device)
-            timed, share = _time_quietly(subjects, _calls(num_bytes), spec["tries"], spec["loops"])
+            subjects = _subjects(operation, num_bytes, backends)
+            timed, share = _time_quietly(subjects, *_blocks(operation, num_bytes), spec["tries"], spec["loops"])
             shares[operation, num_bytes] = max(share, shares.get((operation, num_bytes), 0.0))
             for backend, values in timed.items():
                 seconds.setdefault((operation, num_bytes, backend), []).extend(values)

@@ -1,4 +1,4 @@
-"""Measure collectives and DDP steps of the ipc backend beside Gloo, NCCL, a plain copy and, under mpirun, Open MPI.
+"""Measure collectives, training steps and cold calls of the ipc backend beside other backends and without communication.
 
 Starts the ranks, which run `rank`, and collects their rows. All cases of one run are measured in the same processes,
 one backend after the other in every round, so a slow moment of the machine affects all of them. Needs no process group
@@ -19,10 +19,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from benchmarks.ipc import OPERATIONS, SIZES
 from benchmarks.ipc.load import busy_loops
-
-OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "ddp_step")
-SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)
 
 # Folder that contains `benchmarks`.
 _ROOT = Path(__file__).parents[2]
@@ -38,7 +36,7 @@ def run_benchmark(
     num_ranks: int,
     *,
     operations: Sequence[str] = OPERATIONS,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] | None = None,
     rounds: int = 5,
     starts: int = 1,
     tries: int = 1,
@@ -46,6 +44,7 @@ def run_benchmark(
     busy: int = 0,
     nccl_env: Mapping[str, str] | None = None,
     mpirun: Sequence[str] | None = None,
+    deepspeed: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[Row]:
     """Run the benchmark on this machine.
@@ -53,8 +52,8 @@ def run_benchmark(
     Args:
         num_ranks: Number of processes.
         operations: Names from `OPERATIONS`.
-        sizes: Bytes of the float32 tensor: for all_gather of the output, for reduce_scatter of the input, for ddp_step
-            of the parameters.
+        sizes: Bytes of the float32 tensor: for all_gather of the output, for reduce_scatter of the input, for a step
+            of the parameters. None means those of `SIZES`.
         rounds: Number of repetitions in the same processes; medians are over all rounds of all starts.
         starts: Number of times that the processes are started. The places of processes and memory differ between
             starts.
@@ -66,26 +65,29 @@ def run_benchmark(
         nccl_env: Variables with which NCCL accepts the ranks, for ``"cuda"``; None leaves NCCL out.
         mpirun: Command that starts `num_ranks` processes under Open MPI, such as ``["mpirun", "-n", "2"]``; the ranks
             need mpi4py. None starts them directly and leaves Open MPI out.
+        deepspeed: Whether cold calls also run DeepSpeed's all_reduce in shared memory.
         progress: Called as ``progress(done, total, what)``.
 
     Returns:
         One row for each operation, size and backend: ``operation``, ``num_bytes``, ``backend``, ``num_ranks``,
         ``busy``, ``num_calls``; ``median_ms``, ``p25_ms`` and ``p75_ms`` of the calls; ``start_medians_ms``, the median
         of each start; and ``others``, the largest share of the machine that other processes used in a round. A call
-        starts after a barrier and ends when its last rank has finished, including its work on the device.
+        starts after a barrier and ends when its last rank has finished, including its work on the device. Steps and
+        cold calls run in blocks after a barrier, and a block counts as one call of its mean time. Backend ``"none"``
+        is the same step or computing without communication.
 
     Raises:
         RuntimeError: A rank failed, or the ipc backend cannot use the device's memory; the message contains its output.
     """
     spec = {
         "size": num_ranks,
-        "operations": operations,
-        "sizes": sizes,
+        "cases": [(operation, size) for operation in operations for size in sizes or SIZES[operation]],
         "rounds": rounds,
         "tries": tries,
         "device": device,
         "nccl": nccl_env is not None,
         "mpi": mpirun is not None,
+        "deepspeed": deepspeed,
     }
     seconds: dict[Case, list[list[float]]] = {}
     others: dict[Case, float] = {}
@@ -119,7 +121,7 @@ def _start_ranks(
     ranks: list[subprocess.Popen[str]] = []
     try:
         for rank, line in enumerate(commands):
-            variables = {**os.environ, **env, "OMP_NUM_THREADS": "1", "RANK": str(rank)}
+            variables = {**os.environ, **env, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "RANK": str(rank)}
             # The pipe to its standard input ends with this process in any case, and the rank ends with the pipe.
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             ranks.append(subprocess.Popen(line, env=variables, cwd=_ROOT, text=True, **pipes))
