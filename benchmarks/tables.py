@@ -182,10 +182,21 @@ def ipc_steps() -> str:
         if step in STEPS and busy == 0:
             more = added(ms)
             times = [ms["ipc"], ms["gloo"], ms["none"], more["ipc"], more["gloo"]]
+            copies = three_digits(more["copies"]) if "copies" in more else "-"
             name = {"ddp_step": "DDP", "fsdp_step": "FSDP2"}[step]
-            line = [str(num_ranks), name, size_text(size), *map(three_digits, times)]
+            line = [str(num_ranks), name, size_text(size), *map(three_digits, times), copies]
             rows.append([*line, quotient(more["gloo"], more["ipc"])])
-    columns = ["ranks", "step", "parameters", "ipc", "Gloo", "no communication", "ipc adds", "Gloo adds"]
+    columns = [
+        "ranks",
+        "step",
+        "parameters",
+        "ipc",
+        "Gloo",
+        "no communication",
+        "ipc adds",
+        "Gloo adds",
+        "copies alone add",
+    ]
     return table([*columns, "Gloo adds / ipc adds"], rows)
 
 

@@ -19,10 +19,11 @@ LABELS = {
     "nccl_async": "NCCL, async",
     "deepspeed": "DeepSpeed",
     "none": "no communication",
+    "copies": "copies only",
 }
 COLORS = {"ipc": "tab:blue", "gloo": "tab:red", "nccl": "tab:purple", "open_mpi": "tab:green", "copy": "tab:gray"}
 COLORS |= {"ipc_async": "tab:cyan", "gloo_async": "tab:orange", "nccl_async": "tab:pink", "deepspeed": "tab:olive"}
-COLORS |= {"none": "tab:gray"}
+COLORS |= {"none": "tab:gray", "copies": "tab:brown"}
 # Share of other processes' CPU time above which a table contains a warning.
 _BUSY_SHARE = 0.1
 _COLUMNS = ("ipc", "gloo", "nccl", "copy", "open_mpi")
@@ -34,6 +35,7 @@ _LEGEND = (
 _STEP_LEGEND = (
     "Medians of steps that follow each other, slowest rank. alone: the same step in a group of one (FSDP2: a fake group).",
     "gloo +, ipc +: what the exchange adds to the step alone. +/+: how many times as much Gloo adds.",
+    "copies: what a copying all_reduce of two ranks moves, without another rank.",
 )
 # Operation, ranks, loops, bytes.
 Case = tuple[str, int, int, int]
@@ -99,11 +101,11 @@ def _collectives(found: dict[Case, dict[str, float]]) -> list[str]:
 
 
 def _steps(found: dict[Case, dict[str, float]]) -> list[str]:
-    backends, cells = _present(("gloo", "ipc", "nccl"), found), {}
+    backends, cells = _present(("gloo", "ipc", "nccl", "copies"), found), {}
     for case, by in found.items():
         more = added(by)
-        cells[case] = [f"{by[name]:.3f}" for name in (*backends, "none")]
-        cells[case] += [f"{more[name]:.3f}" for name in backends]
+        cells[case] = [f"{by[name]:.3f}" if name in by else "-" for name in (*backends, "none")]
+        cells[case] += [f"{more[name]:.3f}" if name in more else "-" for name in backends]
         cells[case] += [quotient(more["gloo"], more["ipc"]), quotient(by["gloo"], by["ipc"])]
     titles = [*(f"{name}, ms" for name in backends), "alone, ms", *(f"{name} +" for name in backends)]
     return _lines([*titles, "+/+", "gloo/ipc"], cells)

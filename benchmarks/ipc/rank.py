@@ -94,12 +94,14 @@ def _open_mpi(operation: str, num_bytes: int, mpi: Any) -> Callable[[], Any]:
     }[operation]
 
 
-def _step(operation: str, num_bytes: int, group: Any, device: torch.device) -> Callable[[], None]:
+def _step(operation: str, num_bytes: int, group: Any, device: torch.device, copies: bool = False) -> Callable[[], None]:
     """Return a training step of linear layers with DDP or FSDP2."""
     width, num_layers, batch_size = _MODELS.get(num_bytes, (max(8, math.isqrt(num_bytes // 16)), 4, 4))
     model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers))).to(device)
     if operation == "ddp_step":
         model = nn.parallel.DistributedDataParallel(model, process_group=group)
+        if copies:
+            model.register_comm_hook([torch.zeros(1 << 18) for _ in range(8)], _copies)
     else:
         from torch.distributed.fsdp import fully_shard  # late, because it takes a second
 
@@ -115,6 +117,17 @@ def _step(operation: str, num_bytes: int, group: Any, device: torch.device) -> C
         optimizer.step()
 
     return step
+
+
+def _copies(pieces: list[torch.Tensor], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Move the bytes of a copying all_reduce of two ranks in this process's own memory; a communication hook of DDP."""
+    for index, part in enumerate(bucket.buffer().split(pieces[0].numel())):
+        slot, other = (piece[: part.numel()] for piece in (pieces[index % 4], pieces[4 + index % 4]))
+        slot.copy_(part)
+        torch.add(part, other, out=part)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def _cold_calls(num_bytes: int, backends: _Backends) -> dict[str, Callable[[], Any]]:
@@ -138,13 +151,18 @@ def _cold_calls(num_bytes: int, backends: _Backends) -> dict[str, Callable[[], A
 
 
 def _subjects(operation: str, num_bytes: int, backends: _Backends) -> dict[str, Callable[[], Any]]:
-    """Return the functions to time, by backend; "copy" is a plain copy of the tensor, "none" has no communication."""
+    """Return the functions to time, by backend.
+
+    "copy" is a plain copy of the tensor. "none" has no communication, and "copies" only its copies and additions.
+    """
     groups, device = backends.groups, backends.device
     if operation == COLD:
         subjects = _cold_calls(num_bytes, backends)
     elif operation in backends.without_exchange:
         of_step = {**groups, "none": backends.without_exchange[operation]}
         subjects = {name: _step(operation, num_bytes, group, device) for name, group in of_step.items()}
+        if operation == "ddp_step" and device.type == "cpu":
+            subjects["copies"] = _step(operation, num_bytes, of_step["none"], device, copies=True)
     else:
         subjects = {name: _collective(operation, num_bytes, group, device) for name, group in groups.items()}
         source, target = (torch.ones(num_bytes // 4, device=device) for _ in range(2))

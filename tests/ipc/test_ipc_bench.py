@@ -41,7 +41,7 @@ def test_the_results_and_their_plots(tmp_path, monkeypatch):
     step, cold = ["gloo", "ipc", "none"], ["gloo", "ipc", "gloo_async", "ipc_async", "none"]
     kinds = {
         "ipc": {"all_reduce": ["gloo", "ipc", "copy"]},
-        "ipc_training": {"ddp_step": step, "fsdp_step": step, "cold_all_reduce": cold},
+        "ipc_training": {"ddp_step": [*step, "copies"], "fsdp_step": step, "cold_all_reduce": cold},
     }
     operations = [name for of in kinds.values() for name in of]
     arguments = ["--rounds", 1, "--starts", 2, "--tries", 1, "--operations", *operations, "--out", tmp_path]
