@@ -145,15 +145,6 @@ def checkouts() -> str:
     return table(["case", "before", "after", "after / before"], rows)
 
 
-def ipc_ddp() -> str:
-    """Return a table of a DDP step by backend."""
-    rows = [
-        [size_text(size), *(three_digits(ms[backend]) for backend in ("ipc", "gloo", "copy"))]
-        for (_, size), ms in ipc_rows(("ddp_step",), 2).items()
-    ]
-    return table(["parameters", "ipc", "Gloo", "no communication"], rows)
-
-
 def ipc_busy(kind: str, *operations: str) -> str:
     """Return operations beside endless loops: times, and Gloo's time divided by ipc's."""
     found = medians(newest_result(kind)[1]["rows"])
@@ -395,8 +386,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "ipc 4 ranks": lambda: ipc_collectives(4),
     "ipc others 2": lambda: ipc_others(2),
     "ipc others 4": lambda: ipc_others(4),
-    "ipc ddp": ipc_ddp,
-    "ipc busy": lambda: ipc_busy("ipc", "all_reduce", "ddp_step"),
+    "ipc busy": lambda: ipc_busy("ipc", "all_reduce"),
     "ipc training setting": lambda: ipc_setting("ipc_training"),
     "ipc steps": ipc_steps,
     "ipc steps busy": lambda: ipc_busy("ipc_training", *STEPS),
