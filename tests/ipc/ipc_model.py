@@ -85,7 +85,7 @@ class HostAreas:
     def resume(self, words: Sequence[int], state: Any, found: list[Micro]) -> None:
         """Do nothing."""
 
-    def wait(self, ranks: Sequence[int], kind: int, value: int) -> None:
+    def after(self, ranks: Sequence[int], kind: int, value: int) -> None:
         """Do nothing."""
 
     def prepare_put(self, chunk: int, readers: Sequence[int]) -> None:
@@ -269,13 +269,13 @@ class Explorer:
             work = [("begin write", (0, area, chunk)), ("end write", (0, area, chunk))]
             late = self.rules.publish_before_put
         elif action is Action.FOLD:
-            now.wait(others, WRITTEN, chunk)
-            now.wait(others, DONE, chunk - NUM_SLOTS)
+            now.after(others, WRITTEN, chunk)
+            now.after(others, DONE, chunk - NUM_SLOTS)
             read = ("read", (0, chunk, tuple(everybody[1:] if kind == LEADER else everybody)))
             work = [read, ("begin write", (1, area, chunk)), ("end write", (1, area, chunk))]
             late = self.rules.publish_before_fold
         else:
-            now.wait(sources, course.stage, chunk)
+            now.after(sources, course.stage, chunk)
             read = ("read", (int(course.two_passes), chunk, tuple(sources)))
             work, late = [read], False
         if late:

@@ -162,10 +162,6 @@ def test_memory_that_a_peer_left_mapped_is_not_freed(job: Job) -> None:
     assert fake_cuda.released == []
 
 
-def is_watched() -> bool:
-    return any(thread.name == "ipc device watch" for thread in threading.enumerate())
-
-
 @on_ranks(2, env=FAKE)
 def test_the_owner_of_the_memory_leaves_last(job: Job) -> None:
     """CUDA does not define what a rank sees in memory whose owner has freed it or has ended."""
@@ -175,7 +171,7 @@ def test_the_owner_of_the_memory_leaves_last(job: Job) -> None:
     if job.rank == 1:
         time.sleep(1.0)
     pg.shutdown()
-    assert waiter.is_alone() or job.rank == 1
+    assert waiter.have_all_let_go() or job.rank == 1
 
 
 @on_ranks(2, env=FAKE)
@@ -245,29 +241,6 @@ def test_every_tensor_of_an_asynchronous_call_is_kept(job: Job) -> None:
     assert sorted(kept) == sorted(tensor.data_ptr() for tensor in (own, *outputs))
 
 
-@on_ranks(2, env=FAKE)
-def test_a_forked_child_does_not_change_the_watch(job: Job) -> None:
-    """It holds the parent's pipe, but neither ends the parent's watch nor keeps it from ending."""
-    pg = device_group(job, "fork", job.rank, job.size, 20.0)
-    pg.barrier(options("Barrier"))
-    assert is_watched()
-    (left, has_left), (end, ends) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        pg.shutdown()
-        pg.abort()
-        os.close(ends)
-        os.write(has_left, b"x")
-        os.read(end, 1)  # until the parent has closed its side
-        os._exit(0)
-    os.read(left, 1)
-    assert not wait_until(lambda: not is_watched(), 0.5)
-    pg.shutdown()
-    assert wait_until(lambda: not is_watched(), 20)
-    os.close(ends)
-    os.waitpid(child, 0)
-
-
 def with_a_device_that_is_late(job: Job, calls: bool, errors: Path) -> str:
     """Rank 0's device does not finish a call; rank 0 waits for it, or makes another call, like rank 1."""
     pg = device_group(job, "late", job.rank, job.size, 20.0)
@@ -318,20 +291,6 @@ def test_a_process_that_was_stopped_itself_is_not_late(job: Job) -> None:
         os.kill(int(store.get("pid")), signal.SIGCONT)
         store.set("went on", "")
     pg.barrier(options("Barrier"))
-
-
-@on_ranks(2, env=FAKE, needed=1)
-def test_a_group_whose_watch_has_ended_is_shut_down(job: Job) -> None:
-    """The watch ends with the first death; the group is closed later, by the caller's reaction to the error."""
-    pg = device_group(job, "death", job.rank, job.size, 20.0)
-    pg.barrier(options("Barrier"))
-    if job.rank == 1:
-        strike("kill")
-    assert wait_until(lambda: not is_watched(), 20)
-    assert error_of(lambda: pg.barrier(options("Barrier")))[0] == "GroupPoisonedError"
-    pg.shutdown()
-    pg.shutdown()
-    assert not is_watched()
 
 
 @on_ranks(2, env=ASYNC, needed=1)

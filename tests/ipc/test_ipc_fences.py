@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from ipc_calls import CALLS, SMALL_CHUNKS, bare_group
 from ipc_harness import Job, on_ranks
 
@@ -35,33 +34,14 @@ def with_log(job: Job) -> tuple[Any, list[str]]:
     return pg, log
 
 
-ONE_PASS = ["store", "full", "reduce"]
-# The sum of a share is announced behind a fence for torch's kernels.
-TWO_PASSES = [*ONE_PASS, "reduce", "release", "store", "full"]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@on_ranks(limit_s=120, env=lambda rank, size: {knobs.ONE_PASS_BYTES_ENV_VAR: "0"} if size == 3 else {})
-def test_a_prepared_call_has_the_same_fences(job: Job, size: int) -> None:
-    """In one pass and in two."""
+@on_ranks(3, limit_s=120, env={knobs.ONE_PASS_BYTES_ENV_VAR: "0"})
+def test_a_share_of_a_prepared_call_is_announced_behind_a_fence(job: Job) -> None:
+    """torch's kernels write it; the copy of the input before it has its own. The first call is not prepared."""
     pg, log = with_log(job)
-    waiter = pg._local.engine.waiter
     CALLS["all_reduce_small"](pg).wait()
-    # The second call is prepared, with these functions.
-    wait = waiter.wait
-
-    def unlogged_wait(*args: Any) -> None:
-        num_entries = len(log)
-        wait(*args)
-        del log[num_entries:]
-
-    waiter.wait = unlogged_wait
-    (reduction,) = pg._reductions.values()
-    reduction._function = logged(log, "reduce", reduction._function)
     log.clear()
     CALLS["all_reduce_small"](pg).wait()
-    expected = ONE_PASS if size == 2 else TWO_PASSES
-    assert log[: len(expected)] == expected
+    assert [entry for entry in log if entry != "full"] == ["store", "release", "store"]
 
 
 @on_ranks(2, limit_s=120, env=SMALL_CHUNKS)

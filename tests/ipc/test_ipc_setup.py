@@ -296,33 +296,6 @@ def test_killing_all_ranks_during_setup_leaves_nothing(seed: int) -> None:
 
 
 @on_ranks(2)
-def test_waiting_for_a_late_rank_leaves_the_core_and_the_interpreter_free(job: Job) -> None:
-    """A second of waiting uses a few percent of a core, and other Python threads run meanwhile."""
-    pg = bare_group(job, "late", job.rank, job.size, 20.0)
-    pg.barrier(options("Barrier"))
-    if job.rank == 1:
-        time.sleep(1.0)
-        pg.barrier(options("Barrier"))
-        return
-    ticks, stop = [], threading.Event()
-
-    def count() -> None:
-        while not stop.wait(0.001):
-            ticks.append(1)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    wall, cpu = time.monotonic(), time.thread_time()
-    pg.barrier(options("Barrier"))
-    wall, cpu = time.monotonic() - wall, time.thread_time() - cpu
-    stop.set()
-    thread.join()
-    assert wall > 0.5
-    assert cpu < 0.25 * wall
-    assert len(ticks) > 50
-
-
-@on_ranks(2)
 def test_messages_name_global_ranks(job: Job) -> None:
     """A sub-group of ranks 4 and 7 names rank 7, not its own rank 1."""
     pg = bare_group(job, "named", job.rank, job.size, 20.0, (4, 7))

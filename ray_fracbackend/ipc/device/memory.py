@@ -59,13 +59,13 @@ class DeviceMemory(SlotMemory):
         """See `SlotMemory.attach`."""
         self._words, self._counters = words, counters
 
-    def record(self, progress: int) -> None:
-        """See `SlotMemory.record`."""
+    def announce(self, progress: int) -> None:
+        """See `SlotMemory.announce`."""
         self.timeline.signal(progress)
-        super().record(progress)
+        super().announce(progress)
 
-    def wait(self, ranks: Sequence[int], kind: int, value: int) -> None:
-        """See `SlotMemory.wait`."""
+    def after(self, ranks: Sequence[int], kind: int, value: int) -> None:
+        """See `SlotMemory.after`."""
         words, steps = self._words, {}
         for rank in ranks:
             if rank != self._rank and self._reached[rank][kind] < value:
@@ -80,7 +80,7 @@ class DeviceMemory(SlotMemory):
     def prepare_put(self, chunk: int, readers: Sequence[int]) -> None:
         """Make this rank's stream wait for the ranks that have read the slot's last chunk."""
         slot = chunk % self.num_slots
-        self.wait(self._readers[slot], READ, chunk - self.num_slots)
+        self.after(self._readers[slot], READ, chunk - self.num_slots)
         self._readers[slot] = readers
 
 

@@ -96,7 +96,7 @@ class DeviceSetup:
             raise
         # From here on a failure in either memory ends the group.
         host = self._host.engine
-        engine.waiter.beside, host.waiter.beside = host.waiter, engine.waiter
+        engine.waiter.other_memory, host.waiter.other_memory = host.waiter, engine.waiter
         engine.on_failure.append(host.fail)
         for each in (engine, host):
             each.on_raise.append(self._timeline.release)

@@ -151,7 +151,7 @@ class DeviceSide:
             lane.memory.close()
         lane.engine.close(keeps_memory=not lets_go)
         # CUDA does not define what a rank sees in memory whose owner has freed it or has ended.
-        if not block.imported and comes_true(waiter.is_alone, _SHUTDOWN_S) and lets_go:
+        if not block.imported and comes_true(waiter.have_all_let_go, _SHUTDOWN_S) and lets_go:
             free(timeline.runtime, block)
 
     def _stop_watching(self) -> None:

@@ -137,11 +137,11 @@ class SlotMemory:
             counters: Index in `words` of each rank's counts.
         """
 
-    def record(self, progress: int) -> None:
+    def announce(self, progress: int) -> None:
         """Order this rank's earlier accesses before the store of `progress` in its counter."""
         self.fence()
 
-    def wait(self, ranks: Sequence[int], kind: int, value: int) -> None:
+    def after(self, ranks: Sequence[int], kind: int, value: int) -> None:
         """Order this rank's later accesses after those that `ranks` made before their count reached `value`."""
 
     def prepare_put(self, chunk: int, readers: Sequence[int]) -> None:

@@ -159,12 +159,12 @@ class Engine:
                 observer(action, chunk - first)
             if action is _FOLD:
                 assert call.fold is not None
-                transport.wait(self.peers, WRITTEN, chunk)
-                transport.wait(self.peers, DONE, chunk - transport.num_slots)
+                transport.after(self.peers, WRITTEN, chunk)
+                transport.after(self.peers, DONE, chunk - transport.num_slots)
                 call.fold(chunk - first, chunk)
             else:
                 assert call.take is not None
-                transport.wait(self.peers if call.sources is None else call.sources, course.stage, chunk)
+                transport.after(self.peers if call.sources is None else call.sources, course.stage, chunk)
                 call.take(chunk - first, chunk)
             course.after(action)
             if action is _TAKE and course.is_over():
@@ -175,7 +175,7 @@ class Engine:
     def _publish(self, course: Course) -> None:
         if self.observer is not None:
             self.observer(_PUBLISH, course.chunk - course.first)
-        self.transport.record(self.waiter.num_published + 1)
+        self.transport.announce(self.waiter.num_published + 1)
         self.waiter.publish(course.written, course.read, course.done)
 
     def check(self, description: bytes) -> None:

@@ -43,7 +43,7 @@ class Waiter:
 
     Attributes:
         peers: See above.
-        beside: This rank's waiter for the group's other kind of memory, which has a control page of its own; None until
+        other_memory: This rank's waiter for the group's other kind of memory, which has a control page of its own; None until
             it exists.
         num_calls: Number of calls that this rank has begun with this memory.
         num_published: Number of its announcements.
@@ -52,7 +52,7 @@ class Waiter:
 
     def __init__(self, control: ControlPage, address: int, peers: list[Peer], names: list[str]) -> None:
         self._fence = make_fence()
-        self.beside: Waiter | None = None
+        self.other_memory: Waiter | None = None
         self.num_calls = 0
         self.num_published = 0
         self._control = control
@@ -213,7 +213,7 @@ class Waiter:
 
     def _raise_if_beside(self, rank: int, kind: int, value: int, what: str) -> None:
         """Raise if a peer is ahead in the other memory: all ranks call in one order, so it will not make this call."""
-        there = self.beside
+        there = self.other_memory
         if there is None:
             return
         # Between calls the WRITTEN counts of all ranks are equal.
@@ -235,7 +235,7 @@ class Waiter:
         Raises:
             GroupPoisonedError: The group is poisoned.
         """
-        for waiter in (self, self.beside):
+        for waiter in (self, self.other_memory):
             if waiter is not None and (culprit := waiter._control.poisoner()) is not None:
                 raise GroupPoisonedError(
                     f"{what}: {self._names[culprit]} failed and the process group cannot be used any more. "
@@ -255,7 +255,7 @@ class Waiter:
         self._control.set_poison()
         self.wake_all()
 
-    def is_alone(self) -> bool:
+    def have_all_let_go(self) -> bool:
         """Return whether every other rank has released this rank's memory or ended."""
         others = (rank for rank in range(self._control.num_ranks) if rank != self._control.rank)
         return all(self._control.has_let_go(rank) or not self.peers[rank].is_alive() for rank in others)
