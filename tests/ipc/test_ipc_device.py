@@ -220,7 +220,7 @@ def with_a_host_inside_a_launch(job: Job) -> None:
     if job.rank == 1:
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
-    pg._device_side._lane.memory.record = lambda progress: time.sleep(600)
+    pg._device_side._lane.memory.announce = lambda progress: time.sleep(600)
     all_reduce()
 
 
