@@ -30,6 +30,7 @@ from ipc_workloads import overlap
 
 from ray_fracbackend import ipc
 from ray_fracbackend.ipc import CollectiveTimeoutError, IpcUnavailableError, host_memory_support, knobs
+from ray_fracbackend.ipc._torch import lazy_gloo
 from ray_fracbackend.ipc.host import arena, atomics, support
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
 from ray_fracbackend.ipc.protocol import setup
@@ -239,6 +240,13 @@ def test_gloo_connects_when_it_is_needed(job: Job) -> None:
     elif job.rank == 1:
         dist.recv(torch.ones(1), 0)
     assert (before, num_connections()) == (1, 2 if job.rank < 2 else 1)
+
+
+def test_gloo_uses_the_interfaces_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a group that torch makes."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,no-such-one")
+    with pytest.raises(RuntimeError, match="no-such-one"):
+        lazy_gloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
 
 
 def set_up(job: Job, name: str = "knobs") -> float:
