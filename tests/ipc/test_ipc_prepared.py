@@ -270,6 +270,22 @@ def with_prepared_call(job: Job, timeout_s: float = 30.0) -> tuple[Any, list[boo
 
 
 @on_ranks(2)
+def test_wrong_tensors_are_refused_each_time(job: Job) -> None:
+    """By the general path, also after calls of these shapes that are right."""
+    pg, opts = bare_group(job, "wrong", job.rank, job.size, 30.0), options("ReduceScatter")
+    four, eight = torch.ones(4), torch.ones(8)
+    for _ in range(3):
+        pg._reduce_scatter_base(four, eight, opts).wait()
+        pg._allgather_base(eight, four, options("Allgather")).wait()
+        for output, source in ((four, four), (four, four.clone()), (four, eight.int()), (eight, four)):
+            with pytest.raises(ValueError, match="expects"):
+                pg._reduce_scatter_base(output, source, opts)
+        for output, source in ((four, four), (eight, four.int()), (four, eight)):
+            with pytest.raises(ValueError, match="expects"):
+                pg._allgather_base(output, source, options("Allgather"))
+
+
+@on_ranks(2)
 def test_the_work_of_a_prepared_call(job: Job) -> None:
     """It has finished, from Python and from torch's C++."""
     pg, used = with_prepared_call(job)

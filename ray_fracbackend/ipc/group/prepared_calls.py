@@ -56,7 +56,7 @@ class PreparedCalls:
         key: tuple[Any, ...] = operation, output.dtype, output.shape
         if source is not output:
             address = _address(source)
-            key = *key, source.shape
+            key = *key, source.dtype, source.shape
         if not address or not to:
             return None
         kinds = self._kinds.get(key)
@@ -93,7 +93,8 @@ class PreparedCalls:
             return None
         described = source if reduction is None else output
         description = describe_call(operation, described.dtype, described.shape, kind)
-        return prepare(host, output, source, reduction, description, self._timeout_s)
+        num_parts = host.num_ranks if operation == "reduce_scatter_tensor" else 1
+        return prepare(host, output, source, reduction, num_parts, description, self._timeout_s)
 
     def close(self) -> None:
         """Drop all prepared calls, which keep the shared memory mapped."""

@@ -49,6 +49,7 @@ def prepare(
     output: torch.Tensor,
     source: torch.Tensor,
     reduction: Reduction | None,
+    num_parts: int,
     description: bytes,
     timeout_s: Callable[[Any], float],
 ) -> PreparedCall | None:
@@ -56,10 +57,10 @@ def prepare(
 
     Args:
         collectives: Collectives of the group.
-        output: Dense tensor in host memory: of the size of `source` for an all_reduce, of one part of it for a
-            reduce_scatter; for an all_gather, which has no `reduction`, of the parts of all ranks.
+        output: Dense tensor in host memory: of the size of a part of `source`, or of all ranks' if there is no `reduction`.
         source: The input, likewise.
-        reduction: The operation on the elements.
+        reduction: The operation on the elements; None for an all_gather.
+        num_parts: Parts of the input: the number of ranks for a reduce_scatter, else 1.
         description: Description of the call.
         timeout_s: Returns the time limit in seconds of a call with given options.
 
@@ -67,7 +68,6 @@ def prepare(
         None if such a call needs several chunks, for a single rank, if the group is closed, or for other sizes.
     """
     engine, size, memory = collectives.engine, collectives.num_ranks, collectives.memory
-    num_parts = size if reduction and output.numel() != source.numel() else 1
     whole, part = (source, output) if reduction else (output, source)
     if whole.numel() != part.numel() * (num_parts if reduction else size) or whole.dtype != part.dtype:
         return None
