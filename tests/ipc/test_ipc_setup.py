@@ -31,6 +31,7 @@ from ipc_workloads import overlap
 from ray_fracbackend import ipc
 from ray_fracbackend.ipc import CollectiveTimeoutError, IpcUnavailableError, host_memory_support, knobs
 from ray_fracbackend.ipc._torch import lazy_gloo
+from ray_fracbackend.ipc.group.process_group import IpcProcessGroup
 from ray_fracbackend.ipc.host import arena, atomics, support
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
 from ray_fracbackend.ipc.protocol import setup
@@ -223,6 +224,15 @@ def test_too_little_memory() -> None:
         assert isinstance(outcome.error, IpcUnavailableError)
         assert "rank 0" in str(outcome.error)
         assert knobs.SLOTS_ENV_VAR in str(outcome.error)
+
+
+@on_ranks(2)
+def test_the_limit_for_late_ranks_is_the_groups(job: Job) -> None:
+    """And not that of the store, which may be shorter."""
+    store = job.store()
+    store.set_timeout(timedelta(seconds=1))
+    time.sleep(3 * job.rank)
+    IpcProcessGroup(store, job.rank, 2, timedelta(seconds=30)).barrier().wait()
 
 
 def num_connections() -> int:

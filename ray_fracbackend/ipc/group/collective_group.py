@@ -139,6 +139,9 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         keep_work_of_reducers()
         self._name = name
         self._store = _unused(store, size)
+        # A rank may come as late as the group's limit allows; the store's own limit may be shorter.
+        self._store.set(f"here/{rank}", "")
+        self._store.wait([f"here/{other}" for other in range(size)], timeout)
         self._num_ranks = size
         self._own_rank = rank
         self._sequence_number = 0
