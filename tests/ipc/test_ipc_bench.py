@@ -132,15 +132,3 @@ def test_checks_before_a_measurement(num_ranks, size, device, out, said, tmp_pat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert re.match(said, why_not(num_ranks, [size], device, tmp_path / out))
     assert why_not([2], [4096], "cpu", tmp_path / "new") is None
-
-
-@full
-def test_where_the_time_of_a_small_call_goes(tmp_path):
-    """Each case has its median in one dated JSON."""
-    arguments = ["--rounds", "2", "--calls", "3", "--out", str(tmp_path)]
-    program = [sys.executable, "benchmarks/small_call.py", *arguments]
-    subprocess.run(program, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=100)
-    (path,) = tmp_path.glob("small_call_*.json")
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["case"] for row in rows] == ["ipc", "call layer", "two copies", "ctypes call"]
-    assert all(row["median_us"] > 0 for row in rows)

@@ -188,8 +188,6 @@ WRONG_VALUES: dict[str, Callable[[Any], Any]] = {
 }
 WRONG_TYPES: dict[str, Callable[[Any], Any]] = {
     "op and options": lambda pg: pg.allreduce([empty()], with_options("Allreduce"), op=MAX),
-    "other options": lambda pg: pg.allreduce([empty()], opts=with_options("Reduce")),
-    "op that is none": lambda pg: pg.allreduce(empty(), "MAX"),
     "no root": lambda pg: pg.reduce(empty(), op=MAX),
 }
 
