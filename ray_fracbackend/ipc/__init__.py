@@ -7,7 +7,7 @@ Importing this package registers the backend; it needs torch on Linux, and not R
 
     dist.init_process_group("ipc")  # under torchrun
 
-Data for ranks on other machines, and tensors that shared memory cannot carry, go through an inner Gloo group.
+Point-to-point messages, and tensors that shared memory cannot carry, go through an inner Gloo group.
 
 Imports go one way: ``group`` > ``device`` > ``protocol`` > ``host`` > ``knobs``, ``errors``, ``_torch``; never to Ray.
 """

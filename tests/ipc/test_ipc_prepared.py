@@ -455,6 +455,31 @@ def test_an_asynchronous_call_does_not_wait_for_a_late_rank(job: Job) -> None:
 
 
 @on_ranks(2)
+def test_the_clock_of_an_asynchronous_call_runs_from_the_call_on(job: Job) -> None:
+    """And not from its rest, which the queue may run much later."""
+    pg, store, tensor, deadlines, rests = (
+        bare_group(job, "clock", job.rank, 2, 30.0),
+        job.store(),
+        torch.ones(4),
+        [],
+        [],
+    )
+    all_reduce(pg, tensor)
+    if job.rank == 1:
+        store.wait(["waits"])
+        all_reduce(pg, tensor)
+        return
+    wait = pg._local.engine.waiter.wait
+    pg._local.engine.waiter.wait = lambda *args: (deadlines.append(args[3]), store.set("waits", ""), wait(*args))
+    call, *addresses = pg._prepared_calls.find(pg._host, "all_reduce", tensor, tensor, dist.ReduceOp.SUM)
+    call.start(*addresses, options("Allreduce", asyncOp=True), rests.append)
+    latest = time.monotonic() + 30.0
+    time.sleep(0.1)
+    rests[0]()
+    assert deadlines[0] <= latest
+
+
+@on_ranks(2)
 def test_only_some_shapes_are_kept(job: Job) -> None:
     """Their views need memory."""
     prepared_calls._MAX_SHAPES = 8

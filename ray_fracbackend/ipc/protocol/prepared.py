@@ -22,7 +22,7 @@ from .local import LocalCollectives
 from .reductions import Reduction
 from .schedule import READ, WRITTEN
 
-# Views of the caller's tensors that a call keeps.
+# Views of outputs that a call keeps.
 _MAX_OUTPUTS = 16
 # The rest of a call, once all ranks have written the chunk: addresses of output and input, number of the chunk, options.
 _Take = Callable[[int, int, int, Any], None]

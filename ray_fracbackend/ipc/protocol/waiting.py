@@ -230,7 +230,7 @@ class Waiter:
         )
 
     def raise_if_poisoned(self, what: str) -> None:
-        """Raise the reason with which a rank poisoned the group, in this memory or in the one beside it.
+        """Raise the reason with which a rank poisoned the group, in this memory or in the other one.
 
         Raises:
             GroupPoisonedError: The group is poisoned.
