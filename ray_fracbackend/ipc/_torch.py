@@ -6,10 +6,8 @@ sources show. They are declared as Any here, once, instead of in every module.
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -72,20 +70,6 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
         if hasattr(group, name):
             getattr(group, name)(timeout)
             break
-
-
-def lazy_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a Gloo group that connects two ranks when one first sends to the other, where Gloo can: torch 2.8, over TCP on Linux."""
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    options = ProcessGroupGloo._Options()
-    options._timeout = timeout
-    try:
-        make = partial(ProcessGroupGloo.create_device, lazy_init=True)
-        devices = [make(interface=name) for name in interfaces.split(",")] if interfaces else []
-        options._devices = devices or [ProcessGroupGloo.create_default_device(lazy_init=True)]
-    except (TypeError, RuntimeError):
-        return ProcessGroupGloo(store, rank, size, timeout)
-    return ProcessGroupGloo(store, rank, size, options)
 
 
 def stop(group: Any, verb: str) -> None:

@@ -199,6 +199,22 @@ def test_an_interrupt_is_for_the_thread_that_it_hit(by_caller: Executor) -> None
     assert (second.error, ran) == (None, [1])
 
 
+def test_the_rest_of_a_call_comes_before_calls_of_other_threads(by_caller: Executor) -> None:
+    """One that was queued while the call ran, and one that waits for its end: they would use the call's slot."""
+    ran: list[str] = []
+    other = threading.Thread(target=by_caller.run, args=(ran.append, "waits"))
+
+    def start() -> None:
+        by_caller.submit(lambda: ran.append("queued"))
+        other.start()
+        time.sleep(0.1)
+        by_caller.submit(lambda: ran.append("rest"), is_rest=True)
+
+    by_caller.run(start)
+    other.join()
+    assert ran == ["rest", "queued", "waits"]
+
+
 @pytest.mark.parametrize("how", ["run", "finish"])
 def test_a_call_in_a_signal_handler_within_a_call_is_an_error(by_caller: Executor, how: str) -> None:
     """It would wait for itself forever."""

@@ -25,13 +25,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from ipc_calls import bare_group, filled, options, shared_names
+from ipc_calls import bare_group, error_of, filled, options, shared_names
 from ipc_harness import Job, on_ranks, run_ranks, values
 from ipc_workloads import overlap
 
 from ray_fracbackend import ipc
 from ray_fracbackend.ipc import CollectiveTimeoutError, IpcUnavailableError, host_memory_support, knobs
-from ray_fracbackend.ipc._torch import lazy_gloo
 from ray_fracbackend.ipc.group.process_group import IpcProcessGroup
 from ray_fracbackend.ipc.host import arena, atomics, support
 from ray_fracbackend.ipc.host.liveness import Peer, start_time
@@ -236,26 +235,29 @@ def test_the_limit_for_late_ranks_is_the_groups(job: Job) -> None:
     IpcProcessGroup(store, job.rank, 2, timedelta(seconds=30)).barrier().wait()
 
 
-@on_ranks(3)
-def test_gloo_connects_when_it_is_needed(job: Job) -> None:
-    """A group that sends nothing through Gloo has no connection of it."""
-    connections = psutil.Process().net_connections
-    job.init()
-    dist.all_reduce(torch.ones(4))
-    assert not [each for each in connections() if each.raddr and each.raddr.port != job.port]
-    if job.rank == 0:
-        dist.send(torch.ones(1), 1)
-    elif job.rank == 1:
-        dist.recv(torch.ones(1), 0)
-    own = [each for each in connections() if each.raddr and each.raddr.port != job.port]
-    assert len(own) == (job.rank < 2)
+def test_ranks_that_do_not_come_are_named() -> None:
+    """torch's own text lists the store's keys of all ranks."""
+    store = dist.HashStore()
+    store.set("ipc/0/here/1", "")
+    with pytest.raises(CollectiveTimeoutError, match="rank 6, rank 7 did not create the process group"):
+        IpcProcessGroup(store, 0, 4, timedelta(seconds=0.1), (4, 5, 6, 7))
 
 
-def test_gloo_uses_the_interfaces_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a group that torch makes."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,no-such-one")
-    with pytest.raises(RuntimeError, match="no-such-one"):
-        lazy_gloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+def test_the_first_message_with_a_rank_that_has_ended() -> None:
+    """Gloo's error at once, in groups of either order of the ranks' ports."""
+    errors = values(run_ranks(first_messages, 2, limit_s=60, needed=1)[:1])[0]
+    assert all("Connection" in error for error in errors), errors
+
+
+def first_messages(job: Job) -> list[str]:
+    """Rank 1 ends without a message; return the errors of rank 0's messages."""
+    job.init(timeout=timedelta(seconds=600))
+    groups = [dist.new_group() for _ in range(8)]
+    dist.barrier()
+    if job.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    return [error_of(lambda g=group: dist.send(torch.ones(4), 1, group=g))[1] for group in groups]
 
 
 def set_up(job: Job, name: str = "knobs") -> float:

@@ -29,17 +29,17 @@ import torch.distributed as dist
 from .._torch import (
     PrefixStore,
     ProcessGroup,
+    ProcessGroupGloo,
     RedOpType,
     c10d,
     dispatch_modes,
-    lazy_gloo,
     profiler_enabled,
     set_timeout,
     stop,
 )
 from ..device.runtime import AcceleratorRuntime, DeviceCall
 from ..device.side import DeviceSide
-from ..errors import CollectiveMismatchError, IpcError
+from ..errors import CollectiveMismatchError, CollectiveTimeoutError, IpcError
 from ..protocol.collectives import Collectives, HostCollectives
 from ..protocol.description import Terms, describe_call, description_text, operation_of, through_gloo
 from ..protocol.reductions import Reduction, check_reduces, plain_op, premul_factor, scaled
@@ -139,15 +139,14 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         keep_work_of_reducers()
         self._name = name
         self._store = _unused(store, size)
-        # A rank may come as late as the group's limit allows; the store's own limit may be shorter.
-        self._store.set(f"here/{rank}", "")
-        self._store.wait([f"here/{other}" for other in range(size)], timeout)
+        self._names = tuple(f"rank {global_ranks[r] if global_ranks else r}" for r in range(size))
+        _meet(self._store, rank, self._names, timeout)
         self._num_ranks = size
         self._own_rank = rank
         self._sequence_number = 0
         self._timeout = timeout
-        self._names = tuple(f"rank {global_ranks[r] if global_ranks else r}" for r in range(size))
-        self._gloo = lazy_gloo(PrefixStore("gloo", self._store), rank, size, timeout)
+        # Connected now: Gloo's lazy connections wait without a limit for a rank that has ended.
+        self._gloo = ProcessGroupGloo(PrefixStore("gloo", self._store), rank, size, timeout)
         for device in devices:
             self._register_backend(torch.device(device), _GLOO_NAME, self._gloo)
         self._set_default_backend(_GLOO_NAME)
@@ -531,7 +530,7 @@ class CollectiveGroup(ProcessGroup):  # type: ignore[misc]  # torch gives it no 
         """Queue the rest of a prepared call, and keep its tensors until then."""
         flushes = flushes_denormals()
         kept = partial(lambda *_: run_hidden(rest, flushes), output, source)
-        return IpcWork(self._executor.submit(kept), self._executor, [output])
+        return IpcWork(self._executor.submit(kept, is_rest=True), self._executor, [output])
 
     @takes("AllreduceOptions", "tensors/tensor", also=("op", "timeout"), first=_prepared_all_reduce)
     def allreduce(self, tensors: Tensors, opts: Any) -> Any:
@@ -856,3 +855,20 @@ def _unused(store: Any, size: int) -> Any:
     The ranks count arrivals: no rank finishes the set-up of one group, and can start the next, before all have arrived.
     """
     return PrefixStore(f"ipc/{(store.add('ipc/arrivals', 1) - 1) // size}", store)
+
+
+def _meet(store: Any, rank: int, names: Sequence[str], timeout: timedelta) -> None:
+    """Return when all ranks have come, each as late as the group's limit allows; the store's own limit may be shorter.
+
+    Raises:
+        CollectiveTimeoutError: Some ranks did not come.
+    """
+    keys = [f"here/{other}" for other in range(len(names))]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        if late := [name for name, key in zip(names, keys, strict=True) if not store.check([key])]:
+            raise CollectiveTimeoutError(
+                f"{', '.join(late)} did not create the process group within {timeout}. Look there first."
+            ) from error

@@ -170,9 +170,9 @@ class Executor:
         """
         if self._num_forks != _num_forks:
             self._check_process()
-        if self._queue:
-            self._run_queued()
         with self._turn:
+            if self._queue:
+                self._run_queued()
             if self._is_running:
                 raise _nested_error()
             try:
@@ -188,8 +188,12 @@ class Executor:
         """Return whether no call is queued or runs."""
         return not self._queue and not self._is_running
 
-    def submit(self, function: Callable[[], None]) -> Task:
+    def submit(self, function: Callable[[], None], is_rest: bool = False) -> Task:
         """Queue `function`.
+
+        Args:
+            function: Does the work.
+            is_rest: Whether it ends the call that this thread runs, so that it comes before all queued calls.
 
         Raises:
             GroupClosedError: The executor was closed, or this is a forked child of the group's process.
@@ -198,8 +202,9 @@ class Executor:
         if self._closed:
             raise GroupClosedError("The process group was shut down or aborted; create a new one.")
         task = Task(function)
+        add = self._queue.appendleft if is_rest else self._queue.append
         try:
-            self._queue.append(task)
+            add(task)
         finally:
             self._tokens.put(task)
         if self._closed:  # meanwhile: the workers may have ended
