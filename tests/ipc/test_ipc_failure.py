@@ -14,10 +14,7 @@ from ipc_calls import SMALL_CHUNKS, bare_group, error_of, filled, options, strik
 from ipc_harness import Job, on_ranks
 from ipc_memories import check_random
 
-from ray_fracbackend.ipc import (
-    GroupClosedError,
-    GroupPoisonedError,
-)
+from ray_fracbackend.ipc import GroupClosedError, GroupPoisonedError
 
 
 @on_ranks(3, limit_s=60, needed=2)

@@ -457,13 +457,8 @@ def test_an_asynchronous_call_does_not_wait_for_a_late_rank(job: Job) -> None:
 @on_ranks(2)
 def test_the_clock_of_an_asynchronous_call_runs_from_the_call_on(job: Job) -> None:
     """And not from its rest, which the queue may run much later."""
-    pg, store, tensor, deadlines, rests = (
-        bare_group(job, "clock", job.rank, 2, 30.0),
-        job.store(),
-        torch.ones(4),
-        [],
-        [],
-    )
+    pg, store, tensor = bare_group(job, "clock", job.rank, 2, 30.0), job.store(), torch.ones(4)
+    deadlines, rests = [], []
     all_reduce(pg, tensor)
     if job.rank == 1:
         store.wait(["waits"])
