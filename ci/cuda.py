@@ -140,6 +140,8 @@ def parse() -> argparse.Namespace:
     add("--memory-mib", type=number(64, 1 << 20), default=8192, metavar="N", help="of each GPU; default: %(default)s")
     add("--nccl", type=nccl_version, metavar="VERSION", help="the emulated NCCL; default: that of this torch")
     add("--fault", type=fault, action="append", default=[], metavar="NAME[=N]", help="see below; repeatable")
+    like = "also as late and as lax as hardware: time slices, shared queues, implicit waits, memory of contexts"
+    add("--like", choices=["gpu"], default="", help=like)
     add("--seed", type=number(0, (1 << 31) - 1), default=0, metavar="N", help="of the delays; default: %(default)s")
     delay = "longest delay of a kernel; 0: kernels run at once; default: %(default)s"
     add("--delay-us", type=number(0, 10**6), default=100, metavar="N", help=delay)
@@ -179,6 +181,7 @@ def environment(rig: Rig, options: argparse.Namespace, state: Path) -> dict[str,
         "FAULT": ",".join(options.fault),
         "SEED": options.seed,
         "DELAY_US": options.delay_us,
+        "LIKE": options.like,
     }
     return {
         **outer,

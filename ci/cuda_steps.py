@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,14 @@ STEPS = {
     "jobs": _tests("Ray: elastic groups, restarts, FSDP2, DCP, checkpoints", "tests/cuda/test_jobs.py", limit_s=5400.0),
     "commands": _tests("`doctor`, `plan`, `test`, `run`, `demo`", "tests/cuda/test_commands.py", limit_s=1200.0),
     **{f"gpu.sh {name}": _gpu_call(name) for name in "ABCD"},
+}
+# Under time slices, shared queues and implicit waits; limits as on a GPU.
+_LIKE_GPU = ("runtime", "ipc", "staged", "training")
+STEPS |= {
+    f"{name} like a GPU": replace(
+        STEPS[name], what="the same with `--like gpu`", env={**STEPS[name].env, "CUDA_RIG_LIKE": "gpu"}
+    )
+    for name in _LIKE_GPU
 }
 # Three minutes: the first seed with Gloo, staged, ipc, and NCCL's refusal.
 SMOKE = _tests(

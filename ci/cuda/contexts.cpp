@@ -3,13 +3,16 @@
 #include <stdio.h>
 #include <string.h>
 
+#include <algorithm>
+
 #include "runtime.hpp"
 
 namespace rig {
 
 static thread_local int t_device = 0;
 static std::atomic<bool> s_contexts[kMaxDevices];
-constexpr size_t kContextBytes = 1 << 20;
+// What a context takes of the device: with kernels some hundred MB, and by default none.
+static size_t context_bytes() { return like_gpu() ? 300 << 20 : 0; }
 
 int current_device() { return t_device; }
 void set_current_device(int device) { t_device = device; }
@@ -29,9 +32,8 @@ cudaError_t need_context(int device) {
     }
     if (fault("prohibited") || (fault("exclusive") && others)) error = cudaErrorDevicesUnavailable;
     else if (fault("mps_clients", &limit) && others >= limit) error = cudaErrorMpsMaxClientsReached;
-    // A context takes memory of the device. Here it takes none, and needs that there is some.
-    else if (used + kContextBytes > visible_devices()[device].memory) error = cudaErrorMemoryAllocation;
-    else own.context[row] = true;
+    else if (used + std::max<size_t>(context_bytes(), 1 << 20) > visible_devices()[device].memory) error = cudaErrorMemoryAllocation;
+    else if (!own.context[row]) own.context[row] = true, own.used[row] += context_bytes();
   });
   if (!error && !s_contexts[device].exchange(true)) counters.contexts++;
   return error;

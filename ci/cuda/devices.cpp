@@ -34,6 +34,11 @@ bool fault(const char* name, long* value) {
   return false;
 }
 
+bool like_gpu() {
+  static const char* like = getenv("CUDA_RIG_LIKE");
+  return like && !strcmp(like, "gpu");
+}
+
 std::string state_folder() {
   const char* folder = getenv("CUDA_RIG_STATE");
   if (!folder) rig_abort("CUDA_RIG_STATE is not set: start the command with ci/cuda.py");
@@ -81,9 +86,13 @@ static const Device* named(const std::string& entry) {
   char* end;
   long index = strtol(entry.c_str(), &end, 10);
   bool is_index = !entry.empty() && !*end;
-  for (const Device& device : machine_devices())
-    if (is_index ? device.physical == index && device.slice <= 0 : device.uuid.rfind(entry, 0) == 0) return &device;
-  return nullptr;
+  const Device* found = nullptr;
+  for (const Device& device : machine_devices()) {
+    if (!(is_index ? device.physical == index && device.slice <= 0 : device.uuid.rfind(entry, 0) == 0)) continue;
+    if (found) return nullptr;  // the beginning of several UUIDs
+    found = &device;
+  }
+  return found;
 }
 
 const std::vector<Device>& visible_devices() {

@@ -104,7 +104,7 @@ RIG_EXPORT CUresult cuCtxPopCurrent_v2(CUcontext* context) {
 RIG_EXPORT CUresult cuCtxGetDevice(CUdevice* device) { return (CUresult)cudaGetDevice(device); }
 
 RIG_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t size) { return (CUresult)cudaMalloc((void**)pointer, size); }
-RIG_EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer) { return (CUresult)cudaFree((void*)pointer); }
+RIG_EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer) { return (CUresult)rig::release((void*)pointer, false); }
 RIG_EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr pointer) {
   RIG_DRIVER(rig::state());
   return (CUresult)rig::export_block((void*)pointer, handle);
@@ -113,7 +113,7 @@ RIG_EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* pointer, CUipcMemHandle h
   RIG_DRIVER(rig::state());
   return (CUresult)rig::import_block((void**)pointer, &handle);
 }
-RIG_EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) { return (CUresult)cudaFree((void*)pointer); }
+RIG_EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) { return cuMemFree_v2(pointer); }
 RIG_EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* size, CUdeviceptr pointer) {
   rig::Block block;
   if (!rig::find_block((void*)pointer, &block)) return CUDA_ERROR_NOT_FOUND;

@@ -112,9 +112,15 @@ static bool fails_now() {
   return fault("out_of_memory", &wanted) && ++s_allocations >= wanted;
 }
 
+// What CUDA may do in allocations of memory and of pinned memory, and at their ends.
+static void wait_implicitly() {
+  if (like_gpu() && has_context(current_device())) synchronize_device(current_device());
+}
+
 cudaError_t allocate(void** pointer, size_t size) {
   *pointer = nullptr;
   int device = current_device();
+  wait_implicitly();
   if (cudaError_t error = need_context(device)) return error;
   if (!size) return cudaSuccess;
   size = rounded(size);
@@ -159,12 +165,11 @@ static cudaError_t release_now(void* pointer) {
   else give_back(block.device, block.size);
   return cudaSuccess;
 }
-// Work that the device was given before ends first: cudaFree waits, as torch's allocator counts on.
-cudaError_t release(void* pointer) {
+cudaError_t release(void* pointer, bool waits) {
   Block block;
   if (!pointer) return cudaSuccess;
   if (!find_own(pointer, &block)) return cudaErrorInvalidValue;
-  synchronize_device(block.device);
+  if (waits || like_gpu()) synchronize_device(block.device);
   return release_now(pointer);
 }
 
@@ -200,9 +205,8 @@ cudaError_t import_block(void** pointer, const void* in) {
   if (fault("no_ipc_import") || handle.pid == getpid()) return cudaErrorDeviceUninitialized;
   int device = current_device();
   if (cudaError_t error = need_context(device)) return error;
-  // MIG has no peers, and slices share no memory.
-  const Device& own = visible_devices()[device];
-  if (own.slice >= 0 && own.row != handle.row) return cudaErrorNotSupported;
+  // Of another device, hardware opens it for peers alone, which MIG slices are not.
+  if (visible_devices()[device].row != handle.row) return cudaErrorNotSupported;
   std::string key((const char*)in, sizeof handle);
   std::lock_guard<std::mutex> lock(s_mutex);
   for (auto& [base, block] : s_blocks)
@@ -248,7 +252,7 @@ RIG_EXPORT cudaError_t cudaMalloc(void** pointer, size_t size) {
 }
 RIG_EXPORT cudaError_t cudaFree(void* pointer) {
   RIG_ENTER();
-  return rig::failed(rig::release(pointer));
+  return rig::failed(rig::release(pointer, true));
 }
 // Memory of the pool is there at once, and is freed behind what the stream was given before.
 RIG_EXPORT cudaError_t cudaMallocAsync(void** pointer, size_t size, cudaStream_t) { return cudaMalloc(pointer, size); }
@@ -284,6 +288,7 @@ RIG_EXPORT cudaError_t cudaMemGetInfo(size_t* unused, size_t* total) {
 RIG_EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
   RIG_ENTER();
   RIG_CHECK(rig::need_context(rig::current_device()));
+  rig::wait_implicitly();
   if (rig::fault("no_pinned_memory")) return rig::failed(cudaErrorMemoryAllocation);
   size = size ? size : 1;
   void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -294,9 +299,9 @@ RIG_EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
                                   true,          false, -1,        0,  ""};
   return *pointer = at, cudaSuccess;
 }
-// Nothing says that it waits for the device, so it does not.
 RIG_EXPORT cudaError_t cudaFreeHost(void* pointer) {
   if (!pointer) return cudaSuccess;
+  rig::wait_implicitly();
   std::lock_guard<std::mutex> lock(rig::s_mutex);
   auto at = rig::s_blocks.find((uintptr_t)pointer);
   if (at == rig::s_blocks.end() || !at->second.owns_host) return rig::failed(cudaErrorInvalidValue);
@@ -306,6 +311,7 @@ RIG_EXPORT cudaError_t cudaFreeHost(void* pointer) {
 }
 RIG_EXPORT cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
   RIG_ENTER();
+  rig::wait_implicitly();
   if (rig::fault("no_pinned_memory")) return rig::failed(cudaErrorMemoryAllocation);
   std::lock_guard<std::mutex> lock(rig::s_mutex);
   if (rig::block_of(pointer)) return rig::failed(cudaErrorHostMemoryAlreadyRegistered);
@@ -314,6 +320,7 @@ RIG_EXPORT cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
   return cudaSuccess;
 }
 RIG_EXPORT cudaError_t cudaHostUnregister(void* pointer) {
+  rig::wait_implicitly();
   std::lock_guard<std::mutex> lock(rig::s_mutex);
   return rig::s_blocks.erase((uintptr_t)pointer) ? cudaSuccess : rig::failed(cudaErrorHostMemoryNotRegistered);
 }
@@ -339,7 +346,7 @@ RIG_EXPORT cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t h
   RIG_ENTER();
   return rig::failed(rig::import_block(pointer, &handle));
 }
-RIG_EXPORT cudaError_t cudaIpcCloseMemHandle(void* pointer) { return cudaFree(pointer); }
+RIG_EXPORT cudaError_t cudaIpcCloseMemHandle(void* pointer) { return rig::failed(rig::release(pointer, false)); }
 
 // ---- virtual memory management, for torch's expandable segments
 

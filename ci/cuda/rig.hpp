@@ -28,6 +28,8 @@ constexpr int kPoison = 0xFF;
 long number(const char* variable, long fallback);
 // Whether CUDA_RIG_FAULT (NAME[=VALUE],...) names this fault; `value` gets its number, 0 without one.
 bool fault(const char* name, long* value = nullptr);
+// Whether it is as late and as lax as hardware (--like gpu): time slices, shared queues, implicit waits, memory of contexts.
+bool like_gpu();
 // Folder of this run, for what its processes share.
 std::string state_folder();
 
@@ -54,9 +56,15 @@ struct Process {
   uint64_t used[kMaxDevices];  // bytes of device memory
   bool context[kMaxDevices];
 };
+// Whose time slice it is on a device without MPS.
+struct Slice {
+  std::atomic<pid_t> owner, last;  // 0: nobody's; the owner before
+  std::atomic<int64_t> end_us;
+};
 struct Machine {
   pthread_mutex_t mutex;  // shared between processes, robust
   Process processes[kMaxProcesses];
+  Slice slices[kMaxDevices];
 };
 // Call `body` under the lock, with the rows of processes that are gone cleared; `own` is this process's row.
 void with_machine(const std::function<void(Machine& machine, Process& own)>& body);

@@ -34,7 +34,7 @@ bool is_lost();
 struct Counters {
   std::atomic<uint64_t> kernels, kernel_bytes, device_copy_bytes, to_device_bytes, to_host_bytes, event_records, event_waits,
       peer_event_waits, word_writes, word_waits,
-      host_waits, host_polls, contexts, device_bytes, peak_device_bytes;
+      slice_waits, host_waits, host_polls, contexts, device_bytes, peak_device_bytes;
 };
 extern Counters counters;
 
@@ -63,7 +63,8 @@ struct Block {
 // The block that a pointer is in, copied; false where it is none.
 bool find_block(const void* pointer, Block* found = nullptr);
 cudaError_t allocate(void** pointer, size_t size);
-cudaError_t release(void* pointer);
+// Whether it "may perform implicit synchronization" is not said; torch's allocator counts on that of cudaFree.
+cudaError_t release(void* pointer, bool waits);
 cudaError_t export_block(const void* pointer, void* handle);
 cudaError_t import_block(void** pointer, const void* handle);
 void poison(void* at, size_t size);

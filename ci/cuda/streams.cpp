@@ -109,7 +109,7 @@ static int s_num_streams = 0;
 
 static std::shared_ptr<Stream> new_stream(int device, int priority) {
   // CUDA maps more streams to the same queues.
-  static const int s_limit = (int)number("CUDA_DEVICE_MAX_CONNECTIONS", 0);
+  static const int s_limit = (int)number("CUDA_DEVICE_MAX_CONNECTIONS", like_gpu() ? 8 : 0);
   static std::map<std::pair<int, int>, std::shared_ptr<Queue>> s_queues;
   auto stream = std::make_shared<Stream>();
   stream->device = device;
@@ -135,8 +135,50 @@ static std::shared_ptr<Stream> stream_of(void* handle) {
   return stream;
 }
 
+// ---- time slices: without MPS, kernels and copies of processes take turns on a device
+
+constexpr int64_t kSliceUs = 2000, kSwitchUs = 300;
+// Kernels and copies of this process that a device still has to run.
+static std::atomic<long> s_runnable[kMaxDevices];
+
+static bool has_slices() {
+  static const bool has = like_gpu() && !fault("mps_clients");
+  return has;
+}
+static Slice& slice_of(int device) {
+  static Slice* slices = nullptr;
+  static std::once_flag once;
+  std::call_once(once, [] { with_machine([](Machine& machine, Process&) { slices = machine.slices; }); });
+  return slices[visible_devices()[device].row];
+}
+// Wait for this process's slice. A kernel that is longer than its slice runs on beside the next process.
+static void take_slice(int device) {
+  Slice& slice = slice_of(device);
+  pid_t own = getpid();
+  for (bool has_waited = false;; has_waited = true) {
+    auto now_us = (int64_t)(now_s() * 1e6);
+    pid_t owner = slice.owner;
+    if (owner == own && now_us < slice.end_us) return;
+    // An owner whose slice is over leaves it for a moment, for a process that waits.
+    if (owner == own) slice.owner.compare_exchange_strong(owner, 0);
+    else if ((!owner || now_us >= slice.end_us) && slice.owner.compare_exchange_strong(owner, own)) {
+      bool switches = slice.last.exchange(own) != own;
+      slice.end_us = now_us + kSliceUs + (switches ? kSwitchUs : 0);
+      if (switches) usleep(kSwitchUs);
+      counters.slice_waits += has_waited || switches;
+      return;
+    }
+    usleep(50);
+  }
+}
+static void leave_slice(int device) {
+  pid_t own = getpid();
+  if (!--s_runnable[device]) slice_of(device).owner.compare_exchange_strong(own, 0);
+}
+
 void put(void* handle, std::function<void()> work, bool late) {
   auto stream = stream_of(handle);
+  bool in_slice = late && has_slices();
   {
     auto& queue = stream->queue;
     std::lock_guard<std::mutex> lock(queue->mutex);
@@ -146,9 +188,12 @@ void put(void* handle, std::function<void()> work, bool late) {
       std::thread(Queue::run, queue).detach();
     }
     stream->pending++;
-    auto run = [work = std::move(work), stream]() mutable {
+    if (in_slice) s_runnable[stream->device]++;
+    auto run = [work = std::move(work), stream, in_slice]() mutable {
+      if (in_slice) take_slice(stream->device);
       if (!is_lost()) work();
       work = nullptr;
+      if (in_slice) leave_slice(stream->device);
       stream->pending--;
     };
     queue->work.emplace_back(std::move(run), late);
@@ -313,7 +358,7 @@ void rig_launch(void* stream, void (*work)(void*), void* argument) {
   long number = ++s_launches;
   if (rig::fault("device_lost", &limit) && number >= limit) rig::lose(cudaErrorLaunchFailure);
   // As CUDA may for a kernel that it has not loaded yet, or if its buffers are full.
-  static const long s_every = rig::number("CUDA_RIG_BLOCKING_LAUNCHES", 0);
+  static const long s_every = rig::number("CUDA_RIG_BLOCKING_LAUNCHES", rig::like_gpu() ? 16 : 0);
   if (s_every && number % s_every == 0) rig::synchronize_device(rig::current_device());
   rig::counters.kernels++;
   rig::put(stream, [=] { work(argument); }, true);

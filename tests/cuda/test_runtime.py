@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 import torch
 
 from tests.cuda.emulated import run_program
+
+LIKE_GPU = os.environ.get("CUDA_RIG_LIKE") == "gpu"
+strict = pytest.mark.skipif(LIKE_GPU, reason="with --like gpu, streams may share a queue and launches may wait")
 
 # A program that shares memory or an event with a child process by CUDA IPC, and then ends while the child holds it.
 DEAD_PEER = """
@@ -108,7 +112,7 @@ PROGRAMS = {
     "freed memory that another process had mapped": (FREED, "unmap", 0, "freed"),
     "freed memory that another process has mapped": (FREED, "", -signal.SIGABRT, "another process still has mapped"),
     # It is released when the other process is killed.
-    "memory of another process": (SHARED_MEMORY, "", 0, "1024 0"),
+    "memory of another process": (SHARED_MEMORY, "", 0, f"{1024 + 300 * LIKE_GPU} 0"),
     # A test cannot continue after it.
     "a kernel that fails": (FAILING_KERNEL, "", -signal.SIGABRT, "gather"),
 }
@@ -149,6 +153,7 @@ def test_kernels_are_late():
     assert host.item() == 1
 
 
+@strict
 def test_streams_are_not_ordered_without_an_event():
     """A stream that does not wait for another reads the previous data."""
     x = torch.zeros(1000, device="cuda")
@@ -162,6 +167,7 @@ def test_streams_are_not_ordered_without_an_event():
     assert early.sum().item() == 0
 
 
+@strict
 def test_memory_that_a_side_stream_still_reads_is_overwritten():
     """A missing record_stream is detected: the allocator reuses the memory for the next tensor, whose content is undefined."""
     side = torch.cuda.Stream()
@@ -198,6 +204,7 @@ def test_counters_count_the_calls():
     assert found.host_waits >= 2
 
 
+@strict
 def test_a_wait_is_for_the_record_at_its_time():
     """If an event is recorded again on a faster stream, a wait for the first record still waits for the first stream."""
     slow, fast, reader = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
@@ -215,3 +222,35 @@ def test_a_wait_is_for_the_record_at_its_time():
     assert not slow.query()
     torch.cuda.synchronize()
     assert bool((y == 1).all())
+
+
+# Kernels of this process and of a forked one; prints how often this one waited for its turn.
+TURNS = """
+import os, torch
+from rig_counters import counters
+pid = os.fork()
+x = torch.ones(1000, device="cuda")
+for _ in range(1000):
+    x.add_(1)
+torch.cuda.synchronize()
+if pid:
+    print(counters().slice_waits)
+    os.waitpid(pid, 0)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("like", ["", "gpu"])
+def test_processes_take_turns_like_on_a_gpu(like):
+    """Without MPS one process's kernels run at a time; by default all run at once."""
+    done = run_program(TURNS, CUDA_RIG_LIKE=like)
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) > 10) == (like == "gpu")
+
+
+@pytest.mark.parametrize(("visible", "count"), [("GPU-a", 1), ("GPU-", 0)])
+def test_the_beginning_of_a_uuid(visible, count):
+    """It names a device if it is that of no other one."""
+    program = "import torch; print(torch.cuda.device_count())"
+    done = run_program(program, CUDA_RIG_DEVICES="2", CUDA_RIG_MIG="0", CUDA_VISIBLE_DEVICES=visible)
+    assert done.stdout.strip() == str(count)

@@ -25,6 +25,7 @@ class Counters:
         peer_event_waits: Waits of a stream for an event of another process.
         word_writes: Words that a stream writes.
         word_waits: Waits of a stream for a word.
+        slice_waits: Times that a kernel or copy waited for its process's time slice, with ``--like gpu``.
         host_waits: Calls in which the host waits for the device.
         host_polls: Polls of the host for unfinished work.
         contexts: Contexts created.
@@ -42,6 +43,7 @@ class Counters:
     peer_event_waits: int = 0
     word_writes: int = 0
     word_waits: int = 0
+    slice_waits: int = 0
     host_waits: int = 0
     host_polls: int = 0
     contexts: int = 0
