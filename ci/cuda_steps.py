@@ -99,12 +99,11 @@ STEPS = {
     **{f"gpu.sh {name}": _gpu_call(name) for name in "ABCD"},
 }
 # Under time slices, shared queues and implicit waits; limits as on a GPU.
-_LIKE_GPU = ("runtime", "ipc", "staged", "training")
 STEPS |= {
     f"{name} like a GPU": replace(
         STEPS[name], what="the same with `--like gpu`", env={**STEPS[name].env, "CUDA_RIG_LIKE": "gpu"}
     )
-    for name in _LIKE_GPU
+    for name in ("runtime", "ipc", "staged", "training")
 }
 # Three minutes: the first seed with Gloo, staged, ipc, and NCCL's refusal.
 SMOKE = _tests(

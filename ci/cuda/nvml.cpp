@@ -119,7 +119,6 @@ nvmlReturn_t check(nvmlDevice_t device) {
   RETURN_ERROR(check(device))
 
 nvmlReturn_t put_text(const std::string& text, char* out, unsigned length) {
-  if (!out) return NVML_ERROR_INVALID_ARGUMENT;
   if (text.size() + 1 > length) return NVML_ERROR_INSUFFICIENT_SIZE;
   memcpy(out, text.c_str(), text.size() + 1);
   return NVML_SUCCESS;
@@ -127,7 +126,6 @@ nvmlReturn_t put_text(const std::string& text, char* out, unsigned length) {
 
 template <typename Matches>
 nvmlReturn_t find(nvmlDevice_t* out, nvmlReturn_t otherwise, Matches matches) {
-  if (!out) return NVML_ERROR_INVALID_ARGUMENT;
   for (const Handle& handle : handles())
     if (matches(handle)) return *out = &handle, is_lost() ? NVML_ERROR_GPU_IS_LOST : NVML_SUCCESS;
   return otherwise;
@@ -172,25 +170,11 @@ RIG_EXPORT nvmlReturn_t nvmlSystemGetDriverVersion(char* version, unsigned lengt
   const char* own = CUDART_VERSION >= 13000 ? "580.65.06" : "560.28.03";
   return put_text(rig::fault("old_driver") ? "470.42.01" : own, version, length);
 }
-static nvmlReturn_t cuda_version(int* version) {
-  if (!version) return NVML_ERROR_INVALID_ARGUMENT;
-  *version = rig::fault("old_driver") ? 11040 : CUDART_VERSION;
-  return NVML_SUCCESS;
-}
-RIG_EXPORT nvmlReturn_t nvmlSystemGetCudaDriverVersion(int* version) {
-  NVML_ENTER();
-  return cuda_version(version);
-}
-RIG_EXPORT nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int* version) {
-  NVML_ENTER();
-  return cuda_version(version);
-}
 
 // ---- Device Queries: handles
 
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetCount_v2(unsigned* count) {
   NVML_ENTER();
-  if (!count) return NVML_ERROR_INVALID_ARGUMENT;
   *count = gpu_count();
   return NVML_SUCCESS;
 }
@@ -201,7 +185,6 @@ RIG_EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned index, nvmlDevice
 }
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetHandleByUUID(const char* text, nvmlDevice_t* device) {
   NVML_ENTER();
-  if (!text) return NVML_ERROR_INVALID_ARGUMENT;
   return find(device, NVML_ERROR_NOT_FOUND, [&](const Handle& handle) { return uuid(&handle) == text; });
 }
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char* text, nvmlDevice_t* device) {
@@ -225,7 +208,6 @@ RIG_EXPORT nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char* text, unsig
 }
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t* pci) {
   NVML_ENTER_DEVICE(device);
-  if (!pci) return NVML_ERROR_INVALID_ARGUMENT;
   memset(pci, 0, sizeof *pci);
   pci->bus = device->rows[0].bus;
   snprintf(pci->busIdLegacy, sizeof pci->busIdLegacy, "0000:%02X:00.0", pci->bus);
@@ -235,7 +217,6 @@ RIG_EXPORT nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo
 
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t* memory) {
   NVML_ENTER_DEVICE(device);
-  if (!memory) return NVML_ERROR_INVALID_ARGUMENT;
   *memory = {};
   rig::with_machine([&](rig::Machine& machine, rig::Process&) {
     for (const rig::Device& row : device->rows) {
@@ -249,14 +230,12 @@ RIG_EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_
 // Nothing is measured. In MIG mode NVML does not support it.
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t* utilization) {
   NVML_ENTER_DEVICE(device);
-  if (!utilization) return NVML_ERROR_INVALID_ARGUMENT;
   if (has_slices(device)) return NVML_ERROR_NOT_SUPPORTED;
   *utilization = {};
   return NVML_SUCCESS;
 }
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, nvmlComputeMode_t* mode) {
   NVML_ENTER_DEVICE(device);
-  if (!mode) return NVML_ERROR_INVALID_ARGUMENT;
   *mode = rig::fault("exclusive")    ? NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
           : rig::fault("prohibited") ? NVML_COMPUTEMODE_PROHIBITED
                                      : NVML_COMPUTEMODE_DEFAULT;
@@ -298,7 +277,6 @@ RIG_EXPORT nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t dev
 }
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetGraphicsRunningProcesses_v3(nvmlDevice_t device, unsigned* count, nvmlProcessInfo_t*) {
   NVML_ENTER_DEVICE(device);
-  if (!count) return NVML_ERROR_INVALID_ARGUMENT;
   *count = 0;
   return NVML_SUCCESS;
 }
@@ -307,19 +285,16 @@ RIG_EXPORT nvmlReturn_t nvmlDeviceGetGraphicsRunningProcesses_v3(nvmlDevice_t de
 
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned* current, unsigned* pending) {
   NVML_ENTER_DEVICE(device);
-  if (!current || !pending) return NVML_ERROR_INVALID_ARGUMENT;
   *current = *pending = has_slices(device);
   return NVML_SUCCESS;
 }
 RIG_EXPORT nvmlReturn_t nvmlDeviceIsMigDeviceHandle(nvmlDevice_t device, unsigned* is_slice) {
   NVML_ENTER_DEVICE(device);
-  if (!is_slice) return NVML_ERROR_INVALID_ARGUMENT;
   *is_slice = device->is_slice;
   return NVML_SUCCESS;
 }
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned* count) {
   NVML_ENTER_DEVICE(device);
-  if (!count) return NVML_ERROR_INVALID_ARGUMENT;
   *count = has_slices(device) ? kMaxSlices : 0;
   return NVML_SUCCESS;
 }

@@ -141,15 +141,11 @@ constexpr int64_t kSliceUs = 2000, kSwitchUs = 300;
 // Kernels and copies of this process that a device still has to run.
 static std::atomic<long> s_runnable[kMaxDevices];
 
-static bool has_slices() {
-  static const bool has = like_gpu() && !fault("mps_clients");
-  return has;
-}
 static Slice& slice_of(int device) {
-  static Slice* slices = nullptr;
-  static std::once_flag once;
-  std::call_once(once, [] { with_machine([](Machine& machine, Process&) { slices = machine.slices; }); });
-  return slices[visible_devices()[device].row];
+  static Slice* s_slices = nullptr;
+  static std::once_flag s_once;
+  std::call_once(s_once, [] { with_machine([](Machine& machine, Process&) { s_slices = machine.slices; }); });
+  return s_slices[visible_devices()[device].row];
 }
 // Wait for this process's slice. A kernel that is longer than its slice runs on beside the next process.
 static void take_slice(int device) {
@@ -178,7 +174,8 @@ static void leave_slice(int device) {
 
 void put(void* handle, std::function<void()> work, bool late) {
   auto stream = stream_of(handle);
-  bool in_slice = late && has_slices();
+  static const bool s_has_slices = like_gpu() && !fault("mps_clients");
+  bool in_slice = late && s_has_slices;
   {
     auto& queue = stream->queue;
     std::lock_guard<std::mutex> lock(queue->mutex);
