@@ -171,6 +171,11 @@ RIG_EXPORT nvmlReturn_t nvmlSystemGetDriverVersion(char* version, unsigned lengt
   return put_text(rig::fault("old_driver") ? "470.42.01" : own, version, length);
 }
 
+RIG_EXPORT nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int* version) {
+  NVML_ENTER();
+  return *version = rig::fault("old_driver") ? 11040 : CUDART_VERSION, NVML_SUCCESS;
+}
+
 // ---- Device Queries: handles
 
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetCount_v2(unsigned* count) {
