@@ -91,6 +91,15 @@ CELLS = {
         real_runtime="nvidia/cu13/lib/libcudart.so.13",
         nccl="2.30.7",
     ),
+    # What the GPU machine of docs/development/gpu-runs.md has.
+    "2.11.0": Cell(
+        ray="2.60.0",
+        runtime="libcudart.so.13",
+        headers=("nvidia-cuda-crt==13.0.*", "nvidia-cuda-cccl==13.0.*"),
+        include=("nvidia/cu13/include", "nvidia/nccl/include"),
+        real_runtime="nvidia/cu13/lib/libcudart.so.13",
+        nccl="2.28.9",
+    ),
     "2.7.1": Cell(
         ray="2.51.1",
         runtime="libcudart.so.12",
