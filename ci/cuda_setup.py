@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import ROOT, make_venv
@@ -82,24 +82,17 @@ class Cell:
     nccl: str
 
 
+_CUDA_13 = Cell(
+    ray="2.60.0",
+    runtime="libcudart.so.13",
+    headers=("nvidia-cuda-crt==13.0.*", "nvidia-cuda-cccl==13.0.*"),
+    include=("nvidia/cu13/include", "nvidia/nccl/include"),
+    real_runtime="nvidia/cu13/lib/libcudart.so.13",
+    nccl="2.30.7",
+)
 CELLS = {
-    "2.14.1": Cell(
-        ray="2.60.0",
-        runtime="libcudart.so.13",
-        headers=("nvidia-cuda-crt==13.0.*", "nvidia-cuda-cccl==13.0.*"),
-        include=("nvidia/cu13/include", "nvidia/nccl/include"),
-        real_runtime="nvidia/cu13/lib/libcudart.so.13",
-        nccl="2.30.7",
-    ),
-    # What the GPU machine of docs/development/gpu-runs.md has.
-    "2.11.0": Cell(
-        ray="2.60.0",
-        runtime="libcudart.so.13",
-        headers=("nvidia-cuda-crt==13.0.*", "nvidia-cuda-cccl==13.0.*"),
-        include=("nvidia/cu13/include", "nvidia/nccl/include"),
-        real_runtime="nvidia/cu13/lib/libcudart.so.13",
-        nccl="2.28.9",
-    ),
+    "2.14.1": _CUDA_13,
+    "2.11.0": replace(_CUDA_13, nccl="2.28.9"),
     "2.7.1": Cell(
         ray="2.51.1",
         runtime="libcudart.so.12",
