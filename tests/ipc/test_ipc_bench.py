@@ -13,11 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
 
-from benchmarks.ipc import load, ranks
+from benchmarks.ipc import load, rank, ranks
 from benchmarks.ipc.__main__ import why_not
 from ray_fracbackend.ipc import host_memory_support
-from tests.processes import processes_with, wait_until, with_signals
+from tests.processes import processes_with, run_processes, wait_until, with_signals
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
@@ -96,6 +98,24 @@ def test_loops_keep_a_machine_busy():
         assert round(load.busy_s() - without, 2) >= round(used, 2)
         loops[0].kill()
     assert not any(loop.is_running() for loop in loops)
+
+
+def ask(index, num_ranks, port):
+    """Return whether a group works: it does, it lacks the device on rank 1, it does."""
+    store = TCPStore("127.0.0.1", port, is_master=index == 0)
+    dist.init_process_group("ipc", store=store, rank=index, world_size=num_ranks)
+    working, alone = dist.new_group(backend="gloo"), dist.new_group([0], backend="gloo")
+    cpu, refused = torch.device("cpu"), torch.device("mps")
+    cases = [(working, cpu), (working, refused) if index else (alone, cpu), (working, cpu)]
+    answers = [rank._works_everywhere(group, device) for group, device in cases]
+    dist.destroy_process_group()
+    return answers
+
+
+@full
+def test_a_backend_that_one_rank_cannot_use_is_left_out_on_all():
+    """Otherwise the ranks would measure different things and wait for each other."""
+    assert run_processes(ask, 2) == [[True, False, True]] * 2
 
 
 @pytest.mark.parametrize(
