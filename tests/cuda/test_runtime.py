@@ -234,7 +234,7 @@ for _ in range(1000):
     x.add_(1)
 torch.cuda.synchronize()
 if pid:
-    print(counters().slice_waits)
+    print(counters().slice_waits, flush=True)
     os.waitpid(pid, 0)
 os._exit(0)
 """
