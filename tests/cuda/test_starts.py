@@ -72,6 +72,7 @@ def test_the_first_seed(machine, expected, nccl, version):
         wanted = "gloo" if policy == "auto" else policy
         assert {rank["backend"].removeprefix("cpu:gloo,cuda:") for rank in ranks} == {wanted}
         assert groups_of(ranks[0]) == [[0, 1]]
+        assert ranks[0]["check"] == ["nccl" if policy == "nccl" else "gloo", [[0, 1]]]
         env_defaults = ranks[0]["report"]["plan"]["env_defaults"]
         assert env_defaults.get("NCCL_MULTI_RANK_GPU_ENABLE") == ("1" if policy == "nccl" else None)
 

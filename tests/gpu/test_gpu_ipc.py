@@ -50,14 +50,16 @@ def test_the_probe_finds_nothing_missing_and_makes_no_context(job: Job) -> None:
 @on_ranks(1)
 def test_memory_of_the_driver(job: Job) -> None:
     """A block has whole granules, so its handle opens no other data; too much is a MemoryError, and a refusal a DriverError."""
-    runtime = CudaRuntime(torch.device("cuda", 0))
+    index = torch.cuda.device_count() - 1
+    runtime = CudaRuntime(torch.device("cuda", index))
     first, second = runtime.allocate(1), runtime.allocate(1)
     assert abs(first.pointer - second.pointer) >= GRANULARITY_BYTES
     with pytest.raises(MemoryError):
         runtime.allocate(1 << 50)
     with pytest.raises(DriverError):
         runtime.open(bytes(64), 1)
-    assert runtime.uuid() == str(torch.cuda.get_device_properties(0).uuid)
+    assert torch.cuda.current_device() == 0
+    assert runtime.uuid() == str(torch.cuda.get_device_properties(index).uuid)
     runtime.release(first)
     runtime.release(second)
 

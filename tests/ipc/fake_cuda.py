@@ -36,8 +36,8 @@ from ray_fracbackend.ipc.group import collective_group
 from ray_fracbackend.ipc.host.arena import Arena, ArenaName, attach_arena, create_arena
 
 # Environment variables of a rank: FAKE_CUDA_SEED (of its device; without it there is none), FAKE_CUDA_UUID, FAKE_CUDA_FREE (free bytes of
-# the device), FAKE_CUDA_BROKEN (what does not work, by name), FAKE_CUDA_STEP_S (seconds for a step of the set-up), FAKE_CUDA_ASYNC (the
-# caller also has a stream, so nothing blocks the host).
+# the device; torch's cache has as many), FAKE_CUDA_BROKEN (what does not work, by name), FAKE_CUDA_STEP_S (seconds for a step of the
+# set-up), FAKE_CUDA_ASYNC (the caller also has a stream, so nothing blocks the host).
 # Longest pause after an operation, in seconds; one operation in five has one.
 PAUSE_S = 0.002
 _DATA_OFFSET = 4096
@@ -345,7 +345,7 @@ class FakeCuda:
         """It has no graphs."""
 
     def trim(self) -> None:
-        pass
+        os.environ["FAKE_CUDA_FREE"] = str(2 * int(os.environ["FAKE_CUDA_FREE"]))
 
     def export(self, block: DeviceBlock) -> bytes:
         if self.broken == "export":

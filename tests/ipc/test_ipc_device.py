@@ -313,9 +313,25 @@ def test_the_end_of_a_wait_that_is_overwritten(job: Job) -> None:
     for engine in (device._lane.engine, device._host.engine):
         engine.on_raise.append(older_step)
     assert error_of(lambda: pg.barrier(options("Barrier")))[0] in LOST
+    time.sleep(2)  # the watch has ended them once
+    older_step()
     gpu.running.set()
     assert comes_free(pg)
     pg.shutdown()
+
+
+@on_ranks(2, env=ASYNC, needed=1)
+def test_a_group_is_shut_down_after_a_rank_died_with_a_call_on_the_device(job: Job) -> None:
+    """No call has reported the death, and the device waits for that rank: the group still lets go of its memory."""
+    pg, running = device_group(job, "dead", job.rank, job.size, 20.0), fake_cuda.FakeCuda.gpu.running
+    running.clear()
+    pg.allreduce([torch.ones(4)], options("Allreduce"))
+    if job.rank == 1:
+        strike("kill")
+    running.set()
+    assert wait_until(pg._device_side._lane.engine.waiter.is_poisoned, 10)
+    pg.shutdown()
+    assert not fake_cuda.registered
 
 
 def test_a_call_that_fails_keeps_its_tensors_until_the_device_is_through() -> None:
@@ -327,9 +343,10 @@ def test_a_call_that_fails_keeps_its_tensors_until_the_device_is_through() -> No
     failing = DeviceCall(stream, lambda: None, MagicMock(side_effect=error), [tensor], is_async=False, timeout_s=20.0)
     with pytest.raises(ValueError, match="in the middle"):
         failing()
+    assert stream.last is not failing  # else the watch would wait for it, and end the process
     assert [(id(one), on) for one, on in kept] == [(id(tensor), stream.stream)]
     DeviceCall(stream, lambda: None, lambda: None, [tensor], is_async=False, timeout_s=20.0)()
-    assert len(kept) == 1
+    assert (len(kept), stream.timeout_s) == (1, 20.0)
 
 
 def test_words_are_written_in_batches_that_cuda_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,11 +369,15 @@ def test_on_a_full_device_all_tensors_are_staged() -> None:
         ((reason, _),) = reports
         assert reason.startswith("rank 0: the fake device is full (6 MiB for 2 ranks with chunks of 1048576 bytes; ")
         assert "RAY_FRACBACKEND_IPC_DEVICE_CHUNK_BYTES" in reason
+    trimmed = values(run_ranks(carried_by, 2, env={**big, "FAKE_CUDA_FREE": str(3 << 20)}))
+    assert [reports for reports, _ in trimmed] == [[(None, 1 << 20)]] * 2
 
 
 def test_groups_that_come_and_go_free_their_memory() -> None:
-    """A block is freed when no rank has it mapped any more."""
-    for rank, (reports, released) in enumerate(values(run_ranks(carried_by, 3, 4, env=FAKE))):
+    """A block is freed when no rank has it mapped any more. Ranks that are given different sizes agree on them."""
+    name, sizes = "RAY_FRACBACKEND_IPC_DEVICE_{}_BYTES".format, {"CHUNK": 65536, "ONE_PASS": 16384}
+    env = lambda rank: {**FAKE, **{name(of): str(size << 8 * rank) for of, size in sizes.items()}}  # noqa: E731
+    for rank, (reports, released) in enumerate(values(run_ranks(carried_by, 3, 4, env=env))):
         assert reports == [(None, 65536)] * 4
         assert released == [rank != 0] * 4
 
@@ -377,6 +398,11 @@ def test_the_watch_does_not_hide_the_reason_of_a_rank_that_ends(has_reason: bool
     watch._engines, watch._stream, watch._closed = engines, MagicMock(last=None), threading.Event()
     watch._report("rank 1 died")
     assert [engine.fail.called for engine in engines] == [not has_reason] * 2
+    engines[0].waiter.peers = [MagicMock(**{"is_alive.return_value": False})]
+    watch._closed.set()
+    assert watch._wait_for_fault() is None  # that rank had left the group
+    watch._run()
+    watch._stream.runtime.on.assert_called_once_with(watch._stream.stream)
 
 
 @pytest.mark.parametrize("group", [bare_group, device_group], ids=["before set-up", "after set-up"])

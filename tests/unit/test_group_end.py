@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ray_fracbackend.worker import group_end
 from ray_fracbackend.worker.group_end import end_process_group
 from ray_fracbackend.worker.process_group import start_worker
 from tests.processes import CONTEXT, run_processes
@@ -30,3 +32,13 @@ def end_while_gloo_runs(rank: int, num_processes: int, port: int, backend: str, 
 def test_a_group_ends_while_gloo_has_a_tensor(backend: str) -> None:
     """Gloo's thread needs the GIL to free the tensor. Before torch 2.8 torch's destroy_process_group() hangs here (pytorch#154976)."""
     assert run_processes(end_while_gloo_runs, 2, backend, CONTEXT.Event(), timeout_s=90) == [True, True]
+
+
+def test_an_abort_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[float] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(group_end, "backends_by_device", lambda: {"cuda": "nccl"})
+    monkeypatch.setattr(group_end, "ABORT_S", 0.1)
+    monkeypatch.setattr(group_end._torch, "abort_groups", lambda: (time.sleep(3), ended.append(time.monotonic())))
+    end_process_group(failed=True)
+    assert ended == []

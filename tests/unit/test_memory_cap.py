@@ -36,6 +36,7 @@ def test_set_and_remove(fractions):
     memory_cap.set_cap(0.5, "cuda:1")
     memory_cap.set_cap(0.25, "cuda:0")
     memory_cap.set_cap(None)
+    memory_cap.set_cap(None)
     assert fractions == [(0.5, "cuda:1"), (1.0, "cuda:1"), (0.25, "cuda:0"), (1.0, "cuda:0")]
 
 

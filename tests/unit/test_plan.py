@@ -33,7 +33,8 @@ _WINDOWS = {"platform": "win32", "resources": {"GPU": 0.4}, **_NO_NCCL}
 _MISSING = {"resources": {"GPU": 1.0}, "cuda_missing": "no driver"}
 _NO_STAGED, _IPC, _SEEN = {"staged_missing": "no"}, {"ipc_host_memory_missing": None}, {"num_visible_devices": 1}
 _TWO_VERSIONS = [worker(0, gpu(), **_NEW), worker(1, gpu(), nccl_version=(2, 30, 6))]
-_EXCLUSIVE = gpu(compute_mode="exclusive_process")
+_EXCLUSIVE, _UNKNOWN = (gpu(compute_mode=mode) for mode in ("exclusive_process", "unknown"))
+_HALF_KNOWN = [worker(0, _UNKNOWN, mps_reachable=True), worker(1, _EXCLUSIVE), worker(2, _UNKNOWN)]
 _UNNAMED = (mig("1", parent_uuid=None), mig("2", parent_uuid=None))  # NVML does not name the parent
 _ON_CPU = {"device": "cpu", "on_missing_cuda": "cpu"}
 _COST, _OVERRIDE, _WINDOWS_GLOO = "ranks share a GPU", "cannot be used here", "pytorch#186535"
@@ -60,7 +61,7 @@ _CASES = {
         case(_CPU, {"resources": {"GPU": 1.0}}, MissingDeviceError, backend=_PAIR),
         case([worker(0, gpu()), worker(1, **_MISSING)], {}, MissingDeviceError),
     ],
-    "compute mode": [case((_EXCLUSIVE, gpu(compute_mode="unknown")), {}, SharedDeviceError, backend="gloo")],
+    "compute mode": [case(_HALF_KNOWN, {}, SharedDeviceError, backend="gloo")],
     "sharing forbidden": [
         case(_SHARED, {}, SharedDeviceError, on_shared_device="error"),
         case(_SHARED, {}, SharedDeviceError, on_shared_device="error", backend="gloo"),
@@ -140,6 +141,7 @@ _CASES = {
         case([worker(0, gpu(), **_NEW | _SWITCH), worker(1, gpu(), **_NEW)], {}, "gloo", warns=[_COST]),
         case(_SHARED, {}, "gloo", warns=[_OVERRIDE, _COST], backend=_PAIR),
         case(_SLICES, _OLD, "gloo", warns=[_COST]),
+        case((mig("1", pci_bus_id=None), mig("2", pci_bus_id=None)), _OLD, "gloo", warns=[_COST]),
         case(_SHARED, _NO_NCCL, "gloo"),
         case(_SHARED, _WINDOWS, _STAGED),
         case(_SHARED, _WINDOWS | _NO_STAGED, BackendUnavailableError),
@@ -158,7 +160,7 @@ _CASES = {
         case((_EXCLUSIVE, gpu("b")), {}, "nccl", falls_back=_REFUSAL),
         case([worker(0, gpu("a")), worker(1, gpu("b"), nccl_version=None)], {}, "nccl", falls_back=_REFUSAL),
         case((mig("1", "a"), mig("2", "b")), {}, "nccl", falls_back=_REFUSAL),
-        case(_SLICES, _NEW, "nccl", falls_back=_FAILURE, warns=["may refuse them"]),
+        case((gpu("b"), *_SLICES), _NEW, "nccl", falls_back=_FAILURE, warns=["may refuse them"]),
         case(_UNNAMED, _NEW, "nccl", falls_back=_FAILURE, warns=["may refuse them"]),
     ],
 }

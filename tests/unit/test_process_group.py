@@ -10,6 +10,7 @@ import time
 import warnings
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -72,12 +73,25 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
     assert caught.value.ranks == (1,)
 
 
-def test_the_advice_after_a_rendezvous_that_failed() -> None:
-    """The advice is about the store's address and port, because Gloo has not connected yet."""
+def test_the_advice_after_a_rendezvous_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advice is about the store's address and port, because Gloo has not connected yet. The cap on the worker's memory is gone."""
     release_store()  # of a start that failed in this process
+    caps: list[Any] = []
+    monkeypatch.setattr(process_group.memory_cap, "set_cap", lambda *args: caps.append(args))
     with pytest.raises(RendezvousError, match="Check that every node reaches that address and port") as caught:
-        start_worker(worker_plan())  # rank 0, which has no store
+        start_worker(worker_plan(device="cuda:1", memory_fraction=0.5))  # rank 0, which has no store
     assert "Gloo" not in str(caught.value)
+    assert caps == [(0.5, "cuda:1"), (None,)]
+
+
+def test_a_rank_whose_trial_fails_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for its answer, otherwise to the deadline."""
+    store = MagicMock()
+    monkeypatch.setenv(process_group._HANDLING, "1")
+    monkeypatch.setattr(process_group, "_form", MagicMock(side_effect=VerificationError("x")))
+    with pytest.raises(VerificationError):
+        process_group._try_nccl(worker_plan(), store, Deadline(5))
+    store.set.assert_called_once_with("ray_fracbackend/tried/0", "failed")
 
 
 _SERVER = """
