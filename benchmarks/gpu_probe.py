@@ -1,6 +1,6 @@
 """Test on a GPU whether the features that ipc needs work between two processes, and their cost. Under a minute.
 
-usage: python benchmarks/gpu_probe.py [--budget-s 75] [--dry] [--out FOLDER]
+usage: python benchmarks/gpu_probe.py [--questions ...] [--budget-s 75] [--dry] [--out FOLDER]
 
 Each question runs in two separate processes, so one that fails or hangs loses only its own answer:
 
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from common import parser, save
-from rows import Rows, add_row
+from rows import Rows, add_row, gpu_state
 
 from ray_fracbackend.ipc.device import driver
 from ray_fracbackend.ipc.device.driver import CudaRuntime
@@ -339,11 +339,12 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--dry", action="store_true", help="facts alone, without a GPU")
     options.add_argument("--budget-s", type=float, default=75.0, help="seconds for everything")
+    options.add_argument("--questions", nargs="+", default=list(QUESTIONS), choices=QUESTIONS)
     arguments = options.parse_args()
     end = time.monotonic() + arguments.budget_s
     rows = Rows("gpu_probe")
     rows.add(facts=facts())
-    for question in QUESTIONS:
+    for question in arguments.questions:
         left_s = end - time.monotonic()
         reason = (
             "dry"
@@ -354,6 +355,8 @@ def main() -> None:
         )
         if reason:
             rows.add(question=question, failed=reason)
+        if question == "killed":
+            rows.add(state=gpu_state())
     print(save("gpu_probe", arguments.out, {"dry": arguments.dry, "rows": rows.read()}))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -57,3 +59,14 @@ def add_row(script: str, row: dict[str, Any]) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def gpu_state() -> str:
+    """Return memory and state of the GPUs and the driver's latest errors (Xid), for after a process was killed."""
+    command = (
+        "nvidia-smi --query-gpu=memory.used,pstate,utilization.gpu --format=csv,noheader; dmesg | grep -i xid | tail -3"
+    )
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20, check=False)
+        return (done.stdout + done.stderr).strip()[-1000:]
+    return "nvidia-smi did not end"

@@ -61,6 +61,7 @@ FAULTS = {
     "no_nvml": ("", "NVML's library is missing"),
     "nccl_init_hang": ("", "ncclCommInitRank never returns"),
     "nccl_hang": ("N", "the N-th collective never ends"),
+    "nccl_abort_hang": ("", "ncclCommAbort never returns"),
     "nccl_late_error": ("N", "the N-th collective fails after it was started"),
     "nccl_refuse": ("N", "rank N fails to make its communicator"),
     "nccl_oom": ("N", "rank N has no memory for its communicator"),
@@ -223,7 +224,7 @@ class Command:
             )
         except OSError as error:
             raise SystemExit(f"ci/cuda.py: cannot start {command[0]}: {error.strerror}") from None
-        timer = threading.Timer(limit_s, self._send, (signal.SIGTERM,))
+        timer = threading.Timer(limit_s, self._end_late, (limit_s,))
         if limit_s:
             timer.start()
         try:
@@ -241,6 +242,10 @@ class Command:
         if self._process is None:
             raise SystemExit(128 + number)
         self._send(number)
+
+    def _end_late(self, limit_s: float) -> None:
+        print(f"ci/cuda.py: still running after {limit_s:g} s: ending it", file=sys.stderr)
+        self._send(signal.SIGTERM)
 
     def _send(self, number: int) -> None:
         assert self._process is not None
@@ -316,7 +321,8 @@ def main() -> None:
         raise SystemExit(run_steps(command, rig, options))
     words = list(cuda_steps.SMOKE.command) if options.smoke else options.command
     with state_folder() as state:
-        code = command.run(words, environment(rig, options, state))
+        limit_s = cuda_steps.SMOKE.limit_s if options.smoke else 0
+        code = command.run(words, environment(rig, options, state), limit_s=limit_s)
     raise SystemExit(code)
 
 

@@ -1,8 +1,8 @@
-"""Runs the GPU tests and benchmarks, one call of four at a time; called by ci/gpu.sh. Standard library only.
+"""Runs the GPU tests and benchmarks in the order of their value; called by ci/gpu.sh. Standard library only.
 
-A call writes to its folder while it runs: ``rows.jsonl`` (each measured row, each test, start and end of each step) and
-``logs_CALL.tar`` (complete logs). At its end it writes ``gpu_CALL_DATE.json`` and ``.txt``. A step that fails stops no other step and
-loses no rows of another. Calls may be repeated and mixed: each adds to the rows.
+It writes to its folder while it runs: ``rows.jsonl`` (each measured row, each test, start and end of each step) and ``logs.tar`` (complete
+logs). At its end it writes ``gpu_DATE.json`` and ``.txt``, which begins with a summary. A step that fails stops no other step and loses no
+rows of another. A step that finds no time left is not run. Calls may be repeated: each adds to the rows.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT
+from gpu_summary import summary
 
-CALLS = ("A", "B", "C", "D")
-# Time limit of a whole call in seconds.
-CALL_S = 470.0
 # A dry run has no limited device time and may run on a busy machine, so its time limits are longer by this factor.
 _DRY_SCALE = 4.0
+# Below this a step is not begun.
+_LEAST_S = 5.0
 _SLACK_S = 10.0
 # Time for a step to end after SIGINT, and for the device to release its memory; what may be missing of the memory.
 _GRACE_S, _MEMORY_S, _MEMORY_MIB = 15.0, 20.0, 512
@@ -39,7 +39,39 @@ _GRACE_S, _MEMORY_S, _MEMORY_MIB = 15.0, 20.0, 512
 _MARK = "GPU_SUITE_STEP"
 # Folder for the unpacked bundle: a machine that stays warm between calls can reuse it.
 _UNPACKED = ROOT / ".gpu-bundle-unpacked"
-_NEEDS_RAY = ("C", "D")
+_TRAINING = "tests/gpu/test_gpu_training.py"
+_SAME = f"{_TRAINING}::test_same_losses"
+_IPC, _STAGED, _VERIFY = "tests/gpu/test_gpu_ipc.py", "tests/gpu/test_gpu_staged.py", "tests/gpu/test_gpu_verify.py"
+# These leave a device with stuck streams, and are last.
+_FAULTS = "struck or faults or survivor or stuck or killed"
+_RIGHT = "random_numbers or long_kernel or ddp"
+_REDUCE = ("benchmarks/gpu_all_reduce.py", "--sizes", "65536", "26214400", "1048576")
+# By value: seconds, and a benchmark or tests with their arguments. Those up to ``killed`` fit into one command of ten minutes.
+STEPS: Mapping[str, tuple[float, Sequence[str]]] = {
+    "gpu_probe": (40, ["benchmarks/gpu_probe.py", "--questions", "identity", "memory", "event", "semaphore", "copy"]),
+    "trains": (100, [f"{_SAME}[ipc-v2-2]", f"{_SAME}[gloo-v2-2]", f"{_TRAINING}::test_stock_fails"]),
+    "right": (90, [_IPC, _STAGED, "-k", _RIGHT]),
+    "all_reduce": (75, [*_REDUCE, "--ranks", "2", "4", "--backends", "ipc", "gloo", "staged", "copy"]),
+    "ddp": (75, ["benchmarks/gpu_ddp.py", "--ranks", "2", "--backends", "none", "ipc", "gloo", "staged"]),
+    "handoff": (30, ["benchmarks/gpu_handoff.py", "--ranks", "2", "4"]),
+    "all_reduce_mps": (45, [*_REDUCE, "--mps", "--ranks", "2", "--backends", "ipc", "gloo", "staged"]),
+    "handoff_mps": (25, ["benchmarks/gpu_handoff.py", "--mps", "--ranks", "2", "4"]),
+    "all_reduce_nccl": (25, [*_REDUCE, "--ranks", "2", "--backends", "nccl", "nccl_hostid"]),
+    "memory_cap": (60, [_TRAINING, "-k", "capped and v2"]),
+    "killed": (25, ["benchmarks/gpu_probe.py", "--questions", "killed"]),
+    "tests_ipc": (300, [_IPC, "-k", f"not ({_FAULTS})"]),
+    "tests_staged": (150, [_STAGED, _VERIFY, "-k", f"not ({_FAULTS})"]),
+    "tests_ray": (400, [_TRAINING, "tests/gpu/test_gpu_bench.py", "-k", "not nccl"]),
+    "ddp_mps": (75, ["benchmarks/gpu_ddp.py", "--mps", "--backends", "none", "ipc", "gloo", "nccl"]),
+    "all_reduce_more": (130, ["benchmarks/gpu_all_reduce.py"]),
+    "all_reduce_bf16": (30, [*_REDUCE, "--dtype", "bfloat16", "--ranks", "2", "--backends", "ipc", "gloo"]),
+    "all_gather": (
+        30,
+        [*_REDUCE, "--operations", "all_gather", "reduce_scatter", "--ranks", "2", "--backends", "ipc", "staged"],
+    ),
+    "tests_nccl": (200, [_TRAINING, "-k", "nccl"]),
+    "faults": (400, [_IPC, _STAGED, "-k", _FAULTS]),
+}
 
 # Import the host's packages as the package itself does, so that a missing one is named before anything runs.
 _CHECK = """
@@ -71,7 +103,7 @@ class Step:
     """One command of the suite.
 
     Args:
-        name: Short name, unique in a call.
+        name: Short name, unique in a run.
         command: Program and arguments, run in the project's folder.
         limit_s: Time limit in seconds.
         env: Environment variables besides those of the suite.
@@ -83,43 +115,45 @@ class Step:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-class Call:
-    """One call of the suite.
+class Suite:
+    """One run of the suite.
 
     Args:
-        name: One of `CALLS`.
-        options: Command line with ``bundle``, ``out``, ``dry`` and ``scale``.
+        options: Command line with ``steps``, ``minutes``, ``bundle``, ``out``, ``dry`` and ``scale``.
         work: Folder for files that are not returned.
     """
 
-    def __init__(self, name: str, options: argparse.Namespace, work: Path) -> None:
-        self._name, self._options, self._work = name, options, work
+    def __init__(self, options: argparse.Namespace, work: Path) -> None:
+        self._options, self._work = options, work
         self._scale = options.scale * (_DRY_SCALE if options.dry else 1.0)
         self._env = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
         self._library: Path | None = None
         options.out.mkdir(parents=True, exist_ok=True)
-        self._rows, self._logs = options.out / "rows.jsonl", options.out / f"logs_{name}.tar"
+        self._rows, self._logs = options.out / "rows.jsonl", options.out / "logs.tar"
         self._logs.unlink(missing_ok=True)
 
     def run(self) -> dict[str, Any]:
         """Run the steps; return the report as plain values."""
         begin, started = self._position(), time.monotonic()
-        end = started + CALL_S * self._scale
+        end = started + self._options.minutes * 60
         steps = [self._run_step(step, end - time.monotonic()) for step in self._steps()]
+        rows = self._rows_since(begin)
         return {
-            "suite": f"gpu_{self._name}",
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "dry": self._options.dry,
             "ok": all(step["status"] == "passed" for step in steps),
             "seconds": round(time.monotonic() - started, 1),
+            "summary": summary(rows),
             "steps": steps,
-            "rows": [row for row in self._rows_since(begin) if "event" not in row and "test" not in row],
+            "rows": [row for row in rows if "event" not in row and "test" not in row],
         }
 
     def _run_step(self, step: Step, left_s: float) -> dict[str, Any]:
         """Run one step; its output goes to a file, so that no process of it can keep a pipe open."""
-        limit_s = max(1.0, min(step.limit_s, left_s))
-        log, mark, used = self._options.out / f"{self._name}_{step.name}.log", uuid.uuid4().hex, memory_used_mib()
+        limit_s = min(step.limit_s, left_s)
+        if limit_s < _LEAST_S:
+            return {"name": step.name, **_NOT_RUN}
+        log, mark, used = self._options.out / f"{step.name}.log", uuid.uuid4().hex, memory_used_mib()
         print(f"--- {step.name}, at most {limit_s:.0f} s", flush=True)
         self._add(step=step.name, event="begins", limit_s=round(limit_s, 1))
         begin, started = self._position(), time.monotonic()
@@ -158,7 +192,7 @@ class Call:
         """Append a row, on a new line even after an unfinished row of a process."""
         is_cut = self._rows.exists() and not self._rows.read_bytes().endswith(b"\n")
         with self._rows.open("a") as file:
-            file.write(("\n" if is_cut else "") + json.dumps({"call": self._name, **row}) + "\n")
+            file.write(("\n" if is_cut else "") + json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -176,80 +210,47 @@ class Call:
         return rows
 
     def _steps(self) -> Iterator[Step]:
-        yield from self._prepare()
-        yield from {"A": self._first, "B": self._backends, "C": self._ray, "D": self._mps_and_nccl}[self._name]()
-
-    def _step(self, name: str, command: list[str], limit_s: float, env: dict[str, str] | None = None) -> Step:
-        return Step(name, [sys.executable, *command], limit_s * self._scale, {**self._env, **(env or {})})
-
-    def _prepare(self) -> Iterator[Step]:
-        """Unpack the bundle, and check that everything can be imported."""
+        """Unpack the bundle, check that everything can be imported, then run what was asked for."""
         path = [str(ROOT)]
-        if self._name in _NEEDS_RAY and self._options.bundle.is_dir():
-            yield self._step("unpack", ["ci/gpu_unpack.py", str(self._options.bundle), str(_UNPACKED)], 120)
+        if self._options.bundle.is_dir():
+            yield self._step("unpack", 60, ["ci/gpu_unpack.py", str(self._options.bundle), str(_UNPACKED)])
             path.append(str(_UNPACKED / "site"))
             library = _UNPACKED / "libnccl.so.2"
             self._library = library if library.is_file() else None
         path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         self._env["PYTHONPATH"] = os.pathsep.join(path)
-        modules = [*_MODULES, *(_RAY_MODULES if self._name in _NEEDS_RAY else ())]
-        yield self._step("imports", ["-c", _CHECK, *modules], 60)
+        yield self._step("imports", 60, ["-c", _CHECK, *_MODULES, *_RAY_MODULES])
+        for name in self._options.steps or STEPS:
+            limit_s, words = STEPS[name]
+            is_benchmark = words[0].startswith("benchmarks")
+            yield (self._benchmark if is_benchmark else self._pytest)(name, limit_s, words)
 
-    def _first(self) -> Iterator[Step]:
-        """Return the steps that decide whether and where ipc is useful."""
-        yield self._benchmark("gpu_probe", 60)
-        right = "random_numbers or streams_order or ddp_trains"
-        yield self._pytest("right", ["tests/gpu/test_gpu_ipc.py", "-k", right], 90)
-        backends = ["copy", "ipc", "gloo", "staged", "ipc_one_pass", "ipc_4_mib"]
-        yield self._benchmark("gpu_all_reduce", 130, "--backends", *backends)
-        more = ["--backends", "ipc", "gloo", "--ranks", "2", "--sizes", "65536", "26214400"]
-        yield self._benchmark("gpu_all_reduce", 25, *more, "--dtype", "bfloat16", name="gpu_all_reduce_bf16")
-        operations = ["--operations", "all_gather", "reduce_scatter", "--backends", "ipc", "staged"]
-        sizes = ["--ranks", "2", "--sizes", "65536", "26214400"]
-        yield self._benchmark("gpu_all_reduce", 20, *operations, *sizes, name="gpu_all_gather")
-        yield self._benchmark("gpu_ddp", 80, "--backends", "none", "ipc", "gloo", "staged")
+    def _step(self, name: str, limit_s: float, command: Sequence[str], env: Mapping[str, str] | None = None) -> Step:
+        return Step(name, [sys.executable, *command], limit_s * self._scale, {**self._env, **(env or {})})
 
-    def _backends(self) -> Iterator[Step]:
-        """Return the steps that measure device memory, so they run alone on the device."""
-        yield self._pytest("tests_ipc", ["tests/gpu/test_gpu_ipc.py"], 300)
-        yield self._pytest("tests_staged", ["tests/gpu/test_gpu_staged.py", "tests/gpu/test_gpu_verify.py"], 150)
+    def _pytest(self, name: str, limit_s: float, words: Sequence[str]) -> Step:
+        command = ["-m", "pytest", "-c", "ci/gpu-pytest.ini", "--rootdir", ".", "-v", *words]
+        env = {"LD_PRELOAD": str(self._library)} if self._library and name.endswith("nccl") else {}
+        return self._step(name, limit_s, [*command, *(["--collect-only"] if self._options.dry else [])], env)
 
-    def _ray(self) -> Iterator[Step]:
-        """Return the steps with Ray: V2 first, in the order of the tests."""
-        yield self._pytest("tests_ray", [*_WITH_RAY, "-k", "not nccl"], 400)
-
-    def _mps_and_nccl(self) -> Iterator[Step]:
-        """Return the steps that need features that not every host has."""
-        yield self._benchmark("gpu_handoff", 40)
-        yield self._benchmark("gpu_handoff", 40, "--mps", name="gpu_handoff_mps")
-        yield self._benchmark("gpu_all_reduce", 90, "--mps", "--ranks", "2", "4", name="gpu_all_reduce_mps")
-        yield self._benchmark("gpu_all_reduce", 40, "--backends", "nccl", "nccl_hostid", name="gpu_all_reduce_nccl")
-        yield self._benchmark("gpu_ddp", 60, "--mps", "--backends", "none", "ipc", "gloo", "nccl", name="gpu_ddp_mps")
-        yield self._pytest("tests_nccl", [*_WITH_RAY, "-k", "nccl or stock"], 200, self._preload())
-
-    def _preload(self) -> dict[str, str]:
-        return {"LD_PRELOAD": str(self._library)} if self._library else {}
-
-    def _pytest(self, name: str, arguments: list[str], limit_s: float, env: dict[str, str] | None = None) -> Step:
-        command = ["-m", "pytest", "-c", "ci/gpu-pytest.ini", "--rootdir", ".", "-v", *arguments]
-        return self._step(name, [*command, *(["--collect-only"] if self._options.dry else [])], limit_s, env)
-
-    def _benchmark(self, script: str, budget_s: float, *arguments: str, name: str = "") -> Step:
-        command = [
-            f"benchmarks/{script}.py",
-            "--out",
-            str(self._work / (name or script)),
-            "--budget-s",
-            f"{budget_s * self._scale:g}",
-        ]
+    def _benchmark(self, name: str, limit_s: float, words: Sequence[str]) -> Step:
+        budget_s = (limit_s - _SLACK_S) * self._scale
+        command = [*words, "--out", str(self._work / name), "--budget-s", f"{budget_s:g}"]
         command += ["--dry"] if self._options.dry else []
-        command += ["--nccl-library", str(self._library)] if self._library and script != "gpu_probe" else []
-        # Files that a killed step leaves are deleted with the call's folder.
-        env = {"TMPDIR": str(self._work)}
-        return self._step(name or script, [*command, *arguments], budget_s + _SLACK_S, env)
+        command += ["--nccl-library", str(self._library)] if self._library and "gpu_probe" not in words[0] else []
+        # Files that a killed step leaves are deleted with the folder.
+        return self._step(name, limit_s, command, {"TMPDIR": str(self._work)})
 
 
-_WITH_RAY = ["tests/gpu/test_gpu_training.py", "tests/gpu/test_gpu_bench.py"]
+_NOT_RUN = {
+    "status": "not run",
+    "seconds": 0.0,
+    "counts": {},
+    "failures": [],
+    "skips": [],
+    "memory_left_mib": None,
+    "output_tail": "",
+}
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
@@ -317,9 +318,10 @@ def _results(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def text_of(report: dict[str, Any]) -> str:
-    """Return the report as text: steps, failures and skips, and one line for each measured row."""
+    """Return the report as text: the summary, steps, failures and skips, and one line for each measured row."""
     dry = ", dry: no GPU was used" if report["dry"] else ""
-    lines = [f"{report['suite']} {report['date']}: {'all passed' if report['ok'] else 'FAILED'}{dry}", ""]
+    result = "all passed" if report["ok"] else "NOT all passed"
+    lines = [f"gpu {report['date']}: {result} in {report['seconds']:.0f} s{dry}", "", *report["summary"], ""]
     for step in report["steps"]:
         counts = ", ".join(f"{count} {what}" for what, count in step["counts"].items())
         lines.append(f"{step['name']:<20}{step['status']:<10}{step['seconds']:>7.1f} s  {counts}".rstrip())
@@ -328,7 +330,7 @@ def text_of(report: dict[str, Any]) -> str:
     for step in report["steps"]:
         lines += [f"\nFAILED {bad['test']}\n{bad['text']}" for bad in step["failures"]]
         lines += [f"skipped {skip['test']}: {skip['text']}" for skip in step["skips"]]
-        if step["status"] != "passed" and not step["failures"]:
+        if step["status"] not in ("passed", "not run") and not step["failures"]:
             lines.append(f"\n{step['name']} {step['status']}, its last output:\n{step['output_tail']}")
     lines += ["", *(json.dumps(row) for row in report["rows"])]
     return "\n".join(lines) + "\n"
@@ -339,28 +341,31 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ci/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("call", choices=(*CALLS, "all"))
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"default: all, in this order: {', '.join(STEPS)}")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for everything; default: %(default)s")
     parser.add_argument("--bundle", type=Path, default=ROOT / ".gpu-bundle", help="folder made by ci/gpu_bundle.sh")
     out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "gpu")
     parser.add_argument("--out", type=Path, default=out, help=f"folder for what is found (default: {out})")
     parser.add_argument("--dry", action="store_true", help="all that a machine without a GPU can do")
-    parser.add_argument("--scale", type=float, default=1.0, help="all times so many times as long, as on emulated GPUs")
-    return parser.parse_args()
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="limits of steps so many times as long, as on emulated GPUs"
+    )
+    options = parser.parse_args()
+    if unknown := [name for name in options.steps if name not in STEPS]:
+        parser.error(f"there is no step {unknown[0]!r}; use one of {', '.join(STEPS)}")
+    return options
 
 
 def main() -> None:
     options = parse()
-    ok = True
-    for name in CALLS if options.call == "all" else (options.call,):
-        with tempfile.TemporaryDirectory(prefix="gpu-suite-", ignore_cleanup_errors=True) as work:
-            report = Call(name, options, Path(work)).run()
-        ok = ok and report["ok"]
-        stem = f"gpu_{name}{'_dry' if options.dry else ''}_{report['date'][:10]}"
-        (options.out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
-        (options.out / f"{stem}.txt").write_text(text_of(report))
-        print(text_of(report))
-        print(f"written to {options.out / stem}.json and .txt", flush=True)
-    sys.exit(not ok)
+    with tempfile.TemporaryDirectory(prefix="gpu-suite-", ignore_cleanup_errors=True) as work:
+        report = Suite(options, Path(work)).run()
+    stem = f"gpu{'_dry' if options.dry else ''}_{report['date'][:10]}"
+    (options.out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (options.out / f"{stem}.txt").write_text(text_of(report))
+    print(text_of(report))
+    print(f"written to {options.out / stem}.json and .txt", flush=True)
+    sys.exit(not report["ok"])
 
 
 if __name__ == "__main__":

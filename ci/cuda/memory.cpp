@@ -112,7 +112,7 @@ static bool fails_now() {
   return fault("out_of_memory", &wanted) && ++s_allocations >= wanted;
 }
 
-// What CUDA may do in allocations of memory and of pinned memory, and at their ends.
+// What CUDA may do in allocations of pinned memory and at their ends.
 static void wait_implicitly() {
   if (like_gpu() && has_context(current_device())) synchronize_device(current_device());
 }
@@ -120,7 +120,7 @@ static void wait_implicitly() {
 cudaError_t allocate(void** pointer, size_t size) {
   *pointer = nullptr;
   int device = current_device();
-  wait_implicitly();
+  if (like_gpu()) keep_apart(device);
   if (cudaError_t error = need_context(device)) return error;
   if (!size) return cudaSuccess;
   size = rounded(size);

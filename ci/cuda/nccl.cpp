@@ -8,6 +8,7 @@
 //   nccl_oom=R          as that, out of device memory
 //   nccl_duplicate      all ranks of a host are on one device, whatever CUDA says
 //   nccl_hang=N         the N-th collective of rank 0 never completes
+//   nccl_abort_hang     ncclCommAbort frees nothing and does not return
 //   nccl_late_error=N   the N-th collective never completes, and ncclCommGetAsyncError says why
 // A process that dies is not noticed by the others: they wait until they abort, NCCL's worst case.
 #include <cuda.h>
@@ -346,6 +347,7 @@ RIG_EXPORT Result ncclCommDestroy(ncclComm_t comm) {
 
 RIG_EXPORT Result ncclCommAbort(ncclComm_t comm) {
   if (!comm) return ncclSuccess;
+  while (fault("nccl_abort_hang")) usleep(100000);
   comm->aborted = true;
   leave(comm);
   return ncclSuccess;

@@ -77,6 +77,7 @@ void synchronize_stream(void* stream);
 void write_word(void* stream, uintptr_t at, uint64_t value);
 void wait_for_word(void* stream, uintptr_t at, uint64_t value, unsigned condition);
 void synchronize_device(int device);
+void keep_apart(int device);
 bool stream_is_idle(void* stream);
 
 }  // namespace rig

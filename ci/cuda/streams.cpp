@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include <map>
+#include <set>
 #include <thread>
 
 #include "runtime.hpp"
@@ -220,6 +221,25 @@ void synchronize_device(int device) {
       if (!stream->idle()) return false;
     return true;
   });
+}
+
+// "Two commands from different streams cannot run concurrently if" an allocation "is issued in between". The host does not wait: torch
+// allocates with the lock of its allocator, and the kernels of this rig need Python's.
+void keep_apart(int device) {
+  static std::mutex s_order;  // two of them come in the same order to all queues
+  std::lock_guard<std::mutex> order(s_order);
+  std::set<std::shared_ptr<Queue>> queues;
+  {
+    std::lock_guard<std::mutex> lock(s_streams_mutex);
+    for (auto& [handle, stream] : s_streams)
+      if (stream->device == device && !stream->idle()) queues.insert(stream->queue);
+  }
+  auto left = std::make_shared<std::atomic<size_t>>(queues.size());
+  for (auto& queue : queues) {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    queue->work.emplace_back([left] { for (--*left; *left && !is_lost();) usleep(20); }, false);
+    queue->changed.notify_all();
+  }
 }
 
 // ---- events: the state of one that is shared is in a page that other processes map

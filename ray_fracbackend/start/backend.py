@@ -195,7 +195,7 @@ class Start:
 
     def _start(self, plan: StartPlan, workers: tuple[WorkerInfo, ...], deadline: Deadline) -> StartReport:
         started, settings = time.perf_counter(), self._settings
-        attempt = Deadline(deadline.left_s / 2, deadline.budget_s) if plan.decision.is_trial else deadline
+        attempt = Deadline(deadline.left_s / 4, deadline.budget_s) if plan.decision.is_trial else deadline
         report = StartReport(plan=plan, workers=workers, settings=self.progress.settings)
         plans = plan.worker_plans(
             workers,

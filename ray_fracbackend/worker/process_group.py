@@ -66,6 +66,11 @@ def start_worker(plan: WorkerPlan, report: list[ray.ObjectRef[StartReport]] | No
     try:
         with ended_by(peers.look):
             end_process_group()  # a failed attempt in this process may have left one
+            if dist.is_initialized():  # torch gives up on ncclCommAbort in its log only
+                raise GroupFormationError(
+                    f"an earlier group of this process did not end within {ABORT_S:g} s: its abort hangs. Restart the worker, and see "
+                    "NCCL's log (NCCL_DEBUG=INFO) for the device or link at fault."
+                )
             environment.clear()
             _prepare(plan)
             _check_network(plan, deadline)

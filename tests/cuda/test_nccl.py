@@ -25,7 +25,7 @@ from ray_fracbackend.timeouts import Deadline
 from ray_fracbackend.worker.group_end import end_process_group
 from ray_fracbackend.worker.process_group import _verify, start_worker
 from ray_fracbackend.worker.store import hold_store
-from tests.cuda.emulated import COMMON_DTYPES, MAKES_NCCL, uuid
+from tests.cuda.emulated import COMMON_DTYPES, MAKES_NCCL, run_program, uuid
 from tests.unit.builders import worker_plan
 
 pytestmark = pytest.mark.timeout(120)
@@ -349,6 +349,27 @@ def test_the_group_after_one_that_failed(run, fault, is_trial, said):
     for text, number in values(run(fall_back_and_go_on, 2, is_trial, CUDA_RIG_FAULT=fault, **WATCHDOG)):
         assert said in text
         assert number == 59
+
+
+ABANDONED = """
+import sys
+from tests.unit.builders import worker_plan
+from ray_fracbackend.errors import FracBackendError
+from ray_fracbackend.worker import process_group, store
+for backend, budget_s in (("nccl", 4), ("gloo", 20)):
+    plan = {"backend": backend, "budget_s": budget_s, "is_trial": backend == "nccl", "world_size": 1, "device": "cuda:0"}
+    try:
+        process_group.start_worker(worker_plan(**plan, master_port=store.hold_store(None, one_node=True)))
+    except FracBackendError as error:
+        assert backend == "nccl"
+sys.exit(3)
+"""
+
+
+def test_a_process_with_a_thread_in_the_init_ends():
+    """Nothing can end that thread; the interpreter still comes down."""
+    done = run_program(ABANDONED, CUDA_RIG_FAULT="nccl_init_hang", TORCH_NCCL_ASYNC_ERROR_HANDLING="1", **WATCHDOG)
+    assert done.returncode == 3, done.stderr
 
 
 def start_with_a_short_timeout(job):

@@ -17,9 +17,9 @@ if _STEP:
 
 def _add_row(**row):
     if _STEP:
-        from rows import add_row
+        from rows import add_row, gpu_state
 
-        add_row(_STEP, row)
+        add_row(_STEP, {**row, "state": gpu_state()} if _STEP == "faults" else row)
 
 
 @pytest.hookimpl(tryfirst=True)

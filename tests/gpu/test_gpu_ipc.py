@@ -30,11 +30,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from ray_fracbackend.ipc import device_memory_support
 from ray_fracbackend.ipc.device import staged
 from ray_fracbackend.ipc.device.driver import GRANULARITY_BYTES, CudaRuntime, DriverError
-from ray_fracbackend.ipc.device.memory import DeviceMemory
+from ray_fracbackend.ipc.device.memory import DeviceMemory, block_bytes
+from ray_fracbackend.ipc.knobs import device_chunk_bytes
 from ray_fracbackend.ipc.protocol.schedule import Action
 
 ON_DEVICE = {DEVICE_ENV_VAR: "cuda:0"}
 SMALL = {**ON_DEVICE, **SMALL_CHUNKS}
+# A rank whose host is inside a launch behind a lost rank is ended: test_a_survivor_whose_host_is_inside_a_launch_ends in tests/ipc.
+FAULTY = {**SMALL, "CUDA_RIG_BLOCKING_LAUNCHES": "0"}
 # About half a second on a GPU of 2 GHz.
 LONG_KERNEL_CYCLES = 1_000_000_000
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -92,7 +95,8 @@ def test_sums_of_random_numbers_are_bitwise_those_in_rank_order(job: Job, size: 
 def long_kernel(job: Job, group: Callable[..., Any], skip_waits: bool) -> list[bool]:
     """The last rank's data comes after a long kernel, during which all calls are issued; return which results are right."""
     pg = group(job, "order", job.rank, job.size, 60.0)
-    tensors = [torch.zeros(200_000, device="cuda:0") for _ in range(4)]
+    tensors = [torch.zeros(200_000, device="cuda:0").fill_(1).mul_(2) for _ in range(4)]
+    torch.cuda._sleep(1)  # the first launch of a kernel may wait for the device
     torch.cuda.synchronize()
     if skip_waits:
         DeviceMemory.after = lambda self, ranks, kind, value: None  # type: ignore[method-assign]
@@ -205,7 +209,8 @@ def test_groups_that_come_and_go_free_their_memory(job: Job) -> None:
         unused, total = torch.cuda.mem_get_info()
         used.append(total - unused)
         meet(f"seen {number}")
-    assert len(set(used)) == 1
+    # Other processes and kernels that CUDA loads late take some memory too, but much less than a group.
+    assert max(used) - min(used) < block_bytes(device_chunk_bytes(), job.size)[0] / 2
 
 
 @pytest.mark.parametrize(
@@ -219,7 +224,7 @@ def test_groups_that_come_and_go_free_their_memory(job: Job) -> None:
 )
 def test_a_struck_rank_is_reported(name: str, kind: str, action: Action) -> None:
     """Survivors raise, leave without waiting for the device, and nothing stays in /dev/shm."""
-    check_signal(name, kind, SMALL, [action])
+    check_signal(name, kind, FAULTY, [action])
 
 
 # Two to four ranks, each with other delays of the emulated device; a GPU knows no seed.
@@ -231,7 +236,7 @@ SIZES_AND_SEEDS = [(2, "1"), (3, "2"), (4, "3")]
 @pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
 def test_a_struck_rank_is_reported_at_every_step(kind: str, size: int, seed: str) -> None:
     """A process that dies, one that stands still, one that fails, wherever that is: all others end in time, and their device comes free."""
-    env = {**SMALL, "CUDA_RIG_SEED": seed}
+    env = {**FAULTY, "CUDA_RIG_SEED": seed}
     if kind == "raise":
         check_exceptions(size, env, limit_s=300)
     else:
@@ -241,7 +246,7 @@ def test_a_struck_rank_is_reported_at_every_step(kind: str, size: int, seed: str
 @pytest.mark.parametrize("seed", range(3))
 def test_random_faults_in_random_schedules(seed: int) -> None:
     """Whatever breaks whenever, every surviving rank raises soon."""
-    check_random(seed, "device", SMALL)
+    check_random(seed, "device", FAULTY)
 
 
 SURVIVOR = """
