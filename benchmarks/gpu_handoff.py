@@ -1,6 +1,6 @@
 """What does it cost if one process waits for another's work on the same GPU?
 
-usage: python benchmarks/gpu_handoff.py [--ranks 2 4 8] [--hops 400] [--mps] [--budget-s 90] [--dry] [--out FOLDER]
+usage: python benchmarks/gpu_handoff.py [--ranks 2 4 8] [--hops 200] [--mps] [--budget-s 90] [--dry] [--out FOLDER]
 
 The ranks form a ring. At hop n a rank waits until the host's sequence number is n, makes its stream wait for the event
 of its predecessor, launches a small kernel, records its own event and publishes n + 1. The result is microseconds per
@@ -116,7 +116,7 @@ def measure(rank: Rank) -> None:
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    options.add_argument("--hops", type=int, default=400)
+    options.add_argument("--hops", type=int, default=200)
     add_options(options, 90)
     arguments = options.parse_args()
     ways = WAYS[-1:] if arguments.dry else WAYS

@@ -62,7 +62,6 @@ STEPS = {
         "tests/unit/test_group_end.py",
     ),
     "counters": _tests("copies, kernels, events and waits of a collective", "tests/cuda/test_counters.py"),
-    "delays": _tests("equal results with three seeds of delays and with none", "tests/cuda/test_delays.py"),
     "ipc": _tests(
         "every test of `ipc` on device memory, 1 to 8 ranks", "tests/gpu/test_gpu_ipc.py", limit_s=1800.0, env=_TWO_GPUS
     ),
@@ -91,23 +90,20 @@ STEPS = {
     "jobs": _tests("Ray: elastic groups, restarts, FSDP2, DCP, checkpoints", "tests/cuda/test_jobs.py", limit_s=5400.0),
     "commands": _tests("`doctor`, `plan`, `test`, `run`, `demo`", "tests/cuda/test_commands.py", limit_s=1200.0),
     "gpu.sh": Step(
-        "every step of `ci/gpu.sh`, with limits three times as long",
-        ("bash", "ci/gpu.sh", "--minutes", "115", "--scale", "3", "--out", "{out}"),
+        "every step of `ci/gpu.sh`, with limits four times as long",
+        ("bash", "ci/gpu.sh", "--minutes", "115", "--scale", "4", "--out", "{out}"),
         7200.0,
         {"PYTHON": "python"},
     ),
-    "gpu.sh like a GPU": Step(
-        "the first call of `ci/gpu.sh` with `--like gpu`: nine minutes",
-        ("bash", "ci/gpu.sh", "--out", "{out}"),
-        env={"PYTHON": "python", "CUDA_RIG_LIKE": "gpu"},
-    ),
 }
-# Those that pass under time slices, shared queues and implicit waits.
+# Time slices, shared queues, implicit waits and other delays.
 STEPS |= {
     f"{name} like a GPU": replace(
-        STEPS[name], what="the same with `--like gpu`", env={**STEPS[name].env, "CUDA_RIG_LIKE": "gpu"}
+        STEPS[name],
+        what="the same with `--like gpu` and another seed",
+        env={**STEPS[name].env, "CUDA_RIG_LIKE": "gpu", "CUDA_RIG_SEED": "1"},
     )
-    for name in ("runtime", "ipc", "staged")
+    for name in ("runtime", "ipc", "staged", "training")
 }
 # Three minutes: the first seed with Gloo, staged, ipc, and NCCL's refusal. At a load of 10 to 20 on two cores it took 177 s.
 SMOKE = _tests(

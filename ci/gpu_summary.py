@@ -24,13 +24,12 @@ def _machine(rows: Rows) -> str:
 
 def _tests(step: str) -> Callable[[Rows], str]:
     def answer(rows: Rows) -> str:
-        outcomes = {
-            row["test"].partition("::")[2]: row["outcome"]
-            for row in rows
-            if row.get("script") == step and "test" in row
-        }
-        wrong = [f"{test} {outcome}" for test, outcome in outcomes.items() if outcome != "passed"]
-        return ", ".join([f"{len(outcomes) - len(wrong)} of {len(outcomes)} tests passed", *wrong]) if outcomes else ""
+        own = [row for row in rows if row.get("script") == step]
+        outcomes = {row["test"].partition("::")[2]: row["outcome"] for row in own if "test" in row}
+        others = [f"{test} {outcome}" for test, outcome in outcomes.items() if outcome != "passed"]
+        collected = max((row.get("num_collected", 0) for row in own), default=0)
+        passed = f"{len(outcomes) - len(others)} of {collected} tests passed"
+        return ", ".join([passed, *others]) if outcomes else ""
 
     return answer
 
@@ -72,11 +71,8 @@ def _handoff(rows: Rows) -> str:
 def _all_reduce(num_bytes: int) -> Callable[[Rows], str]:
     def answer(rows: Rows) -> str:
         found = {_case(row, "backend"): row["median_ms"] for row in _reduced(rows, num_bytes) if row["num_ranks"] == 2}
-        failed = {
-            _case(row, "backend"): row["failed"]
-            for row in rows
-            if row.get("script") == "gpu_all_reduce" and "failed" in row
-        }
+        own = [row for row in rows if row.get("script") == "gpu_all_reduce" and row["num_ranks"] == 2]
+        failed = {_case(row, "backend"): row["failed"] for row in own if "failed" in row}
         return _join([*found.items(), *(failed.items() if num_bytes == _SMALL else ())])
 
     return answer

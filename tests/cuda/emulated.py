@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 IS_LOADED = hasattr(ctypes.CDLL(None), "rig_counters") if sys.platform == "linux" else False
@@ -28,15 +27,6 @@ COMMON_DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int32, torch.int64, torch.int8, torch.uint8),
 ]
-_COMMON = ("broadcast", "all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "reduce_scatter_tensor")
-
-
-def is_common(case):
-    """Whether every backend can run a case of `ipc_table`."""
-    ops = (None, dist.ReduceOp.SUM, dist.ReduceOp.MAX)
-    return case.name in _COMMON and case.op in ops and case.shape in ("scalar", "small", "large")
-
-
 # For a mesh of all ranks whose default group is "gloo", older releases make one of "cpu:gloo,cuda:nccl" (device_mesh.py). Which one stopped
 # was not looked up: 2.7.1 does, 2.14.1 does not.
 MAKES_NCCL = TorchVersion(torch.__version__) < (2, 8)

@@ -54,10 +54,10 @@ _EXCLUSIVE = ["which is in compute mode EXCLUSIVE_PROCESS", "nvidia-smi -c DEFAU
 _MISLEADING = ["network", "Connection closed", "is not in it", "Search for", "NCCL"]
 _ALONE = ["rank ", " (node ", "cuda:0 cannot be used: "]
 _NO_ROOM = (
-    [*_ALONE, "required to create MPS client have been exhausted", "see nvidia-smi and dmesg of the node"],
+    [*_ALONE, "required to create MPS client have been exhausted", "see nvidia-smi and the system's log"],
     _MISLEADING,
 )
-_LOST = [*_ALONE, "unspecified launch failure", "see nvidia-smi and dmesg of the node"], _MISLEADING
+_LOST = [*_ALONE, "unspecified launch failure", "see nvidia-smi and the system's log"], _MISLEADING
 _FULL = ["ran out of device memory during start-up"]
 # Fault, policy, what the error must contain, and what it must not.
 ENDS = [
