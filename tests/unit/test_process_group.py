@@ -79,7 +79,7 @@ def test_the_advice_after_a_rendezvous_that_failed(monkeypatch: pytest.MonkeyPat
     caps: list[Any] = []
     monkeypatch.setattr(process_group.memory_cap, "set_cap", lambda *args: caps.append(args))
     with pytest.raises(RendezvousError, match="Check that every node reaches that address and port") as caught:
-        start_worker(worker_plan(device="cuda:1", memory_fraction=0.5))  # rank 0, which has no store
+        start_worker(worker_plan(device="cuda:1", memory_fraction=0.5, budget_s=1))  # rank 0, which has no store
     assert "Gloo" not in str(caught.value)
     assert caps == [(0.5, "cuda:1"), (None,)]
 
