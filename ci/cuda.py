@@ -5,7 +5,7 @@ usage: python ci/cuda.py [OPTION ...] COMMAND ...       set up what is missing, 
        python ci/cuda.py --smoke                        what every change has to pass, in three minutes
        python ci/cuda.py --steps [--record] [NAME ...]  everything on CUDA tensors, or some of it (ci/cuda_steps.py); --record writes
                                                         the table of docs/development/gpu-runs.md
-       python ci/cuda.py --set-up | --export            only set up; print the exact versions
+       python ci/cuda.py --set-up                       only set up
 
 It uses the package sources of pip's configuration. It keeps the environment in --folder, 7 GB for each torch outside
 the project, and reuses it.
@@ -132,7 +132,6 @@ def parse() -> argparse.Namespace:
     add("--folder", type=Path, default=cache / "ray_fracbackend-cuda", help="default: %(default)s")
     add("--libraries", action="store_true", help="also install Lightning, Accelerate and Transformers")
     add("--set-up", action="store_true", help="set up, print time and disk, and end")
-    add("--export", action="store_true", help="set up, print the exact versions, and end")
     add("--smoke", action="store_true", help="run what every change has to pass")
     add("--steps", action="store_true", help="run the steps that are named behind the options, or all")
     add("--record", action="store_true", help="write what the steps came to, and their table")
@@ -158,7 +157,7 @@ def parse() -> argparse.Namespace:
         parser.error(f"there is no step {unknown[0]!r}; use one of {', '.join(map(repr, cuda_steps.STEPS))}")
     if options.smoke and options.command:
         parser.error(f"--smoke takes no command: leave out {' '.join(options.command)!r}")
-    if not (options.command or options.set_up or options.export or options.smoke or options.steps):
+    if not (options.command or options.set_up or options.smoke or options.steps):
         parser.error("no command: add one, such as `pytest tests/gpu`, or --smoke, --steps, --set-up")
     return options
 
@@ -312,9 +311,7 @@ def main() -> None:
         print(f"ci/cuda.py: not run: {reason}", file=sys.stderr)
         raise SystemExit(NOT_RUN)
     rig.set_up(libraries=options.libraries, always_say=options.set_up)
-    if options.export:
-        print(rig.freeze(), end="")
-    if options.set_up or options.export:
+    if options.set_up:
         return
     command = Command()
     if options.steps:

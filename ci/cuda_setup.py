@@ -163,11 +163,6 @@ class Rig:
             seconds = time.monotonic() - started
             _say(f"torch {self.torch}: set up in {seconds:.0f} s, {self.disk_gb():.1f} GB in {self.folder}")
 
-    def freeze(self) -> str:
-        """Return the exact versions, one line for each package."""
-        command = [self._python, "-m", "pip", "freeze", "--disable-pip-version-check"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
     def disk_gb(self) -> float:
         """Return the disk space of the folder in GB."""
         files = (os.lstat(Path(at, name)) for at, _, names in os.walk(self.folder) for name in names)

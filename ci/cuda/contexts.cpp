@@ -88,17 +88,9 @@ static cudaError_t properties(cudaDeviceProp* p, int index) {
   p->major = 9;
   p->multiProcessorCount = 8;
   p->warpSize = 32;
-  p->maxThreadsPerBlock = p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024;
-  p->maxThreadsDim[2] = 64;
-  p->maxGridSize[0] = 2147483647;
-  p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+  p->maxThreadsPerBlock = 1024;
   p->maxThreadsPerMultiProcessor = 2048;
-  p->regsPerBlock = p->regsPerMultiprocessor = 65536;
-  p->sharedMemPerBlock = 49152;
   p->sharedMemPerBlockOptin = 232448;
-  p->sharedMemPerMultiprocessor = 233472;
-  p->totalConstMem = 65536;
-  p->l2CacheSize = 50 << 20;
   p->asyncEngineCount = 2;
   p->concurrentKernels = p->unifiedAddressing = p->canMapHostMemory = p->memoryPoolsSupported = 1;
   p->ipcEventSupported = 1;

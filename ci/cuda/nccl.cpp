@@ -283,14 +283,6 @@ RIG_EXPORT const char* ncclGetErrorString(Result code) {
 
 RIG_EXPORT const char* ncclGetLastError(ncclComm_t) { return s_last_error; }
 
-RIG_EXPORT Result ncclMemAlloc(void** pointer, size_t size) {
-  return cudaMalloc(pointer, size) ? nccl_failed(ncclUnhandledCudaError, "Cuda failure 2 'out of memory'") : ncclSuccess;
-}
-
-RIG_EXPORT Result ncclMemFree(void* pointer) {
-  return cudaFree(pointer) ? nccl_failed(ncclUnhandledCudaError, "Cuda failure 1 'invalid argument'") : ncclSuccess;
-}
-
 // ---- communicators
 RIG_EXPORT Result ncclGetUniqueId(ncclUniqueId* id) {
   std::random_device random;
@@ -363,11 +355,3 @@ ANSWERS(ncclCommGetAsyncError, Result, comm->state)
 ANSWERS(ncclCommCount, int, comm->ranks)
 ANSWERS(ncclCommCuDevice, int, comm->device)
 ANSWERS(ncclCommUserRank, int, comm->rank)
-
-// Registered buffers ("User Buffer Registration") save copies; here they are as any other.
-RIG_EXPORT Result ncclCommRegister(ncclComm_t, void* buffer, size_t, void** handle) {
-  *handle = buffer;
-  return ncclSuccess;
-}
-
-RIG_EXPORT Result ncclCommDeregister(ncclComm_t, void*) { return ncclSuccess; }

@@ -41,9 +41,6 @@ struct nvmlPciInfo_t {
 struct nvmlMemory_t {
   unsigned long long total, free, used;
 };
-struct nvmlUtilization_t {
-  unsigned gpu, memory;
-};
 struct nvmlProcessInfo_v1_t {
   unsigned pid;
   unsigned long long usedGpuMemory;
@@ -230,13 +227,6 @@ RIG_EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_
     }
   });
   memory->free = memory->total - memory->used;
-  return NVML_SUCCESS;
-}
-// Nothing is measured. In MIG mode NVML does not support it.
-RIG_EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t* utilization) {
-  NVML_ENTER_DEVICE(device);
-  if (has_slices(device)) return NVML_ERROR_NOT_SUPPORTED;
-  *utilization = {};
   return NVML_SUCCESS;
 }
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, nvmlComputeMode_t* mode) {
