@@ -96,7 +96,7 @@ child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
 child.stdout.readline()
 held = before - torch.cuda.mem_get_info()[0]
 child.kill()
-time.sleep(0.2)
+child.wait()
 print(held >> 20, (before - torch.cuda.mem_get_info()[0]) >> 20)
 """
 READ_BY_HOST = "import ctypes, torch; x = torch.zeros(4, device='cuda'); ctypes.string_at(x.data_ptr(), 4)"
