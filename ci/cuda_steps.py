@@ -75,7 +75,7 @@ STEPS = {
         "Ray: losses of one process with each backend, 2 to 8 ranks, Tune, libraries, memory caps, the benchmark of `ipc`",
         "tests/gpu/test_gpu_training.py",
         "tests/gpu/test_gpu_bench.py",
-        limit_s=1800.0,
+        limit_s=3600.0,
         env=_TWO_GPUS,
     ),
     "starts": _tests(
