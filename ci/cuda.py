@@ -143,8 +143,6 @@ def parse() -> argparse.Namespace:
     like = "also as late and as lax as hardware: time slices, shared queues, implicit waits, memory of contexts"
     add("--like", choices=["gpu"], default="", help=like)
     add("--seed", type=number(0, (1 << 31) - 1), default=0, metavar="N", help="of the delays; default: %(default)s")
-    delay = "longest delay of a kernel; 0: kernels run at once; default: %(default)s"
-    add("--delay-us", type=number(0, 10**6), default=100, metavar="N", help=delay)
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="with its own options")
     options = parser.parse_args()
     options.command = options.command[options.command[:1] == ["--"] :]
@@ -180,7 +178,6 @@ def environment(rig: Rig, options: argparse.Namespace, state: Path) -> dict[str,
         "NCCL": options.nccl or rig.cell.nccl,
         "FAULT": ",".join(options.fault),
         "SEED": options.seed,
-        "DELAY_US": options.delay_us,
         "LIKE": options.like,
     }
     return {

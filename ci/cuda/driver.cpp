@@ -39,7 +39,6 @@ RIG_EXPORT CUresult cuInit(unsigned) {
   RIG_DRIVER(rig::state());
   return CUDA_SUCCESS;
 }
-RIG_EXPORT CUresult cuDriverGetVersion(int* version) { return (CUresult)cudaDriverGetVersion(version); }
 RIG_EXPORT CUresult cuDeviceGetCount(int* count) { return (CUresult)cudaGetDeviceCount(count); }
 RIG_EXPORT CUresult cuDeviceGet(CUdevice* device, int index) {
   RIG_DEVICE(index);
@@ -55,10 +54,6 @@ RIG_EXPORT CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
   cudaDeviceProp properties;
   cudaGetDeviceProperties(&properties, device);
   return memcpy(uuid->bytes, properties.uuid.bytes, 16), CUDA_SUCCESS;
-}
-RIG_EXPORT CUresult cuDeviceGetName(char* text, int size, CUdevice device) {
-  RIG_DEVICE(device);
-  return snprintf(text, size, "Emulated CUDA Device"), CUDA_SUCCESS;
 }
 RIG_EXPORT CUresult cuDeviceGetPCIBusId(char* text, int size, CUdevice device) {
   return (CUresult)cudaDeviceGetPCIBusId(text, size, device);
@@ -101,7 +96,6 @@ RIG_EXPORT CUresult cuCtxPopCurrent_v2(CUcontext* context) {
   rig::set_current_device(t_below.back());
   return t_below.pop_back(), CUDA_SUCCESS;
 }
-RIG_EXPORT CUresult cuCtxGetDevice(CUdevice* device) { return (CUresult)cudaGetDevice(device); }
 
 RIG_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t size) { return (CUresult)cudaMalloc((void**)pointer, size); }
 RIG_EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer) { return (CUresult)rig::release((void*)pointer, false); }

@@ -63,8 +63,3 @@ RIG_EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, con
   return attributes->binaryVersion = attributes->ptxVersion = 90, cudaSuccess;
 }
 RIG_EXPORT cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-RIG_EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
-  return *blocks = 2, cudaSuccess;
-}
-RIG_EXPORT cudaError_t cudaProfilerStart() { return cudaSuccess; }
-RIG_EXPORT cudaError_t cudaProfilerStop() { return cudaSuccess; }

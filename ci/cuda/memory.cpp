@@ -324,7 +324,6 @@ RIG_EXPORT cudaError_t cudaHostUnregister(void* pointer) {
   std::lock_guard<std::mutex> lock(rig::s_mutex);
   return rig::s_blocks.erase((uintptr_t)pointer) ? cudaSuccess : rig::failed(cudaErrorHostMemoryNotRegistered);
 }
-RIG_EXPORT cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) { return *device = host, cudaSuccess; }
 
 RIG_EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   RIG_ENTER();

@@ -270,12 +270,6 @@ RIG_EXPORT nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t dev
   NVML_ENTER_DEVICE(device);
   return list_processes(device, count, out, fill);
 }
-RIG_EXPORT nvmlReturn_t nvmlDeviceGetGraphicsRunningProcesses_v3(nvmlDevice_t device, unsigned* count, nvmlProcessInfo_t*) {
-  NVML_ENTER_DEVICE(device);
-  *count = 0;
-  return NVML_SUCCESS;
-}
-
 // ---- Multi Instance GPU Management
 
 RIG_EXPORT nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned* current, unsigned* pending) {

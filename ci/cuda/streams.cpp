@@ -50,10 +50,7 @@ void wait_until(const std::function<bool()>& done) {
 
 // ---- streams
 
-static int delay_us() {
-  static const int us = (int)number("CUDA_RIG_DELAY_US", 100);
-  return us;
-}
+constexpr int kDelayUs = 100;
 
 // A hardware queue: what it was given runs in the order of issue.
 struct Queue {
@@ -66,7 +63,7 @@ struct Queue {
   // Mostly short, some none, a few long: what does not wait meets each case.
   static void hold_up(std::minstd_rand& random) {
     std::uniform_real_distribution<double> uniform(0, 1);
-    double kind = uniform(random), us = kind < 0.1 ? 0 : kind < 0.99 ? 2 * delay_us() * uniform(random) : 20 * delay_us();
+    double kind = uniform(random), us = kind < 0.1 ? 0 : kind < 0.99 ? 2 * kDelayUs * uniform(random) : 20 * kDelayUs;
     if (us >= 1) usleep((useconds_t)us);
   }
   static void run(std::shared_ptr<Queue> self) {
@@ -82,7 +79,7 @@ struct Queue {
       auto [work, late] = std::move(self->work.front());
       self->work.pop_front();
       lock.unlock();
-      if (late && delay_us()) hold_up(random);
+      if (late) hold_up(random);
       work();
       work = nullptr;
       {
@@ -177,32 +174,24 @@ void put(void* handle, std::function<void()> work, bool late) {
   auto stream = stream_of(handle);
   static const bool s_has_slices = like_gpu() && !fault("mps_clients");
   bool in_slice = late && s_has_slices;
-  {
-    auto& queue = stream->queue;
-    std::lock_guard<std::mutex> lock(queue->mutex);
-    if (stream->captured) return stream->captured->push_back(std::move(work));
-    if (!queue->has_thread) {
-      queue->has_thread = true;
-      std::thread(Queue::run, queue).detach();
-    }
-    stream->pending++;
-    if (in_slice) s_runnable[stream->device]++;
-    auto run = [work = std::move(work), stream, in_slice]() mutable {
-      if (in_slice) take_slice(stream->device);
-      if (!is_lost()) work();
-      work = nullptr;
-      if (in_slice) leave_slice(stream->device);
-      stream->pending--;
-    };
-    queue->work.emplace_back(std::move(run), late);
-    queue->changed.notify_all();
+  auto& queue = stream->queue;
+  std::lock_guard<std::mutex> lock(queue->mutex);
+  if (stream->captured) return stream->captured->push_back(std::move(work));
+  if (!queue->has_thread) {
+    queue->has_thread = true;
+    std::thread(Queue::run, queue).detach();
   }
-  // Without a delay, kernels and copies are over when the call returns.
-  if (late && !delay_us()) {
-    uint64_t waits = counters.host_waits;
-    wait_until([&] { return stream->idle(); });
-    counters.host_waits = waits;
-  }
+  stream->pending++;
+  if (in_slice) s_runnable[stream->device]++;
+  auto run = [work = std::move(work), stream, in_slice]() mutable {
+    if (in_slice) take_slice(stream->device);
+    if (!is_lost()) work();
+    work = nullptr;
+    if (in_slice) leave_slice(stream->device);
+    stream->pending--;
+  };
+  queue->work.emplace_back(std::move(run), late);
+  queue->changed.notify_all();
 }
 bool stream_is_idle(void* handle) { return stream_of(handle)->idle(); }
 void synchronize_stream(void* handle) {

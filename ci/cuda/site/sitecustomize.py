@@ -1,14 +1,11 @@
 """Register CPU kernels for torch's CUDA operators in every Python that ci/cuda.py starts, after it has imported torch.
 
-Does nothing for a torch without CUDA, or if the emulated runtime is not loaded. Another sitecustomize on sys.path also
-runs.
+Does nothing for a torch without CUDA, or if the emulated runtime is not loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
@@ -50,12 +47,4 @@ class _Finder:
         return spec
 
 
-def _run_the_next() -> None:
-    here, folders = os.path.dirname(os.path.abspath(__file__)), [os.path.abspath(each) for each in sys.path]
-    spec = PathFinder.find_spec("sitecustomize", sys.path[folders.index(here) + 1 :] if here in folders else [])
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
-_run_the_next()
