@@ -35,7 +35,7 @@ def _tests(step: str) -> Callable[[Rows], str]:
 
 
 def _probe(rows: Rows, question: str) -> dict[str, Any]:
-    """Return both processes' answers, without those that failed to answer."""
+    """Return the answers of both processes in one."""
     found: dict[str, Any] = {}
     for row in rows:
         if row.get("question") == question:

@@ -66,10 +66,10 @@ def start_worker(plan: WorkerPlan, report: list[ray.ObjectRef[StartReport]] | No
     try:
         with ended_by(peers.look):
             end_process_group()  # a failed attempt in this process may have left one
-            if dist.is_initialized():  # torch gives up on ncclCommAbort in its log only
+            if dist.is_initialized():
                 raise GroupFormationError(
-                    f"an earlier group of this process did not end within {ABORT_S:g} s: its abort hangs. Restart the worker, and see "
-                    "NCCL's log (NCCL_DEBUG=INFO) for the device or link at fault."
+                    f"an earlier process group of this process did not end: its abort failed, or hangs for more than {ABORT_S:g} s. "
+                    "Restart the worker; with NCCL_DEBUG=INFO its log shows where NCCL hangs."
                 )
             environment.clear()
             _prepare(plan)

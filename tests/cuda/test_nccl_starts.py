@@ -63,7 +63,13 @@ ENDINGS = {
     "refuses": (OWN, "nccl_refuse=1", {}, {}, ("rank 1 (node ", "barrier failed on rank 1", "Call to socket failed")),
     "no memory": (OWN, "nccl_oom=1", {}, {}, ("rank 1 (node ", "out of memory", "End other processes")),
     "late error": (OWN, "nccl_late_error=1", {}, {}, ("barrier failed on rank 0", "Call to recv failed")),
-    "abort hangs": (HALVES, "nccl_hang=1,nccl_abort_hang", MULTI_RANK, {}, ("its abort hangs. Restart the worker",)),
+    "abort hangs": (
+        HALVES,
+        "nccl_hang=1,nccl_abort_hang",
+        MULTI_RANK,
+        {},
+        ("its abort failed, or hangs for more than 5 s. Restart the worker",),
+    ),
     # on_shared_device="error" also forbids sharing that only NCCL detects.
     "sharing": (OWN, "nccl_duplicate", {}, {"on_shared_device": "error"}, ("refused the start",)),
     # No fallback from an explicit choice: the error states NCCL's requirements.

@@ -81,6 +81,22 @@ mv build/release dist
     )  # and so is what was tested
 
 
+def test_a_release_is_built_once() -> None:
+    """The files of the single build are tested and uploaded: no other job builds, and none restores a cache of another run."""
+    assert _WORKFLOWS["release.yml"]["on"] == {"push": {"tags": ["v*"]}}
+    commands = "\n".join(map(commands_of, _RELEASE.values()))
+    assert re.findall(r"ci/release\.py (\S+)", commands) == ["check-tag", "build", "test"]
+    assert re.findall(r"-m build|pip wheel|setup\.py|pip install [^\n]*\.(?:\s|$)", commands) == []
+    artifacts = [
+        (step["uses"].partition("@")[0].rpartition("/")[2], step["with"]["name"])
+        for job in _RELEASE.values()
+        for step in job.get("steps", [])
+        if "artifact" in step.get("uses", "")
+    ]
+    assert artifacts == [("upload-artifact", "release"), *[("download-artifact", "release")] * 2]
+    assert "cache: pip" not in _TEXTS["release.yml"]
+
+
 @pytest.mark.parametrize("name", _WORKFLOWS)
 def test_files_in_workflows_exist(name: str) -> None:
     """Every file and folder that a step names exists."""
