@@ -23,7 +23,7 @@ def test_dry_run(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     ended = [row for row in rows if row.get("event") == "ended"]
     assert {row["status"] for row in ended} == {"passed"}
-    assert all(row["counts"]["collected"] > 2 for row in ended if "pytest" in row["command"])
+    assert all(row["counts"]["collected"] > 2 for row in ended if "--collect-only" in row["command"])
     measured = {row["backend"] for row in rows if row.get("script") == "gpu_all_reduce" and "median_ms" in row}
     assert measured >= {"copy", "gloo", "staged", "ipc", "ipc_one_pass", "ipc_4_mib"}
     (report,) = (tmp_path / "out").glob("gpu_dry_*.txt")
