@@ -222,7 +222,7 @@ class Start:
         return report.with_figures(results[0], self.progress.seconds)
 
     def _reopen_store(self, deadline: Deadline) -> int:
-        """Open a store on rank 0 for the fallback, in place of the first attempt's."""
+        """Open a store on rank 0 for the fallback, in place of the first attempt's: its end ends what that left in threads."""
         started, settings = time.perf_counter(), self._settings
         arguments = (
             settings.master_port,

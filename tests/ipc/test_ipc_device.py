@@ -281,6 +281,7 @@ def test_a_process_that_was_stopped_itself_is_not_late(job: Job) -> None:
     if job.rank == 0:
         (stream,) = pg._device_side._streams.values()
         stream.last, stream.timeout_s = never(), 4.0
+        assert wait_until(lambda: pg._device_side._watch._seen is stream.last, 5)
         store.set("pid", str(os.getpid()))
         store.wait(["went on"])
         stream.last.words[1] = 1
@@ -320,16 +321,21 @@ def test_the_end_of_a_wait_that_is_overwritten(job: Job) -> None:
     pg.shutdown()
 
 
+@pytest.mark.parametrize("how", ["died", "aborted"])
 @on_ranks(2, env=ASYNC, needed=1)
-def test_a_group_is_shut_down_after_a_rank_died_with_a_call_on_the_device(job: Job) -> None:
-    """No call has reported the death, and the device waits for that rank: the group still lets go of its memory."""
-    pg, running = device_group(job, "dead", job.rank, job.size, 20.0), fake_cuda.FakeCuda.gpu.running
+def test_a_group_ends_with_a_call_on_the_device(job: Job, how: str) -> None:
+    """The device waits for a rank that died or is late, and no call reports it: the group still lets go of its memory."""
+    pg, running = device_group(job, how, job.rank, job.size, 20.0), fake_cuda.FakeCuda.gpu.running
     running.clear()
     pg.allreduce([torch.ones(4)], options("Allreduce"))
     if job.rank == 1:
-        strike("kill")
+        strike("kill") if how == "died" else time.sleep(60)
     running.set()
-    assert wait_until(pg._device_side._lane.engine.waiter.is_poisoned, 10)
+    if how == "died":
+        assert wait_until(pg._device_side._lane.engine.waiter.is_poisoned, 10)
+    else:
+        pg.abort()
+        assert comes_free(pg)
     pg.shutdown()
     assert not fake_cuda.registered
 

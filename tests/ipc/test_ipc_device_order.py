@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
 
 import fake_cuda
 import pytest
@@ -26,6 +28,7 @@ from ray_fracbackend.ipc.protocol.description import Terms, describe_call
 from ray_fracbackend.ipc.protocol.engine import Engine
 from ray_fracbackend.ipc.protocol.local import LocalCollectives
 from ray_fracbackend.ipc.protocol.reductions import Reduction
+from ray_fracbackend.ipc.protocol.schedule import READ
 
 CHUNK_BYTES = 65536
 NUM_CALLS = 6
@@ -106,6 +109,18 @@ def check_program(num_ranks: int, one_pass_bytes: int, seed: int) -> None:
 def test_results_are_exact_in_whatever_order_the_device_works(num_ranks: int, one_pass_bytes: int, seed: int) -> None:
     """No host waits for the device, and random orders that respect streams and events have exact results."""
     check_program(num_ranks, one_pass_bytes, seed)
+
+
+def test_a_stream_waits_for_all_that_is_counted() -> None:
+    """A peer goes on between any two reads of its counters."""
+    numbers, waits = itertools.count(1), []
+    words = type("Words", (), {"__getitem__": lambda self, index: next(numbers)})()
+    block, timeline = SimpleNamespace(bytes=torch.empty(block_bytes(64, 2)[0])), SimpleNamespace(wait=waits.append)
+    memory = DeviceMemory(block, timeline, 64, 0, 2)  # type: ignore[arg-type]
+    memory.attach(words, [0, 0])
+    for count in range(1, 20):
+        memory.after([1], READ, count)
+        assert waits[-1][1] >= count
 
 
 @pytest.mark.parametrize("is_async", [False, True])

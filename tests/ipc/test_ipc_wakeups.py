@@ -69,13 +69,10 @@ class Turns:
         place = len(self.trace)
         chosen = self.choices[place] if place < len(self.choices) else (current if current in able else able[0])
         self.trace.append((able, chosen, current))
-        if chosen == current and current not in self._ended and self._is_inside():
+        if chosen == current and current not in self._ended and hasattr(self._local, "number"):
             return True
         self._turns[chosen].release()
         return False
-
-    def _is_inside(self) -> bool:
-        return getattr(self._local, "number", None) is not None
 
     def point(self) -> None:
         """A point at which another thread may continue."""

@@ -83,7 +83,7 @@ def test_second_choice_after_a_stall(pair, first_choice, caplog):
 
 @pytest.mark.full
 def test_second_choice_after_no_answer(pair, first_choice):
-    """A rank that does not answer within the first choice's half of the time leaves the other half to the fallback."""
+    """A rank that does not answer within the first choice's quarter of the time leaves the rest to the fallback."""
     first_choice()
     pair.execute_single(0, replace_in_worker, "ray_fracbackend.worker.process_group", "_check_network", "nap 15", 1)
     start(pair, start_timeout_s=22)

@@ -34,11 +34,15 @@ def test_a_group_ends_while_gloo_has_a_tensor(backend: str) -> None:
     assert run_processes(end_while_gloo_runs, 2, backend, CONTEXT.Event(), timeout_s=90) == [True, True]
 
 
-def test_an_abort_that_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[float] = []
+@pytest.mark.parametrize("backend", ["nccl", "ipc", "staged"])
+def test_a_failed_group_is_aborted(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort that hangs is left."""
+    steps: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(group_end, "backends_by_device", lambda: {"cuda": "nccl"})
+    monkeypatch.setattr(group_end, "backends_by_device", lambda: {"cuda": backend})
     monkeypatch.setattr(group_end, "ABORT_S", 0.1)
-    monkeypatch.setattr(group_end._torch, "abort_groups", lambda: (time.sleep(3), ended.append(time.monotonic())))
+    monkeypatch.setattr(
+        group_end._torch, "abort_groups", lambda: (steps.append("begins"), time.sleep(3), steps.append("ends"))
+    )
     end_process_group(failed=True)
-    assert ended == []
+    assert steps == ["begins"]

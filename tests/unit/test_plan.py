@@ -156,6 +156,7 @@ _CASES = {
         case(_OWN, {}, "nccl", falls_back=_REFUSAL),
         case(_OWN, {}, "nccl", falls_back=_REFUSAL, on_shared_device="gloo"),
         case(_OWN, {}, "nccl", on_shared_device="error"),
+        case([worker(0, gpu()), worker(1, gpu(uuid="GPU-b"), "2", hostname="host1")], {}, "nccl", falls_back=_REFUSAL),
         case(_OWN, {}, _PAIR, on_shared_device="nccl", backend=_PAIR),
         case((_EXCLUSIVE, gpu("b")), {}, "nccl", falls_back=_REFUSAL),
         case([worker(0, gpu("a")), worker(1, gpu("b"), nccl_version=None)], {}, "nccl", falls_back=_REFUSAL),

@@ -7,6 +7,7 @@ import sys
 import types
 import uuid
 from dataclasses import asdict
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -120,15 +121,12 @@ def test_device_without_uuid(monkeypatch, cuda, uuid_of, bus, last, kernel):
 )
 def test_device_that_cannot_be_read(monkeypatch, cuda, error):
     """If torch counts a device but cannot describe it, this is the worker's cause, and none of its devices is used."""
-    cuda()
-
-    def fail(index):
-        raise error
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
-    found = facts_on("cuda:0", cuda_missing=None)
+    cuda(device_count=2)
+    answers = MagicMock(side_effect=[torch.cuda.get_device_properties(0), error])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", answers)
+    found = facts_on("cuda:0", "cuda:1", cuda_missing=None)
     assert found.devices == ()
-    assert found.cuda_missing.startswith("cuda:0 cannot be used: ")
+    assert found.cuda_missing.startswith("cuda:1 cannot be used: ")
     assert 'cannot use CUDA (CUDA says "it is lost"' in found.cuda_missing
 
 
