@@ -17,6 +17,7 @@ from ray_fracbackend.decide.nccl import (
     versions_text,
 )
 from ray_fracbackend.decide.plan import Decision, FallBack
+from ray_fracbackend.decide.rendezvous import is_one_node
 from ray_fracbackend.decide.worker_info import ranks_text, version_text
 from ray_fracbackend.errors import (
     BackendUnavailableError,
@@ -213,8 +214,9 @@ def _instead_of_nccl(job: Job, why: str, warnings: tuple[str, ...] = ()) -> Deci
 
 def _ipc(job: Job, asked: str, *, on: str = "cuda", train_on_cpu: bool = False) -> Decision:
     """Choose the ipc backend, or raise an error that names the first worker that cannot share host memory."""
+    one_node = is_one_node(job.workers)
     for worker in job.workers:
-        elsewhere = "" if worker.node_id == job.workers[0].node_id else "it is for workers on one node"
+        elsewhere = "" if one_node or worker.node_id == job.workers[0].node_id else "it is for workers on one node"
         if missing := worker.ipc_host_memory_missing or elsewhere:
             raise BackendUnavailableError(
                 f"{asked}, but the ipc backend cannot be used: {worker.where}: {missing}. Fix this, or leave ipc out.",

@@ -33,6 +33,7 @@ _WINDOWS = {"platform": "win32", "resources": {"GPU": 0.4}, **_NO_NCCL}
 _MISSING = {"resources": {"GPU": 1.0}, "cuda_missing": "no driver"}
 _NO_STAGED, _IPC, _SEEN = {"staged_missing": "no"}, {"ipc_host_memory_missing": None}, {"num_visible_devices": 1}
 _TWO_VERSIONS = [worker(0, gpu(), **_NEW), worker(1, gpu(), nccl_version=(2, 30, 6))]
+_ONE_HOST = NetworkInfo(network_id="of both Ray nodes")
 _EXCLUSIVE, _UNKNOWN = (gpu(compute_mode=mode) for mode in ("exclusive_process", "unknown"))
 _HALF_KNOWN = [worker(0, _UNKNOWN, mps_reachable=True), worker(1, _EXCLUSIVE), worker(2, _UNKNOWN)]
 _UNNAMED = (mig("1", parent_uuid=None), mig("2", parent_uuid=None))  # NVML does not name the parent
@@ -111,6 +112,7 @@ _CASES = {
     "ipc": [
         case(_SHARED, _IPC, "ipc", backend="ipc"),
         case(_SHARED, _IPC, "ipc", on_shared_device="ipc"),
+        case([worker(n, gpu(), node_id=f"{n}", network=_ONE_HOST, **_IPC) for n in (0, 1)], {}, "ipc", backend="ipc"),
         case(_SHARED, _IPC | _NEW | _SWITCH, "ipc", on_shared_device="ipc"),
         case(_SHARED, _IPC, "ipc", warns=[_OVERRIDE], on_shared_device="ipc", backend="nccl"),
         case(_SHARED, {}, BackendUnavailableError, on_shared_device="ipc"),
