@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from ray_fracbackend._ray import v2_enabled
+from tests.processes import run_processes
 from tests.soak import cycles
 from tests.soak.belongings import belongings
 
@@ -21,8 +22,8 @@ pytestmark = [
 ]
 
 
-def test_belongings_counts_what_a_start_could_leave_behind() -> None:
-    """A thread, a listening socket and its descriptor, shared memory, a child process and a variable are each counted."""
+def counts(rank: int, num_processes: int, port: int) -> list[dict[str, int]]:
+    """Return what is counted with one of each, and without them."""
     before = belongings()
     memory = os.memfd_create("ray_fracbackend_ipc")
     over = threading.Event()
@@ -40,10 +41,15 @@ def test_belongings_counts_what_a_start_could_leave_behind() -> None:
         thread.join()
         child.kill()
         child.communicate()
-    more = {name: now[name] - before[name] for name in before if name != "rss_bytes"}
+    names = before.keys() - {"rss_bytes"}
+    return [{name: found[name] - before[name] for name in names} for found in (now, belongings())]
+
+
+def test_belongings_counts_what_a_start_could_leave_behind() -> None:
+    """A thread, a listening socket and its descriptor, shared memory, a child process and a variable are each counted."""
+    ((more, none),) = run_processes(counts, 1)
     assert min(more.values()) >= 1, more
-    after = belongings()
-    assert {name: after[name] - before[name] for name in more} == dict.fromkeys(more, 0)
+    assert none == dict.fromkeys(more, 0)
 
 
 @pytest.mark.full
