@@ -97,7 +97,7 @@ unknown.__module__ = "only_on_the_driver"
     [
         pytest.param(lambda *_: time.sleep(60), 3, "no answer within 3 s", id="silent"),
         pytest.param(lambda *_: {"ray_fracbackend": "0.0.1"}, 100, "0.0.1", id="version", marks=pytest.mark.full),
-        (unknown, 100, "No module named 'only_on_the_driver'"),
+        pytest.param(unknown, 100, "No module named 'only_on_the_driver'", id="no package"),
     ],
 )
 def test_node_without_facts(cluster, monkeypatch, function, timeout_s, text):

@@ -75,7 +75,7 @@ def imported(path: Path, top_only: bool = False) -> set[str]:
 
 @pytest.mark.parametrize("path", _MODULES, ids=lambda path: str(path.relative_to(_PACKAGE)))
 def test_imports_go_one_way(path):
-    """The table above lists which part may import which parts and packages; only ipc, which needs Linux, imports what Windows lacks."""
+    """The table above lists which part may import what; at the top none imports what Ray or Windows may lack, but for ipc, which needs Linux."""
     part, names = part_of(path), imported(path)
     ours = {name.split(".")[1] for name in names if name.startswith("ray_fracbackend.")} - {"__version__"}
     if path.name == "demo.py":  # a script like those of users
@@ -90,6 +90,7 @@ def test_imports_go_one_way(path):
         at_the_top = imported(path, top_only=True)
         assert not [name for name in at_the_top if name.startswith("ray_fracbackend.ipc")] or part in ("cli", "staged")
         assert not at_the_top & _UNIX
+        assert part != "_ray" or {name for name in at_the_top if name.split(".")[0] == "ray"} == {"ray", "ray.tune"}
         assert ours - {"ipc"} <= set(_PARTS[: _PARTS.index(part) + 1])
     foreign = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"ray_fracbackend"}
     if part in _PURE:
