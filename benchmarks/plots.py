@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ def save(figure: Any, target: Path, result: dict[str, Any], told: str, top: floa
         0.012, 0.06 / figure.get_figheight(), f"{told}\n{where(result)}", fontsize=7.5, color="#57606a", va="bottom"
     )
     title = {"Title": result["source"]}
+    drawn, titles = figure.get_tightbbox(), [axis.title.get_window_extent() for axis in figure.axes]
+    if not figure.bbox_inches.contains(*drawn.min) or not figure.bbox_inches.contains(*drawn.max):
+        sys.exit(f"{target}: something is cut at the edge")
+    if any(left.overlaps(right) for left, right in pairwise(titles)):
+        sys.exit(f"{target}: titles overlap")
     figure.savefig(target, metadata={**title, "Date": None} if target.suffix == ".svg" else title)
     plt.close(figure)
 
@@ -81,7 +87,7 @@ def start(result: dict[str, Any], target: Path) -> None:
         "same workers": ("again on the same workers", 1e3),
         "until training": ("from fit() to the train function", 1),
     }
-    figure, axes = plt.subplots(1, len(kinds), figsize=(11.4, 3.3))
+    figure, axes = plt.subplots(1, len(kinds), figsize=(9.4, 3.3))
     axes[1].sharey(axes[0])
     for axis, (kind, (title, factor)) in zip(axes, kinds.items(), strict=True):
         rows = result["rows"][kind]
@@ -149,7 +155,7 @@ def ipc_demo(result: dict[str, Any], target: Path) -> None:
 def scale(result: dict[str, Any], target: Path) -> None:
     """Draw the cost of a start for the driver in simulation, in seconds and bytes, and the cost of real processes."""
     simulated, real = result["simulated"], result["real"]
-    figure, axes = plt.subplots(1, 3, figsize=(10.2, 3.3))
+    figure, axes = plt.subplots(1, 3, figsize=(9.4, 3.3))
     workers = [row["num_workers"] for row in simulated]
     phases = {"probe_s": _GRAY, "plan_s": _BLUE, "start_s": _ORANGE, "report_s": _LIGHT_BLUE}
     for phase, color in phases.items():

@@ -71,7 +71,7 @@ def main(results_folder):
         outcome = "failed" if result.error else "loss {loss:.4f} with {backend}".format(**result.metrics)
         print(f"lr {result.config['lr']}: {outcome}")
     print(f"best lr: {results.get_best_result().config['lr']}")
-    print(f"results: {results_folder}")
+    print(f"results: {results_folder}, reports: {results_folder}/*/start_report.json")
     ray.shutdown()
 
 

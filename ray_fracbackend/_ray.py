@@ -79,13 +79,13 @@ def _private(module: str, *names: str, by: str, since: str = "2.40") -> Any:
     return found
 
 
-def _is_v1(worker_group: Any) -> bool:
+def is_v1(worker_group: Any) -> bool:
     """Return True for V1's worker groups, False for V2's; imports no class of V1."""
     return not hasattr(worker_group, "get_workers")
 
 
 def _workers(worker_group: Any) -> list[Any]:
-    return list(worker_group.workers if _is_v1(worker_group) else worker_group.get_workers())
+    return list(worker_group.workers if is_v1(worker_group) else worker_group.get_workers())
 
 
 def worker_addresses(worker_group: Any) -> list[WorkerAddress]:
@@ -99,7 +99,7 @@ def resources_per_worker(worker_group: Any) -> Mapping[str, float]:
     if hasattr(worker_group, "get_resources_per_worker"):
         resources: Mapping[str, float] = worker_group.get_resources_per_worker()
         return resources
-    if _is_v1(worker_group):  # before Ray 2.49
+    if is_v1(worker_group):  # before Ray 2.49
         return {"GPU": worker_group.num_gpus_per_worker, **worker_group._remote_cls._default_options["resources"]}
     return dict(_workers(worker_group)[0].resources)
 
@@ -153,31 +153,11 @@ def _end_busy_workers(worker_group: Any) -> None:
             ray.kill(worker.actor)
 
 
-def restarts_lost_workers(worker_group: Any) -> bool:
-    """Return True if the engine restarts the workers after a RayActorError in a start (V2).
-
-    V1 loses such an error: its trial does not restart by itself and raises None instead (BackendExecutor.start and
-    _increment_failures, 2.40 to 2.60). Any other error reaches the user, and Tune restarts the trial according to
-    FailureConfig.
-    """
-    return not _is_v1(worker_group)
-
-
-def sets_env_before_init(worker_group: Any) -> bool:
-    """Return True if RANK, WORLD_SIZE, LOCAL_RANK, ... are known before ``on_start``, from the train context (V2)."""
-    return not _is_v1(worker_group)
-
-
 def set_torch_distributed_env() -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, ... as stock Ray Train does. On the worker."""
     _private(
         "ray.train.torch.config", "_set_torch_distributed_env_vars", by="set_torch_distributed_env"
     )._set_torch_distributed_env_vars()
-
-
-def node_ids() -> tuple[str, str]:
-    """Return Ray's node id and IP address of this worker's node."""
-    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
 
 def send_token() -> None:
@@ -188,18 +168,6 @@ def send_token() -> None:
         by="send_token",
         since="2.60",
     ).maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-
-
-def assigned_resources() -> Mapping[str, float]:
-    """Return the resources that Ray reserved for this worker, such as ``{"CPU": 1.0, "GPU": 0.5}``."""
-    resources: Mapping[str, float] = ray.get_runtime_context().get_assigned_resources()
-    return resources
-
-
-def accelerator_ids() -> Mapping[str, list[str]]:
-    """Return Ray's ids of this worker's accelerators by resource name."""
-    ids: Mapping[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
-    return ids
 
 
 def worker_devices() -> list[torch.device]:
@@ -345,7 +313,7 @@ def results_folder(worker_group: Any) -> tuple[Any, str] | None:
     storage = getattr(worker_group, "_storage_context", None)
     if storage is not None:
         return storage.storage_filesystem, storage.experiment_fs_path
-    if not _is_v1(worker_group):
+    if not is_v1(worker_group):
         return None
     session = _private("ray.train._internal.session", "get_session", by="results_folder").get_session()
     storage = getattr(session, "storage", None)

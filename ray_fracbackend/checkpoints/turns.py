@@ -17,6 +17,7 @@ from typing import Any
 from filelock import FileLock
 
 from ray_fracbackend import _ray
+from ray_fracbackend.decide.settings import switch
 from ray_fracbackend.log import logger
 
 TURNS_ENV = "RAY_FRACBACKEND_CHECKPOINT_TURNS"
@@ -33,10 +34,7 @@ def copy_checkpoints_in_turn() -> None:
     Raises:
         ValueError: The variable is neither 0 nor 1.
     """
-    wanted = os.environ.get(TURNS_ENV, "1")
-    if wanted not in ("0", "1"):
-        raise ValueError(f"{TURNS_ENV}={wanted!r}: must be 0 or 1; leave it out for 1.")
-    if wanted == "0":
+    if not switch(TURNS_ENV, os.environ.get(TURNS_ENV, "1")):
         return
     try:
         _ray.wrap_checkpoint_copies(copy_in_turn)

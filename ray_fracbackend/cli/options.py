@@ -107,10 +107,10 @@ def _kind(hint: Any, setting: Field[Any]) -> dict[str, Any]:
         return {"action": "store_false" if setting.default else "store_true"}
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
-    if hint is float:
-        return {"type": float, "metavar": "SECONDS"}
-    metavar = setting.name.split("_")[-1].upper()
-    return {"type": ports, "metavar": metavar} if int in get_args(hint) else {"metavar": metavar}
+    metavar = "SECONDS" if setting.name.endswith("_s") else setting.name.split("_")[-1].upper()
+    of = get_args(hint) or (hint,)
+    found = [convert for kind, convert in ((tuple[int, int], ports), (int, int), (float, float)) if kind in of]
+    return {"metavar": metavar, "type": found[0] if found else str}
 
 
 def _flag(setting: Field[Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any, NoReturn
 
 from ray_fracbackend import __version__
@@ -17,8 +16,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **arguments)
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        raise wrong_usage(message)
+        raise wrong_usage(f"{message}. `{self.prog} --help` lists the options")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from ray_fracbackend.decide.fractions import RESOURCE_UNIT, workers_per_gpu
+from ray_fracbackend.decide.device_sharing import RESOURCE_UNIT, workers_per_gpu
 from ray_fracbackend.errors import InsufficientResourcesError
 from ray_fracbackend.timeouts import Deadline
 

@@ -37,9 +37,9 @@ _NO_GLOO_ON_WINDOWS = "on Windows an all_reduce of CUDA tensors through Gloo end
 def mixed_systems(job: Job) -> FracBackendError:
     """Return the error for Windows and other systems in one job."""
     return IncompatibleWorkersError(
-        f"Windows on {ranks_text(job.on_windows)}, Linux or macOS on the others. Gloo cannot connect Windows with other "
+        f"Windows on {ranks_text(job.windows_ranks)}, Linux or macOS on the others. Gloo cannot connect Windows with other "
         "systems (gloo#386); place all workers on nodes of one system.",
-        ranks=job.on_windows,
+        ranks=job.windows_ranks,
     )
 
 
@@ -174,7 +174,7 @@ def gloo_on_devices(job: Job) -> Decision:
     if job.wants_nccl:
         return _instead_of_nccl(job, "selected by on_shared_device")
     backend, warnings = job.settings.backends.name, tuple[str, ...]()
-    if job.on_windows and job.settings.backends.by_device.get("cuda") == "gloo":
+    if job.windows_ranks and job.settings.backends.by_device.get("cuda") == "gloo":
         warnings = (
             f"{_NO_GLOO_ON_WINDOWS}, seen with torch 2.12; these workers have {job.workers[0].torch_version}. backend={backend!r} is "
             f"kept as requested, 'auto' would use {STAGED}",
@@ -186,7 +186,7 @@ def instead_of_nccl(job: Job) -> Decision:
     """Choose Gloo, on Windows staged, because ranks share devices or NCCL is missing on a rank; warn if NCCL is on others."""
     if len(job.without_nccl) == len(job.workers):
         return _instead_of_nccl(job, "torch has no NCCL")
-    warnings = (cost_warning(job, STAGED if job.on_windows else "gloo"),)
+    warnings = (cost_warning(job, STAGED if job.windows_ranks else "gloo"),)
     if job.without_nccl:
         return _instead_of_nccl(job, f"torch of {ranks_text(job.without_nccl)} has no NCCL", warnings)
     refused = "shared devices" if any(group.same_device for group in job.conflicts) else "MIG slices of one GPU"
@@ -207,7 +207,7 @@ def own(job: Job) -> Decision:
 
 def _instead_of_nccl(job: Job, why: str, warnings: tuple[str, ...] = ()) -> Decision:
     """Choose Gloo for workers that train on CUDA devices if no backend was requested; on Windows the staged backend."""
-    if job.on_windows:
+    if job.windows_ranks:
         return _staged(job, f"using staged ({why}; {_NO_GLOO_ON_WINDOWS})", job.conflicts, warnings=warnings)
     return _gloo(job, f"using gloo ({why})", job.conflicts, warnings=warnings)
 

@@ -1,13 +1,21 @@
-"""Find ranks that share a CUDA device. O(number of workers)."""
+"""Find ranks that share a CUDA device, in O(number of workers), and how many workers can share one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ray_fracbackend.decide.worker_info import DeviceInfo, WorkerInfo, ranks_text
 
 KeyOf = Callable[[WorkerInfo, DeviceInfo], str]
+# Ray counts resources in ten-thousandths.
+RESOURCE_UNIT = 1e-4
+
+
+def workers_per_gpu(fraction: float) -> int:
+    """Return how many workers with this fraction, above 0 and below 1, fit on one GPU."""
+    return math.floor((1 + RESOURCE_UNIT / 2) / fraction)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ray_fracbackend.decide.device_sharing import sharing_ranks
-from ray_fracbackend.decide.fractions import workers_per_gpu
+from ray_fracbackend.decide.device_sharing import sharing_ranks, workers_per_gpu
 from ray_fracbackend.decide.job import Job
 from ray_fracbackend.decide.plan import GLOO_COST
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text

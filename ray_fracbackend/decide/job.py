@@ -41,12 +41,12 @@ class Job:
         return any(worker.gpu_fraction > 0 for worker in self.workers)
 
     @cached_property
-    def on_devices(self) -> bool:
-        """Whether Ray reserved GPUs and every worker has its own devices."""
+    def trains_on_devices(self) -> bool:
+        """Whether Ray reserved GPUs and torch can use a device on every worker that has one reserved."""
         return self.asks_for_gpus and not self.without_cuda
 
     @cached_property
-    def on_windows(self) -> list[int]:
+    def windows_ranks(self) -> list[int]:
         """Ranks on Windows."""
         return [worker.rank for worker in self.workers if worker.platform == "win32"]
 

@@ -16,7 +16,7 @@ NCCL_COMPARES_UUID: NcclVersion = (2, 30, 7)
 # From this version on NCCL accepts several ranks on one GPU if NCCL_MULTI_RANK_GPU_ENABLE=1.
 NCCL_MULTI_RANK: NcclVersion = (2, 30, 0)
 MULTI_RANK_ENV = "NCCL_MULTI_RANK_GPU_ENABLE"
-_IFNAME = "NCCL_SOCKET_IFNAME"
+NCCL_IFNAME = "NCCL_SOCKET_IFNAME"
 # CTAs for all ranks of a device together: NCCL's documentation says that its defaults are enough for two ranks.
 _CTAS_PER_DEVICE = 8
 
@@ -97,9 +97,9 @@ def interface_doubts(workers: Sequence[WorkerInfo]) -> tuple[str, ...]:
     """Return each ``NCCL_SOCKET_IFNAME`` that matches no interface of the rank's node, in one line with the ranks."""
     ranks_of: dict[str, list[int]] = {}
     for worker in workers:
-        value, known = worker.env.get(_IFNAME), list(worker.network.interfaces)
+        value, known = worker.env.get(NCCL_IFNAME), list(worker.network.interfaces)
         if value and known and not matching(value, known):
-            doubt = f"{_IFNAME}={value} is kept, but it matches none of this node's interfaces ({', '.join(known)})"
+            doubt = f"{NCCL_IFNAME}={value} is kept, but it matches none of this node's interfaces ({', '.join(known)})"
             ranks_of.setdefault(doubt, []).append(worker.rank)
     return tuple(f"{ranks_text(ranks)}: {doubt}" for doubt, ranks in ranks_of.items())
 

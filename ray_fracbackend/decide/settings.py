@@ -20,6 +20,13 @@ def is_seconds(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MAX_S
 
 
+def switch(name: str, value: str) -> bool:
+    """Return whether an environment variable is 1 and not 0; raise a ValueError for another value."""
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}={value!r}: must be 0 or 1; leave it out for 1.")
+    return value == "1"
+
+
 def _is_address(value: object) -> bool:
     if not isinstance(value, str) or value in ("", "0.0.0.0", "::"):  # the last two are where to listen, not to connect
         return False
@@ -139,15 +146,7 @@ def setting_names() -> tuple[str, ...]:
 
 
 def unknown_fields_warning(config: Settings, stock: Any) -> str | None:
-    """Return a warning about fields that a newer Ray has added to TorchConfig, because a start does not use them.
-
-    Args:
-        config: The user's.
-        stock: A TorchConfig with the defaults.
-
-    Returns:
-        The warning, None if these fields have their defaults.
-    """
+    """Return a warning about fields of a newer Ray's TorchConfig that differ from a stock one's, as a start does not use them."""
     added = [each.name for each in fields(stock) if each.name not in setting_names()]
     given = [f"{name}={getattr(config, name)!r}" for name in added if getattr(config, name) != getattr(stock, name)]
     ignored = "of this Ray's TorchConfig has no effect with FracTorchConfig; omit it, or use TorchConfig"

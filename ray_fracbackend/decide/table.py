@@ -56,7 +56,7 @@ class Row:
 
 ROWS = (
     # Guards.
-    Row("mixed systems", lambda job: 0 < len(job.on_windows) < len(job.workers), choices.mixed_systems),
+    Row("mixed systems", lambda job: 0 < len(job.windows_ranks) < len(job.workers), choices.mixed_systems),
     Row(
         "NCCL without GPUs",
         lambda job: not job.asks_for_gpus and job.settings.backends.has_nccl and bool(job.cannot_use_nccl),
@@ -72,16 +72,19 @@ ROWS = (
         ),
         choices.missing_cuda,
     ),
-    Row("compute mode", lambda job: job.on_devices and bool(job.exclusive), choices.compute_mode),
+    Row("compute mode", lambda job: job.trains_on_devices and bool(job.exclusive), choices.compute_mode),
     Row(
         "sharing forbidden",
-        lambda job: job.on_devices and bool(job.conflicts) and job.settings.on_shared_device == "error",
+        lambda job: job.trains_on_devices and bool(job.conflicts) and job.settings.on_shared_device == "error",
         choices.shared_error,
     ),
     Row(
         "mixed NCCL versions",
         lambda job: (
-            job.on_devices and job.wants_nccl and not (job.conflicts or job.without_nccl) and len(job.nccl_versions) > 1
+            job.trains_on_devices
+            and job.wants_nccl
+            and not (job.conflicts or job.without_nccl)
+            and len(job.nccl_versions) > 1
         ),
         choices.mixed_versions,
     ),

@@ -53,7 +53,7 @@ def _int_in(name: str, default: int, low: int, high: int) -> int:
     except ValueError:
         value = low - 1
     if not low <= value <= high:
-        raise ValueError(f"{name}={text!r} must be an integer from {low} to {high}; unset it for {default}.")
+        raise ValueError(f"{name}={text!r} must be an integer from {low} to {high}; unset it for {default}")
     return value
 
 
@@ -61,7 +61,7 @@ def _one_of(name: str, default: str, *others: str) -> str:
     text = os.environ.get(name, default)
     if text not in (default, *others):
         allowed = ", ".join(map(repr, (default, *others[:-1])))
-        raise ValueError(f"{name}={text!r} must be {allowed} or {others[-1]!r}; unset it for {default!r}.")
+        raise ValueError(f"{name}={text!r} must be {allowed} or {others[-1]!r}; unset it for {default!r}")
     return text
 
 
@@ -118,17 +118,6 @@ def device_path() -> str:
     return _one_of(DEVICE_PATH_ENV_VAR, "auto", "memory", "staged")
 
 
-def check_device() -> None:
-    """Check the variables of device memory.
-
-    Raises:
-        ValueError: One of them has an invalid value.
-    """
-    device_path()
-    device_chunk_bytes()
-    device_one_pass_bytes()
-
-
 def staged_chunk_bytes() -> int:
     """Return the bytes of a pinned buffer, a multiple of 4096."""
     value = _int_in(STAGED_CHUNK_BYTES_ENV_VAR, DEFAULT_STAGED_CHUNK_BYTES, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
@@ -142,3 +131,14 @@ def staged_takes_host_memory() -> bool:
         ValueError: The variable is neither "auto" nor "gloo".
     """
     return _one_of(STAGED_INNER_ENV_VAR, "auto", "gloo") == "auto"
+
+
+def fault() -> str | None:
+    """Return what is wrong with the first variable whose value is invalid, None if all values are valid."""
+    try:
+        chunk_bytes(), num_slots(), one_pass_bytes(2), spin_us()
+        device_path(), device_chunk_bytes(), device_one_pass_bytes()
+        staged_chunk_bytes(), staged_takes_host_memory()
+    except ValueError as error:
+        return str(error)
+    return None

@@ -5,16 +5,42 @@ from __future__ import annotations
 import json
 import os
 import posixpath
+from contextlib import suppress
 from typing import Any
 
 from ray_fracbackend import _ray
 from ray_fracbackend._ray import WorkerGroup
+from ray_fracbackend.decide.settings import switch
 from ray_fracbackend.log import logger
 from ray_fracbackend.timeouts import bounded
 
 # A later start of the same run, after a failure or a resize, replaces the file.
 REPORT_FILE = "start_report.json"
 _SAVE_S = 2.0
+
+
+def earlier_start(worker_group: WorkerGroup) -> dict[str, Any] | None:
+    """Return number, date and result of the run's last start from its report, None if there is none.
+
+    Raises:
+        ValueError: The variable that turns reports off is neither 0 nor 1.
+    """
+    if not _is_wanted():
+        return None
+
+    def read() -> dict[str, Any] | None:
+        if (folder := _ray.results_folder(worker_group)) is None:
+            return None
+        with folder[0].open_input_stream(posixpath.join(folder[1], REPORT_FILE)) as stream:
+            report = json.loads(stream.read())
+        number = int(report["earlier"]["number"]) if report["earlier"] else 0
+        result = "succeeded" if report["ok"] else report["error"]["reason"]
+        return {"number": number + 1, "date": report["date"], "result": result}
+
+    try:
+        return bounded(read, _SAVE_S)
+    except Exception:  # usually because it is the first start
+        return None
 
 
 def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None:
@@ -29,7 +55,7 @@ def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None
     Returns:
         Path of the file, followed by the kind of storage unless it is local; None if no file was written.
     """
-    if os.environ.get("RAY_FRACBACKEND_START_REPORT") == "0":
+    if not _is_wanted():
         return None
 
     def write() -> str | None:
@@ -39,8 +65,15 @@ def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None
         file_system, path = folder
         file_system.create_dir(path, recursive=True)
         file = posixpath.join(path, REPORT_FILE)
-        with file_system.open_output_stream(file) as stream:
-            stream.write(json.dumps(report, indent=2).encode())
+        part = f"{file}.part"  # renamed when it is complete: a full disk leaves the earlier report as it was
+        try:
+            with file_system.open_output_stream(part) as stream:
+                stream.write(json.dumps(report, indent=2).encode())
+            file_system.move(part, file)
+        except Exception:
+            with suppress(Exception):
+                file_system.delete_file(part)
+            raise
         return file if file_system.type_name == "local" else f"{file} ({file_system.type_name})"
 
     try:
@@ -52,3 +85,7 @@ def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None
     except Exception as error:  # each kind of storage raises its own errors
         logger.warning("%s was not written in the results folder: %s", REPORT_FILE, error)
     return None
+
+
+def _is_wanted() -> bool:
+    return switch("RAY_FRACBACKEND_START_REPORT", os.environ.get("RAY_FRACBACKEND_START_REPORT", "1"))

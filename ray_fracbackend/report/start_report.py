@@ -37,6 +37,7 @@ class Progress:
     verification: VerificationResult | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     date: str = field(default_factory=now)
+    earlier: Mapping[str, Any] | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -59,6 +60,7 @@ def document(start: Progress | StartReport, error: Exception | None = None) -> d
         "schema_version": SCHEMA_VERSION,
         "ok": error is None,
         "date": start.date,
+        "earlier": start.earlier,
         "versions": versions,
         "settings": dict(start.settings),
         **({"error": _error(error)} if error is not None else {}),
@@ -107,6 +109,7 @@ class StartReport:
         seconds: Seconds of each phase on the driver (``probe``, ``start``); empty in the workers' copy.
         settings: Settings of FracTorchConfig, as plain values.
         date: Time when the report was created, UTC in ISO 8601.
+        earlier: ``number``, ``date`` and ``result`` of the run's last start before this one; None for the first start.
     """
 
     plan: StartPlan
@@ -115,6 +118,7 @@ class StartReport:
     seconds: dict[str, float] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     date: str = field(default_factory=now)
+    earlier: Mapping[str, Any] | None = None
 
     def with_figures(
         self, verification: VerificationResult | None, seconds: Mapping[str, float] | None = None
@@ -159,12 +163,20 @@ class StartReport:
         return (self.reason, self.rendezvous.reason, *path, *self.warnings, *self.plan.decision.hints)
 
     def log_line(self) -> str:
-        """Return the log line: decision, world size, verification."""
+        """Return the log line: decision, world size, verification, seconds of each step."""
         size = f"{len(self.workers)} worker{'s' if len(self.workers) != 1 else ''}"
         checked = "not verified"
         if (figures := self.verification) is not None:
             checked = f"verified in {figures.total_s * 1e3:.0f} ms: {figures.speed}"
             checked += f", {figures.path}" if figures.path else ""
+        if self.seconds:
+            verify_s = figures.total_s if figures else 0.0
+            connect_s = self.seconds["start"] - verify_s
+            checked += f"; seconds: probe {self.seconds['probe']:.2f}, connect {connect_s:.2f}, verify {verify_s:.2f}"
+        if earlier := self.earlier:
+            checked += (
+                f"; start {earlier['number'] + 1} of this run, after that of {earlier['date']} ({earlier['result']})"
+            )
         return f"{self.reason} [{size}, {self.rendezvous.reason}, {checked}]"
 
     def to_dict(self) -> dict[str, Any]:

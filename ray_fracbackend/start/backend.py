@@ -30,7 +30,7 @@ from ray_fracbackend.decide.table import decide_start
 from ray_fracbackend.decide.worker_info import WorkerAddress, WorkerInfo
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.log import logger
-from ray_fracbackend.report.file import save_report
+from ray_fracbackend.report.file import earlier_start, save_report
 from ray_fracbackend.report.start_report import Progress, StartReport, document
 from ray_fracbackend.start.collect import gather
 from ray_fracbackend.timeouts import Deadline, seconds_text
@@ -63,6 +63,7 @@ class FracTorchBackend(TorchConfig().backend_cls):  # type: ignore[misc]
                 logger.warning("%s", warning)
             start = Start(worker_group, settings)
             try:
+                start.progress.earlier = earlier_start(worker_group)
                 report = start.run()
             except BaseException as error:
                 _ray.release_workers(worker_group, error)
@@ -196,13 +197,13 @@ class Start:
     def _start(self, plan: StartPlan, workers: tuple[WorkerInfo, ...], deadline: Deadline) -> StartReport:
         started, settings = time.perf_counter(), self._settings
         attempt = Deadline(deadline.left_s / 4, deadline.budget_s) if plan.decision.is_trial else deadline
-        report = StartReport(plan=plan, workers=workers, settings=self.progress.settings)
+        report = StartReport(plan=plan, workers=workers, settings=self.progress.settings, earlier=self.progress.earlier)
         plans = plan.worker_plans(
             workers,
             settings,
             budget_s=attempt.left_s,
             attempt=secrets.token_hex(4),
-            set_distributed_env=_ray.sets_env_before_init(self._group),
+            set_distributed_env=not _ray.is_v1(self._group),  # V2's train context has it before the group exists
         )
         reference = [ray.put(report)]  # in a list: Ray fetches a reference that is an argument itself
         step = f"starting {report.backend} at {plan.rendezvous.address}"

@@ -54,15 +54,7 @@ def why_no_cuda(error: Exception | None = None) -> str:
 
 
 def _cause(said: str, name: str, num_gpus: int | None, modes: set[str | None], visible: str | None) -> tuple[str, str]:
-    """Return cause and advice.
-
-    Args:
-        said: CUDA's error in lower case.
-        name: torch with its version.
-        num_gpus: Number of GPUs that NVML counts, None if unknown.
-        modes: Compute modes of these GPUs.
-        visible: ``CUDA_VISIBLE_DEVICES``.
-    """
+    """Return cause and advice, from CUDA's error in lower case and the GPUs that NVML counts, None if unknown."""
     if "no nvidia driver on your system" in said:
         container = "start a container with the node's GPUs and NVIDIA_DRIVER_CAPABILITIES=compute,utility"
         return f"{name} finds no NVIDIA driver on the node", f"install one, or on Linux {container}"
@@ -132,16 +124,7 @@ def _started_nvml() -> Any:
 
 
 def nvml_answer(nvml: Any, function: Any, *arguments: Any) -> Any:
-    """Call an NVML function for an optional detail.
-
-    Args:
-        nvml: The module from `nvml_session`.
-        function: Function of the module.
-        *arguments: Its arguments.
-
-    Returns:
-        The function's result, text as str; None if it raises an NVMLError.
-    """
+    """Return the result of an NVML function of `nvml_session`, text as str; None if it raises an NVMLError."""
     try:
         result = function(*arguments)
     except nvml.NVMLError:

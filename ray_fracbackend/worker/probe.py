@@ -70,20 +70,18 @@ def probe_devices(rank: int, ask_ipc: bool = False) -> WorkerInfo:
     """
     import ray
 
-    from ray_fracbackend import _ray
-
-    node_id, node_ip = _ray.node_ids()
-    resources = _ray.assigned_resources()
+    context = ray.get_runtime_context()
+    resources = context.get_assigned_resources()
     devices, cuda_missing = worker_devices(resources.get("GPU", 0) > 0)
     return collect_info(
         devices,
         ask_ipc,
         rank=rank,
-        node_id=node_id,
-        node_ip=node_address(node_ip),
+        node_id=context.get_node_id(),
+        node_ip=node_address(ray.util.get_node_ip_address()),
         ray_version=ray.__version__,
         resources=dict(resources),
-        gpu_ids=tuple(map(str, _ray.accelerator_ids().get("GPU", []))),
+        gpu_ids=tuple(map(str, context.get_accelerator_ids().get("GPU", []))),
         cuda_missing=cuda_missing,
     )
 
@@ -102,14 +100,15 @@ def collect_info(
     known, unreadable = described(devices)
     own |= {"cuda_missing": unreadable} if unreadable else {}
     if ask_ipc:
-        from ray_fracbackend.ipc import host_memory_support  # registers the backend
+        from ray_fracbackend.ipc import host_memory_support, knobs  # the package registers the backend
 
-        own["ipc_host_memory_missing"] = host_memory_support()
+        own["ipc_host_memory_missing"] = knobs.fault() or host_memory_support()
     # On Windows staged replaces Gloo if the job has devices.
     if ask_ipc or (sys.platform == "win32" and devices):
+        from ray_fracbackend.ipc import knobs
         from ray_fracbackend.staged import staged_support  # registers the backend
 
-        own["staged_missing"] = staged_support()
+        own["staged_missing"] = knobs.fault() or staged_support()
     return WorkerInfo(
         **own,
         hostname=socket.gethostname(),

@@ -127,7 +127,7 @@ def test_run(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("none-rank*.json"))]
     assert [(rank["started_by_us"], rank["backend"]) for rank in ranks] == [(True, "gloo")] * 2
-    assert "using gloo (NCCL 2.28.9 refuses shared devices)" in done.stdout + done.stderr
+    assert "using gloo (NCCL 2.28.9 " in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

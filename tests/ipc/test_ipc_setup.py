@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -37,6 +38,8 @@ from ray_fracbackend.ipc.host.liveness import Peer, start_time
 from ray_fracbackend.ipc.protocol import setup
 from tests.processes import wait_until
 from tests.soak.belongings import belongings
+
+_PAGE = Path(__file__).parents[2] / "docs" / "environment.md"
 
 
 def test_support_leaves_nothing_behind() -> None:
@@ -101,6 +104,15 @@ def test_a_wrong_knob_is_refused_with_value_and_rule(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(knobs.CHUNK_BYTES_ENV_VAR, text)
     with pytest.raises(ValueError, match=rf"{knobs.CHUNK_BYTES_ENV_VAR}='{text}' must be an integer from 65536"):
         knobs.chunk_bytes()
+
+
+@pytest.mark.parametrize(
+    "name", re.findall(r"^\| `(RAY_FRACBACKEND_(?:IPC|STAGED)_\w+)`", _PAGE.read_text(encoding="utf-8"), re.M)
+)
+def test_every_variable_of_the_page_is_checked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert knobs.fault() is None
+    monkeypatch.setenv(name, "1M")
+    assert str(knobs.fault()).startswith(f"{name}='1M' must be ")
 
 
 def test_an_arena_is_found_by_its_token_and_size_only() -> None:

@@ -18,6 +18,7 @@ import ray.train
 import ray.train.base_trainer
 import ray.train.v2._internal.exceptions
 import ray.tune.error
+import torch
 import torch.distributed as dist
 
 from ray_fracbackend import FracTorchConfig, errors, ipc
@@ -116,9 +117,17 @@ def config_calls(page):
             end += 1
         call = ast.parse(text[found.start() : end], mode="eval").body
         names = {keyword.arg for keyword in call.keywords}
-        values = {each.arg: each.value for each in call.keywords if ast.unparse(each.value) != "..."}
-        positional = [argument for argument in call.args if ast.unparse(argument) != "..."]
-        yield names, [ast.literal_eval(argument) for argument in positional], values, text[end:].split("\n")[0]
+        values = {each.arg: literal(each.value) for each in call.keywords if ast.unparse(each.value) != "..."}
+        positional = [literal(argument) for argument in call.args if ast.unparse(argument) != "..."]
+        yield names, positional, values, text[end:].split("\n")[0]
+
+
+def literal(node):
+    """Return the value of an argument in a page."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        pytest.fail(f"FracTorchConfig(...) with {ast.unparse(node)}, which is no literal: write a value, or `...`")
 
 
 @_each_page
@@ -126,9 +135,8 @@ def test_settings(page):
     """Every FracTorchConfig in a page is valid, or invalid if an error follows it."""
     for names, positional, values, after in config_calls(page):
         assert names <= set(setting_names())
-        settings = {name: ast.literal_eval(value) for name, value in values.items()}
         with pytest.raises(ValueError) if after.startswith(": ") else nullcontext():  # noqa: PT011 (any text)
-            FracTorchConfig(*positional, **settings)
+            FracTorchConfig(*positional, **values)
 
 
 _SCRIPT = re.compile(r"# (\S+\.py), run as: (.+)\n")
@@ -148,6 +156,9 @@ def test_scripts_run(tmp_path):
                 (tmp_path / script[1]).write_text(code)
                 words = [str(_BIN / word) if (_BIN / word).exists() else word for word in shlex.split(script[2])]
                 done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+                if "check_devices(" in code and not torch.cuda.is_available():
+                    assert "MissingDeviceError: ranks 0,1 cannot use a CUDA device" in done.stderr
+                    continue
                 assert done.returncode == 0, done.stderr
                 if "print(verify_process_group(" in code:
                     assert done.stdout.count("(backend='gloo', device='cpu', world_size=2") == 2, done.stdout

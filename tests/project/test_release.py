@@ -33,15 +33,6 @@ def test_classifiers_match_the_runs():
     assert re.findall(r'"Operating System :: (.+)"', _PROJECT) == ["POSIX :: Linux"]
 
 
-def test_nothing_promises_an_index():
-    """Without a public address in the metadata, no page or message claims that pip finds the package by its name."""
-    if "[project.urls]\n" in _PROJECT:
-        return
-    files = [*_ROOT.glob("*.md"), *_ROOT.glob("docs/**/*.md"), *_ROOT.glob("ray_fracbackend/**/*.py")]
-    promise = re.compile(r"(?:pip install (?:-U |--upgrade )?['\"]?|['\"]pip['\"]: \[['\"])ray[-_]fracbackend\b(?!-)")
-    assert [str(file.relative_to(_ROOT)) for file in files if promise.search(file.read_text())] == []
-
-
 @pytest.mark.parametrize(
     ("tag", "heading", "told"),
     [

@@ -145,21 +145,6 @@ def test_wrong_values(name, value, rule):
     assert rule in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"backend": "cpu:gloo,cuda:nccl"},
-        {"master_port": (29500, 29500)},
-        {"master_port": 29500, "master_addr": "node-1.example.com"},
-        {"master_addr": "fd00::3"},
-        {"timeout_s": 0.5, "start_timeout_s": 3},
-    ],
-)
-def test_right_values(settings):
-    config = FracTorchConfig(**settings)
-    assert {name: getattr(config, name) for name in settings} == settings
-
-
 def test_a_change_after_construction_is_checked_by_the_start():
     config = FracTorchConfig()
     config.on_shared_device = "maybe"

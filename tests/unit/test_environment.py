@@ -43,14 +43,8 @@ def test_a_value_that_the_user_changed_is_the_users() -> None:
     assert os.environ[NAME] == "user"
 
 
-def test_clear_removes_what_earlier_starts_set() -> None:
-    """A start that sets fewer variables than the previous one does not inherit the rest."""
-    environment.set_always({NAME: "ours"})
-    environment.clear()
-    assert NAME not in os.environ
-
-
 def test_variables_of_the_start_are_removed() -> None:
+    """Those that are named, or all: a start that sets fewer variables than the previous one does not inherit the rest."""
     os.environ[f"{NAME}_USER"] = "same"
     environment.set_always({NAME: "ours", f"{NAME}_USER": "same", f"{NAME}_2": "stays"})
     assert os.environ[NAME] == "ours"
@@ -58,3 +52,5 @@ def test_variables_of_the_start_are_removed() -> None:
     assert os.environ[f"{NAME}_2"] == "stays"
     assert NAME not in os.environ
     assert os.environ[f"{NAME}_USER"] == "same"
+    environment.clear()
+    assert f"{NAME}_2" not in os.environ

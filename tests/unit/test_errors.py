@@ -72,13 +72,14 @@ def test_reasons_are_distinct():
 )
 def test_a_dead_worker(worker_group, restarts):
     """V2 restarts the workers of a start on a RayActorError only; V1 would lose that one, so there it is none."""
-    died = errors.WorkerDiedError("gone.", ranks=[1], step="starting gloo", cause="killed")
+    died = errors.WorkerDiedError("gone.", advice="Look.", ranks=[1], step="starting gloo", cause="killed")
     died.report = "/runs/a.json"
     with pytest.raises(errors.WorkerDiedError, match="gone") as caught:
         fail(died, worker_group)
     assert isinstance(caught.value, RayActorError) == restarts
     found = pickle.loads(pickle.dumps(caught.value))
-    assert str(found) == "gone.\nreport of this start: /runs/a.json"
+    then = " Ray Train now starts the workers again, without a limit unless FailureConfig(controller_failure_limit=...) sets one."
+    assert str(found) == f"gone. Look.{then if restarts else ''}\nreport of this start: /runs/a.json"
     assert (found.ranks, found.step, found.cause, found.found) == ((1,), "starting gloo", "killed", "gone")
 
 

@@ -7,9 +7,10 @@ import sys
 import types
 import uuid
 from dataclasses import asdict
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
+import ray
 import torch
 
 from ray_fracbackend import IncompatibleWorkersError, __version__, _ray
@@ -206,27 +207,34 @@ def test_no_boot_id():
 def half_a_gpu(monkeypatch, cuda):
     """Simulate a Ray worker with half a GPU, without Ray."""
     cuda()
-    monkeypatch.setattr(_ray, "node_ids", lambda: ("node", "127.0.0.1"))
-    monkeypatch.setattr(_ray, "assigned_resources", lambda: {"CPU": 1.0, "GPU": 0.5})
-    monkeypatch.setattr(_ray, "accelerator_ids", lambda: {"GPU": ["0"]})
+    resources = {"CPU": 1.0, "GPU": 0.5}
+    answers = {"get_node_id": "node", "get_assigned_resources": resources, "get_accelerator_ids": {"GPU": ["0"]}}
+    monkeypatch.setattr(
+        ray, "get_runtime_context", lambda: Mock(**{f"{name}.return_value": answers[name] for name in answers})
+    )
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(_ray, "worker_devices", lambda: [torch.device("cuda:0")])
 
 
 def test_a_node_known_by_name(monkeypatch, half_a_gpu):
     """The probe returns the address of the node's name, with which the driver decides."""
-    monkeypatch.setattr(_ray, "node_ids", lambda: ("node", "head"))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "head")
     monkeypatch.setattr(probe, "node_address", {"head": "10.0.0.1"}.get)
     assert probe.probe_devices(0).node_ip == "10.0.0.1"
 
 
-def test_ipc_on_demand(half_a_gpu):
-    """Only ask_ipc checks host memory, in probe_worker and probe_devices."""
+def test_ipc_on_demand(half_a_gpu, monkeypatch):
+    """Only ask_ipc checks host memory and variables, in probe_worker and probe_devices."""
     asked = host_memory_support()
     found = [probe.probe_devices(0), *workers_of([probe.probe_worker(1)])]
     assert [each.ipc_host_memory_missing for each in found] == [NOT_PROBED] * 2
     assert (found[0].staged_missing == NOT_PROBED) == (sys.platform != "win32")
     found = [probe.probe_devices(0, ask_ipc=True), *workers_of([probe.probe_worker(1, None, None, True, ask_ipc=True)])]
     assert [each.ipc_host_memory_missing for each in found] == [asked] * 2
+    monkeypatch.setenv("RAY_FRACBACKEND_IPC_SPIN_US", "1ms")
+    wrong = probe.probe_devices(0, ask_ipc=True)
+    said = "RAY_FRACBACKEND_IPC_SPIN_US='1ms' must be an integer from 0 to 1000000; unset it for 200"
+    assert wrong.ipc_host_memory_missing == wrong.staged_missing == said
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,14 @@ def start_report():
 
 
 def test_log_line(start_report):
-    assert start_report.log_line() == (
-        "ranks 0,1 share GPU-ab12cd34 (NVIDIA H200) on node 10.0.0.1: using gloo (NCCL 2.28.9 refuses shared devices) "
-        "[2 workers, rank 0 at 10.0.0.1:29500 (one node), verified in 12 ms: all_reduce 0.20 ms at 1 KiB, 500 MB/s at 1 MiB]"
+    size = "2 workers, rank 0 at 10.0.0.1:29500 (one node)"
+    checked = "verified in 12 ms: all_reduce 0.20 ms at 1 KiB, 500 MB/s at 1 MiB"
+    assert start_report.log_line() == f"{start_report.reason} [{size}, {checked}]"
+    earlier = {"number": 1, "date": "2026-11-30T18:00:00+00:00", "result": "worker_died"}
+    again = replace(start_report, seconds={"probe": 1.25, "start": 0.5}, earlier=earlier)
+    assert again.log_line().endswith(
+        "500 MB/s at 1 MiB; seconds: probe 1.25, connect 0.49, verify 0.01; start 2 of this run, after that of "
+        "2026-11-30T18:00:00+00:00 (worker_died)]"
     )
 
 

@@ -9,9 +9,10 @@ import pytest
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 from ray_fracbackend.report import file as report_file
-from ray_fracbackend.report.file import REPORT_FILE, save_report
+from ray_fracbackend.report.file import REPORT_FILE, earlier_start, save_report
 
 REPORT = {"backend": "gloo"}
+EARLIER = {"number": 1, "date": "2026-11-30T18:00:00+00:00", "result": "worker_died"}
 
 
 def group(path, file_system=None):
@@ -39,10 +40,39 @@ def test_it_is_written_and_replaced(tmp_path, warnings):
     assert not warnings
 
 
+def test_the_start_before(tmp_path):
+    """Number, date and result of the last start of the run; none without one, and with a file that is no such report."""
+    run = group(tmp_path)
+    assert earlier_start(run) is None
+    for report in ({"ok": False, "error": {"reason": "worker_died"}}, {"ok": True, "earlier": EARLIER}):
+        save_report(run, {"date": EARLIER["date"], "earlier": None, **report})
+        found = earlier_start(run)
+        assert found == ({**EARLIER, "number": 2, "result": "succeeded"} if report["ok"] else EARLIER)
+    for report in ({}, {"earlier": {"number": "two"}, "ok": True, "date": ""}, []):
+        save_report(run, report)
+        assert earlier_start(run) is None
+
+
 def test_storage_that_refuses(tmp_path, warnings):
     (tmp_path / "run").write_text("a file where the folder should be")
     assert save_report(group(tmp_path / "run"), REPORT) is None
     assert "start_report.json was not written in the results folder: " in warnings[0]
+
+
+@pytest.mark.linux(reason="limits the size of files")
+def test_a_full_disk(tmp_path, warnings):
+    """The earlier report stays as it was, and nothing lies beside it."""
+    import resource
+
+    (tmp_path / REPORT_FILE).write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert save_report(group(tmp_path), {"backend": "gloo " * 4096}) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "start_report.json was not written in the results folder: " in warnings[0]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_storage_that_hangs(tmp_path, warnings, monkeypatch):
@@ -71,3 +101,6 @@ def test_it_can_be_turned_off(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_FRACBACKEND_START_REPORT", "0")
     assert save_report(group(tmp_path), REPORT) is None
     assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("RAY_FRACBACKEND_START_REPORT", "no")
+    with pytest.raises(ValueError, match="RAY_FRACBACKEND_START_REPORT='no': must be 0 or 1"):
+        earlier_start(group(tmp_path))

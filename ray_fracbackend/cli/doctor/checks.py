@@ -14,7 +14,7 @@ from ray_fracbackend.cli.doctor.report import Check
 from ray_fracbackend.decide.addresses import is_loopback, normal, owner_of
 from ray_fracbackend.decide.device_sharing import short_uuid
 from ray_fracbackend.decide.interfaces import IFNAME
-from ray_fracbackend.decide.nccl import NCCL_COMPARES_UUID
+from ray_fracbackend.decide.nccl import NCCL_COMPARES_UUID, NCCL_IFNAME, matching
 from ray_fracbackend.decide.plain import from_plain
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import decide_start
@@ -184,6 +184,8 @@ def _interfaces(facts: Facts, several_nodes: bool) -> Check:
         text, fix = "none is up", "bring at least the loopback interface up"
     elif any(name not in known for name in named.split(",") if name):
         text, fix = f"{IFNAME}={named} names one that does not exist", f"unset {IFNAME}, or list whole names"
+    elif (nccl := facts["variables"].get(NCCL_IFNAME)) and not matching(nccl, list(known)):
+        level, text, fix = "warning", f"{NCCL_IFNAME}={nccl} matches none", f"correct or unset {NCCL_IFNAME}"
     elif several_nodes and is_loopback(node_ip):
         text = f"Ray's address of this node is {node_ip}, which no other node can reach"
         fix = "start Ray there with --node-ip-address=ADDRESS"

@@ -47,8 +47,7 @@ class IpcProcessGroup(CollectiveGroup):
     def _obstacle(self) -> str | None:
         """Return what would otherwise fail only at the first asynchronous call, or the first one with device tensors."""
         try:
-            knobs.check_device()
             self._executor.start()
-        except (ValueError, RuntimeError) as error:
+        except RuntimeError as error:
             return str(error)
-        return None
+        return knobs.fault()

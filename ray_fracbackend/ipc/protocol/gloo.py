@@ -42,7 +42,7 @@ _MEET = describe_call("process of each rank")
 # Time to wait for Gloo before checking whether another rank has failed: the first and the longest interval.
 _FIRST_SLICE_S, _LAST_SLICE_S = 0.1, 2.0
 # Time to wait for data that a rank may have sent before it left or died.
-_GRACE_S = 2.0
+_SENT_BEFORE_S = 2.0
 
 
 def _options(kind: str, terms: Terms, **fields: Any) -> Any:
@@ -111,7 +111,7 @@ class GlooCollectives:
             elif lost_since is None:
                 # The lost rank may have sent its data before; it may still arrive.
                 lost_since, slice_s = time.monotonic(), _FIRST_SLICE_S
-            elif time.monotonic() > lost_since + _GRACE_S:
+            elif time.monotonic() > lost_since + _SENT_BEFORE_S:
                 raise PeerLostError(f"{lost} before it reached {what}.")
 
     def _lost(self) -> str | None:

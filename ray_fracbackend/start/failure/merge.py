@@ -8,7 +8,7 @@ from typing import TypeGuard
 from ray.exceptions import ActorUnavailableError, NodeDiedError, RayActorError, RayError
 from ray.exceptions import OutOfMemoryError as RayOutOfMemoryError
 
-from ray_fracbackend._ray import WorkerGroup, restarts_lost_workers
+from ray_fracbackend._ray import WorkerGroup, is_v1
 from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.error_texts import cause_of, is_lost_connection, without_allocator
 from ray_fracbackend.decide.worker_info import WorkerAddress, named
@@ -73,12 +73,14 @@ def merged(
     """
     if died := dead_workers(failures, addresses, step):
         return died
-    if starved := [rank for rank, error in failures.items() if _is_out_of_memory(error)]:
-        cause = without_allocator(cause_of(failures[starved[0]]))  # its advice on the allocator is not about a start
+    if out_of_memory := [rank for rank, error in failures.items() if _is_out_of_memory(error)]:
+        cause = without_allocator(
+            cause_of(failures[out_of_memory[0]])
+        )  # its advice on the allocator is not about a start
         return OutOfMemoryError(
-            f"{named(starved, addresses)} ran out of device memory during start-up ({step}): {cause}.",
+            f"{named(out_of_memory, addresses)} ran out of device memory during start-up ({step}): {cause}.",
             advice=advise("device full"),
-            ranks=starved,
+            ranks=out_of_memory,
             step=step,
             cause=cause,
         )
@@ -147,6 +149,7 @@ def _lost_a_peer(error: BaseException, rank: int) -> TypeGuard[FracBackendError]
 
 
 def _precedence(error: BaseException) -> tuple[bool, bool, int, int]:
+    """Return a sort key, which is lowest for the most specific error."""
     if not isinstance(error, FracBackendError):
         return True, True, 0, 0
     by_class = next(place for place, kind in enumerate(_ORDER) if isinstance(error, kind))
@@ -169,18 +172,19 @@ def _found(error: BaseException) -> str:
 
 
 def as_engine_error(error: BaseException, worker_group: WorkerGroup) -> BaseException:
-    """Convert a dead worker's error into the class on which the engine restarts the workers; return others unchanged.
+    """Convert a dead worker's error into the class on which V2 restarts the workers; return others unchanged.
 
-    As with TorchConfig, V2 does not restart the workers if Ray's memory monitor killed one.
+    As with TorchConfig, V2 does not restart them if Ray's memory monitor killed one. V1 loses an error of that class: its
+    trial does not restart and raises None (BackendExecutor.start and _increment_failures, 2.40 to 2.60). Tune restarts the
+    trial after any other error, according to FailureConfig.
 
     Args:
         error: Why the start failed. It becomes the cause of an error of another class.
         worker_group: The worker group of the failed start.
     """
-    is_lost = isinstance(error, WorkerDiedError) and error.kind != "killed_for_memory"
-    if not is_lost or not restarts_lost_workers(worker_group):
+    if not isinstance(error, WorkerDiedError) or error.kind == "killed_for_memory" or is_v1(worker_group):
         return error
     lost = LostWorkerError(error.args[0])
-    lost.__dict__.update(vars(error))
+    lost.__dict__.update(vars(error), advice=f"{error.advice} {advise('restarts')}")
     lost.__cause__ = error
     return lost
