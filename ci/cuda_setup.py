@@ -92,6 +92,7 @@ _CUDA_13 = Cell(
 )
 CELLS = {
     "2.14.1": _CUDA_13,
+    "2.15.0": replace(_CUDA_13, headers=("nvidia-cuda-crt==13.2.*", "nvidia-cuda-cccl==13.2.*")),
     "2.11.0": replace(_CUDA_13, nccl="2.28.9"),
     "2.7.1": Cell(
         ray="2.51.1",

@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -143,6 +144,7 @@ def record(torch: str, ray: str, found: Mapping[str, Mapping[str, Any]]) -> None
     known[torch] = {
         "torch": torch,
         "ray": ray,
+        "python": "{}.{}".format(*sys.version_info[:2]),
         "date": datetime.date.today().isoformat(),
         "cores": os.cpu_count(),
         "steps": steps,
@@ -160,7 +162,9 @@ def read() -> list[dict[str, Any]]:
 
 def table(cells: list[dict[str, Any]]) -> str:
     """Return the steps with a column for each torch release."""
-    lines = [_row("Step", "What", *(f"torch {cell['torch']}, Ray {cell['ray']}" for cell in cells))]
+    lines = [
+        _row("Step", "What", *(f"torch {cell['torch']}, Ray {cell['ray']}, Python {cell['python']}" for cell in cells))
+    ]
     lines.append("|" + "---|" * (len(cells) + 2))
     for name, step in STEPS.items():
         lines.append(_row(f"`{name}`", step.what, *(_cell(cell["steps"].get(name)) for cell in cells)))

@@ -17,6 +17,7 @@ from ray_fracbackend.timeouts import bounded
 # A later start of the same run, after a failure or a resize, replaces the file.
 REPORT_FILE = "start_report.json"
 _SAVE_S = 2.0
+_SWITCH = "RAY_FRACBACKEND_START_REPORT"
 
 
 def earlier_start(worker_group: WorkerGroup) -> dict[str, Any] | None:
@@ -25,7 +26,7 @@ def earlier_start(worker_group: WorkerGroup) -> dict[str, Any] | None:
     Raises:
         ValueError: The variable that turns reports off is neither 0 nor 1.
     """
-    if not _is_wanted():
+    if not switch(_SWITCH, os.environ.get(_SWITCH, "1")):
         return None
 
     def read() -> dict[str, Any] | None:
@@ -55,7 +56,7 @@ def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None
     Returns:
         Path of the file, followed by the kind of storage unless it is local; None if no file was written.
     """
-    if not _is_wanted():
+    if not switch(_SWITCH, os.environ.get(_SWITCH, "1")):
         return None
 
     def write() -> str | None:
@@ -65,16 +66,19 @@ def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None
         file_system, path = folder
         file_system.create_dir(path, recursive=True)
         file = posixpath.join(path, REPORT_FILE)
-        part = f"{file}.part"  # renamed when it is complete: a full disk leaves the earlier report as it was
+        is_local = file_system.type_name == "local"
+        # Renamed when it is complete: a full disk leaves the earlier report. Other storage keeps that one by itself.
+        part = f"{file}.part" if is_local else file
         try:
             with file_system.open_output_stream(part) as stream:
                 stream.write(json.dumps(report, indent=2).encode())
-            file_system.move(part, file)
-        except Exception:
-            with suppress(Exception):
-                file_system.delete_file(part)
-            raise
-        return file if file_system.type_name == "local" else f"{file} ({file_system.type_name})"
+            if is_local:
+                file_system.move(part, file)
+        finally:
+            if is_local:
+                with suppress(FileNotFoundError):
+                    file_system.delete_file(part)
+        return file if is_local else f"{file} ({file_system.type_name})"
 
     try:
         return bounded(write, _SAVE_S)
@@ -85,7 +89,3 @@ def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None
     except Exception as error:  # each kind of storage raises its own errors
         logger.warning("%s was not written in the results folder: %s", REPORT_FILE, error)
     return None
-
-
-def _is_wanted() -> bool:
-    return switch("RAY_FRACBACKEND_START_REPORT", os.environ.get("RAY_FRACBACKEND_START_REPORT", "1"))
