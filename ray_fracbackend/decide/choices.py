@@ -45,7 +45,7 @@ def mixed_systems(job: Job) -> FracBackendError:
 
 def nccl_without_gpus(job: Job) -> FracBackendError:
     """Return the error for an explicit NCCL on workers without any GPU."""
-    ranks = job.cannot_use_nccl
+    ranks = job.ranks_that_cannot_use_nccl
     return MissingDeviceError(
         f"backend={job.settings.backend!r} needs GPUs and NCCL, and {ranks_text(ranks)} lack{'s' if len(ranks) == 1 else ''} one of "
         "them. Ask for GPUs in ScalingConfig(use_gpu=True), or leave backend out.",
@@ -56,9 +56,9 @@ def nccl_without_gpus(job: Job) -> FracBackendError:
 def missing_cuda(job: Job) -> FracBackendError:
     """Return the error for GPUs of Ray that torch cannot use."""
     return MissingDeviceError(
-        f"{job.found_without_cuda}. Every GPU worker needs a CUDA device; correct num_gpus of those nodes or their torch and "
+        f"{job.missing_cuda_text}. Every GPU worker needs a CUDA device; correct num_gpus of those nodes or their torch and "
         "driver, or set FracTorchConfig(on_missing_cuda='cpu') to train on the CPU.",
-        ranks=[worker.rank for worker in job.without_cuda],
+        ranks=[worker.rank for worker in job.workers_without_cuda],
     )
 
 
@@ -114,7 +114,7 @@ def gloo_without_cuda(job: Job) -> Decision:
     """Choose an explicit Gloo for GPU workers whose torch has no CUDA, as stock does."""
     backend = job.settings.backends.name
     warning = (
-        f"{job.found_without_cuda}: {backend} starts anyway, as with TorchConfig, and a train function that uses "
+        f"{job.missing_cuda_text}: {backend} starts anyway, as with TorchConfig, and a train function that uses "
         "ray.train.torch.get_device() will fail; on_missing_cuda='cpu' trains on the CPU"
     )
     return _gloo(job, f"using {backend} as requested", on="cpu", backend=backend, warnings=(warning,))
@@ -122,7 +122,7 @@ def gloo_without_cuda(job: Job) -> Decision:
 
 def on_cpu(job: Job) -> Decision:
     """Train on the CPU, as ``on_missing_cuda="cpu"`` allows."""
-    found = f"{job.found_without_cuda}: training on the CPU"
+    found = f"{job.missing_cuda_text}: training on the CPU"
     if job.wants_ipc_on_cpu:
         return _ipc(job, found, on="cpu", train_on_cpu=True)
     return _gloo(job, f"{found} with gloo", on="cpu", train_on_cpu=True)
@@ -184,11 +184,11 @@ def gloo_on_devices(job: Job) -> Decision:
 
 def instead_of_nccl(job: Job) -> Decision:
     """Choose Gloo, on Windows staged, because ranks share devices or NCCL is missing on a rank; warn if NCCL is on others."""
-    if len(job.without_nccl) == len(job.workers):
+    if len(job.ranks_without_nccl) == len(job.workers):
         return _instead_of_nccl(job, "torch has no NCCL")
     warnings = (cost_warning(job, STAGED if job.windows_ranks else "gloo"),)
-    if job.without_nccl:
-        return _instead_of_nccl(job, f"torch of {ranks_text(job.without_nccl)} has no NCCL", warnings)
+    if job.ranks_without_nccl:
+        return _instead_of_nccl(job, f"torch of {ranks_text(job.ranks_without_nccl)} has no NCCL", warnings)
     refused = "shared devices" if any(group.same_device for group in job.conflicts) else "MIG slices of one GPU"
     return _instead_of_nccl(job, f"NCCL {versions_text(job.workers)} refuses {refused}", warnings)
 

@@ -18,7 +18,7 @@ _LEFT_BY_WINDOWS = 0.9
 def cost_warning(job: Job, backend: str) -> str:
     """Return the warning about the cost of a backend that is used instead of NCCL because ranks share devices or some have no NCCL."""
     if not job.conflicts:
-        return f"all {len(job.workers)} ranks use {backend} instead of nccl, which torch of {ranks_text(job.without_nccl)} lacks: {GLOO_COST}"
+        return f"all {len(job.workers)} ranks use {backend} instead of nccl, which torch of {ranks_text(job.ranks_without_nccl)} lacks: {GLOO_COST}"
     return (
         f"{len(sharing_ranks(job.conflicts))} of {len(job.workers)} ranks share a GPU, so all ranks use {backend} instead of nccl: "
         f"{GLOO_COST}. on_shared_device='gloo' accepts this without a warning, 'error' refuses such a start."

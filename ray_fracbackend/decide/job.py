@@ -43,7 +43,7 @@ class Job:
     @cached_property
     def trains_on_devices(self) -> bool:
         """Whether Ray reserved GPUs and torch can use a device on every worker that has one reserved."""
-        return self.asks_for_gpus and not self.without_cuda
+        return self.asks_for_gpus and not self.workers_without_cuda
 
     @cached_property
     def windows_ranks(self) -> list[int]:
@@ -51,26 +51,26 @@ class Job:
         return [worker.rank for worker in self.workers if worker.platform == "win32"]
 
     @cached_property
-    def without_cuda(self) -> list[WorkerInfo]:
+    def workers_without_cuda(self) -> list[WorkerInfo]:
         """Workers without a CUDA device although Ray reserved one, and workers that report why they have none."""
         return [w for w in self.workers if w.cuda_missing is not None or (w.gpu_fraction > 0 and not w.devices)]
 
     @cached_property
-    def cannot_use_nccl(self) -> list[int]:
+    def ranks_that_cannot_use_nccl(self) -> list[int]:
         """Ranks without NCCL or without a device that torch sees."""
         return [w.rank for w in self.workers if not w.nccl_available or w.num_visible_devices == 0]
 
     @cached_property
-    def found_without_cuda(self) -> str:
+    def missing_cuda_text(self) -> str:
         """The workers without a CUDA device and the reasons, in one line."""
-        ranks = [worker.rank for worker in self.without_cuda]
+        ranks = [worker.rank for worker in self.workers_without_cuda]
         causes = dict.fromkeys(
-            f"node {w.node_ip}: {w.cuda_missing or 'no CUDA device was found'}" for w in self.without_cuda
+            f"node {w.node_ip}: {w.cuda_missing or 'no CUDA device was found'}" for w in self.workers_without_cuda
         )
         return f"Ray assigned {ranks_text(ranks)} GPUs that torch cannot use ({'; '.join(list(causes)[:4])})"
 
     @cached_property
-    def without_nccl(self) -> list[int]:
+    def ranks_without_nccl(self) -> list[int]:
         """Ranks whose torch has no NCCL."""
         return [worker.rank for worker in self.workers if not worker.nccl_available]
 
@@ -92,7 +92,7 @@ class Job:
     @cached_property
     def conflicts(self) -> tuple[ShareGroup, ...]:
         """Ranks that share a device and, if NCCL is wanted, ranks that NCCL would refuse."""
-        if not self.wants_nccl or self.without_nccl:
+        if not self.wants_nccl or self.ranks_without_nccl:
             return self.shared
         found = (*self.shared, *nccl_conflicts(self.workers))
         policy = self.settings.on_shared_device

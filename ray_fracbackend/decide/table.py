@@ -59,14 +59,14 @@ ROWS = (
     Row("mixed systems", lambda job: 0 < len(job.windows_ranks) < len(job.workers), choices.mixed_systems),
     Row(
         "NCCL without GPUs",
-        lambda job: not job.asks_for_gpus and job.settings.backends.has_nccl and bool(job.cannot_use_nccl),
+        lambda job: not job.asks_for_gpus and job.settings.backends.has_nccl and bool(job.ranks_that_cannot_use_nccl),
         choices.nccl_without_gpus,
     ),
     Row(
         "missing CUDA",
         lambda job: (
             job.asks_for_gpus
-            and bool(job.without_cuda)
+            and bool(job.workers_without_cuda)
             and job.settings.on_missing_cuda == "error"
             and (job.wants_nccl or job.settings.backends.has_ipc or job.settings.backends.has_staged)
         ),
@@ -83,7 +83,7 @@ ROWS = (
         lambda job: (
             job.trains_on_devices
             and job.wants_nccl
-            and not (job.conflicts or job.without_nccl)
+            and not (job.conflicts or job.ranks_without_nccl)
             and len(job.nccl_versions) > 1
         ),
         choices.mixed_versions,
@@ -92,15 +92,15 @@ ROWS = (
     Row("no GPUs", lambda job: not job.asks_for_gpus, choices.without_gpus),
     Row(
         "gloo without CUDA",
-        lambda job: bool(job.without_cuda) and job.settings.on_missing_cuda == "error",
+        lambda job: bool(job.workers_without_cuda) and job.settings.on_missing_cuda == "error",
         choices.gloo_without_cuda,
     ),
-    Row("training on the CPU", lambda job: bool(job.without_cuda), choices.on_cpu),
+    Row("training on the CPU", lambda job: bool(job.workers_without_cuda), choices.on_cpu),
     Row("several ranks per GPU", lambda job: job.asks_for_multi_rank, choices.multi_rank),
     Row("ipc", lambda job: job.settings.backends.has_ipc or job.shares_by("ipc"), choices.ipc_on_devices),
     Row("staged", lambda job: job.settings.backends.has_staged or job.shares_by("staged"), choices.staged_on_devices),
     Row("gloo", lambda job: not job.wants_nccl or job.shares_by("gloo"), choices.gloo_on_devices),
     Row("shared", lambda job: bool(job.conflicts), choices.instead_of_nccl),
-    Row("no NCCL", lambda job: bool(job.without_nccl), choices.instead_of_nccl),
+    Row("no NCCL", lambda job: bool(job.ranks_without_nccl), choices.instead_of_nccl),
     Row("own devices", lambda job: True, choices.own),
 )

@@ -42,7 +42,7 @@ class DeviceInfo:
             If CUDA has no UUID, as in old ROCm builds, ``BUS-...`` with host and PCI bus id.
         index: torch's index of the device in the worker's process.
         name: Product name, such as ``NVIDIA H200``.
-        total_memory_bytes: Memory of the device or slice.
+        total_memory_bytes: Memory of the device or slice, 0 if unknown.
         pci_bus_id: PCI bus id of the physical GPU, lower case; MIG slices of one GPU have the same. None if unknown.
         parent_uuid: UUID of the physical GPU if the device is a MIG slice, else None.
         compute_mode: ``default``, ``exclusive_process``, ``prohibited``, or ``unknown`` if the driver does not

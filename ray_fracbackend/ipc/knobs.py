@@ -133,7 +133,7 @@ def staged_takes_host_memory() -> bool:
     return _one_of(STAGED_INNER_ENV_VAR, "auto", "gloo") == "auto"
 
 
-def fault() -> str | None:
+def invalid_value() -> str | None:
     """Return what is wrong with the first variable whose value is invalid, None if all values are valid."""
     try:
         chunk_bytes(), num_slots(), one_pass_bytes(2), spin_us()

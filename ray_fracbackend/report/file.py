@@ -17,7 +17,7 @@ from ray_fracbackend.timeouts import bounded
 # A later start of the same run, after a failure or a resize, replaces the file.
 REPORT_FILE = "start_report.json"
 _SAVE_S = 2.0
-_SWITCH = "RAY_FRACBACKEND_START_REPORT"
+_ENABLED_ENV_VAR = "RAY_FRACBACKEND_START_REPORT"
 
 
 def earlier_start(worker_group: WorkerGroup) -> dict[str, Any] | None:
@@ -26,13 +26,15 @@ def earlier_start(worker_group: WorkerGroup) -> dict[str, Any] | None:
     Raises:
         ValueError: The variable that turns reports off is neither 0 nor 1.
     """
-    if not switch(_SWITCH, os.environ.get(_SWITCH, "1")):
+    if not switch(_ENABLED_ENV_VAR, os.environ.get(_ENABLED_ENV_VAR, "1")):
         return None
 
     def read() -> dict[str, Any] | None:
-        if (folder := _ray.results_folder(worker_group)) is None:
+        folder = _ray.results_folder(worker_group)
+        if folder is None:
             return None
-        with folder[0].open_input_stream(posixpath.join(folder[1], REPORT_FILE)) as stream:
+        file_system, path = folder
+        with file_system.open_input_stream(posixpath.join(path, REPORT_FILE)) as stream:
             report = json.loads(stream.read())
         number = int(report["earlier"]["number"]) if report["earlier"] else 0
         result = "succeeded" if report["ok"] else report["error"]["reason"]
@@ -56,7 +58,7 @@ def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None
     Returns:
         Path of the file, followed by the kind of storage unless it is local; None if no file was written.
     """
-    if not switch(_SWITCH, os.environ.get(_SWITCH, "1")):
+    if not switch(_ENABLED_ENV_VAR, os.environ.get(_ENABLED_ENV_VAR, "1")):
         return None
 
     def write() -> str | None:

@@ -16,7 +16,7 @@ from ray_fracbackend.decide.worker_info import WorkerAddress, named
 from ray_fracbackend.log import logger
 from ray_fracbackend.timeouts import Deadline, seconds_text
 
-# How often a wait checks for failures, and how long it waits for others after the first one; they look for it every second.
+# How often a wait checks for failures, and how long it waits for the others after the first one, which they notice within a second.
 _POLL_S = 1.0
 _GRACE_S = 3.0
 # When a wait is logged first; then each time it has become twice as long.

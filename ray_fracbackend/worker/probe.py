@@ -102,13 +102,13 @@ def collect_info(
     if ask_ipc:
         from ray_fracbackend.ipc import host_memory_support, knobs  # the package registers the backend
 
-        own["ipc_host_memory_missing"] = knobs.fault() or host_memory_support()
+        own["ipc_host_memory_missing"] = knobs.invalid_value() or host_memory_support()
     # On Windows staged replaces Gloo if the job has devices.
     if ask_ipc or (sys.platform == "win32" and devices):
         from ray_fracbackend.ipc import knobs
         from ray_fracbackend.staged import staged_support  # registers the backend
 
-        own["staged_missing"] = knobs.fault() or staged_support()
+        own["staged_missing"] = knobs.invalid_value() or staged_support()
     return WorkerInfo(
         **own,
         hostname=socket.gethostname(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -140,7 +141,7 @@ def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
     """Verify the group on the devices of the plan; return the result of the device that the worker trains on."""
     if not plan.verify:
         return None
-    result = None
+    result, total_s = None, 0.0
     for device in plan.verify_on:
         try:
             result = verify_process_group(device=device, timeout_s=deadline.left_s)
@@ -148,7 +149,8 @@ def _verify(plan: WorkerPlan, deadline: Deadline) -> VerificationResult | None:
             if (refused := refused_by_cuda(plan, failed)) is not None:
                 raise refused from failed.__cause__
             raise
-    return result
+        total_s += result.total_s
+    return replace(result, total_s=total_s) if result else None
 
 
 def _prepare(plan: WorkerPlan) -> None:

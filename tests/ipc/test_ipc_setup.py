@@ -110,9 +110,9 @@ def test_a_wrong_knob_is_refused_with_value_and_rule(monkeypatch: pytest.MonkeyP
     "name", re.findall(r"^\| `(RAY_FRACBACKEND_(?:IPC|STAGED)_\w+)`", _PAGE.read_text(encoding="utf-8"), re.M)
 )
 def test_every_variable_of_the_page_is_checked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert knobs.fault() is None
+    assert knobs.invalid_value() is None
     monkeypatch.setenv(name, "1M")
-    assert str(knobs.fault()).startswith(f"{name}='1M' must be ")
+    assert str(knobs.invalid_value()).startswith(f"{name}='1M' must be ")
 
 
 def test_an_arena_is_found_by_its_token_and_size_only() -> None:

@@ -14,20 +14,24 @@ H200 = "NVIDIA H200"
 
 def gpu(name: str = "a", **facts: Any) -> DeviceInfo:
     """Return a whole GPU; devices with equal names are one device."""
-    return DeviceInfo(**{"uuid": f"GPU-{name}", "name": H200, "pci_bus_id": f"00000000:{name}:00.0", **facts})
+    known = {
+        "uuid": f"GPU-{name}",
+        "name": H200,
+        "pci_bus_id": f"00000000:{name}:00.0",
+        "total_memory_bytes": 141 << 30,
+    }
+    return DeviceInfo(**{**known, **facts})
 
 
 def mig(name: str, parent: str = "a", **facts: Any) -> DeviceInfo:
     """Return a MIG slice of a GPU: its own UUID and the bus id of its parent."""
-    return DeviceInfo(
-        **{
-            "uuid": f"MIG-{name}",
-            "name": f"{H200} MIG 1g.18gb",
-            "parent_uuid": f"GPU-{parent}",
-            "pci_bus_id": f"00000000:{parent}:00.0",
-            **facts,
-        }
-    )
+    known = {
+        "uuid": f"MIG-{name}",
+        "name": f"{H200} MIG 1g.18gb",
+        "parent_uuid": f"GPU-{parent}",
+        "total_memory_bytes": 18 << 30,
+    }
+    return DeviceInfo(**{**known, "pci_bus_id": f"00000000:{parent}:00.0", **facts})
 
 
 def worker(rank: int, device: DeviceInfo | None = None, node: str = "1", **facts: Any) -> WorkerInfo:

@@ -69,7 +69,10 @@ _CASES = {
         case(_SLICES, _OLD, SharedDeviceError, on_shared_device="error"),
         case(_SHARED, _NEW | _SWITCH, SharedDeviceError, on_shared_device="error"),
     ],
-    "mixed NCCL versions": [case([worker(0, gpu("a")), worker(1, gpu("b"), **_NEW)], {}, IncompatibleWorkersError)],
+    "mixed NCCL versions": [
+        case([worker(0, gpu("a")), worker(1, gpu("b"), **_NEW)], {}, IncompatibleWorkersError),
+        case([worker(0, mig("1"), **_NEW), worker(1, mig("2"))], {}, IncompatibleWorkersError, on_shared_device="nccl"),
+    ],
     "no GPUs": [
         case(_CPU, {}, "gloo", "cpu"),
         case(_CPU, {"cuda_missing": "no driver"}, "gloo", "cpu"),
@@ -128,6 +131,7 @@ _CASES = {
         case(_OWN, {}, "gloo", backend="gloo"),
         case((_EXCLUSIVE, _EXCLUSIVE), {"mps_reachable": True}, "gloo", backend="gloo"),
         case(_SHARED, {}, "gloo", on_shared_device="gloo"),
+        case(_SLICES, _OLD, "gloo", on_shared_device="error", backend="gloo"),
         case(_SHARED, {}, "gloo", warns=[_OVERRIDE], on_shared_device="gloo", backend="nccl"),
         case(_SHARED, _NEW | _SWITCH, "gloo", on_shared_device="gloo"),
         case(_SHARED, _WINDOWS, _STAGED, on_shared_device="gloo"),
@@ -252,7 +256,7 @@ def test_flags_for_several_ranks_per_gpu(ranks, ctas):
     flags = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": ctas}
     assert decide_start(job(*[gpu()] * ranks, **_NEW), settings).env_defaults == (flags if ctas else {})
     if ctas:
-        apart = [*job(*[gpu()] * ranks, **_NEW), worker(ranks, gpu("b"), node="2", **_NEW)]
+        apart = [*job(*[gpu()] * ranks, **_NEW), *(worker(ranks + each, gpu("b"), node="2", **_NEW) for each in (0, 1))]
         assert decide_start(apart, settings).env_defaults == flags | {"NCCL_NET_GDR_LEVEL": "LOC"}
         found = decide_start(job(*[gpu()] * ranks, **_NEW, env={"NCCL_MAX_CTAS": "16"}), settings)
         assert found.warnings == ("NCCL_MAX_CTAS=16 was set by the user and is kept",)

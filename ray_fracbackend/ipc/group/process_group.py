@@ -50,4 +50,4 @@ class IpcProcessGroup(CollectiveGroup):
             self._executor.start()
         except RuntimeError as error:
             return str(error)
-        return knobs.fault()
+        return knobs.invalid_value()

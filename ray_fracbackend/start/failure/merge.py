@@ -42,7 +42,7 @@ PEER_LOST = ("failed", "stalled")
 # A refusal of NCCL is the cause of all other errors; within one class a rank that lost a peer knows least.
 _CAUSES = ("refused", "invalid_usage")
 _KINDS = (*_CAUSES, "wrong_answer", "own_failure", "stalled")
-_REFUSALS = (MissingDeviceError, BackendUnavailableError)
+_UNUSABLE = (MissingDeviceError, BackendUnavailableError)
 # If Ray's memory monitor kills a worker, Ray raises a separate error.
 _DEATHS = (RayActorError, NodeDiedError, RayOutOfMemoryError)
 
@@ -71,7 +71,7 @@ def merged(
         step: What the ranks were called for.
         budget_s: Time limit in seconds, as set by the user.
     """
-    if died := dead_workers(failures, addresses, step):
+    if died := death_error(failures, addresses, step):
         return died
     if out_of_memory := [rank for rank, error in failures.items() if _is_out_of_memory(error)]:
         cause = without_allocator(
@@ -85,8 +85,8 @@ def merged(
             cause=cause,
         )
     # A worker without a device ends, and then its peers fail too.
-    if refused := {rank: error for rank, error in failures.items() if isinstance(error, _REFUSALS)}:
-        failures, silent = refused, ()
+    if unusable := {rank: error for rank, error in failures.items() if isinstance(error, _UNUSABLE)}:
+        failures, silent = unusable, ()
     failures = _by_precedence(failures)
     texts = [f"{named(silent, addresses)} did not answer ({step}, start_timeout_s={budget_s:g})"] if silent else []
     if not failures:
@@ -108,7 +108,7 @@ def merged(
     )
 
 
-def dead_workers(
+def death_error(
     failures: Mapping[int, BaseException], addresses: Mapping[int, WorkerAddress], step: str
 ) -> WorkerDiedError | None:
     """Return the error of the ranks whose process ended during a step, None if none did; arguments as in `merged`."""
@@ -177,10 +177,6 @@ def as_engine_error(error: BaseException, worker_group: WorkerGroup) -> BaseExce
     As with TorchConfig, V2 does not restart them if Ray's memory monitor killed one. V1 loses an error of that class: its
     trial does not restart and raises None (BackendExecutor.start and _increment_failures, 2.40 to 2.60). Tune restarts the
     trial after any other error, according to FailureConfig.
-
-    Args:
-        error: Why the start failed. It becomes the cause of an error of another class.
-        worker_group: The worker group of the failed start.
     """
     if not isinstance(error, WorkerDiedError) or error.kind == "killed_for_memory" or is_v1(worker_group):
         return error

@@ -13,7 +13,7 @@ from ray_fracbackend.decide.worker_info import WorkerAddress
 from ray_fracbackend.errors import FracBackendError, GroupFormationError, VerificationError
 from ray_fracbackend.log import logger
 from ray_fracbackend.start.collect import collect
-from ray_fracbackend.start.failure.merge import PEER_LOST, dead_workers
+from ray_fracbackend.start.failure.merge import PEER_LOST, death_error
 from ray_fracbackend.start.isolation.faults import Fault, diagnose, peers_of
 from ray_fracbackend.start.isolation.rank_tests import open_listener, run_tests
 from ray_fracbackend.timeouts import Deadline, seconds_text
@@ -69,7 +69,7 @@ def with_faults(
     faults, failures = find_faults(
         call, {plan.rank: plan for plan in plans if plan.rank not in busy}, addresses, search_s
     )
-    if died := dead_workers(failures, {address.rank: address for address in addresses}, error.step):
+    if died := death_error(failures, {address.rank: address for address in addresses}, error.step):
         return died
     if not faults:
         return error
