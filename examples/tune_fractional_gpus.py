@@ -70,8 +70,9 @@ def main(results_folder):
     for result in results:
         outcome = "failed" if result.error else "loss {loss:.4f} with {backend}".format(**result.metrics)
         print(f"lr {result.config['lr']}: {outcome}")
-    print(f"best lr: {results.get_best_result().config['lr']}")
-    print(f"results: {results_folder}, reports: {results_folder}/*/start_report.json")
+    best = results.get_best_result()
+    print(f"best lr: {best.config['lr']}, its start: {results_folder}/{best.metrics['trial_id']}/start_report.json")
+    print(f"results: {results_folder}")
     ray.shutdown()
 
 

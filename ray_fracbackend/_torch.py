@@ -12,6 +12,9 @@ from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defin
 # Aborts all process groups of this process. torch before 2.6 has no such function; there destroying aborts NCCL.
 abort_groups: Callable[[], None] | None = getattr(distributed_c10d, "_abort_process_group", None)
 
+# torch 2.15 connects NCCL when the group is made, on the device with the number LOCAL_RANK unless the group has a device.
+CONNECTS_NCCL_AT_ONCE = hasattr(distributed_c10d, "ProcessGroupNCCL2")
+
 
 def default_group() -> dist.ProcessGroup:
     """Return the default process group."""

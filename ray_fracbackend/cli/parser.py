@@ -16,7 +16,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **arguments)
 
     def error(self, message: str) -> NoReturn:
-        raise wrong_usage(f"{message}. `{self.prog} --help` lists the options")
+        command = self.prog if self.prog != PROGRAM else f"{PROGRAM} COMMAND"
+        raise wrong_usage(f"{message}. `{command} --help` lists the options")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -66,7 +66,7 @@ def check_plannable(scaling_config: ScalingConfig, torch_config: FracTorchConfig
     if len(bundles) < num_workers:  # V1's trainer adds to the first one only
         raise ValueError("a plan needs workers with resources: request CPUs or GPUs for them.")
     if left := left_to_ray(torch_config.backend, bundles[-1]):
-        raise ValueError(f"{left}: there is nothing to plan.")
+        raise ValueError(f"{left}: there is nothing to plan or to test.")
 
 
 def fit(

@@ -22,7 +22,7 @@ _ADVICE = {
     "store not reached": "Check that every node reaches that address and port.",
     # The reports of all ranks together show the cause.
     "worker died": "Look for the cause in that node's logs; the usual causes are too little memory and a preempted node.",
-    "restarts": "Ray Train now starts the workers again, without a limit unless FailureConfig(controller_failure_limit=...) sets one.",
+    "restarts": "Ray Train starts the workers again, up to FailureConfig(controller_failure_limit=...) times, by default without a limit.",
     "killed for memory": "Use fewer workers per node, or less memory in each.",
     "device full": "End other processes on the device, or ask for a larger GPU fraction so that fewer workers share it.",
     "no answer": "Look whether these processes are stopped or hang, and at their nodes, or raise start_timeout_s if they are only slow.",

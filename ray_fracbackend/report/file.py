@@ -21,11 +21,7 @@ _ENABLED_ENV_VAR = "RAY_FRACBACKEND_START_REPORT"
 
 
 def earlier_start(worker_group: WorkerGroup) -> dict[str, Any] | None:
-    """Return number, date and result of the run's last start from its report, None if there is none.
-
-    Raises:
-        ValueError: The variable that turns reports off is neither 0 nor 1.
-    """
+    """Return number, date and result of the run's last start from its report, None if there is none; check the variable."""
     if not switch(_ENABLED_ENV_VAR, os.environ.get(_ENABLED_ENV_VAR, "1")):
         return None
 
@@ -37,7 +33,7 @@ def earlier_start(worker_group: WorkerGroup) -> dict[str, Any] | None:
         with file_system.open_input_stream(posixpath.join(path, REPORT_FILE)) as stream:
             report = json.loads(stream.read())
         number = int(report["earlier"]["number"]) if report["earlier"] else 0
-        result = "succeeded" if report["ok"] else report["error"]["reason"]
+        result = "started" if report["ok"] else report["error"]["reason"]
         return {"number": number + 1, "date": report["date"], "result": result}
 
     try:
@@ -49,11 +45,8 @@ def earlier_start(worker_group: WorkerGroup) -> dict[str, Any] | None:
 def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None:
     """Write a report in the results folder of the group's run.
 
-    Slow storage delays the start by a few seconds; an error of the storage does not fail the start.
-
-    Args:
-        worker_group: A worker group of Ray Train. Without a run, and with RAY_FRACBACKEND_START_REPORT=0, nothing is written.
-        report: The report as plain values.
+    Slow storage delays the start by a few seconds; an error of the storage does not fail the start. For a group without a run,
+    and with RAY_FRACBACKEND_START_REPORT=0, nothing is written.
 
     Returns:
         Path of the file, followed by the kind of storage unless it is local; None if no file was written.

@@ -208,6 +208,9 @@ def _create(plan: WorkerPlan, common: PrefixStore, prefix: str) -> None:
         world_size=plan.world_size,
         # The timeout for training: Gloo's send and recv keep the timeout with which the group was created.
         timeout=timedelta(seconds=plan.timeout_s),
+        device_id=torch.device(plan.device)
+        if plan.backends.has_nccl and ":" in plan.device and _torch.CONNECTS_NCCL_AT_ONCE
+        else None,
     )
 
 

@@ -78,12 +78,3 @@ mv build/release dist
     assert re.search(
         r"sha256sum --check[^\0]+release\.py test", commands_of(_RELEASE["test"])
     )  # and so is what was tested
-
-
-@pytest.mark.parametrize("name", _WORKFLOWS)
-def test_files_in_workflows_exist(name: str) -> None:
-    """Every file and folder that a step names exists."""
-    lines = "\n".join(map(commands_of, _WORKFLOWS[name]["jobs"].values()))
-    ours = re.findall(r"(?<![\w./-])(?:ci|tests|benchmarks|examples|docs|upstream)/[\w./-]+", lines)
-    assert ours
-    assert [path for path in ours if not (_ROOT / path).exists()] == []

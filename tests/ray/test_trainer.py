@@ -124,7 +124,7 @@ def test_gpu_script_that_fails_once(tmp_path):
     assert (saved["backend"], saved["verification"]["world_size"]) == ("gloo", 2)
     assert [worker["pid"] for worker in saved["workers"]] == pids
     assert saved["seconds"]["start"] > 0
-    assert (saved["earlier"]["number"], saved["earlier"]["result"]) == (1, "succeeded")
+    assert (saved["earlier"]["number"], saved["earlier"]["result"]) == (1, "started")
 
 
 def documented(name):

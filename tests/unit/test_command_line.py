@@ -140,7 +140,7 @@ _ENDS = {
         None,
         2,
         "wrong_usage",
-        "there is nothing to plan.",
+        "there is nothing to plan or to test.",
     ),
 }
 

@@ -78,7 +78,7 @@ def test_a_dead_worker(worker_group, restarts):
         fail(died, worker_group)
     assert isinstance(caught.value, RayActorError) == restarts
     found = pickle.loads(pickle.dumps(caught.value))
-    then = " Ray Train now starts the workers again, without a limit unless FailureConfig(controller_failure_limit=...) sets one."
+    then = " Ray Train starts the workers again, up to FailureConfig(controller_failure_limit=...) times, by default without a limit."
     assert str(found) == f"gone. Look.{then if restarts else ''}\nreport of this start: /runs/a.json"
     assert (found.ranks, found.step, found.cause, found.found) == ((1,), "starting gloo", "killed", "gone")
 

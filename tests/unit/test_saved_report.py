@@ -47,7 +47,7 @@ def test_the_start_before(tmp_path):
     for report in ({"ok": False, "error": {"reason": "worker_died"}}, {"ok": True, "earlier": EARLIER}):
         save_report(run, {"date": EARLIER["date"], "earlier": None, **report})
         found = earlier_start(run)
-        assert found == ({**EARLIER, "number": 2, "result": "succeeded"} if report["ok"] else EARLIER)
+        assert found == ({**EARLIER, "number": 2, "result": "started"} if report["ok"] else EARLIER)
     for report in ({}, {"earlier": {"number": "two"}, "ok": True, "date": ""}, []):
         save_report(run, report)
         assert earlier_start(run) is None
