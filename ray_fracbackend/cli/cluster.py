@@ -35,7 +35,10 @@ def connected(
     """
     target, declared = target_of(address), dict(declared or {})
     if target.is_local and target.automatic:
-        say(PROGRAM, "no running Ray cluster found: starting a local one for this command (--address names a cluster)")
+        say(
+            PROGRAM,
+            "no running Ray cluster found: starting a local one for this command, up to a minute (--address names a cluster)",
+        )
     import ray
 
     sigterm = signal.getsignal(signal.SIGTERM)
