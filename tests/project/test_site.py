@@ -39,16 +39,6 @@ def test_notebook_runs():
     assert run(jupyter, "--timeout", "300", _ROOT / "examples" / "fractional_gpu.ipynb") is None
 
 
-def test_notebook_has_its_outputs():
-    """The notebook contains the outputs of a run, without an error, a path or an address of that machine."""
-    text = (_ROOT / "examples" / "fractional_gpu.ipynb").read_text(encoding="utf-8")
-    assert "largest difference of 60 steps" in text
-    assert '"output_type": "error"' not in text
-    assert str(_ROOT) not in text
-    assert not re.search(r"/home/|/root/|/tmp/|site-packages", text)
-    assert set(re.findall(r"\b(?:\d{1,3}\.){3}\d{1,3}\b", text)) <= {"127.0.0.1", "10.0.0.3"}
-
-
 def test_api_page_has_every_public_name():
     """docs/api.md contains each name of the package and of ray_fracbackend.ipc once, and no missing name."""
     named = re.findall(r"^::: (ray_fracbackend\.\S+)$", (_DOCS / "api.md").read_text(), flags=re.MULTILINE)

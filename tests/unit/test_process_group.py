@@ -232,3 +232,12 @@ def test_a_group_that_fails_is_no_refused_device(
     failing_verification(monkeypatch, RuntimeError(cause))
     with pytest.raises(kind, match="all_reduce of 1 KiB failed on rank 0"):
         process_group._verify(worker_plan(device="cuda:0"), Deadline(10))
+
+
+@pytest.mark.parametrize(("device", "bound"), [("cuda:1", torch.device("cuda:1")), ("cuda", None)])
+def test_nccl_connects_on_the_workers_own_device(monkeypatch: Any, device: str, bound: torch.device | None) -> None:
+    """With torch 2.15, which connects when the group is made; a worker without a device of Ray's keeps torch's choice."""
+    monkeypatch.setattr(process_group._torch, "CONNECTS_NCCL_AT_ONCE", True)
+    monkeypatch.setattr(dist, "init_process_group", made := MagicMock())
+    process_group._create(worker_plan(backend="nccl", device=device), dist.HashStore(), "default_pg")
+    assert made.call_args.kwargs["device_id"] == bound
