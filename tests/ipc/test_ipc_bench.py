@@ -16,8 +16,6 @@ from tests.processes import processes_with, wait_until, with_signals
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(host_memory_support() is not None, reason=f"no ipc here: {host_memory_support()}")
-
-
 full = pytest.mark.full
 
 

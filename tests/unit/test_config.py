@@ -145,6 +145,11 @@ def test_wrong_values(name, value, rule):
     assert rule in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "value"), [("master_port", (1, 1)), ("master_addr", "fd00::3"), ("timeout_s", 0.5)])
+def test_right_values(name, value):
+    assert getattr(FracTorchConfig(**{name: value}), name) == value
+
+
 def test_a_change_after_construction_is_checked_by_the_start():
     config = FracTorchConfig()
     config.on_shared_device = "maybe"

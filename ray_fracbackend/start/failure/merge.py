@@ -73,14 +73,12 @@ def merged(
     """
     if died := death_error(failures, addresses, step):
         return died
-    if out_of_memory := [rank for rank, error in failures.items() if _is_out_of_memory(error)]:
-        cause = without_allocator(
-            cause_of(failures[out_of_memory[0]])
-        )  # its advice on the allocator is not about a start
+    if full := [rank for rank, error in failures.items() if _is_out_of_memory(error)]:
+        cause = without_allocator(cause_of(failures[full[0]]))  # its advice on the allocator is not about a start
         return OutOfMemoryError(
-            f"{named(out_of_memory, addresses)} ran out of device memory during start-up ({step}): {cause}.",
+            f"{named(full, addresses)} ran out of device memory during start-up ({step}): {cause}.",
             advice=advise("device full"),
-            ranks=out_of_memory,
+            ranks=full,
             step=step,
             cause=cause,
         )
