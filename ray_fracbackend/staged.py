@@ -93,7 +93,7 @@ class StagedProcessGroup(CollectiveGroup):
     def _join_host_memory(self, rank: int, size: int) -> str | None:
         """Share host memory with all ranks, or return the reason why not, which is the same on all ranks."""
         try:
-            chosen = None if knobs.staged_takes_host_memory() else f"{knobs.STAGED_INNER_ENV_VAR}=gloo is set"
+            chosen = None if knobs.staged_may_use_shared_memory() else f"{knobs.STAGED_INNER_ENV_VAR}=gloo is set"
         except ValueError as error:  # all ranks raise it after they are connected
             chosen = str(error)
         try:
@@ -103,7 +103,7 @@ class StagedProcessGroup(CollectiveGroup):
         return None
 
     def _prepare(self) -> dict[str, Any]:
-        knobs.staged_takes_host_memory()
+        knobs.staged_may_use_shared_memory()
         knobs.staged_chunk_bytes()
         self._executor.start()
         return {}

@@ -16,19 +16,6 @@ MAX_WORKERS = 10_000
 # More than any machine has.
 MAX_DECLARED = 10_000
 
-# Help text by the name of the setting; for a switch that is on by default, the text of ``--no-NAME``.
-_HELP = {
-    "backend": "auto, nccl, gloo, ipc, staged, or a pair such as cpu:gloo,cuda:nccl",
-    "init_method": "env or tcp, as for TorchConfig",
-    "timeout_s": "timeout of collectives once training runs",
-    "on_shared_device": "what to do when ranks share a device",
-    "on_missing_cuda": "what to do when Ray assigned GPUs that torch cannot use",
-    "verify": "do not check the group before training",
-    "start_timeout_s": "time limit for connecting and checking, and for the probe before them",
-    "master_addr": "address of rank 0's node that all other nodes reach",
-    "master_port": "port on rank 0's node, or a range LOW-HIGH of ports",
-    "limit_gpu_memory": "cap each worker's CUDA memory at its GPU fraction",
-}
 # --timeout-s limits how long plan and test wait for cluster and resources.
 _OTHER_NAMES = {"timeout_s": "collective_timeout_s"}
 
@@ -98,7 +85,7 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     hints = get_type_hints(Settings)
     for setting in fields(Settings):
         kind = _kind(hints[setting.name], setting)
-        group.add_argument(_flag(setting), dest=setting.name, default=SUPPRESS, help=_HELP.get(setting.name), **kind)
+        group.add_argument(_flag(setting), dest=setting.name, default=SUPPRESS, **kind, **setting.metadata)
 
 
 def _kind(hint: Any, setting: Field[Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ray_fracbackend.decide.nccl import (
     NCCL_MULTI_RANK,
     interface_doubts,
     kept_settings,
+    mig_siblings,
     multi_rank_env,
     versions_text,
 )
@@ -64,7 +65,7 @@ def missing_cuda(job: Job) -> FracBackendError:
 
 def compute_mode(job: Job) -> FracBackendError:
     """Return the error for a compute mode that allows no second process on a device."""
-    group = job.exclusive[0]
+    group = job.exclusive_without_mps[0]
     return SharedDeviceError(
         f"{group.text}, which is in compute mode EXCLUSIVE_PROCESS: one process at a time without MPS. Run "
         "`nvidia-smi -c DEFAULT` on that node, or start the MPS daemon on Linux (`nvidia-cuda-mps-control -d`).",
@@ -197,9 +198,9 @@ def own(job: Job) -> Decision:
     """Choose NCCL if every rank has its own device."""
     name = "nccl" if job.settings.backends.is_auto else job.settings.backends.name
     reason = f"every rank has a device of its own: using {name} (NCCL {versions_text(job.workers)})"
-    if job.siblings:
+    if siblings := mig_siblings(job.workers):
         # NCCL's source allows these ranks, but users saw it refuse them (nccl#1716): let the verification decide.
-        doubt = f"{job.siblings[0].text}: NCCL {versions_text(job.workers)} may refuse them"
+        doubt = f"{siblings[0].text}: NCCL {versions_text(job.workers)} may refuse them"
         return _decided(job, "nccl", reason, falls_back=FallBack.AFTER_FAILURE, warnings=(doubt,))
     falls_back = FallBack.AFTER_REFUSAL if job.settings.on_shared_device in ("auto", "gloo") else FallBack.NEVER
     return _decided(job, "nccl", reason, falls_back=falls_back)

@@ -85,25 +85,20 @@ class Job:
         return shared_devices(self.workers)
 
     @cached_property
-    def siblings(self) -> tuple[ShareGroup, ...]:
-        """Ranks on different MIG slices of one GPU."""
-        return mig_siblings(self.workers)
-
-    @cached_property
     def conflicts(self) -> tuple[ShareGroup, ...]:
         """Ranks that share a device and, if NCCL is wanted, ranks that NCCL would refuse."""
         if not self.wants_nccl or self.ranks_without_nccl:
             return self.shared
-        found = (*self.shared, *nccl_conflicts(self.workers))
+        found, siblings = (*self.shared, *nccl_conflicts(self.workers)), mig_siblings(self.workers)
         policy = self.settings.on_shared_device
-        asked = policy == "nccl" or (policy == "auto" and asks_for_multi_rank(self.workers, self.siblings))
+        asked = policy == "nccl" or (policy == "auto" and asks_for_multi_rank(self.workers, siblings))
         if not found and asked and all((w.nccl_version or (0,)) >= NCCL_MULTI_RANK for w in self.workers):
             # NCCL's source distinguishes them, but users saw it refuse them without the flags (nccl#1716)
-            return self.siblings
+            return siblings
         return found
 
     @cached_property
-    def asks_for_multi_rank(self) -> bool:
+    def wants_multi_rank(self) -> bool:
         """Whether NCCL's flags for several ranks per GPU are requested, by the policy or by the user's variable."""
         if not (self.wants_nccl and self.conflicts):
             return False
@@ -111,7 +106,7 @@ class Job:
         return policy == "nccl" or (policy == "auto" and asks_for_multi_rank(self.workers, self.conflicts))
 
     @cached_property
-    def exclusive(self) -> tuple[ShareGroup, ...]:
+    def exclusive_without_mps(self) -> tuple[ShareGroup, ...]:
         """Groups that share a device in exclusive-process mode without MPS on all of their ranks."""
         return tuple(
             group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from ray_fracbackend.decide.backends import Backends, parse_backend
@@ -13,6 +13,10 @@ from ray_fracbackend.decide.suggestions import did_you_mean
 # Over thirty years. torch treats some greater values as zero.
 MAX_S = 1e9
 _Self = TypeVar("_Self", bound="Settings")
+
+
+def _option(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
 
 
 def is_seconds(value: object) -> bool:
@@ -43,23 +47,25 @@ def _is_ports(value: object) -> bool:
 class Settings:
     """Settings of :class:`ray_fracbackend.FracTorchConfig`, which documents them.
 
-    The first three are TorchConfig's and stay positional.
+    The first three are TorchConfig's and stay positional. The help text of a switch that is on is that of ``--no-NAME``.
 
     Raises:
         ValueError: A setting breaks its rule. The message has the value, the rule and the fix.
     """
 
-    backend: str | None = "auto"
-    init_method: Literal["env", "tcp"] = "env"
-    timeout_s: float = 1800
+    backend: str | None = _option("auto", "auto, nccl, gloo, ipc, staged, or a pair such as cpu:gloo,cuda:nccl")
+    init_method: Literal["env", "tcp"] = _option("env", "env or tcp, as for TorchConfig")
+    timeout_s: float = _option(1800, "timeout of collectives once training runs")
     _: KW_ONLY
-    on_shared_device: Literal["auto", "ipc", "staged", "gloo", "nccl", "error"] = "auto"
-    on_missing_cuda: Literal["error", "cpu"] = "error"
-    verify: bool = True
-    start_timeout_s: float = 300.0
-    master_addr: str | None = None
-    master_port: int | tuple[int, int] | None = None
-    limit_gpu_memory: bool = False
+    on_shared_device: Literal["auto", "ipc", "staged", "gloo", "nccl", "error"] = _option(
+        "auto", "what to do when ranks share a device"
+    )
+    on_missing_cuda: Literal["error", "cpu"] = _option("error", "what to do if Ray assigned GPUs that torch cannot use")
+    verify: bool = _option(True, "do not check the group before training")
+    start_timeout_s: float = _option(300.0, "time limit for connecting and checking, and for the probe before them")
+    master_addr: str | None = _option(None, "address of rank 0's node that all other nodes reach")
+    master_port: int | tuple[int, int] | None = _option(None, "port on rank 0's node, or a range LOW-HIGH of ports")
+    limit_gpu_memory: bool = _option(False, "cap each worker's CUDA memory at its GPU fraction")
 
     def __post_init__(self) -> None:
         self.validate()

@@ -72,7 +72,7 @@ ROWS = (
         ),
         choices.missing_cuda,
     ),
-    Row("compute mode", lambda job: job.trains_on_devices and bool(job.exclusive), choices.compute_mode),
+    Row("compute mode", lambda job: job.trains_on_devices and bool(job.exclusive_without_mps), choices.compute_mode),
     Row(
         "sharing forbidden",
         lambda job: job.trains_on_devices and bool(job.conflicts) and job.settings.on_shared_device == "error",
@@ -96,7 +96,7 @@ ROWS = (
         choices.gloo_without_cuda,
     ),
     Row("training on the CPU", lambda job: bool(job.workers_without_cuda), choices.on_cpu),
-    Row("several ranks per GPU", lambda job: job.asks_for_multi_rank, choices.multi_rank),
+    Row("several ranks per GPU", lambda job: job.wants_multi_rank, choices.multi_rank),
     Row("ipc", lambda job: job.settings.backends.has_ipc or job.shares_by("ipc"), choices.ipc_on_devices),
     Row("staged", lambda job: job.settings.backends.has_staged or job.shares_by("staged"), choices.staged_on_devices),
     Row("gloo", lambda job: not job.wants_nccl or job.shares_by("gloo"), choices.gloo_on_devices),

@@ -124,7 +124,7 @@ def staged_chunk_bytes() -> int:
     return value // 4096 * 4096
 
 
-def staged_takes_host_memory() -> bool:
+def staged_may_use_shared_memory() -> bool:
     """Return whether staged tensors may go through shared host memory.
 
     Raises:
@@ -138,7 +138,7 @@ def invalid_value() -> str | None:
     try:
         chunk_bytes(), num_slots(), one_pass_bytes(2), spin_us()
         device_path(), device_chunk_bytes(), device_one_pass_bytes()
-        staged_chunk_bytes(), staged_takes_host_memory()
+        staged_chunk_bytes(), staged_may_use_shared_memory()
     except ValueError as error:
         return str(error)
     return None

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from packaging.requirements import Requirement
 
-from ray_fracbackend.cli.doctor.checks import check_cluster, check_machine, environment_of
+from ray_fracbackend.cli.doctor.checks import check_cluster, check_machine, environment_variables
 from ray_fracbackend.cli.doctor.facts import STAGES, collect_facts, nvidia_driver
 from ray_fracbackend.cli.doctor.report import Check, Node, report, verdict
 from ray_fracbackend.worker import probe
@@ -46,7 +46,7 @@ def machine(device=None, env=None, **facts):
 
 def failed(stage, text):
     """Return the facts of a machine where a stage failed, without those of the later stages."""
-    facts = machine(failed=stage, failure=text)
+    facts = machine(failed_stage=stage, failure=text)
     return {name: value for name, value in facts.items() if name not in ("torch", "worker", "ray", "gloo_interface")}
 
 
@@ -70,7 +70,7 @@ CASES = {
     "ray crashes": (failed("ray", "ended the process: SIGSEGV"), "ray", "problem"),
     "the driver hangs": (failed("driver", "did not end within 60 s"), "driver", "problem"),
     "no Gloo": (failed("Gloo", "failed: RendezvousError: no transport"), "Gloo", "problem"),
-    "no answer": ({"failed": "node", "failure": "no answer within 60 s"}, "node", "problem"),
+    "no answer": ({"failed_stage": "node", "failure": "no answer within 60 s"}, "node", "problem"),
     "no GPU": (machine(cuda_missing="a CPU-only build"), "CUDA devices", "ok"),
     "GPU that torch cannot use": (machine(num_driver_gpus=2, cuda_missing="a CPU build"), "CUDA devices", "problem"),
     "hidden GPU": (machine(num_driver_gpus=2, env={"CUDA_VISIBLE_DEVICES": ""}), "CUDA devices", "warning"),
@@ -152,7 +152,7 @@ def test_equal_nodes_are_one_block():
         own = {"node_ip": f"10.0.0.{index}", "hostname": f"host{index}", "host_addresses": [f"10.0.0.{index}"]}
         own |= {"interfaces": {"eth0": [f"10.0.0.{index}"]}, "shm_bytes": (8 << 30, index << 30), **facts}
         found = machine(gpu(f"{index}"), **own)
-        nodes.append(Node(f"node {index}", check_machine(found), environment_of(found)))
+        nodes.append(Node(f"node {index}", check_machine(found), environment_variables(found)))
     text = report(nodes)
     assert text.startswith("2 equal nodes, with the values of the first: node 1, node 2\n")
     assert "\nnode 3\n" in text
@@ -163,7 +163,7 @@ def test_equal_nodes_are_one_block():
 def test_report():
     """A line, its fix below it, the block for an issue, and the verdict."""
     checks = (Check("NCCL", "ok", "2.28.9"), Check("/dev/shm", "warning", "little", "more", "1 GiB"))
-    text = report([Node("here", checks, environment_of(machine(gpu(), env={"NCCL_DEBUG": "INFO"})))])
+    text = report([Node("here", checks, environment_variables(machine(gpu(), env={"NCCL_DEBUG": "INFO"})))])
     assert f"  ok       NCCL          2.28.9\n  warning  /dev/shm      little (1 GiB)\n{'':25}fix: more\n" in text
     assert "\n\nPaste this into an issue:\n\n    Python: 3.11.7\n" in text
     assert "\n    GPUs: NVIDIA H200\n    NCCL_DEBUG: INFO\n" in text
@@ -261,7 +261,7 @@ def test_the_current_folder_is_not_on_the_path(tmp_path, monkeypatch):
     (tmp_path / "ctypes.py").write_text("raise ImportError")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
-    assert "failed" not in collect_facts(100)
+    assert "failed_stage" not in collect_facts(100)
 
 
 _ENDS = [

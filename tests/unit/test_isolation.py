@@ -23,7 +23,7 @@ from ray_fracbackend.errors import (
     WorkerDiedError,
 )
 from ray_fracbackend.start.isolation import rank_tests, search
-from ray_fracbackend.start.isolation.faults import MAX_MESH, Findings, diagnose, peers_of
+from ray_fracbackend.start.isolation.faults import MAX_MESH, Findings, diagnose, link_targets
 
 KINDS = ("silent rank", "device", "cut node", "cut link", "no connections from", "nothing")
 WORD = b"sixteen bytes ok"
@@ -56,7 +56,7 @@ def planted(kind: str, rng: random.Random, num_nodes: int) -> tuple[dict[int, Fi
             device_fault="broken" if kind == "device" and source == rank else "",
             links={target: is_reached(source, target) for target in targets if target not in silent},
         )
-        for source, targets in enumerate(peers_of(addresses))
+        for source, targets in enumerate(link_targets(addresses))
         if source not in silent
     }
     at_fault = {"silent rank": {rank}, "device": {rank}, "cut node": first, "nothing": set()}
@@ -91,9 +91,9 @@ def test_the_text_of_each_fault() -> None:
 
 def test_links_are_between_nodes_and_bounded() -> None:
     """Every rank tests a link to one rank of each other node, of many nodes only to some; both ends test each link."""
-    assert peers_of(on_nodes(2, 3, 1)) == [[2, 5], [3, 5], [5, 0], [5, 1], [5, 0], [0, 2]]
-    assert peers_of(on_nodes(8)) == [[]] * 8
-    peers = peers_of(on_nodes(*[1] * 1000))
+    assert link_targets(on_nodes(2, 3, 1)) == [[2, 5], [3, 5], [5, 0], [5, 1], [5, 0], [0, 2]]
+    assert link_targets(on_nodes(8)) == [[]] * 8
+    peers = link_targets(on_nodes(*[1] * 1000))
     assert {len(each) for each in peers} == {18}
     assert all(rank in peers[peer] for rank, each in enumerate(peers) for peer in each)
 

@@ -132,7 +132,7 @@ def said(value: bytes) -> None:
     """It is only text in the message of an error."""
     group = GlooCollectives.__new__(GlooCollectives)
     group._store = store_with({"failed": value})
-    assert group._said("failed") == value.decode("utf-8", "replace")
+    assert group._posted("failed") == value.decode("utf-8", "replace")
 
 
 def shared(value: bytes) -> None:

@@ -31,7 +31,7 @@ _FIXES = {
     "Gloo": f"see the line on interfaces, or set {IFNAME}",
     "node": f"look at its load and logs; it needs ray_fracbackend {__version__}, as this machine",
 }
-_RUNTIME = "install the Microsoft Visual C++ Redistributable for x64: https://aka.ms/vs/17/release/vc_redist.x64.exe"
+_VC_RUNTIME = "install the Microsoft Visual C++ Redistributable for x64: https://aka.ms/vs/17/release/vc_redist.x64.exe"
 # Docker's default is 64 MiB; NCCL's troubleshooting guide asks for 1 GiB.
 _SHM_PROBLEM_BYTES, _SHM_WARNING_BYTES = 64 << 20, 1 << 30
 
@@ -73,17 +73,17 @@ def check_cluster(nodes: Sequence[Facts]) -> tuple[Check, ...]:
     return (Check("versions", "problem", f"differ: {text}", fix),)
 
 
-def environment_of(facts: Facts) -> dict[str, str]:
+def environment_variables(facts: Facts) -> dict[str, str]:
     """Return versions, GPUs and variables of a machine, for an issue."""
     names = ("OS", "Python", "ray_fracbackend", "ray", "torch", "NCCL", "NVIDIA driver", "GPUs", "failure")
     return {**{name: facts[name] for name in names if facts.get(name)}, **facts.get("variables", {})}
 
 
 def _failure(facts: Facts) -> Iterator[Check]:
-    if stage := facts.get("failed"):
+    if stage := facts.get("failed_stage"):
         text = f"the import of {stage} {facts['failure']}" if stage in _OLDEST else facts["failure"]
         has_no_runtime = re.search(r"\[WinError (126|1114)\]", text)
-        yield Check(stage, "problem", text, _RUNTIME if has_no_runtime else _FIXES.get(stage, ""))
+        yield Check(stage, "problem", text, _VC_RUNTIME if has_no_runtime else _FIXES.get(stage, ""))
 
 
 def _versions(facts: Facts) -> Iterator[Check]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ray_fracbackend import __version__
-from ray_fracbackend.cli.doctor.checks import check_cluster, check_machine, environment_of
+from ray_fracbackend.cli.doctor.checks import check_cluster, check_machine, environment_variables
 from ray_fracbackend.cli.doctor.facts import Facts, collect_facts
 from ray_fracbackend.cli.doctor.report import Node
 from ray_fracbackend.timeouts import Deadline
@@ -22,7 +22,7 @@ _RESERVE_S = 10.0
 def diagnose_machine(timeout_s: float) -> list[Node]:
     """Check this machine; no answer within this time is a problem."""
     facts = collect_facts(timeout_s)
-    return [Node("this machine", check_machine(facts), environment_of(facts))]
+    return [Node("this machine", check_machine(facts), environment_variables(facts))]
 
 
 def diagnose_cluster(timeout_s: float) -> list[Node]:
@@ -45,7 +45,7 @@ def diagnose_cluster(timeout_s: float) -> list[Node]:
     found = []
     for node, facts in zip(nodes, answers, strict=True):
         name = f"node {node['NodeManagerAddress']} ({node['NodeManagerHostname']}, {node['NodeID'][:8]})"
-        found.append(Node(name, check_machine(facts), environment_of(facts)))
+        found.append(Node(name, check_machine(facts), environment_variables(facts)))
     different = check_cluster(answers)
     return [*found, Node("between the nodes", different)] if different else found
 
@@ -63,4 +63,4 @@ def _answer(ref: Any, deadline: Deadline) -> Facts:
         failure = f"no answer within {deadline.budget_s:.3g} s (--timeout-s)"
     except Exception as error:  # any error of the node is a line of the result
         failure = (str(error).strip() or repr(error)).splitlines()[-1]
-    return {"failed": "node", "failure": failure}
+    return {"failed_stage": "node", "failure": failure}

@@ -50,8 +50,8 @@ def collect_facts(timeout_s: float, node_ip: str = "127.0.0.1") -> Facts:
         node_ip: Ray's address of the node.
 
     Returns:
-        The version of this package and the facts of the stages that ended. If one did not, ``failed`` is its name, and ``failure``
-        the reason.
+        The version of this package and the facts of the stages that ended. If one did not, ``failed_stage`` is its name,
+        and ``failure`` the reason.
     """
     # With the import path of this process: that of a Ray worker includes the driver's runtime environment.
     path = f"import sys; sys.path[:] = {sys.path!r}"
@@ -97,7 +97,7 @@ def collect_facts(timeout_s: float, node_ip: str = "127.0.0.1") -> Facts:
             left.remove(name)
     if left:
         not_checked = f"; not checked: {', '.join(left[1:])}" if left[1:] else ""
-        facts |= {"failed": left[0], "failure": failure + not_checked}
+        facts |= {"failed_stage": left[0], "failure": failure + not_checked}
     return facts
 
 

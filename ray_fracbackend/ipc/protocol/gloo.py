@@ -38,7 +38,7 @@ from .setup import share
 # Element types and operations for which Gloo's result equals that of `Reduction`.
 _DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _OPS = {Op.SUM: Op.SUM, Op.AVG: Op.SUM, Op.PREMUL_SUM: Op.SUM, Op.PRODUCT: Op.PRODUCT}
-_MEET = describe_call("process of each rank")
+_PROCESSES = describe_call("process of each rank")
 # Time to wait for Gloo before checking whether another rank has failed: the first and the longest interval.
 _FIRST_SLICE_S, _LAST_SLICE_S = 0.1, 2.0
 # Time to wait for data that a rank may have sent before it left or died.
@@ -85,7 +85,7 @@ class GlooCollectives:
             raise IpcError(f"{len(names)} ranks cannot connect through Gloo: {error}") from error
         own = {"host": host_id(), "pid": os.getpid(), "started": start_time(os.getpid())}
         # All ranks wait here: if one left before another has connected, that one would report a broken network.
-        infos = share(self, names, lambda: own, Terms.within(_MEET, timeout.total_seconds()))
+        infos = share(self, names, lambda: own, Terms.within(_PROCESSES, timeout.total_seconds()))
         for other, info in enumerate(infos):
             if other != rank and info["host"] == own["host"]:
                 self._peers[other] = Peer(info["pid"], info["started"])
@@ -103,7 +103,7 @@ class GlooCollectives:
                     return
             # Another thread of this process, or another rank, may have broken the group.
             self.raise_if_unusable(what)
-            if (theirs := self._said("failed")) is not None:
+            if (theirs := self._posted("failed")) is not None:
                 raise GroupPoisonedError(f"{what}: {theirs}")
             lost = self._lost()
             if lost is None:
@@ -119,16 +119,16 @@ class GlooCollectives:
         for rank, peer in self._peers.items():
             if not peer.is_alive():
                 return f"{self._names[rank]} (pid {peer.pid}) died"
-        return self._said("left")
+        return self._posted("left")
 
-    def _said(self, key: str) -> str | None:
+    def _posted(self, key: str) -> str | None:
         """Return the message that the first rank that failed or left has written to the store, or None."""
         with suppress(RuntimeError):  # the process that hosts the store may have ended
             if self._store.check([key]):
                 return str(self._store.get(key).decode("utf-8", "replace"))
         return None
 
-    def _say(self, key: str, text: str) -> None:
+    def _post(self, key: str, text: str) -> None:
         with suppress(RuntimeError):
             self._store.compare_set(key, "", text)
 
@@ -138,7 +138,7 @@ class GlooCollectives:
             return
         self._reason = reason
         name = self._names[self.rank]
-        self._say("failed", f"{name} failed and the process group cannot be used any more. Reason: {reason}")
+        self._post("failed", f"{name} failed and the process group cannot be used any more. Reason: {reason}")
         self._drop()
 
     def _drop(self, idle: bool = False) -> None:
@@ -167,23 +167,23 @@ class GlooCollectives:
     def close(self, idle: bool) -> None:
         """Leave the group: ranks that wait for this one raise. May be called repeatedly."""
         if not self._closed and self._reason is None:
-            self._say("left", f"{self._names[self.rank]} shut its process group down")
+            self._post("left", f"{self._names[self.rank]} shut its process group down")
             self._drop(idle)
         self._closed = True
 
     @contextmanager
-    def _agreed(self, terms: Terms) -> Iterator[None]:
+    def _checked(self, terms: Terms) -> Iterator[None]:
         """Compare descriptions, then run the block; mark the group as broken if either fails."""
         what = description_text(terms.description)
         self.raise_if_unusable(what)
         try:
-            self._agree(terms)
+            self._compare_descriptions(terms)
             yield
         except BaseException as error:
             reason, late = str(error), terms.is_late()
             if not isinstance(error, IpcError):
                 self.raise_if_unusable(what)  # another thread has aborted the group
-                theirs, lost = self._said("failed"), self._lost()
+                theirs, lost = self._posted("failed"), self._lost()
                 reason = f"{what}: {theirs}" if theirs else f"{what} over Gloo: {f'{lost}. ' if lost else ''}{error}"
             self.fail(reason)
             if isinstance(error, IpcError) or not isinstance(error, Exception):
@@ -194,12 +194,12 @@ class GlooCollectives:
 
     def barrier(self, terms: Terms) -> None:
         """See `LocalCollectives.barrier`."""
-        with self._agreed(terms):
+        with self._checked(terms):
             pass  # all ranks have called it
 
     def reduce(self, tensor: torch.Tensor, root: int | None, reduction: Reduction, terms: Terms) -> None:
         """See `LocalCollectives.reduce`; all ranks get the result, and ranks other than the root drop it."""
-        with self._agreed(terms):
+        with self._checked(terms):
             out = tensor if root in (None, self.rank) else torch.empty_like(tensor)
             if reduction.accumulate_dtype not in _DTYPES or reduction.op not in _OPS or not tensor.numel():
                 parts = self._gathered(as_bytes(tensor), terms)
@@ -214,19 +214,19 @@ class GlooCollectives:
 
     def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> None:
         """See `LocalCollectives.broadcast`."""
-        with self._agreed(terms):
+        with self._checked(terms):
             if tensor.numel():
                 options = _options("Broadcast", terms, rootRank=root)
                 self._wait(self._gloo.broadcast([as_bytes(tensor)], options), terms)
 
     def gather(self, tensor: torch.Tensor, outputs: Parts | None, root: int | None, terms: Terms) -> None:
         """See `LocalCollectives.gather`; an output may be `tensor` itself, but must not overlap it otherwise."""
-        with self._agreed(terms):
+        with self._checked(terms):
             self._gather(as_bytes(tensor), [as_bytes(output) for output in outputs or ()], root, terms)
 
     def reduce_scatter(self, inputs: Parts, output: torch.Tensor, reduction: Reduction, terms: Terms) -> None:
         """See `LocalCollectives.reduce_scatter`; each rank receives the parts that it reduces."""
-        with self._agreed(terms):
+        with self._checked(terms):
             received = torch.empty((self.num_ranks, output.numel()), dtype=output.dtype)
             if output.numel():
                 self._exchange(inputs, list(received), terms)
@@ -234,11 +234,11 @@ class GlooCollectives:
 
     def exchange(self, inputs: SomeParts, outputs: SomeParts, max_bytes: int, terms: Terms) -> None:
         """See `LocalCollectives.exchange`."""
-        with self._agreed(terms):
+        with self._checked(terms):
             if max_bytes:
                 self._exchange(inputs, outputs, terms)
 
-    def _agree(self, terms: Terms) -> None:
+    def _compare_descriptions(self, terms: Terms) -> None:
         """Compare the descriptions of a call; return once all ranks have called it.
 
         Raises:

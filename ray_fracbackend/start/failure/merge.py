@@ -91,7 +91,7 @@ def merged(
         return StartTimeoutError(f"{texts[0]}.", advice=advise("no answer"), ranks=silent, step=step)
     ranks_of: dict[str, list[int]] = {}
     for rank, error in failures.items():
-        ranks_of.setdefault(_found(error), []).append(rank)
+        ranks_of.setdefault(_error_text(error), []).append(rank)
     texts += [f"{named(ranks, addresses)}: {text}" for text, ranks in list(ranks_of.items())[:_NUM_NAMED]]
     ours = [error for error in failures.values() if isinstance(error, FracBackendError)]
     first = ours[0] if ours else RendezvousError("")
@@ -131,9 +131,9 @@ def _by_precedence(failures: Mapping[int, BaseException]) -> dict[int, BaseExcep
 
     Such an error stays if it names a rank without an error of its own, and if all ranks lost a peer.
     """
-    lost = {rank: {*error.ranks} - {rank} for rank, error in failures.items() if _lost_a_peer(error, rank)}
-    explained = failures.keys() - lost.keys()
-    kept = [rank for rank in failures if rank not in lost or not explained or not explained.issuperset(lost[rank])]
+    blamed = {rank: {*error.ranks} - {rank} for rank, error in failures.items() if _lost_a_peer(error, rank)}
+    have_own = failures.keys() - blamed.keys()
+    kept = [rank for rank in failures if rank not in blamed or not have_own or not have_own.issuperset(blamed[rank])]
     return {rank: failures[rank] for rank in sorted(kept, key=lambda rank: (*_precedence(failures[rank]), rank))}
 
 
@@ -160,7 +160,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" and not isinstance(error, RayError)
 
 
-def _found(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, FracBackendError):
         return error.found
     text = f"{type(error).__name__}: {error}".strip()

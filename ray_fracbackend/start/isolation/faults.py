@@ -33,9 +33,9 @@ class Fault:
     text: str
 
 
-def peers_of(addresses: Sequence[WorkerAddress]) -> list[list[int]]:
+def link_targets(addresses: Sequence[WorkerAddress]) -> list[list[int]]:
     """Return for each rank the ranks to which it tests a link: one on each other node."""
-    nodes = list(_nodes(addresses).values())
+    nodes = list(_ranks_by_node(addresses).values())
     steps = set(range(1, len(nodes)))
     if len(nodes) > MAX_MESH:
         steps = {sign * 2**power % len(nodes) for power in range(len(nodes).bit_length() - 1) for sign in (1, -1)}
@@ -63,9 +63,8 @@ def diagnose(
 def _silent(silent: Collection[int], addresses: Sequence[WorkerAddress]) -> Iterator[Fault]:
     if silent:
         ranks = tuple(sorted(silent))
-        yield Fault(
-            ranks, f"no answer from {named(ranks, addresses)}: the process is stopped, or it or its device hangs"
-        )
+        text = f"no answer from {named(ranks, addresses)}: the process is stopped, or it or its device hangs"
+        yield Fault(ranks, text)
 
 
 def _devices(findings: Mapping[int, Findings], addresses: Sequence[WorkerAddress]) -> Iterator[Fault]:
@@ -76,23 +75,23 @@ def _devices(findings: Mapping[int, Findings], addresses: Sequence[WorkerAddress
 
 
 def _links(findings: Mapping[int, Findings], addresses: Sequence[WorkerAddress]) -> Iterator[Fault]:
-    nodes, node_of = _nodes(addresses), {address.rank: address.node_id for address in addresses}
-    tried: dict[str, set[str]] = {node: set() for node in nodes}
+    nodes, node_of = _ranks_by_node(addresses), {address.rank: address.node_id for address in addresses}
+    tested: dict[str, set[str]] = {node: set() for node in nodes}
     unreached: dict[str, set[str]] = {node: set() for node in nodes}
     for rank, finding in findings.items():
         for peer, is_reached in finding.links.items():
             node, other = node_of[rank], node_of[peer]
-            tried[node].add(other)
-            tried[other].add(node)
+            tested[node].add(other)
+            tested[other].add(node)
             if not is_reached:
                 unreached[node].add(other)
-    cut = {node: unreached[node] | {other for other in nodes if node in unreached[other]} for node in nodes}
-    alone = [node for node in nodes if len(tried[node]) > 1 and cut[node] == tried[node]]
-    if alone:
-        ranks = tuple(sorted(rank for node in alone for rank in nodes[node]))
+    broken = {node: unreached[node] | {other for other in nodes if node in unreached[other]} for node in nodes}
+    isolated = [node for node in nodes if len(tested[node]) > 1 and broken[node] == tested[node]]
+    if isolated:
+        ranks = tuple(sorted(rank for node in isolated for rank in nodes[node]))
         yield Fault(ranks, f"no connections between other nodes and {named(ranks, addresses)}")
-    for node, other in combinations([node for node in nodes if node not in alone], 2):
-        if other in cut[node]:
+    for node, other in combinations([node for node in nodes if node not in isolated], 2):
+        if other in broken[node]:
             ends = [named(nodes[end], addresses) for end in (node, other)]
             if other not in unreached[node]:
                 ends.reverse()
@@ -101,7 +100,7 @@ def _links(findings: Mapping[int, Findings], addresses: Sequence[WorkerAddress])
             yield Fault((*nodes[node], *nodes[other]), ways.format(*ends))
 
 
-def _nodes(addresses: Sequence[WorkerAddress]) -> dict[str, list[int]]:
+def _ranks_by_node(addresses: Sequence[WorkerAddress]) -> dict[str, list[int]]:
     nodes: dict[str, list[int]] = {}
     for address in addresses:
         nodes.setdefault(address.node_id, []).append(address.rank)

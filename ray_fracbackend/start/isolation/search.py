@@ -14,7 +14,7 @@ from ray_fracbackend.errors import FracBackendError, GroupFormationError, Verifi
 from ray_fracbackend.log import logger
 from ray_fracbackend.start.collect import collect
 from ray_fracbackend.start.failure.merge import PEER_LOST, death_error
-from ray_fracbackend.start.isolation.faults import Fault, diagnose, peers_of
+from ray_fracbackend.start.isolation.faults import Fault, diagnose, link_targets
 from ray_fracbackend.start.isolation.rank_tests import open_listener, run_tests
 from ray_fracbackend.timeouts import Deadline, seconds_text
 
@@ -96,7 +96,7 @@ def find_faults(
     word = secrets.token_bytes(16)
     arguments = {rank: (plan.master_addr, word, search_s) for rank, plan in plans.items()}
     listeners, failures = call(open_listener, arguments, search_s * _OPENING)
-    peers = peers_of(addresses)
+    peers = link_targets(addresses)
     tests = {
         rank: (
             plans[rank].device,
