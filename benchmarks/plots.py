@@ -54,9 +54,7 @@ def source(path: Path) -> str:
 def save(figure: Any, target: Path, result: dict[str, Any], told: str, top: float = 1) -> None:
     """Write the picture with a description and the machine below it."""
     figure.tight_layout(rect=(0, 0.36 / figure.get_figheight(), 1, top))
-    figure.text(
-        0.012, 0.06 / figure.get_figheight(), f"{told}\n{where(result)}", fontsize=7.5, color="#57606a", va="bottom"
-    )
+    figure.text(0.012, 0.06 / figure.get_figheight(), f"{told}\n{where(result)}", color="#57606a", va="bottom")
     title = {"Title": result["source"]}
     drawn, titles = figure.get_tightbbox(), [axis.title.get_window_extent() for axis in figure.axes]
     if not figure.bbox_inches.contains(*drawn.min) or not figure.bbox_inches.contains(*drawn.max):
@@ -77,7 +75,7 @@ def dots(axis: Any, x: float, values: Sequence[float], color: str, label: str | 
     axis.plot([x] * len(values), values, "o", color=color, markersize=3.5, alpha=0.45, markeredgewidth=0)
     median = statistics.median(values)
     axis.plot([x - 0.07, x + 0.07], [median] * 2, color=color, linewidth=2.2, label=label)
-    axis.annotate(f"{median:.{0 if median >= 30 else 1}f}", (x + 0.085, median), color=color, fontsize=7.5, va="center")
+    axis.annotate(f"{median:.{0 if median >= 10 else 1}f}", (x + 0.085, median), color=color, va="center")
 
 
 def start(result: dict[str, Any], target: Path) -> None:
@@ -102,7 +100,7 @@ def start(result: dict[str, Any], target: Path) -> None:
     axes[0].set(ylabel="on_start, ms", yscale="log")
     plain(axes[0].yaxis)
     axes[2].set(ylabel="time, s", ylim=(0, None))
-    figure.legend(*axes[1].get_legend_handles_labels(), loc="upper center", ncol=3, fontsize=8)
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="upper center", ncol=3)
     told = f"Ray Train {result['engine'].upper()}, CPU workers, Gloo; dots: {result['num_starts']} starts each, line: median"
     save(figure, target, result, told, top=0.93)
 
@@ -122,7 +120,7 @@ def planning(result: dict[str, Any], target: Path) -> None:
     plain(axis.xaxis, "{:,.0f}".format)
     plain(axis.yaxis)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    axis.legend()
     save(figure, target, result, "decide_start() on made-up facts; medians")
 
 
@@ -180,9 +178,9 @@ def scale(result: dict[str, Any], target: Path) -> None:
         plain(axis.xaxis, "{:,.0f}".format)
         plain(axis.yaxis)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    low, high = axes[1].get_ylim()
-    axes[1].set_ylim(low, high * 100)  # room for the legend
+        axis.legend()
+    for axis in axes[:2]:
+        axis.set_ylim(top=axis.get_ylim()[1] * 100)  # room for the legend
     axes[2].set_xscale("log", base=2)
     axes[2].set(yscale="linear", ylim=(0, None))
     plain(axes[2].xaxis)

@@ -18,6 +18,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[1]
 _FENCE = re.compile(r"^( *)```.*?^ *```$", re.MULTILINE | re.DOTALL)
+_CELL_CODE = re.compile(r"(?<=<code>)[^<]{24,}(?=</code>)(?=(?:(?!<table).)*</table>)", re.DOTALL)
 _LINK = re.compile(r"(\]\()([^()\s#:]+)(#[^()\s]*)?(\))")
 _LANGUAGES = {".py": "python", ".sh": "bash", ".json": "json", ".toml": "toml", ".yml": "yaml", ".svg": "xml"}
 # Files that the theme uses in every page.
@@ -54,6 +55,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     elif page.file.src_uri == "troubleshooting.md":
         page.meta["search"] = {"boost": 4}
     return markdown if page.file.generated_by else _with_site_links(markdown, f"docs/{page.file.src_uri}")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Allow a line break after the punctuation of a long name in a table, else its column is wider than the page."""
+    return _CELL_CODE.sub(lambda found: re.sub(r"(?<=[\w)][._=/(])(?=\w)", "<wbr>", found[0]), html)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

@@ -15,8 +15,8 @@ PAGE = Path(__file__).parents[1] / "how-it-decides.md"
 CASES = re.findall(r"^\| \d+ \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 # By what the result names.
 _COLORS = {"Error": "#b3392f", "gloo": "#2f6db3", "staged": "#1f7a8c", "ipc": "#6a4fa3", "nccl": "#2e7d4f"}
-_INK, _LINE, _GRAY = "#24292f", "#b8bec5", "#8a8a8a"
-_WIDTH, _LEFT, _LEFT_WIDTH, _RIGHT, _HEIGHT, _GAP, _LINE_HEIGHT = 960, 16, 560, 640, 30, 10, 17
+_INK, _LINE, _GRAY = "#24292f", "#b8bec5", "#5c6570"
+_WIDTH, _LEFT, _LEFT_WIDTH, _RIGHT, _HEIGHT, _GAP, _LINE_HEIGHT = 960, 16, 560, 640, 30, 17, 17
 # Characters of a case in one line of its box.
 _LINE_CHARS = 78
 
@@ -34,7 +34,7 @@ def svg() -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{top}" viewBox="0 0 {_WIDTH} {top}" '
-            'role="img" font-family="Helvetica, Arial, sans-serif" font-size="13">',
+            'role="img" font-family="Helvetica, Arial, sans-serif">',
             "<title>How a start decides on its backend</title>",
             f'<rect width="{_WIDTH}" height="{top}" fill="#ffffff"/>',
             *body,
@@ -67,9 +67,9 @@ def _case(lines: list[str], top: float, height: float, is_last: bool) -> list[st
     for index, line in enumerate(lines):
         drawn.append(_text(line, _LEFT + 12, middle + 4.5 + (index - (len(lines) - 1) / 2) * _LINE_HEIGHT))
     if not is_last:
-        drawn.append(_text("yes", end + 20, middle - 4, _GRAY, size=11))
+        drawn.append(_text("yes", end + 20, middle - 4, _GRAY))
         drawn.append(f'<path d="M{down} {top + height}v{_GAP}" stroke="{_LINE}"/>')
-        drawn.append(_text("no", down + 5, top + height + _GAP - 1, _GRAY, size=10))
+        drawn.append(_text("no", down + 5, top + height + _GAP - 4, _GRAY))
     return drawn
 
 
@@ -84,8 +84,8 @@ def _result(number: int, text: str, middle: float) -> list[str]:
     ]
 
 
-def _text(text: str, x: float, y: float, color: str = _INK, anchor: str = "start", size: int = 13) -> str:
-    return f'<text x="{x:g}" y="{y:g}" fill="{color}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
+def _text(text: str, x: float, y: float, color: str = _INK, anchor: str = "start") -> str:
+    return f'<text x="{x:g}" y="{y:g}" fill="{color}" text-anchor="{anchor}" font-size="13">{escape(text)}</text>'
 
 
 if __name__ == "__main__":

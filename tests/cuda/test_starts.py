@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ray_fracbackend.decide.error_texts import refusal_in
+from ray_fracbackend._torch import CONNECTS_NCCL_AT_ONCE
+from ray_fracbackend.decide.error_texts import is_invalid_usage, refusal_in
 from tests.cuda.emulated import uuid, workers
 from tests.gpu.gpu_engine import Engine
 
@@ -57,14 +58,6 @@ def test_the_first_seed(machine, expected, nccl, version):
     NCCL 2.30 accepts several ranks on one device with the flags that the start sets.
     """
     engine = machine(1, version, CUDA_RIG_NCCL=nccl)
-    stock = engine.run("shape", stock=True, scaling=TWO_HALVES)
-    text = "\n".join(error["text"] for error in stock["errors"])
-    assert "ncclInvalidUsage" in text
-    refused = (
-        "Multiple Ranks are using the same GPU/Partition" if nccl == "2.30.7" else "Duplicate GPU detected : rank "
-    )
-    assert refused in text
-    assert refusal_in(text)
     for policy in ("auto", *{"2.28.9": ("staged", "ipc"), "2.30.7": ("nccl",)}.get(nccl, ())):
         answer = engine.run("shape", settings={"on_shared_device": policy}, scaling=TWO_HALVES)
         ranks = ranks_of(answer, expected)
@@ -75,6 +68,13 @@ def test_the_first_seed(machine, expected, nccl, version):
         assert ranks[0]["check"] == ["nccl" if policy == "nccl" else "gloo", [[0, 1]]]
         env_defaults = ranks[0]["report"]["plan"]["env_defaults"]
         assert env_defaults.get("NCCL_MULTI_RANK_GPU_ENABLE") == ("1" if policy == "nccl" else None)
+    stock = engine.run("shape", stock=True, scaling=TWO_HALVES)  # the last: with torch 2.15 its workers stay alive
+    text = "\n".join(error["text"] for error in stock["errors"])
+    assert is_invalid_usage(text)
+    if not CONNECTS_NCCL_AT_ONCE:  # torch 2.15 does not pass the reason on
+        refused = "Multiple Ranks are using the same GPU/Partition" if nccl == "2.30.7" else "Duplicate GPU detected : "
+        assert refused in text
+        assert refusal_in(text)
 
 
 # Devices of the machine, the workers, the backend, the ranks that share a device, and devices of each worker.
