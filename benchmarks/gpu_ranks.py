@@ -67,7 +67,8 @@ _BACKENDS: dict[str, tuple[str, dict[str, str]]] = {
 
 def env_of(spec: dict[str, Any], rank: int) -> dict[str, str]:
     """Return the variables of one rank: those of `_BACKENDS`, NCCL's multi-rank flags and library, and a host id."""
-    env = {"GLOO_SOCKET_IFNAME": "lo", **_BACKENDS.get(spec["backend"], ("", {}))[1]}
+    # torch 2.15 makes an NCCL group on the device with this number.
+    env = {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0", **_BACKENDS.get(spec["backend"], ("", {}))[1]}
     if spec["backend"] == "nccl":
         preload = {"LD_PRELOAD": spec["nccl_library"]} if spec["nccl_library"] else {}
         return {**env, **multi_rank_env(spec["num_ranks"]), **preload}

@@ -121,7 +121,9 @@ def _start_ranks(
     ranks: list[subprocess.Popen[str]] = []
     try:
         for rank, line in enumerate(commands):
-            variables = {**os.environ, **env, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "RANK": str(rank)}
+            # torch 2.15 makes an NCCL group on the device with the number LOCAL_RANK.
+            variables = {**os.environ, **env, "RANK": str(rank), "LOCAL_RANK": "0"}
+            variables |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             # The pipe to its standard input ends with this process in any case, and the rank ends with the pipe.
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             ranks.append(subprocess.Popen(line, env=variables, cwd=_ROOT, text=True, **pipes))
