@@ -21,7 +21,9 @@ _REFUSALS = re.compile(
     r"|NCCL_NVLS_ENABLE has been set to \"1\" and communicator has multiple ranks[^.\n;)]*",
     re.IGNORECASE,
 )
-_OWN_FAILURES = re.compile(r"^nccl(?:UnhandledCudaError|SystemError|InternalError|InvalidArgument):", re.MULTILINE)
+_OWN_FAILURES = re.compile(
+    r"(?m)^nccl(?:UnhandledCudaError|SystemError|InternalError|InvalidArgument):|NCCL communicator: (?:unhandled|internal)"
+)
 _LAST_ERROR = re.compile(r"^Last error:\s*\n\s*(\S[^\n]*)", re.MULTILINE)
 # Another process holds the memory or the device, or torch has no CUDA. cuBLAS and MPS have their own messages.
 _UNTRIED = re.compile(
@@ -132,8 +134,8 @@ def has_no_port(error: BaseException) -> bool:
 
 
 def is_lost_connection(text: str) -> bool:
-    """Return whether Gloo or c10d did not reach a peer in time, which does not say whose fault it is."""
-    return re.search(r"connectFullMesh|timed? ?out", text, re.IGNORECASE) is not None
+    """Return whether Gloo, NCCL or c10d did not reach a peer, which does not say whose fault it is."""
+    return re.search(r"connectFullMesh|timed? ?out|remote process exited", text, re.IGNORECASE) is not None
 
 
 def awaited_ranks(text: str) -> tuple[int, ...]:

@@ -100,10 +100,8 @@ class Job:
     @cached_property
     def wants_multi_rank(self) -> bool:
         """Whether NCCL's flags for several ranks per GPU are requested, by the policy or by the user's variable."""
-        if not (self.wants_nccl and self.conflicts):
-            return False
-        policy = self.settings.on_shared_device
-        return policy == "nccl" or (policy == "auto" and asks_for_multi_rank(self.workers, self.conflicts))
+        by_variable = self.shares_by("auto") and asks_for_multi_rank(self.workers, self.conflicts)
+        return by_variable or self.shares_by("nccl")
 
     @cached_property
     def exclusive_without_mps(self) -> tuple[ShareGroup, ...]:

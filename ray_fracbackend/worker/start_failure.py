@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from ray_fracbackend._torch import CONNECTS_NCCL_AT_ONCE
 from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.error_texts import (
     awaited_ranks,
@@ -80,5 +81,7 @@ def _advice(plan: WorkerPlan, kind: type[RendezvousError], error: Exception) -> 
         interface = os.environ.get(IFNAME)
         over = f"over {interface}" if interface else "over the address of its host name"
         return advise("Gloo cannot connect", interface=over)
-    # A TimeoutError comes from bounded(); c10d's timeouts have another class.
-    return advise("rank 0 hangs" if isinstance(error, TimeoutError) else "store not reached")
+    hangs = isinstance(error, TimeoutError)  # it comes from bounded(); c10d's timeouts have another class
+    if kind is GroupFormationError and plan.backends.has_nccl and CONNECTS_NCCL_AT_ONCE:
+        return advise("NCCL hangs" if hangs else "NCCL fails", has_gloo=True)
+    return advise("rank 0 hangs" if hangs else "store not reached")

@@ -23,16 +23,7 @@ from torch import nn
 from ray_fracbackend import check_devices, get_start_report, report_rank0
 from ray_fracbackend._ray import v2_enabled
 from tests.faults.planted import strike
-from tests.gpu.gpu_training import (
-    NUM_STEPS,
-    Network,
-    answers_in,
-    leave,
-    make_trainer,
-    tell,
-    train_step,
-    trained,
-)
+from tests.gpu.gpu_training import NUM_STEPS, Network, answers_in, leave, make_trainer, tell, train_step, trained
 from tests.processes import wait_until
 
 # After which step a checkpoint is saved, and before which rank 1 fails the first time.
@@ -253,8 +244,7 @@ def elastic(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Three ranks on two nodes with a device each, of which one is lost; what the ranks told before and after."""
     ray.shutdown()
     cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 3, "num_gpus": 1, "env_vars": {"CUDA_VISIBLE_DEVICES": "0"}},
+        initialize_head=True, head_node_args={"num_cpus": 3, "num_gpus": 1, "env_vars": {"CUDA_VISIBLE_DEVICES": "0"}}
     )
     lost = cluster.add_node(num_cpus=1, num_gpus=1, env_vars={"CUDA_VISIBLE_DEVICES": "1"})
     cluster.wait_for_nodes()
@@ -274,10 +264,4 @@ def elastic(job: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-JOBS = {
-    "shape": shape,
-    "failing": failing,
-    "resume": resume,
-    "sharded": sharded,
-    "elastic": elastic,
-}
+JOBS = {"shape": shape, "failing": failing, "resume": resume, "sharded": sharded, "elastic": elastic}

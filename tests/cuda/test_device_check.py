@@ -10,7 +10,8 @@ import torch.distributed as dist
 from ipc_harness import run_ranks, values
 
 from ray_fracbackend import MissingDeviceError, check_devices
-from ray_fracbackend.decide.error_texts import refusal_in
+from ray_fracbackend._torch import CONNECTS_NCCL_AT_ONCE
+from ray_fracbackend.decide.error_texts import is_invalid_usage
 from tests.cuda.emulated import run_program, uuid
 
 pytestmark = pytest.mark.timeout(120)
@@ -30,13 +31,13 @@ def then_nccl(job, device, set_current):
     torch.cuda.set_device(index)
     for name, value in found.env.items():
         os.environ.setdefault(name, value)
-    job.init("nccl")
     tensor = torch.full((3,), job.rank + 1.0, device="cuda")
     try:
+        job.init("nccl", device_id=torch.device("cuda", index) if CONNECTS_NCCL_AT_ONCE else None)
         dist.all_reduce(tensor)
         return found, tensor.tolist()
     except RuntimeError as error:
-        return found, refusal_in(str(error))
+        return found, is_invalid_usage(str(error))
 
 
 def first(rank):
@@ -72,7 +73,7 @@ def test_nccl_does_what_is_said_of_it(tmp_path, device, backend, env, set_curren
     for check, nccl in values(run_ranks(then_nccl, 2, device, set_current, env=variables, limit_s=90.0)):
         assert check.backend == backend
         assert [each.uuid for each in check.devices] == uuids
-        assert nccl == [3.0] * 3 if backend == "nccl" else isinstance(nccl, str)
+        assert nccl == [3.0] * 3 if backend == "nccl" else nccl is True
 
 
 def without(job, fault):

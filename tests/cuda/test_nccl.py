@@ -6,6 +6,7 @@ ray_fracbackend/decide/error_texts.py parses NCCL's refusals in torch's messages
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ray_fracbackend.staged  # noqa: F401 (registers both backends)
+from ray_fracbackend._torch import CONNECTS_NCCL_AT_ONCE
 from ray_fracbackend.decide.error_texts import cause_of, is_invalid_usage, refusal_in, refused_ranks
 from ray_fracbackend.errors import FracBackendError
 from ray_fracbackend.timeouts import Deadline
@@ -158,10 +160,10 @@ def test_groups_and_forms_of_calls(run, tmp_path, size):
 
 
 def first_call(job):
-    """Return the error message of the first all_reduce, or its result."""
-    start(job)
-    tensor = torch.ones(4, device="cuda")
+    """Return the error message of the group or its first all_reduce, or the result."""
     try:
+        start(job)
+        tensor = torch.ones(4, device="cuda")
         dist.all_reduce(tensor)
         return tensor.tolist()
     except RuntimeError as error:
@@ -185,6 +187,9 @@ def test_two_ranks_on_one_device_are_refused(run, version):
     """torch's error contains the message of the NCCL version, and the ranks are found in it if they are named."""
     texts = values(run(first_call, 2, CUDA_RIG_NCCL=version, **ONE_DEVICE))
     for rank, text in enumerate(texts):
+        assert is_invalid_usage(text)
+        if CONNECTS_NCCL_AT_ONCE:  # torch 2.15 does not pass the reason on
+            continue
         sentence = REFUSALS[version].format(rank, 1 - rank)
         assert f"NCCL version {version}" in text
         assert f"Last error:\n{sentence}" in text
@@ -192,7 +197,6 @@ def test_two_ranks_on_one_device_are_refused(run, version):
         assert found
         assert f"{sentence.split('. ')[0]}" in f"{found} "
         assert refused_ranks(text) == ((0, 1) if sentence.startswith("Duplicate") else ())
-        assert is_invalid_usage(text)
         assert sentence.strip() in cause_of(RuntimeError(text))
         assert "\n" not in cause_of(RuntimeError(text))
 
@@ -200,21 +204,12 @@ def test_two_ranks_on_one_device_are_refused(run, version):
 @pytest.mark.parametrize(("version", "refused"), [("2.28.9", [0, 2]), ("2.30.7", [0, 1, 2])])
 def test_refused_ranks(run, version, refused):
     """Up to 2.29 the sharing ranks are refused, and the others lose their peers; from 2.30 on all ranks are refused."""
-    visible = ["0", "1", "0"]
-    texts = values(
-        run(
-            first_call,
-            3,
-            of_rank=lambda rank: {"CUDA_VISIBLE_DEVICES": visible[rank]},
-            CUDA_RIG_NCCL=version,
-            CUDA_RIG_DEVICES="2",
-        )
-    )
-    assert [rank for rank, text in enumerate(texts) if refusal_in(text)] == refused
+    visible, env = ["0", "1", "0"], {"CUDA_RIG_NCCL": version, "CUDA_RIG_DEVICES": "2"}
+    texts = values(run(first_call, 3, of_rank=lambda rank: {"CUDA_VISIBLE_DEVICES": visible[rank]}, **env))
+    assert [rank for rank, text in enumerate(texts) if is_invalid_usage(text)] == refused
     if version == "2.28.9":
-        assert refused_ranks(texts[0]) == (0, 2)
-        assert "ncclRemoteError" in texts[1]
-        assert not is_invalid_usage(texts[1])
+        assert CONNECTS_NCCL_AT_ONCE or refused_ranks(texts[0]) == (0, 2)
+        assert "remote process exited" in texts[1]
 
 
 SLICES = {"CUDA_RIG_MIG": "2"}
@@ -245,7 +240,8 @@ def test_what_is_refused(run, version, env, refusal):
         return {**own, **({"NCCL_HOSTID": str(rank)} if "NCCL_HOSTID" in env else {})}
 
     for text in values(run(first_call, 2, of_rank=of_rank, CUDA_RIG_NCCL=version, **{**ONE_DEVICE, **env})):
-        assert text == [2.0] * 4 if refusal is None else (refusal_in(text) or "").startswith(refusal)
+        assert text == [2.0] * 4 if refusal is None else is_invalid_usage(text)
+        assert CONNECTS_NCCL_AT_ONCE or refusal is None or refusal_in(text).startswith(refusal)
 
 
 # ---- faults, and how torch ends them
@@ -305,7 +301,11 @@ def verified_without_a_device(job, backend):
     return result.device if result else None, torch.cuda.is_initialized()
 
 
-@pytest.mark.parametrize(("backend", "device"), [("cpu:gloo,cuda:nccl", "cpu"), ("nccl", None)])
+# torch 2.15 uses the device with the number LOCAL_RANK when the group is made.
+_WITHOUT_A_DEVICE = [("cpu:gloo,cuda:nccl", "cpu"), ("nccl", None)][: 1 if CONNECTS_NCCL_AT_ONCE else 2]
+
+
+@pytest.mark.parametrize(("backend", "device"), _WITHOUT_A_DEVICE)
 def test_a_device_that_ray_did_not_assign_is_not_touched(run, backend, device):
     """The script chooses the worker's device: on the first device all ranks would meet, and NCCL would refuse them."""
     assert values(run(verified_without_a_device, 2, backend, **ONE_DEVICE)) == [(device, False)] * 2
@@ -338,16 +338,17 @@ def fall_back_and_go_on(job, is_trial):
 @pytest.mark.parametrize(
     ("fault", "is_trial", "said"),
     [
-        *((f"nccl_{fault}", True, "failed on rank") for fault in ("init_hang", "hang=1", "hang=3", "late_error=3")),
-        ("nccl_refuse=1", True, "rank 1"),  # rank 0 waited for it
+        *((f"nccl_{fault}", True, "NCCL hangs") for fault in ("init_hang", "hang=1", "hang=3")),
+        ("nccl_late_error=3", True, "failed on rank"),
+        ("nccl_refuse=1", True, "rank 1|NCCL fails on that rank"),  # rank 0 waited for it
         # No call was started that the watchdog could monitor, so a separate trial group is not needed.
-        ("nccl_duplicate", False, "NCCL refused ranks that share a GPU"),
+        ("nccl_duplicate", False, "NCCL refused ranks that share a GPU|creating the nccl .*NCCL fails"),
     ],
 )
 def test_the_group_after_one_that_failed(run, fault, is_trial, said):
     """The watchdog of the failed NCCL group does not affect the group that replaces it."""
     for text, number in values(run(fall_back_and_go_on, 2, is_trial, CUDA_RIG_FAULT=fault, **WATCHDOG)):
-        assert said in text
+        assert re.search(said, text)
         assert number == 59
 
 

@@ -113,6 +113,10 @@ def test_a_wait_that_ended():
         "NumelIn=1, NumelOut=1, Timeout(ms)=1800000) ran for 19970 milliseconds before timing out."
     )
     assert not is_own_failure("CUDA error: out of memory")
+    init = "Failed to initialize NCCL communicator: "  # torch 2.15
+    assert is_own_failure(f"{init}unhandled system error (run with NCCL_DEBUG=INFO for details)")
+    assert not is_own_failure(f"{init}remote process exited or there was a network error")
+    assert is_lost_connection(f"{init}remote process exited or there was a network error")
     assert not is_out_of_memory("CUDA error: out of memory")
 
 

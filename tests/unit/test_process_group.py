@@ -241,3 +241,11 @@ def test_nccl_connects_on_the_workers_own_device(monkeypatch: Any, device: str, 
     monkeypatch.setattr(dist, "init_process_group", made := MagicMock())
     process_group._create(worker_plan(backend="nccl", device=device), dist.HashStore(), "default_pg")
     assert made.call_args.kwargs["device_id"] == bound
+
+
+@pytest.mark.parametrize(("error", "advice"), [(RuntimeError("NCCL"), "NCCL fails"), (TimeoutError(), "NCCL hangs")])
+def test_nccl_that_does_not_connect_is_not_the_networks_fault(monkeypatch: Any, error: Exception, advice: str) -> None:
+    monkeypatch.setattr(start_failure, "CONNECTS_NCCL_AT_ONCE", True)
+    step = start_failure.named_step("x", worker_plan(backend="nccl"), GroupFormationError)
+    with pytest.raises(GroupFormationError, match=f"{advice}.*or use backend='gloo'"), step:
+        raise error
