@@ -21,9 +21,7 @@ _REFUSALS = re.compile(
     r"|NCCL_NVLS_ENABLE has been set to \"1\" and communicator has multiple ranks[^.\n;)]*",
     re.IGNORECASE,
 )
-_OWN_FAILURES = re.compile(
-    r"(?m)^nccl(?:UnhandledCudaError|SystemError|InternalError|InvalidArgument):|NCCL communicator: (?:unhandled|internal)"
-)
+_OWN_FAILURES = re.compile(r"(?m)^nccl(?!Remote)(\w+Error|InvalidArgument):|NCCL communicator: (unhandled|internal)")
 _LAST_ERROR = re.compile(r"^Last error:\s*\n\s*(\S[^\n]*)", re.MULTILINE)
 # Another process holds the memory or the device, or torch has no CUDA. cuBLAS and MPS have their own messages.
 _UNTRIED = re.compile(

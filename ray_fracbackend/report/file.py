@@ -78,9 +78,7 @@ def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None
     try:
         return bounded(write, _SAVE_S)
     except TimeoutError:
-        logger.warning(
-            "%s is not yet written in the results folder after %g s: the storage is slow", REPORT_FILE, _SAVE_S
-        )
+        logger.warning("%s is not yet written in the results folder after %g s: slow storage", REPORT_FILE, _SAVE_S)
     except Exception as error:  # each kind of storage raises its own errors
         logger.warning("%s was not written in the results folder: %s", REPORT_FILE, error)
     return None

@@ -225,22 +225,14 @@ class Start:
     def _reopen_store(self, deadline: Deadline) -> int:
         """Open a store on rank 0 for the fallback, in place of the first attempt's: its end ends what that left in threads."""
         started, settings = time.perf_counter(), self._settings
-        arguments = (
-            settings.master_port,
-            self._one_node and settings.master_addr is None,
-            min(_PORT_WAIT_S, deadline.left_s / 2),
-        )
-        refs = [self._group.execute_single_async(0, hold_store, *arguments)]
+        one_node, wait_s = self._one_node and settings.master_addr is None, min(_PORT_WAIT_S, deadline.left_s / 2)
+        refs = [self._group.execute_single_async(0, hold_store, settings.master_port, one_node, wait_s)]
         (port,) = gather(refs, self._addresses[:1], deadline, "opening a store for the fallback")
         self._add_seconds("probe", started)
         return int(port)
 
     def _explained(
-        self,
-        error: FracBackendError,
-        report: StartReport,
-        plans: Sequence[WorkerPlan],
-        refs: list[Any],
+        self, error: FracBackendError, report: StartReport, plans: Sequence[WorkerPlan], refs: list[Any]
     ) -> FracBackendError:
         """Return the error, explained from the reports of all ranks, and with the fault if it ends the start."""
         from ray_fracbackend.start.failure.explain import explained  # not on the good path

@@ -69,10 +69,6 @@ def verify_process_group(
         raise ValueError(
             f"verify_process_group(timeout_s={timeout_s!r}): timeout_s must be an int or float of seconds above 0, up to 1e9."
         )
-    if not dist.is_initialized():
-        raise ValueError(
-            "verify_process_group() needs a process group: call torch.distributed.init_process_group first."
-        )
     if dist.get_rank(group) < 0:
         raise ValueError("only the ranks of the group may call verify_process_group(), and this rank is not in it.")
     try:

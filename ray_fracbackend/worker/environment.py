@@ -21,7 +21,10 @@ def set_default(values: Mapping[str, str]) -> None:
 def set_always(values: Mapping[str, str]) -> None:
     """Set variables, overriding the user's, and record them as set by the start."""
     for name, value in values.items():
-        _set(name, value)
+        # A value that the user has already set stays the user's, even if the start would set the same value.
+        if os.environ.get(name) != value or name in STATE.variables:
+            STATE.variables[name] = value
+        os.environ[name] = value
 
 
 def user_environment() -> dict[str, str]:
@@ -35,10 +38,3 @@ def clear(names: Iterable[str] | None = None) -> None:
         value = STATE.variables.pop(name, None)
         if value is not None and os.environ.get(name) == value:
             del os.environ[name]
-
-
-def _set(name: str, value: str) -> None:
-    # A value that the user has already set stays the user's, even if the start would set the same value.
-    if os.environ.get(name) != value or name in STATE.variables:
-        STATE.variables[name] = value
-    os.environ[name] = value

@@ -136,8 +136,7 @@ def check_gloo_device(interface: str | None) -> None:
 
 def route_interface(address: str) -> str | None:
     """Return the interface of this node's route to an address, None if there is no route. Sends nothing."""
-    local = route_address(address)
-    return next((name for name, addresses in interfaces().items() if local in addresses), None)
+    return owner_of(interfaces(), route_address(address) or "")
 
 
 def route_address(address: str) -> str | None:

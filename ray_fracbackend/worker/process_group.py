@@ -29,6 +29,7 @@ from ray_fracbackend.verify.result import VerificationResult
 from ray_fracbackend.worker import environment, memory_cap, store
 from ray_fracbackend.worker.group_end import ABORT_S, end_process_group
 from ray_fracbackend.worker.nccl_env import nccl_env
+from ray_fracbackend.worker.nccl_library import reason_told
 from ray_fracbackend.worker.network import check_gloo_device, route_interface
 from ray_fracbackend.worker.peers import Peers
 from ray_fracbackend.worker.reach import REACH_S, check_reachable
@@ -193,13 +194,14 @@ def _init_process_group(plan: WorkerPlan, common: PrefixStore, deadline: Deadlin
         import ray_fracbackend.ipc  # registers the backend
     if plan.backends.has_staged:
         import ray_fracbackend.staged  # noqa: F401  registers the backend
-    with named_step(f"creating the {plan.backend} process group", plan, GroupFormationError):
+    with named_step(f"creating the {plan.backend} process group", plan, GroupFormationError), reason_told():
         left_s = deadline.left_s
         common.set_timeout(timedelta(seconds=left_s))
         bounded(partial(_create, plan, common, prefix), left_s + _SILENCE_S)
 
 
 def _create(plan: WorkerPlan, common: PrefixStore, prefix: str) -> None:
+    connects_at_once = plan.backends.has_nccl and _torch.CONNECTS_NCCL_AT_ONCE
     dist.init_process_group(
         plan.backend,
         # init_process_group puts "default_pg" before the keys of a store that it creates itself.
@@ -208,9 +210,7 @@ def _create(plan: WorkerPlan, common: PrefixStore, prefix: str) -> None:
         world_size=plan.world_size,
         # The timeout for training: Gloo's send and recv keep the timeout with which the group was created.
         timeout=timedelta(seconds=plan.timeout_s),
-        device_id=torch.device(plan.device)
-        if plan.backends.has_nccl and ":" in plan.device and _torch.CONNECTS_NCCL_AT_ONCE
-        else None,
+        device_id=torch.device(plan.device) if connects_at_once and ":" in plan.device else None,
     )
 
 

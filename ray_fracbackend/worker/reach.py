@@ -42,7 +42,5 @@ def check_reachable(address: str, port: int, timeout_s: float = REACH_S) -> None
     why = "no answer: something drops the packets" if isinstance(cause, TimeoutError) else cause.strerror or str(cause)
     if isinstance(cause, ConnectionRefusedError):
         why = "refused: a firewall, or another machine has that address"
-    where = f"{bracketed(address)}:{port}"
-    raise UnreachableMasterError(
-        f"cannot reach rank 0's store at {where} within {timeout_s:.3g} s ({why}).", advice=_ADVICE
-    )
+    text = f"cannot reach rank 0's store at {bracketed(address)}:{port} within {timeout_s:.3g} s ({why})."
+    raise UnreachableMasterError(text, advice=_ADVICE)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import torch
+
 from ray_fracbackend._torch import CONNECTS_NCCL_AT_ONCE
 from ray_fracbackend.decide.advice import advise
 from ray_fracbackend.decide.error_texts import (
@@ -39,7 +41,7 @@ def named_step(step: str, plan: WorkerPlan, kind: type[RendezvousError]) -> Iter
     """Convert torch's errors in the block into one of this class that names the step."""
     try:
         yield
-    except FracBackendError:
+    except (FracBackendError, torch.cuda.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{plan.master_addr}:{plan.master_port}"
@@ -81,7 +83,7 @@ def _advice(plan: WorkerPlan, kind: type[RendezvousError], error: Exception) -> 
         interface = os.environ.get(IFNAME)
         over = f"over {interface}" if interface else "over the address of its host name"
         return advise("Gloo cannot connect", interface=over)
-    hangs = isinstance(error, TimeoutError)  # it comes from bounded(); c10d's timeouts have another class
     if kind is GroupFormationError and plan.backends.has_nccl and CONNECTS_NCCL_AT_ONCE:
-        return advise("NCCL hangs" if hangs else "NCCL fails", has_gloo=True)
-    return advise("rank 0 hangs" if hangs else "store not reached")
+        return advise("NCCL hangs" if isinstance(error, TimeoutError) else "NCCL fails", has_gloo=True)
+    # A TimeoutError comes from bounded(); c10d's timeouts have another class.
+    return advise("rank 0 hangs" if isinstance(error, TimeoutError) else "store not reached")

@@ -19,18 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from ipc_calls import (
-    CALLS,
-    NUMEL,
-    SMALL_CHUNKS,
-    SMALL_NUMEL,
-    Call,
-    Error,
-    Point,
-    bare_group,
-    error_of,
-    points,
-)
+from ipc_calls import CALLS, NUMEL, SMALL_CHUNKS, SMALL_NUMEL, Call, Error, Point, bare_group, error_of, points
 from ipc_harness import Job, run_ranks, values
 from ipc_memories import check_exceptions, check_signal
 

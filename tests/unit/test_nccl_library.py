@@ -25,6 +25,19 @@ def test_nccl_inside_torch(monkeypatch):
     assert nccl_library.loaded_nccl_version() == (2, 28, 9)
 
 
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [(b"Duplicate GPU detected", RuntimeError), (b"Cuda failure 2 'out of memory'", torch.cuda.OutOfMemoryError)],
+)
+def test_the_reason_of_an_nccl_that_does_not_connect(reason, kind, monkeypatch):
+    """As torch writes it where NCCL connects later; other errors stay as they are."""
+    monkeypatch.setattr(nccl_library, "_function", lambda name: lambda communicator: reason)
+    with pytest.raises(kind, match=f"unhandled cuda error\nLast error:\n{reason.decode()}"), nccl_library.reason_told():
+        raise RuntimeError("Failed to initialize NCCL communicator: unhandled cuda error")
+    with pytest.raises(RuntimeError, match=r"^Connection refused$"), nccl_library.reason_told():
+        raise RuntimeError("Connection refused")
+
+
 # Load another package's copy, if given, and print the version that is found with torch's library in this folder.
 FIND = """
 import ctypes, sys, torch, torch.distributed as dist

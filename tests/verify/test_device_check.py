@@ -14,12 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_fracbackend import (
-    IncompatibleWorkersError,
-    MissingDeviceError,
-    RendezvousError,
-    check_devices,
-)
+from ray_fracbackend import IncompatibleWorkersError, MissingDeviceError, RendezvousError, check_devices
 from ray_fracbackend.decide.plain import from_plain
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import decide_start
@@ -46,11 +41,7 @@ def check(rank, size, port, workers, rounds=1):
 
 @pytest.mark.parametrize(
     ("devices", "facts"),
-    [
-        ("aa", {}),
-        ("abc", {}),
-        ("aa", {"nccl_version": (2, 30, 7), "env": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}),
-    ],
+    [("aa", {}), ("abc", {}), ("aa", {"nccl_version": (2, 30, 7), "env": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}})],
     ids=["shared", "own", "flags"],
 )
 def test_the_decision_is_that_of_a_start(devices, facts):

@@ -228,7 +228,7 @@ def test_an_error_keeps_no_group():
 
 
 def test_wrong_use():
-    with pytest.raises(ValueError, match="init_process_group first"):
+    with pytest.raises(ValueError, match="call init_process_group"):
         verify_process_group()
     for timeout_s in (0, float("nan"), float("inf"), 1e10, "30", True):
         with pytest.raises(ValueError, match="must be an int or float of seconds above 0, up to 1e9"):

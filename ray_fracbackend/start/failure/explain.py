@@ -12,6 +12,7 @@ from ray_fracbackend.decide.plan import Decision
 from ray_fracbackend.decide.worker_info import WorkerInfo, ranks_text
 from ray_fracbackend.errors import (
     FracBackendError,
+    GroupFormationError,
     SharedDeviceError,
     StartTimeoutError,
     UnreachableMasterError,
@@ -37,15 +38,18 @@ def explained(
         error.advice += _other_addresses(workers[0], master_addr)
     if not decision.backends.has_nccl:
         return error
+    has_gloo = all(worker.network.gloo_missing is None for worker in workers)
     if error.kind == "refused":
-        return _refused(error, error.cause, decision, workers)
-    is_timeout, is_failed_check = isinstance(error, StartTimeoutError), isinstance(error, VerificationError)
+        return _refused(error, error.cause, decision, workers, has_gloo)
+    is_timeout = isinstance(error, StartTimeoutError)
+    # NCCL connects in the verification, with torch 2.15 when the group is made.
+    is_failed_check = isinstance(error, (VerificationError, GroupFormationError))
     if (is_timeout or is_failed_check) and interface_doubts(workers):
         return error  # NCCL calls this an invalid usage too; the plan has a warning about it
     if error.kind == "invalid_usage" and decision.share_groups:
-        return _refused(error, "ncclInvalidUsage", decision, workers)
+        return _refused(error, "ncclInvalidUsage", decision, workers, has_gloo)
     if decision.share_groups and (is_timeout or (is_failed_check and error.kind == "stalled")):
-        error.advice += f" {advise('several ranks hang', has_gloo=_has_gloo(workers))}"
+        error.advice += f" {advise('several ranks hang', has_gloo=has_gloo)}"
     return error
 
 
@@ -68,9 +72,9 @@ def _other_addresses(first: WorkerInfo, master_addr: str) -> str:
 
 
 def _refused(
-    error: FracBackendError, sentence: str, decision: Decision, workers: Sequence[WorkerInfo]
+    error: FracBackendError, sentence: str, decision: Decision, workers: Sequence[WorkerInfo], has_gloo: bool
 ) -> SharedDeviceError:
-    groups, has_gloo = decision.share_groups or mig_siblings(workers), _has_gloo(workers)
+    groups = decision.share_groups or mig_siblings(workers)
     who = share_text(groups) if groups else f"{ranks_text(error.ranks) if error.ranks else 'ranks'} share a GPU"
     if kept := kept_settings(workers, decision.env_defaults):
         advice = advise("refused with the user's settings", settings=", ".join(kept), has_gloo=has_gloo)
@@ -84,8 +88,3 @@ def _refused(
         step=error.step,
         cause=sentence,
     )
-
-
-def _has_gloo(workers: Sequence[WorkerInfo]) -> bool:
-    """Return whether all workers can use Gloo."""
-    return all(worker.network.gloo_missing is None for worker in workers)
