@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 
 # Aborts all process groups of this process. torch before 2.6 has no such function; there destroying aborts NCCL.
 abort_groups: Callable[[], None] | None = getattr(distributed_c10d, "_abort_process_group", None)
 
-# torch 2.15 connects NCCL when the group is made, on the device with the number LOCAL_RANK unless the group has a device.
-CONNECTS_NCCL_AT_ONCE = hasattr(distributed_c10d, "ProcessGroupNCCL2")
+# torch 2.15, and 2.14 if asked, connect NCCL when the group is made, on device LOCAL_RANK unless the group has a device.
+CONNECTS_NCCL_AT_ONCE = os.getenv("TORCH_DIST_USE_NCCL2", "1" if torch.__version__ >= "2.15" else "0") != "0"
 
 
 def default_group() -> dist.ProcessGroup:

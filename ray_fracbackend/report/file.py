@@ -26,8 +26,7 @@ def earlier_start(worker_group: WorkerGroup) -> dict[str, Any] | None:
         return None
 
     def read() -> dict[str, Any] | None:
-        folder = _ray.results_folder(worker_group)
-        if folder is None:
+        if (folder := _ray.results_folder(worker_group)) is None:
             return None
         file_system, path = folder
         with file_system.open_input_stream(posixpath.join(path, REPORT_FILE)) as stream:
@@ -55,8 +54,7 @@ def save_report(worker_group: WorkerGroup, report: dict[str, Any]) -> str | None
         return None
 
     def write() -> str | None:
-        folder = _ray.results_folder(worker_group)
-        if folder is None:
+        if (folder := _ray.results_folder(worker_group)) is None:
             return None
         file_system, path = folder
         file_system.create_dir(path, recursive=True)

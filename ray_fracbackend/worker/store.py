@@ -16,7 +16,6 @@ from datetime import timedelta
 
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.torch_version import TorchVersion
 
 from ray_fracbackend.decide.addresses import bracketed
 from ray_fracbackend.decide.advice import advise
@@ -202,4 +201,4 @@ def _listen(port: int, host: str | None) -> socket.socket:
 
 def _libuv_takes_sockets() -> bool:
     """Return whether a libuv store accepts an open socket: since torch 2.8 (pytorch#150215). Clients work with both."""
-    return TorchVersion(torch.__version__) >= "2.8"
+    return torch.__version__ >= "2.8"

@@ -161,12 +161,15 @@ def test_groups_and_forms_of_calls(run, tmp_path, size):
 
 def first_call(job):
     """Return the error message of the group or its first all_reduce, or the result."""
+    is_made = False
     try:
         start(job)
+        is_made = True
         tensor = torch.ones(4, device="cuda")
         dist.all_reduce(tensor)
         return tensor.tolist()
     except RuntimeError as error:
+        assert is_made != CONNECTS_NCCL_AT_ONCE
         return str(error)
 
 
