@@ -46,7 +46,7 @@ def mixed_systems(job: Job) -> FracBackendError:
 
 def nccl_without_gpus(job: Job) -> FracBackendError:
     """Return the error for an explicit NCCL on workers without any GPU."""
-    ranks = job.ranks_that_cannot_use_nccl
+    ranks = job.ranks_without_nccl_or_device
     return MissingDeviceError(
         f"backend={job.settings.backend!r} needs GPUs and NCCL, and {ranks_text(ranks)} lack{'s' if len(ranks) == 1 else ''} one of "
         "them. Ask for GPUs in ScalingConfig(use_gpu=True), or leave backend out.",

@@ -56,7 +56,7 @@ class Job:
         return [w for w in self.workers if w.cuda_missing is not None or (w.gpu_fraction > 0 and not w.devices)]
 
     @cached_property
-    def ranks_that_cannot_use_nccl(self) -> list[int]:
+    def ranks_without_nccl_or_device(self) -> list[int]:
         """Ranks without NCCL or without a device that torch sees."""
         return [w.rank for w in self.workers if not w.nccl_available or w.num_visible_devices == 0]
 

@@ -59,7 +59,7 @@ ROWS = (
     Row("mixed systems", lambda job: 0 < len(job.windows_ranks) < len(job.workers), choices.mixed_systems),
     Row(
         "NCCL without GPUs",
-        lambda job: not job.asks_for_gpus and job.settings.backends.has_nccl and bool(job.ranks_that_cannot_use_nccl),
+        lambda job: not job.asks_for_gpus and job.settings.backends.has_nccl and bool(job.ranks_without_nccl_or_device),
         choices.nccl_without_gpus,
     ),
     Row(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ipc_harness import Job, on_ranks
 
+from ray_fracbackend._torch import CONNECTS_NCCL_AT_ONCE
 from ray_fracbackend.errors import VerificationError
 from ray_fracbackend.verify.collectives import verify_process_group
 from ray_fracbackend.worker.group_end import end_process_group
@@ -52,7 +53,8 @@ def test_no_context_on_another_device(job: Job, backend: str, size: int):
 
     Not with Gloo: torch's thread for it destroys CUDA events while the first device is current, which makes a context there.
     """
-    job.init(backend)
+    at_once = backend == "nccl" and CONNECTS_NCCL_AT_ONCE
+    job.init(backend, device_id=torch.device("cuda:1") if at_once else None)
     verify_process_group(device="cuda:1", timeout_s=60)
     # Until the group's thread that watches the others has looked, too.
     time.sleep(6)

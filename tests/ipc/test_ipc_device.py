@@ -90,13 +90,7 @@ def test_one_rank_that_cannot_use_device_memory_has_all_staged(broken: str) -> N
         assert (False in released) == (rank == 0 and broken not in ("missing", "word"))
 
 
-@pytest.mark.parametrize(
-    ("env", "text"),
-    [
-        ({"FAKE_CUDA_BROKEN": "missing"}, "the fake device is missing"),
-        ({}, ""),
-    ],
-)
+@pytest.mark.parametrize(("env", "text"), [({"FAKE_CUDA_BROKEN": "missing"}, "the fake device is missing"), ({}, "")])
 def test_where_only_device_memory_will_do_its_lack_is_an_error(env: dict[str, str], text: str) -> None:
     """Otherwise a benchmark or a test could measure another path without noticing."""
     for _, found, _ in values(run_ranks(first_call, 2, env={**FAKE, PATH: "memory", **env})):

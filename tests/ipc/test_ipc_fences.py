@@ -25,11 +25,7 @@ def with_log(job: Job) -> tuple[Any, list[str]]:
     """Return a group, and a log of its fences and of the stores of this rank's counter."""
     pg, log = bare_group(job, "fences", job.rank, job.size, 20.0), []
     memory, waiter = pg._local.engine.transport, pg._local.engine.waiter
-    for owner, name, entry in (
-        (memory, "fence", "release"),
-        (waiter, "_fence", "full"),
-        (waiter, "publish", "store"),
-    ):
+    for owner, name, entry in ((memory, "fence", "release"), (waiter, "_fence", "full"), (waiter, "publish", "store")):
         setattr(owner, name, logged(log, entry, getattr(owner, name)))
     return pg, log
 

@@ -21,12 +21,7 @@ from net_starts import ours, probe, start, stock
 
 from ray_fracbackend.decide.rendezvous import Rendezvous
 from ray_fracbackend.decide.settings import Settings
-from ray_fracbackend.errors import (
-    BackendUnavailableError,
-    PortInUseError,
-    RendezvousError,
-    UnreachableMasterError,
-)
+from ray_fracbackend.errors import BackendUnavailableError, PortInUseError, RendezvousError, UnreachableMasterError
 
 SUM_OF_TWO = 3.0
 FAILED_CONNECT = "has failed to connect"

@@ -42,11 +42,7 @@ def train_example(config: dict[str, Any]) -> None:
 
 
 def fit(
-    train: Callable[[dict[str, Any]], None],
-    tmp_path: Any,
-    backend: str,
-    num_workers: int = 2,
-    **config: Any,
+    train: Callable[[dict[str, Any]], None], tmp_path: Any, backend: str, num_workers: int = 2, **config: Any
 ) -> tuple[Result, list[dict[str, Any]]]:
     """Train on logical half GPUs.
 

@@ -1,11 +1,13 @@
 """Every row of the decision: workers and settings, and the backend, device, fallback and warnings that they get."""
 
+from dataclasses import fields
+
 import pytest
 
 from ray_fracbackend.decide.job import Job
 from ray_fracbackend.decide.left_to_ray import left_to_ray
 from ray_fracbackend.decide.nccl import interface_doubts, matching
-from ray_fracbackend.decide.plan import FallBack, StartPlan
+from ray_fracbackend.decide.plan import FallBack, StartPlan, WorkerPlan
 from ray_fracbackend.decide.rendezvous import plan_rendezvous
 from ray_fracbackend.decide.settings import Settings
 from ray_fracbackend.decide.table import ROWS, decide_start
@@ -210,6 +212,9 @@ def test_reason_and_share_groups():
     assert nine.startswith("ranks 0,1,2,3,4,5,6,7,... (9 in all) share")
     many = decide_start(job(*[gpu(f"{rank // 2}") for rank in range(20)]), Settings())
     assert "and 7 more such groups: using gloo" in many.reason
+    assert many.reason.count(" share ") == 3
+    flags = decide_start(job(*_SHARED, **_NEW), Settings(on_shared_device="nccl"))
+    assert flags.reason.endswith("using nccl with several ranks per GPU (on_shared_device='nccl', NCCL 2.30.7)")
     containers = [worker(0, gpu()), worker(1, gpu(), node="2", hostname="container2", boot_id="boot1")]
     assert "on nodes 10.0.0.1, 10.0.0.2: using gloo" in decide_start(containers, Settings()).reason
 
@@ -327,6 +332,16 @@ def worker_plans(workers, **options):
     decision = decide_start(workers, settings)
     plan = StartPlan(decision, plan_rendezvous(workers, settings, decision.backend, 29500))
     return plan.worker_plans(workers, settings, budget_s=1.0, attempt="a")
+
+
+def test_the_plan_has_the_settings_of_the_same_name():
+    """One of a new setting too: a field of `WorkerPlan` with a default could hide that the setting never arrives."""
+    settings, names = Settings(), {each.name for each in fields(Settings)} & {each.name for each in fields(WorkerPlan)}
+    plan = StartPlan(decide_start(job(*_OWN), settings), plan_rendezvous(job(*_OWN), settings, "nccl", 29500))
+    for name in names - {"backend", "master_addr", "master_port"}:  # of decision and rendezvous
+        setattr(settings, name, value := object())
+        (made, _) = plan.worker_plans(job(*_OWN), settings, budget_s=1.0, attempt="a")
+        assert getattr(made, name) is value
 
 
 def test_the_group_is_bound_to_devices_of_its_own():

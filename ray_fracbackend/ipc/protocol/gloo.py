@@ -40,9 +40,9 @@ _DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, t
 _OPS = {Op.SUM: Op.SUM, Op.AVG: Op.SUM, Op.PREMUL_SUM: Op.SUM, Op.PRODUCT: Op.PRODUCT}
 _PROCESSES = describe_call("process of each rank")
 # Time to wait for Gloo before checking whether another rank has failed: the first and the longest interval.
-_FIRST_SLICE_S, _LAST_SLICE_S = 0.1, 2.0
+_FIRST_INTERVAL_S, _LAST_INTERVAL_S = 0.1, 2.0
 # Time to wait for data that a rank may have sent before it left or died.
-_SENT_BEFORE_S = 2.0
+_WAIT_FOR_SENT_S = 2.0
 
 
 def _options(kind: str, terms: Terms, **fields: Any) -> Any:
@@ -92,10 +92,10 @@ class GlooCollectives:
 
     def _wait(self, work: Any, terms: Terms) -> None:
         """Wait for Gloo in intervals; after each, check whether another rank has failed, left or died."""
-        slice_s, lost_since, what = _FIRST_SLICE_S, None, description_text(terms.description)
+        interval_s, lost_since, what = _FIRST_INTERVAL_S, None, description_text(terms.description)
         while True:
             try:
-                work.wait(timedelta(seconds=slice_s))
+                work.wait(timedelta(seconds=interval_s))
                 return
             except RuntimeError:
                 if work.is_completed():
@@ -103,15 +103,15 @@ class GlooCollectives:
                     return
             # Another thread of this process, or another rank, may have broken the group.
             self.raise_if_unusable(what)
-            if (theirs := self._posted("failed")) is not None:
-                raise GroupPoisonedError(f"{what}: {theirs}")
+            if (failure := self._posted("failed")) is not None:
+                raise GroupPoisonedError(f"{what}: {failure}")
             lost = self._lost()
             if lost is None:
-                slice_s = min(2 * slice_s, _LAST_SLICE_S)
+                interval_s = min(2 * interval_s, _LAST_INTERVAL_S)
             elif lost_since is None:
                 # The lost rank may have sent its data before; it may still arrive.
-                lost_since, slice_s = time.monotonic(), _FIRST_SLICE_S
-            elif time.monotonic() > lost_since + _SENT_BEFORE_S:
+                lost_since, interval_s = time.monotonic(), _FIRST_INTERVAL_S
+            elif time.monotonic() > lost_since + _WAIT_FOR_SENT_S:
                 raise PeerLostError(f"{lost} before it reached {what}.")
 
     def _lost(self) -> str | None:
@@ -183,13 +183,13 @@ class GlooCollectives:
             reason, late = str(error), terms.is_late()
             if not isinstance(error, IpcError):
                 self.raise_if_unusable(what)  # another thread has aborted the group
-                theirs, lost = self._posted("failed"), self._lost()
-                reason = f"{what}: {theirs}" if theirs else f"{what} over Gloo: {f'{lost}. ' if lost else ''}{error}"
+                failure, lost = self._posted("failed"), self._lost()
+                reason = f"{what}: {failure}" if failure else f"{what} over Gloo: {f'{lost}. ' if lost else ''}{error}"
             self.fail(reason)
             if isinstance(error, IpcError) or not isinstance(error, Exception):
                 raise
             # Gloo raises one exception type for all failures.
-            kind = GroupPoisonedError if theirs else CollectiveTimeoutError if late else PeerLostError
+            kind = GroupPoisonedError if failure else CollectiveTimeoutError if late else PeerLostError
             raise kind(reason) from error
 
     def barrier(self, terms: Terms) -> None:

@@ -40,8 +40,8 @@ _ORDER = (
 # A rank that did not reach its peers, which does not say whose fault it is.
 PEER_LOST = ("failed", "stalled")
 # A refusal of NCCL is the cause of all other errors; within one class a rank that lost a peer knows least.
-_CAUSES = ("refused", "invalid_usage")
-_KINDS = (*_CAUSES, "wrong_answer", "own_failure", "stalled")
+_ROOT_KINDS = ("refused", "invalid_usage")
+_KIND_ORDER = (*_ROOT_KINDS, "wrong_answer", "own_failure", "stalled")
 _UNUSABLE = (MissingDeviceError, BackendUnavailableError)
 # If Ray's memory monitor kills a worker, Ray raises a separate error.
 _DEATHS = (RayActorError, NodeDiedError, RayOutOfMemoryError)
@@ -73,12 +73,12 @@ def merged(
     """
     if died := death_error(failures, addresses, step):
         return died
-    if full := [rank for rank, error in failures.items() if _is_out_of_memory(error)]:
-        cause = without_allocator(cause_of(failures[full[0]]))  # its advice on the allocator is not about a start
+    if oom_ranks := [rank for rank, error in failures.items() if _is_out_of_memory(error)]:
+        cause = without_allocator(cause_of(failures[oom_ranks[0]]))  # its advice on the allocator is not about a start
         return OutOfMemoryError(
-            f"{named(full, addresses)} ran out of device memory during start-up ({step}): {cause}.",
+            f"{named(oom_ranks, addresses)} ran out of device memory during start-up ({step}): {cause}.",
             advice=advise("device full"),
-            ranks=full,
+            ranks=oom_ranks,
             step=step,
             cause=cause,
         )
@@ -131,9 +131,9 @@ def _by_precedence(failures: Mapping[int, BaseException]) -> dict[int, BaseExcep
 
     Such an error stays if it names a rank without an error of its own, and if all ranks lost a peer.
     """
-    blamed = {rank: {*error.ranks} - {rank} for rank, error in failures.items() if _lost_a_peer(error, rank)}
-    have_own = failures.keys() - blamed.keys()
-    kept = [rank for rank in failures if rank not in blamed or not have_own or not have_own.issuperset(blamed[rank])]
+    blames = {rank: {*error.ranks} - {rank} for rank, error in failures.items() if _lost_a_peer(error, rank)}
+    own_errors = failures.keys() - blames.keys()
+    kept = [rank for rank in failures if rank not in blames or not own_errors or not own_errors >= blames[rank]]
     return {rank: failures[rank] for rank in sorted(kept, key=lambda rank: (*_precedence(failures[rank]), rank))}
 
 
@@ -150,9 +150,9 @@ def _precedence(error: BaseException) -> tuple[bool, bool, int, int]:
     """Return a sort key, which is lowest for the most specific error."""
     if not isinstance(error, FracBackendError):
         return True, True, 0, 0
-    by_class = next(place for place, kind in enumerate(_ORDER) if isinstance(error, kind))
-    by_kind = _KINDS.index(error.kind) if error.kind in _KINDS else len(_KINDS)
-    return False, error.kind not in _CAUSES, by_class, by_kind
+    by_class = next(place for place, error_class in enumerate(_ORDER) if isinstance(error, error_class))
+    by_kind = _KIND_ORDER.index(error.kind) if error.kind in _KIND_ORDER else len(_KIND_ORDER)
+    return False, error.kind not in _ROOT_KINDS, by_class, by_kind
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -40,9 +40,9 @@ def link_targets(addresses: Sequence[WorkerAddress]) -> list[list[int]]:
     if len(nodes) > MAX_MESH:
         steps = {sign * 2**power % len(nodes) for power in range(len(nodes).bit_length() - 1) for sign in (1, -1)}
     peers: list[list[int]] = [[] for _ in addresses]
-    for number, ranks in enumerate(nodes):
+    for node, ranks in enumerate(nodes):
         for place, rank in enumerate(ranks):
-            others = (nodes[(number + step) % len(nodes)] for step in steps)
+            others = (nodes[(node + step) % len(nodes)] for step in steps)
             peers[rank] = [other[place % len(other)] for other in others]
     return peers
 
@@ -96,8 +96,8 @@ def _links(findings: Mapping[int, Findings], addresses: Sequence[WorkerAddress])
             if other not in unreached[node]:
                 ends.reverse()
             is_one_way = (other in unreached[node]) != (node in unreached[other])
-            ways = "no connections from {} to {}" if is_one_way else "no connections between {} and {}"
-            yield Fault((*nodes[node], *nodes[other]), ways.format(*ends))
+            template = "no connections from {} to {}" if is_one_way else "no connections between {} and {}"
+            yield Fault((*nodes[node], *nodes[other]), template.format(*ends))
 
 
 def _ranks_by_node(addresses: Sequence[WorkerAddress]) -> dict[str, list[int]]:
