@@ -62,7 +62,7 @@ def trained(ranks, expected, backend):
 
 # Job, fault, variables, settings, and parts of the error.
 ENDINGS = {
-    "init hangs": (OWN, "nccl_init_hang", {}, {}, (f"{FIRST_STEP} failed", "(no answer within ", "NCCL hangs")),
+    "init hangs": (OWN, "nccl_init_hang", {}, {}, (FIRST_STEP, " failed", "(no answer within ", "NCCL hangs")),
     "hangs": (OWN, "nccl_hang=1", {}, {}, ("barrier failed on rank 0 after ", "(no answer within ")),
     "hangs later": (OWN, "nccl_hang=6", {}, {}, ("all_reduce of 1 MiB failed on rank 1 after ", "(no answer within ")),
     "refuses": (OWN, "nccl_refuse=1", {}, {}, ("rank 1 (node ", f"{FIRST_STEP} ", " failed", "Call to socket failed")),
