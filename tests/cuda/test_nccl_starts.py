@@ -106,6 +106,7 @@ def test_a_start_that_fails(engine, case):
     assert "not in it" not in text
     # The whole time limit, or an attempt's before a fallback, minus what came before on a busy machine.
     limit_s = START_S / 4 if "fell back" in text else START_S
+    limit_s += "creating the nccl" in text  # a second in which c10d would raise its own error
     assert all(limit_s - 3 < float(seconds) <= limit_s for seconds in re.findall(r"no answer within ([\d.]+) s", text))
     assert engine.start_report()["seconds"]["start"] < START_S + OVER_S
     assert wait_until(lambda: not engine.train_workers(), 15)
