@@ -100,8 +100,7 @@ class Job:
     @cached_property
     def wants_multi_rank(self) -> bool:
         """Whether NCCL's flags for several ranks per GPU are requested, by the policy or by the user's variable."""
-        by_variable = self.shares_by("auto") and asks_for_multi_rank(self.workers, self.conflicts)
-        return by_variable or self.shares_by("nccl")
+        return self.shares_by("nccl") or (self.shares_by("auto") and asks_for_multi_rank(self.workers, self.conflicts))
 
     @cached_property
     def exclusive_without_mps(self) -> tuple[ShareGroup, ...]:

@@ -79,11 +79,13 @@ def _advice(plan: WorkerPlan, kind: type[RendezvousError], error: Exception) -> 
         return advise("fails by itself")
     if has_no_port(error):
         return advise("Gloo has no port")
+    if "NCCL communicator" in str(error):
+        return advise("NCCL fails", has_gloo=True)
     if kind is GroupFormationError and plan.backends.connects_with_gloo:
         interface = os.environ.get(IFNAME)
         over = f"over {interface}" if interface else "over the address of its host name"
         return advise("Gloo cannot connect", interface=over)
-    if kind is GroupFormationError and plan.backends.has_nccl and CONNECTS_NCCL_AT_ONCE:
-        return advise("NCCL hangs" if isinstance(error, TimeoutError) else "NCCL fails", has_gloo=True)
-    # A TimeoutError comes from bounded(); c10d's timeouts have another class.
-    return advise("rank 0 hangs" if isinstance(error, TimeoutError) else "store not reached")
+    hangs = isinstance(error, TimeoutError)  # it comes from bounded(); c10d's timeouts have another class
+    if hangs and kind is GroupFormationError and plan.backends.has_nccl and CONNECTS_NCCL_AT_ONCE:
+        return advise("NCCL hangs", has_gloo=True)
+    return advise("rank 0 hangs" if hangs else "store not reached")

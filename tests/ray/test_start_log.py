@@ -90,8 +90,7 @@ def test_a_long_wait_names_the_ranks(pair, monkeypatch, lines):
     assert len(waits) >= 2
     for text in waits:
         assert re.fullmatch(
-            r"probing the workers: waiting for rank 1 \(node .*, pid \d+\), [\d.]+ s so far, up to \d+ s more",
-            text,
+            r"probing the workers: waiting for rank 1 \(node .*, pid \d+\), [\d.]+ s so far, up to \d+ s more", text
         )
 
 

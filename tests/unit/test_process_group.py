@@ -243,9 +243,12 @@ def test_nccl_connects_on_the_workers_own_device(monkeypatch: Any, device: str, 
     assert made.call_args.kwargs["device_id"] == bound
 
 
-@pytest.mark.parametrize(("error", "advice"), [(RuntimeError("NCCL"), "NCCL fails"), (TimeoutError(), "NCCL hangs")])
-def test_nccl_that_does_not_connect_is_not_the_networks_fault(monkeypatch: Any, error: Exception, advice: str) -> None:
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl_that_does_not_connect_is_not_the_networks_fault(monkeypatch: Any, backend: str) -> None:
+    """Nor that of Gloo, which connects before it in a pair; a hang in a pair may be either's."""
     monkeypatch.setattr(start_failure, "CONNECTS_NCCL_AT_ONCE", True)
-    step = start_failure.named_step("x", worker_plan(backend="nccl"), GroupFormationError)
-    with pytest.raises(GroupFormationError, match=f"{advice}.*or use backend='gloo'"), step:
-        raise error
+    failed, pair = RuntimeError("Failed to initialize NCCL communicator: internal error"), backend != "nccl"
+    for error, advice in ((failed, "NCCL fails"), (TimeoutError(), "Gloo connects" if pair else "NCCL hangs")):
+        step = start_failure.named_step("x", worker_plan(backend=backend), GroupFormationError)
+        with pytest.raises(GroupFormationError, match=advice), step:
+            raise error
