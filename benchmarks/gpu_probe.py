@@ -175,11 +175,10 @@ def shared_words(side: Side) -> tuple[Arena, int]:
     if side.rank == 0:
         arena, name = create_arena(_PAGE_BYTES)
         side.meet(name)
-        side.meet()
-        os.close(name.fd)
     else:
         arena = attach_arena(side.meet())
-        side.meet()
+    side.meet()
+    os.close(arena.fd)
     return arena, side.runtime.register(arena.address, _PAGE_BYTES)
 
 

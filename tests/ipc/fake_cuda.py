@@ -360,7 +360,9 @@ class FakeCuda:
         if self.broken == "memory":
             return replace(self.allocate(num_bytes), imported=True)
         name = ArenaName(**json.loads(handle))
-        return self._block(attach_arena(name), name, True)
+        arena = attach_arena(name)
+        os.close(arena.fd)
+        return self._block(arena, name, True)
 
     def release(self, block: DeviceBlock) -> None:
         name = _names.pop(block.pointer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -16,6 +17,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -122,7 +125,9 @@ def test_an_arena_is_found_by_its_token_and_size_only() -> None:
     os.truncate(not_sealed, name.num_bytes)
     os.write(not_sealed, mine.memory[:16])
     try:
-        assert arena.attach_arena(name).memory[:16] == mine.memory[:16]
+        found = arena.attach_arena(name)
+        os.close(found.fd)
+        assert found.memory[:16] == mine.memory[:16]
         wrong = {"token": "00" * 16}, {"num_bytes": name.num_bytes * 2}, {"num_bytes": 4096}, {"fd": not_sealed}
         for change in wrong:
             with pytest.raises(IpcUnavailableError):
@@ -224,17 +229,49 @@ def test_a_process_is_there_until_its_last_thread_has_ended() -> None:
     assert not peer.is_alive()
 
 
+def allocations(job: Job) -> list[tuple[int, int, bool]]:
+    """Set up a group, and return what this rank allocates of its memory: start, end, whether nobody had touched it."""
+    spans, allocate = [], os.posix_fallocate
+
+    def recorded(fd: int, start: int, num_bytes: int) -> None:
+        if os.fstat(fd).st_size > knobs.MIN_CHUNK_BYTES:  # not the memory with which support is tried
+            spans.append((start, start + num_bytes, os.lseek(fd, start, os.SEEK_HOLE) == start))
+        allocate(fd, start, num_bytes)
+
+    with mock.patch.object(os, "posix_fallocate", recorded):
+        bare_group(job, "allocations", job.rank, job.size, 30.0)
+    return spans
+
+
+def test_each_rank_allocates_its_own_memory() -> None:
+    """Its slots are on its NUMA node, and no page is left for a later access, which could raise SIGBUS."""
+    by_rank = values(run_ranks(allocations, 3))
+    starts, ends, untouched = zip(*sorted(span for spans in by_rank for span in spans), strict=True)
+    assert [len(spans) for spans in by_rank] == [3, 2, 2]
+    assert starts == (0, *ends[:-1])
+    assert ends[-1] == setup._arena_bytes(3, knobs.chunk_bytes(), knobs.num_slots())
+    assert all(untouched)
+
+
+def without_memory(job: Job) -> None:
+    """Set up a group for whose last rank the kernel has no memory."""
+    full = mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full if job.rank == 2 else nullcontext(), mock.patch.object(setup, "host_memory_support", return_value=None):
+        bare_group(job, "full", job.rank, job.size, 30.0)
+
+
 def limited(job: Job) -> None:
     """Set up a group with a limit on file sizes, which the kernel also applies to anonymous memory files."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
     bare_group(job, "limited", job.rank, job.size, 30.0)
 
 
-def test_too_little_memory() -> None:
+@pytest.mark.parametrize(("function", "rank"), [(limited, 0), (without_memory, 2)])
+def test_too_little_memory(function: Callable[[Job], None], rank: int) -> None:
     """Every rank has an error with the failed rank and what to set: no SIGBUS, no hang."""
-    for outcome in run_ranks(limited, 3):
+    for outcome in run_ranks(function, 3):
         assert isinstance(outcome.error, IpcUnavailableError)
-        assert "rank 0" in str(outcome.error)
+        assert f"rank {rank}" in str(outcome.error)
         assert knobs.SLOTS_ENV_VAR in str(outcome.error)
 
 

@@ -84,7 +84,7 @@ class DeviceSetup:
         try:
             with contextlib.ExitStack() as stack:
                 leader = self._share(partial(self._export, chunk_bytes, stack))[LEADER]
-                self._share(partial(self._attach, chunk_bytes, leader))
+                self._share(partial(self._attach, chunk_bytes, leader, stack))
             memory = DeviceMemory(self._block, self._timeline, chunk_bytes, self._rank, self._size)
             engine = Engine(self._arena, self._rank, self._host.engine.waiter.peers, list(self._names), memory)
             local = DeviceCollectives(engine, infos[LEADER]["one_pass"])
@@ -146,10 +146,11 @@ class DeviceSetup:
         stack.callback(os.close, name.fd)
         return {"block": self._runtime.export(self._block).hex(), "arena": asdict(name)}
 
-    def _attach(self, chunk_bytes: int, leader: dict[str, Any]) -> dict[str, Any]:
+    def _attach(self, chunk_bytes: int, leader: dict[str, Any], stack: contextlib.ExitStack) -> dict[str, Any]:
         """Map what the first rank has made."""
         if self._rank != LEADER:
             self._arena = attach_arena(ArenaName(**leader["arena"]))
+            stack.callback(os.close, self._arena.fd)
         offset = control_bytes(self._size)
         self._timeline = Timeline(self._runtime, self._stream.stream, self._arena, offset, self._rank, self._size)
         if self._rank != LEADER:

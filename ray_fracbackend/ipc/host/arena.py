@@ -2,8 +2,8 @@
 
 The memory is a memfd. It has no name in any file system, so a killed rank leaves nothing in /dev/shm. It is not limited
 by the size of /dev/shm (64 MB in a Docker container). Only processes that may read ``/proc/<creator>/fd`` (the same
-user, or root) can open it, and they open nothing else there. ``fallocate`` allocates all pages at once and a seal forbids
-shrinking, so a later access cannot raise SIGBUS.
+user, or root) can open it, and they open nothing else there. ``fallocate`` allocates all pages before their first use and a
+seal forbids shrinking, so no access can raise SIGBUS. A page is on the NUMA node of the process that allocates it.
 """
 
 from __future__ import annotations
@@ -43,20 +43,23 @@ class Arena:
     """A shared mapping.
 
     Attributes:
+        fd: Descriptor, which the caller closes.
         memory: The mapping; its first `TOKEN_BYTES` bytes are the token.
         address: Address of the mapping in this process.
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
-        # MAP_POPULATE maps the pages now instead of at the first collective.
-        self.memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.fd = fd
+        self.memory = mmap.mmap(fd, num_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
-def create_arena(num_bytes: int) -> tuple[Arena, ArenaName]:
-    """Create shared memory with all its pages in place.
+def create_arena(num_bytes: int, first_bytes: int | None = None) -> tuple[Arena, ArenaName]:
+    """Create shared memory, whose descriptor must stay open until all peers have attached.
 
-    The caller closes ``name.fd`` once all peers have attached.
+    Args:
+        num_bytes: Its size.
+        first_bytes: How much of it to allocate; None for all. The users allocate the rest with ``posix_fallocate``.
 
     Raises:
         OSError: The kernel cannot create a memfd or allocate `num_bytes`.
@@ -70,7 +73,8 @@ def create_arena(num_bytes: int) -> tuple[Arena, ArenaName]:
     except OSError:  # before Linux 6.3
         fd = os.memfd_create(_NAME, flags)
     try:
-        os.posix_fallocate(fd, 0, num_bytes)
+        os.ftruncate(fd, num_bytes)
+        os.posix_fallocate(fd, 0, num_bytes if first_bytes is None else first_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         arena = Arena(fd, num_bytes)
     except BaseException:
@@ -106,8 +110,9 @@ def attach_arena(name: ArenaName) -> Arena:
         if (found.st_uid, found.st_size) != (os.geteuid(), name.num_bytes) or not seals & fcntl.F_SEAL_SHRINK:
             raise IpcUnavailableError(wrong)
         arena = Arena(fd, name.num_bytes)
-    finally:
+        if arena.memory[:TOKEN_BYTES].hex() != name.token:
+            raise IpcUnavailableError(wrong)
+    except BaseException:
         os.close(fd)
-    if arena.memory[:TOKEN_BYTES].hex() != name.token:
-        raise IpcUnavailableError(wrong)
+        raise
     return arena

@@ -62,8 +62,8 @@ class SlotMemory:
     """Slots and folded areas of one group on one host. Chunk ``c`` uses slot ``c % num_slots`` of every rank.
 
     Args:
-        memory: 1-D uint8 tensor of `memory_bytes`, mapped by the caller: each rank's first slot, each rank's second,
-            and so on; then the folded areas in the same order.
+        memory: 1-D uint8 tensor of `memory_bytes`, mapped by the caller: the first rank's slots, the second's, and so on;
+            then the folded areas in the same order.
         chunk_bytes: Size of a slot in bytes; a multiple of 4096.
         folded_bytes: Size of each rank's folded area in bytes; multiples of 4096.
         num_slots: Number of slots of each rank, at least 2.
@@ -85,14 +85,12 @@ class SlotMemory:
         self.num_slots = num_slots
         self._rank = rank
         self.fence = make_fence()
-        # Indexed by slot number, then by local rank.
-        num_ranks = len(folded_bytes)
-        end = num_slots * num_ranks * chunk_bytes
-        self._stacks = memory[:end].view(num_slots, num_ranks, chunk_bytes)
-        folded = [areas.split_with_sizes(list(folded_bytes)) for areas in memory[end:].view(num_slots, -1)]
         # Indexed by local rank, then by slot number.
-        self._slots = [list(slots) for slots in self._stacks.unbind(1)]
-        self._folded = [[areas[r] for areas in folded] for r in range(num_ranks)]
+        end = num_slots * len(folded_bytes) * chunk_bytes
+        self._stacks = memory[:end].view(-1, num_slots, chunk_bytes)
+        self._slots = [list(slots) for slots in self._stacks]
+        folded = memory[end:].split_with_sizes([num_slots * num_bytes for num_bytes in folded_bytes])
+        self._folded = [list(areas.view(num_slots, n)) for areas, n in zip(folded, folded_bytes, strict=True)]
         # Views are cached: creating them would take too long for a small collective.
         self._views: dict[tuple[bool, torch.dtype, int, int], list[_Views]] = {}
 
@@ -108,7 +106,7 @@ class SlotMemory:
     def stack(self, chunk: int, dtype: torch.dtype, start: int, end: int) -> torch.Tensor:
         """Return the elements of all ranks as one 2-D view, with one row per rank."""
         with torch.inference_mode(False):
-            return self._stacks[chunk % self.num_slots].view(dtype)[:, start:end]
+            return self._stacks[:, chunk % self.num_slots].view(dtype)[:, start:end]
 
     def folded(self, rank: int, chunk: int, dtype: torch.dtype, end: int) -> torch.Tensor:
         """Return the first `end` elements of a rank's folded area, which holds its reduced part of a chunk.

@@ -1,7 +1,8 @@
 """Set up the shared memory of a group, whose ranks are on one host. Imports torch.
 
-Each rank announces its host and process in the group's store. The first rank creates the memory, and the others open it. No rank continues until every rank of the group has reported that it is attached. So either all ranks
-have the backend or all raise the same reason.
+Each rank announces its host and process in the group's store. The first rank creates the memory, and the others open it. Each rank
+allocates its own slots, which are so on its NUMA node. No rank continues until every rank of the group has reported that it is attached.
+So either all ranks have the backend or all raise the same reason.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...], obstacle: str
     error = obstacle or host_memory_support()
     hello = {"host": host_id(), "pid": os.getpid(), "started": 0 if error else start_time(os.getpid()), "error": error}
     store.set(f"hello/{rank}", json.dumps(hello))
-    engine, keep_fd, infos = None, -1, []
+    engine, arena, infos = None, None, []
     try:
         infos = [_record(store, f"hello/{other}", _HELLO) for other in range(size)]
         if all(info["error"] is None for info in infos):
@@ -65,14 +66,23 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...], obstacle: str
                 raise IpcUnavailableError(
                     f"the ranks are on {num_hosts} hosts; use the staged or the gloo backend for them"
                 )
-            arena, (chunk_bytes, num_slots, one_pass_bytes), keep_fd = _open_arena(store, rank, size)
-            folded = _folded_bytes(chunk_bytes, size)
-            data = torch.frombuffer(arena.memory, dtype=torch.uint8)[control_bytes(size) :]
-            data = data[: memory_bytes(chunk_bytes, folded, num_slots)]
-            memory = HostMemory(data, chunk_bytes, folded, num_slots, rank)
+            arena = _open_arena(store, rank, size)
+            chunk_bytes, num_slots, one_pass_bytes = _sizes(arena, size)
+            data = torch.frombuffer(arena.memory, dtype=torch.uint8, offset=control_bytes(size))
+            memory = HostMemory(data, chunk_bytes, _folded_bytes(chunk_bytes, size), num_slots, rank)
+            for areas, num_bytes in (
+                (memory.slot_addresses, chunk_bytes),
+                (memory.folded_addresses, share_bytes(chunk_bytes, size)),
+            ):
+                os.posix_fallocate(arena.fd, areas[rank][0] - arena.address, num_slots * num_bytes)
             engine = Engine(arena, rank, [Peer(info["pid"], info["started"]) for info in infos], list(names), memory)
     except (IpcUnavailableError, OSError, ValueError) as failure:
         error = str(failure)
+        if isinstance(failure, OSError):
+            error = (
+                f"the kernel did not provide the shared memory ({failure.strerror}); set {knobs.CHUNK_BYTES_ENV_VAR} or "
+                f"{knobs.SLOTS_ENV_VAR} lower, or use the gloo backend"
+            )
         if rank == 0:  # the others may wait for its memory
             store.set("arena", json.dumps({**asdict(_NO_ARENA), "error": error}))
     try:
@@ -80,8 +90,8 @@ def join(store: Any, rank: int, size: int, names: tuple[str, ...], obstacle: str
         _raise_first_error([_record(store, f"attached/{other}", _ATTACHED) for other in range(size)], names)
         _raise_first_error(infos, names)
     finally:
-        if keep_fd >= 0:
-            os.close(keep_fd)
+        if arena is not None:
+            os.close(arena.fd)
     if engine is None:
         raise IpcUnavailableError(f"The ipc backend cannot be used: {error}")
     return LocalCollectives(engine, one_pass_bytes)
@@ -163,35 +173,33 @@ def _arena_bytes(num_ranks: int, chunk_bytes: int, num_slots: int) -> int:
     return control_bytes(num_ranks) + memory_bytes(chunk_bytes, _folded_bytes(chunk_bytes, num_ranks), num_slots)
 
 
-def _open_arena(store: Any, rank: int, size: int) -> tuple[Arena, tuple[int, int, int], int]:
+def _open_arena(store: Any, rank: int, size: int) -> Arena:
     """Create or attach the group's arena.
 
-    Returns:
-        The arena; the size and number of its slots, and the largest all_reduce in one pass, in bytes; a descriptor to
-        close once all ranks have attached, or -1.
-
     Raises:
-        IpcUnavailableError: The kernel does not provide the memory, or this process cannot open it.
-        ValueError: The user set an invalid value of one of these, or the memory is for another number of ranks.
+        IpcUnavailableError: This process cannot open the memory.
+        OSError: The kernel does not provide it.
+        ValueError: The user set an invalid value of a size.
     """
     if rank == 0:
         sizes = knobs.chunk_bytes(), knobs.num_slots(), knobs.one_pass_bytes(size)
-        num_bytes = _arena_bytes(size, *sizes[:2])
-        try:
-            arena, name = create_arena(num_bytes)
-        except OSError as failure:
-            raise IpcUnavailableError(
-                f"the kernel did not provide {num_bytes} bytes of shared memory ({failure.strerror}); set "
-                f"{knobs.CHUNK_BYTES_ENV_VAR} or {knobs.SLOTS_ENV_VAR} lower, or use the gloo backend"
-            ) from failure
+        arena, name = create_arena(_arena_bytes(size, *sizes[:2]), control_bytes(size))
         _SIZES.pack_into(arena.memory, TOKEN_BYTES, *sizes)
         store.set("arena", json.dumps({**asdict(name), "error": None}))
-        return arena, sizes, name.fd
+        return arena
     announced = _record(store, "arena", _ARENA)
     if (error := announced.pop("error")) is not None:
         raise IpcUnavailableError(error)
-    arena = attach_arena(ArenaName(**announced))
-    sizes = _SIZES.unpack_from(arena.memory, TOKEN_BYTES)
+    return attach_arena(ArenaName(**announced))
+
+
+def _sizes(arena: Arena, size: int) -> tuple[int, int, int]:
+    """Return the size and number of the slots, and the largest all_reduce in one pass, in bytes.
+
+    Raises:
+        ValueError: The memory is for another number of ranks.
+    """
+    sizes: tuple[int, int, int] = _SIZES.unpack_from(arena.memory, TOKEN_BYTES)
     if len(arena.memory) != _arena_bytes(size, *sizes[:2]):
         raise ValueError(f"the memory of rank 0 is not for {size} ranks")
-    return arena, sizes, -1
+    return sizes
