@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 
-# Bytes of one slot. A collective moves its tensor in chunks of this size, which should fit into the core's cache.
+# Bytes of one slot. A collective moves its tensor in chunks of this size; each chunk costs a rank its waits for the others.
 CHUNK_BYTES_ENV_VAR = "RAY_FRACBACKEND_IPC_CHUNK_BYTES"
-DEFAULT_CHUNK_BYTES = 1 << 20
+DEFAULT_CHUNK_BYTES = 1 << 22
 MIN_CHUNK_BYTES = 64 * 1024
 MAX_CHUNK_BYTES = 1 << 28
 # Slots of each rank: the number of chunks by which a rank may be ahead of a slower one.
 SLOTS_ENV_VAR = "RAY_FRACBACKEND_IPC_SLOTS"
-DEFAULT_SLOTS, MIN_SLOTS, MAX_SLOTS = 4, 2, 64
+DEFAULT_SLOTS, MIN_SLOTS, MAX_SLOTS = 2, 2, 64
 
 # Microseconds that a rank polls a peer's counter before it sleeps in the kernel.
 SPIN_US_ENV_VAR = "RAY_FRACBACKEND_IPC_SPIN_US"

@@ -171,7 +171,7 @@ def test_it_is_used_for_what_it_can_do(job: Job) -> None:
         assert bool(used) == prepared
 
     # The first call of a shape and an operation uses the engine; more than one chunk always does.
-    for numel, second in ((8, True), (262_144, True), (262_145, False), (0, False), (1, True)):
+    for numel, second in ((8, True), (1 << 20, True), ((1 << 20) + 1, False), (0, False), (1, True)):
         check(False, torch.ones(numel))
         check(second, torch.ones(numel))
     check(False, torch.ones(4, 2))

@@ -158,6 +158,7 @@ def test_a_record_of_a_stranger_opens_no_file(job: Job) -> None:
 
         def read_later(store: Any, key: str, types: Any) -> Any:
             if key == "arena":
+                store.wait([key])
                 store.set(key, json.dumps({**asdict(name), "error": None}))
             return read(store, key, types)
 

@@ -41,7 +41,11 @@ def copy_function() -> Callable[[int, int, int], None]:
 
     It keeps the GIL, which another thread would otherwise hold for milliseconds after each small copy.
     """
-    function = ctypes.PyDLL(None).memmove
+    return _memmove(ctypes.PyDLL(None))
+
+
+def _memmove(library: ctypes.CDLL) -> Callable[[int, int, int], None]:
+    function = library.memmove
     function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
     return function
 
@@ -142,6 +146,10 @@ class SlotMemory:
     def after(self, ranks: Sequence[int], kind: int, value: int) -> None:
         """Order this rank's later accesses after those that `ranks` made before their count reached `value`."""
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between 1-D contiguous tensors of one dtype and size, of which one is this memory."""
+        target.copy_(source)
+
     def prepare_put(self, chunk: int, readers: Sequence[int]) -> None:
         """Prepare this rank's slot of a chunk, which `readers` will read, for writing."""
 
@@ -167,6 +175,14 @@ class HostMemory(SlotMemory):
         self.slot_addresses = [[slot.data_ptr() for slot in of_rank] for of_rank in self._slots]
         self.folded_addresses = [[area.data_ptr() for area in of_rank] for of_rank in self._folded]
         self.is_closed = False
+        self._memmove = _memmove(ctypes.CDLL(None))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `SlotMemory.copy`. libc's copy of a chunk takes three quarters of the time of torch's."""
+        if type(target) is type(source) is torch.Tensor:
+            self._memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        else:  # a class that unwraps itself
+            target.copy_(source)
 
     def close(self) -> None:
         """See `SlotMemory.close`."""

@@ -86,7 +86,7 @@ class LocalCollectives:
 
         def put(index: int, chunk: int) -> None:
             piece = tensor if num_chunks == 1 else tensor[index * per_chunk : (index + 1) * per_chunk]
-            memory.slot(own, chunk, dtype, 0, piece.shape[0]).copy_(piece)
+            memory.copy(memory.slot(own, chunk, dtype, 0, piece.shape[0]), piece)
 
         # With a single root, a leader would only add a copy.
         if self.takes_two_passes(tensor.nbytes) and (root is None or not memory.by_leader):
@@ -113,17 +113,23 @@ class LocalCollectives:
         per_chunk, num_chunks = self.chunking(numel, tensor.itemsize)
         by_leader = memory.by_leader
         folders = (LEADER,) if by_leader else range(size)
-        # A leader reads its own part in place; it is not overwritten before it has been folded.
-        reads_own = by_leader and own == LEADER and not self._stacks(reduction)
+        # A rank reads its own share in place; it is not overwritten before it has been folded.
+        reads_own = own in folders and not self._stacks(reduction)
 
         def bounds(index: int, rank: int) -> tuple[int, int]:
             n = min(per_chunk, numel - index * per_chunk)
             return (0, n) if by_leader else (n * rank // size, n * (rank + 1) // size)
 
+        def put_others(index: int, chunk: int) -> None:
+            piece = tensor[index * per_chunk : (index + 1) * per_chunk]
+            low, high = bounds(index, own)
+            for start, end in ((0, low), (high, piece.shape[0])):
+                memory.copy(memory.slot(own, chunk, dtype, start, end), piece[start:end])
+
         def fold(index: int, chunk: int) -> None:
             low, high = bounds(index, own)
             out = memory.folded(own, chunk, dtype, high - low)
-            source = tensor[index * per_chunk : (index + 1) * per_chunk] if reads_own else None
+            source = tensor[index * per_chunk + low : index * per_chunk + high] if reads_own else None
             self._reduce_slots(reduction, out, chunk, low, source)
 
         def take(index: int, chunk: int) -> None:
@@ -131,12 +137,12 @@ class LocalCollectives:
             piece = out[index * per_chunk : (index + 1) * per_chunk]
             for r in folders:
                 low, high = bounds(index, r)
-                piece[low:high].copy_(memory.folded(r, chunk, dtype, high - low))
+                memory.copy(piece[low:high], memory.folded(r, chunk, dtype, high - low))
 
         return Call(
             terms,
             num_chunks,
-            None if reads_own else put,
+            put if not reads_own else None if by_leader else put_others,
             take if out is not None else None,
             two_passes=True,
             fold=fold if own in folders else None,
@@ -183,7 +189,7 @@ class LocalCollectives:
             for r, tensor in enumerate(inputs):
                 piece = tensor[index * per_chunk : (index + 1) * per_chunk]
                 start = r * per_chunk
-                memory.slot(self.rank, chunk, dtype, start, start + piece.shape[0]).copy_(piece)
+                memory.copy(memory.slot(self.rank, chunk, dtype, start, start + piece.shape[0]), piece)
 
         def take(index: int, chunk: int) -> None:
             piece = result[index * per_chunk : (index + 1) * per_chunk]
@@ -230,7 +236,7 @@ class LocalCollectives:
                 # If there are several parts, no other rank reads a rank's own part.
                 if data is not None and (num_parts == 1 or p != part):
                     piece, start = data[index * per_chunk : (index + 1) * per_chunk], p * per_chunk
-                    memory.slot(rank, chunk, torch.uint8, start, start + piece.shape[0]).copy_(piece)
+                    memory.copy(memory.slot(rank, chunk, torch.uint8, start, start + piece.shape[0]), piece)
             # After the other inputs, which the output may overlap, and before other ranks' parts arrive.
             if own is not None and own_output is not None:
                 own_output[index * per_chunk :][:per_chunk].copy_(own[index * per_chunk :][:per_chunk])
@@ -240,7 +246,7 @@ class LocalCollectives:
             for r, output in enumerate(outputs):
                 if output is not None and r != rank:
                     piece = output[index * per_chunk : (index + 1) * per_chunk]
-                    piece.copy_(memory.slot(r, chunk, torch.uint8, start, start + piece.shape[0]))
+                    memory.copy(piece, memory.slot(r, chunk, torch.uint8, start, start + piece.shape[0]))
 
         sends = any(data is not None for data in inputs)
         origins = [r for r, output in enumerate(outputs) if output is not None]
