@@ -34,34 +34,19 @@ def empty(numel: int = 2) -> torch.Tensor:
 with_options = partial(options, asyncOp=True)
 
 
-def in_place(pg: Any, rank: int) -> tuple[list[Any], list[torch.Tensor]]:
+def in_place(pg: Any, rank: int, root: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
     tensor = own(rank)
-    return [tensor], [tensor]
+    return [tensor], [tensor] if root in (None, rank) else []
 
 
-def to_rank_1(pg: Any, rank: int) -> tuple[list[Any], list[torch.Tensor]]:
-    tensor = own(rank)
-    return [tensor], [tensor] if rank == 1 else []
-
-
-def gathering(pg: Any, rank: int) -> tuple[list[Any], list[torch.Tensor]]:
-    outs = [empty(), empty()]
+def gathering(pg: Any, rank: int, root: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
+    outs = [empty(), empty()] if root in (None, rank) else []
     return [outs, own(rank)], outs
 
 
-def gathering_on_rank_1(pg: Any, rank: int) -> tuple[list[Any], list[torch.Tensor]]:
-    outs = [empty(), empty()] if rank == 1 else []
-    return [outs, own(rank)], outs
-
-
-def scattering(pg: Any, rank: int) -> tuple[list[Any], list[torch.Tensor]]:
+def scattering(pg: Any, rank: int, root: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
     out = empty()
-    return [out, [own(rank), own(rank + 5)]], [out]
-
-
-def scattering_from_rank_1(pg: Any, rank: int) -> tuple[list[Any], list[torch.Tensor]]:
-    out = empty()
-    return [out, [own(rank), own(rank + 5)] if rank == 1 else []], [out]
+    return [out, [own(rank), own(rank + 5)] if root in (None, rank) else []], [out]
 
 
 def single(numel_out: int, numel_in: int) -> Data:
@@ -76,10 +61,10 @@ def single(numel_out: int, numel_in: int) -> Data:
 BY_TENSOR: dict[str, tuple[Data, tuple[str, ...], dict[str, Any], int]] = {
     "allreduce": (in_place, ("tensor",), {"op": MAX, "timeout": LIMIT}, 0),
     "broadcast": (in_place, ("tensor",), {"root": 1, "timeout": LIMIT}, 1),
-    "reduce": (to_rank_1, ("tensor",), {"root": 1, "op": MAX, "timeout": LIMIT}, 1),
+    "reduce": (partial(in_place, root=1), ("tensor",), {"root": 1, "op": MAX, "timeout": LIMIT}, 1),
     "allgather": (gathering, ("output_tensors", "input_tensor"), {"timeout": LIMIT}, 0),
-    "gather": (gathering_on_rank_1, ("output_tensors", "input_tensor"), {"root": 1, "timeout": LIMIT}, 1),
-    "scatter": (scattering_from_rank_1, ("output_tensor", "input_tensors"), {"root": 1, "timeout": LIMIT}, 1),
+    "gather": (partial(gathering, root=1), ("output_tensors", "input_tensor"), {"root": 1, "timeout": LIMIT}, 1),
+    "scatter": (partial(scattering, root=1), ("output_tensor", "input_tensors"), {"root": 1, "timeout": LIMIT}, 1),
     "reduce_scatter": (scattering, (), {"op": MAX, "timeout": LIMIT}, 0),
     "alltoall_base": (
         single(4, 4),
@@ -94,11 +79,11 @@ BY_LISTS: dict[str, tuple[Data, tuple[str, ...], Any]] = {
     "allreduce": (in_place, ("tensors",), with_options("Allreduce", reduceOp=MAX)),
     "allreduce_coalesced": (in_place, ("tensors",), with_options("AllreduceCoalesced", reduceOp=MAX)),
     "broadcast": (in_place, (), with_options("Broadcast", rootRank=1)),
-    "reduce": (to_rank_1, (), with_options("Reduce", rootRank=1, reduceOp=MAX)),
+    "reduce": (partial(in_place, root=1), (), with_options("Reduce", rootRank=1, reduceOp=MAX)),
     "allgather": (gathering, ("output_tensors", "input_tensors"), with_options("Allgather")),
     "allgather_into_tensor_coalesced": (single(4, 2), (), with_options("Allgather")),
-    "gather": (gathering_on_rank_1, (), with_options("Gather", rootRank=1)),
-    "scatter": (scattering_from_rank_1, (), with_options("Scatter", rootRank=1)),
+    "gather": (partial(gathering, root=1), (), with_options("Gather", rootRank=1)),
+    "scatter": (partial(scattering, root=1), (), with_options("Scatter", rootRank=1)),
     "reduce_scatter": (scattering, (), with_options("ReduceScatter", reduceOp=MAX)),
     "reduce_scatter_tensor_coalesced": (single(2, 4), (), with_options("ReduceScatter", reduceOp=MAX)),
 }
